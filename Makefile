@@ -1,0 +1,58 @@
+# Every target makes the virtual environment it needs. PYTHON chooses the interpreter, VENV the place.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+CUT    := -c constraints.txt
+
+.PHONY: demo test test-fast check bench docs clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/demo.stamp          ## train a small Llama on 4 processes, hybrid sharded and tensor parallel
+	$(BIN)/python examples/train_lm.py
+
+test: $(VENV)/test.stamp          ## every test
+	$(BIN)/python -m pytest
+
+test-fast: $(VENV)/test.stamp     ## the pure tests: no processes
+	$(BIN)/python -m pytest -m "not spawns and not slow_single"
+
+check: $(VENV)/check.stamp $(VENV)/docs.stamp   ## lint, types, layers, docs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_surface.py
+	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
+bench: $(VENV)/bench.stamp        ## every benchmark: tables on the screen, JSON in benchmarks/results/
+	$(BIN)/python benchmarks/run_all.py
+
+docs: $(VENV)/docs.stamp          ## the site, served at http://localhost:8000
+	$(BIN)/mkdocs serve
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade "pip>=25.1"
+
+$(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install $(CUT) -e '.[lightning,cli]' --group demo
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp
+	$(PIP) install $(CUT) -e '.[lightning,cli]' --group test
+	@touch $@
+
+$(VENV)/check.stamp: $(VENV)/test.stamp
+	$(PIP) install $(CUT) --group check
+	@touch $@
+
+$(VENV)/bench.stamp: $(VENV)/demo.stamp
+	$(PIP) install $(CUT) --group bench
+	@touch $@
+
+$(VENV)/docs.stamp: $(VENV)/demo.stamp
+	$(PIP) install $(CUT) -e '.[docs]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) site

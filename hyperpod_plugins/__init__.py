@@ -1,0 +1,16 @@
+"""Train large models on clusters that fail and change size, with Lightning and Accelerate.
+
+A map for readers, in the order in which a training step meets the packages:
+
+* `hyperpod_plugins.errors`, `hyperpod_plugins.env`: the vocabulary. What can go wrong; who this process is.
+* `hyperpod_plugins.comm`: the c10d backend `hyperpod`, a process group whose transport can be replaced under it.
+* `hyperpod_plugins.data`: memory-mapped tokens, a pure sample order, a sampler that counts in samples.
+* `hyperpod_plugins.memory`: delayed initialisation.
+* `hyperpod_plugins.parallel`: `apply.py` is the story file: how a plain model becomes a sharded, tensor-parallel one.
+* `hyperpod_plugins.lightning`: `Trainer(strategy="hyperpod")`.
+
+Importing this package registers the Lightning strategy and the c10d backend where the entry point
+`torch.backends` has been switched off (`TORCH_DEVICE_BACKEND_AUTOLOAD=0`).
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,91 @@
+"""Who this process is: the only file that reads the environment. Explicit arguments always win over it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from hyperpod_plugins.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnv:
+    """The place of this process in the job, as its launcher wrote it (torchrun's variables; Slurm's as a fallback)."""
+
+    global_rank: int = 0
+    """Rank in the world, `0 .. world_size - 1`."""
+    world_size: int = 1
+    """Number of worker processes in the job."""
+    local_rank: int = 0
+    """Rank on this node, which is also the index of this process's accelerator."""
+    local_world_size: int = 1
+    """Number of worker processes on this node."""
+    node_rank: int = 0
+    """Index of this node."""
+
+    def __post_init__(self) -> None:
+        """Check that the ranks lie inside their worlds."""
+        if not 0 <= self.global_rank < self.world_size:
+            raise ConfigError(
+                f"RANK={self.global_rank} does not lie in a world of WORLD_SIZE={self.world_size}. "
+                "Start the program with torchrun, or unset both variables for a single process."
+            )
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise ConfigError(
+                f"LOCAL_RANK={self.local_rank} does not lie on a node of LOCAL_WORLD_SIZE={self.local_world_size}."
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, when all have as many workers as this one."""
+        return max(1, self.world_size // self.local_world_size)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a launcher started more than one process."""
+        return self.world_size > 1
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """Read torchrun's variables, or Slurm's where those are absent.
+
+        Raises:
+            ConfigError: a variable is not a number, or a rank lies outside its world.
+        """
+        if "RANK" not in environ and "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
+            return cls(
+                global_rank=_number(environ, "SLURM_PROCID", 0),
+                world_size=_number(environ, "SLURM_NTASKS", 1),
+                local_rank=_number(environ, "SLURM_LOCALID", 0),
+                local_world_size=_number(environ, "SLURM_NTASKS_PER_NODE", 1),
+                node_rank=_number(environ, "SLURM_NODEID", 0),
+            )
+        world_size = _number(environ, "WORLD_SIZE", 1)
+        local_rank = _number(environ, "LOCAL_RANK", 0)
+        return cls(
+            global_rank=_number(environ, "RANK", 0),
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size),
+            node_rank=_number(environ, "GROUP_RANK", _number(environ, "NODE_RANK", 0)),
+        )
+
+
+def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Path of the SMP JSON file named by `HYPERPOD_CONFIG`, or None."""
+    return environ.get("HYPERPOD_CONFIG") or None
+
+
+def instance_type(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Cloud instance type, where the platform tells it (SageMaker does), or None."""
+    return environ.get("SM_CURRENT_INSTANCE_TYPE") or environ.get("HYPERPOD_INSTANCE_TYPE") or None
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"the environment variable {name} must be a whole number, but is {text!r}") from None

@@ -1,0 +1,96 @@
+"""Everything this package raises on purpose.
+
+    HyperPodError
+    ├── ConfigError (ValueError)            the user asked for something impossible
+    │   ├── UnknownKeyError                 a configuration key nobody knows
+    │   ├── DegreeError                     degrees that do not fit each other or the world
+    │   ├── PlanError                       a tensor plan that matches nothing, or cannot be followed
+    │   └── NotBuiltYetError                valid, known, and not part of this release
+    ├── MissingExtraError (ImportError)     an optional dependency is not installed
+    ├── CommError (RuntimeError)
+    │   ├── BackendUnavailable              no collective library serves this device
+    │   └── PeerLost                        a member of a process group is gone
+    ├── DataError (RuntimeError)
+    │   ├── DatasetDamaged                  a token file that was cut short or altered
+    │   └── DatasetChanged                  a sampler state that belongs to other data
+    ├── InitializationError (RuntimeError)  a module that was built on the meta device cannot be filled
+    └── CheckpointError (RuntimeError)
+        ├── CheckpointDamaged               not a checkpoint, or an interrupted one
+        └── CheckpointMismatch              a checkpoint of another model
+
+A message says what was given, what is allowed, and what to do next, in one paragraph.
+"""
+
+
+class HyperPodError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class ConfigError(HyperPodError, ValueError):
+    """The configuration asks for something impossible."""
+
+
+class UnknownKeyError(ConfigError):
+    """A configuration key nobody knows."""
+
+
+class DegreeError(ConfigError):
+    """Parallel degrees that do not fit each other, the model or the world size."""
+
+
+class PlanError(ConfigError):
+    """A tensor-parallel plan that matches nothing, or that the model cannot follow."""
+
+
+class NotBuiltYetError(ConfigError):
+    """A valid and known request that this release does not serve yet."""
+
+
+class MissingExtraError(HyperPodError, ImportError):
+    """An optional dependency is needed and not installed."""
+
+    def __init__(self, module: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the Python package {module!r}, which is not installed here. "
+            f"Install it with: pip install 'hyperpod_plugins[{extra}]'"
+        )
+
+
+class CommError(HyperPodError, RuntimeError):
+    """Communication between ranks cannot be set up or has broken."""
+
+
+class BackendUnavailable(CommError):
+    """No collective library, or not the one asked for, serves this device."""
+
+
+class PeerLost(CommError):
+    """A member of a process group is gone, and the collective was not inside a step."""
+
+
+class DataError(HyperPodError, RuntimeError):
+    """Training data that cannot be used as it is."""
+
+
+class DatasetDamaged(DataError):
+    """A token file that was cut short, altered, or is none of ours."""
+
+
+class DatasetChanged(DataError):
+    """A saved position that belongs to other data, another seed or another sample length."""
+
+
+class InitializationError(HyperPodError, RuntimeError):
+    """A module that was built on the meta device cannot be given its initial values."""
+
+
+class CheckpointError(HyperPodError, RuntimeError):
+    """A checkpoint that cannot be read or written."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """The path holds no checkpoint, or one whose writing was interrupted."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A readable checkpoint of another model."""

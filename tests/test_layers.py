@@ -1,0 +1,72 @@
+"""Imports point down the layers, and each rule of style that a parser can check holds."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "hyperpod_plugins"
+LAYERS = (
+    "errors env observability",
+    "comm data memory precision planning",
+    "parallel elastic",
+    "recovery",
+    "lightning accelerate smp",
+    "cli",
+)
+LAYER_OF = {unit: row for row, units in enumerate(LAYERS) for unit in units.split()}
+# The entry point and the root may reach upward: they are how the outside finds the layers.
+OUTSIDE = {"__init__", "_autoload"}
+BROAD_EXCEPT_ALLOWED = {"_autoload.py"}  # an exception there would break `import torch` for everybody
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def unit_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_units(tree: ast.AST):
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "hyperpod_plugins" and len(parts) > 1 and parts[1] in LAYER_OF:
+                yield parts[1]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    importer = unit_of(path)
+    if importer in OUTSIDE:
+        return
+    assert importer in LAYER_OF, f"{importer} belongs to no layer"
+    for imported in imported_units(ast.parse(path.read_text())):
+        assert imported == importer or LAYER_OF[imported] < LAYER_OF[importer], f"{importer} imports {imported}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_attribute_guessing(path):
+    """`hasattr` and `getattr` with a default hide which type a value has."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and unit_of(path) not in OUTSIDE:
+            assert node.func.id != "hasattr", f"line {node.lineno}"
+            assert not (node.func.id == "getattr" and len(node.args) == 3), f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_broad_except(path):
+    if path.name in BROAD_EXCEPT_ALLOWED:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"bare"}
+            assert not names & {"bare", "Exception", "BaseException"}, f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_stay_readable(path):
+    assert len(path.read_text().splitlines()) <= 400
