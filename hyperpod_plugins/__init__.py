@@ -14,3 +14,7 @@ Importing this package registers the Lightning strategy and the c10d backend whe
 """
 
 __version__ = "0.1.0"
+
+from hyperpod_plugins import _autoload
+
+_autoload.autoload()

@@ -24,7 +24,14 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "lightning.pytorch",
+    "transformers.models.llama.modeling_llama",
+]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 

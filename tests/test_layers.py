@@ -7,7 +7,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "hyperpod_plugins"
 LAYERS = (
-    "errors env observability",
+    "errors",
+    "env observability",
     "comm data memory precision planning",
     "parallel elastic",
     "recovery",

@@ -1,0 +1,5 @@
+"""The Lightning adapter: translate and delegate."""
+
+from hyperpod_plugins.lightning.strategy import HyperPodStrategy
+
+__all__ = ["HyperPodStrategy"]

@@ -1,0 +1,66 @@
+"""Lightning under either of its names, `lightning.pytorch` or `pytorch_lightning`, for the rest of this folder.
+
+The two packages hold independent copies of every class, and a Trainer of one refuses a strategy of the other. A process
+uses the one its program imported first; programs that import neither before us get `lightning`.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+from hyperpod_plugins.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+    from lightning.fabric.utilities.seed import reset_seed
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+else:
+    _uses_old_name = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    _pl = "pytorch_lightning" if _uses_old_name else "lightning.pytorch"
+    _fabric = "lightning_fabric" if _uses_old_name else "lightning.fabric"
+
+    def _get(module: str, name: str) -> object:
+        try:
+            return vars(importlib.import_module(module))[name]
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or module, "lightning", "hyperpod_plugins.lightning") from None
+
+    init_dist_connection = _get(f"{_fabric}.utilities.distributed", "_init_dist_connection")
+    optimizers_to_device = _get(f"{_fabric}.utilities.optimizer", "_optimizers_to_device")
+    reset_seed = _get(f"{_fabric}.utilities.seed", "reset_seed")
+    Callback = _get(_pl, "Callback")
+    LightningDataModule = _get(_pl, "LightningDataModule")
+    LightningModule = _get(_pl, "LightningModule")
+    Trainer = _get(_pl, "Trainer")
+    LightningOptimizer = _get(f"{_pl}.core.optimizer", "LightningOptimizer")
+    HalfPrecision = _get(f"{_pl}.plugins.precision", "HalfPrecision")
+    MixedPrecision = _get(f"{_pl}.plugins.precision", "MixedPrecision")
+    Precision = _get(f"{_pl}.plugins.precision", "Precision")
+    ModelParallelStrategy = _get(f"{_pl}.strategies", "ModelParallelStrategy")
+    ParallelStrategy = _get(f"{_pl}.strategies", "ParallelStrategy")
+    TrainerFn = _get(f"{_pl}.trainer.states", "TrainerFn")
+    is_overridden = _get(f"{_pl}.utilities.model_helpers", "is_overridden")
+
+__all__ = [
+    "Callback",
+    "HalfPrecision",
+    "LightningDataModule",
+    "LightningModule",
+    "LightningOptimizer",
+    "MixedPrecision",
+    "ModelParallelStrategy",
+    "ParallelStrategy",
+    "Precision",
+    "Trainer",
+    "TrainerFn",
+    "init_dist_connection",
+    "is_overridden",
+    "optimizers_to_device",
+    "reset_seed",
+]

@@ -1,0 +1,64 @@
+"""Lightning's precision plugin for parameters that are DTensors on several meshes."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.flavour import HalfPrecision, MixedPrecision, Precision
+from hyperpod_plugins.parallel import clip_grad_norm_, clip_grad_value_
+from hyperpod_plugins.parallel.config import PRECISIONS
+from hyperpod_plugins.parallel.config import Precision as PrecisionName
+
+
+class HyperPodPrecision(Precision):
+    """`32-true`, `bf16-mixed` or `bf16-true`, with clipping that is right on mixed meshes.
+
+    For `bf16-mixed` FSDP2 gathers parameters in bfloat16 and reduces gradients in float32; autocast around the step
+    keeps what needs float32 (losses, norms) in float32, as Lightning users expect of this precision.
+    """
+
+    def __init__(self, precision: PrecisionName, device_type: str) -> None:
+        self.precision = cast("Any", precision)
+        self._device_type = device_type
+
+    @classmethod
+    def replacing(cls, plugin: Precision, device_type: str) -> "HyperPodPrecision":
+        """The counterpart of one of Lightning's own plugins.
+
+        Raises:
+            ConfigError: a precision, or a kind of plugin, that has no counterpart.
+        """
+        if type(plugin) not in (Precision, MixedPrecision, HalfPrecision) or plugin.precision not in PRECISIONS:
+            raise ConfigError(
+                f"strategy='hyperpod' cannot run with precision {plugin.precision!r} ({type(plugin).__name__}). "
+                f"Use Trainer(precision=...) with one of {', '.join(PRECISIONS)}, and no precision plugin."
+            )
+        return cls(cast("PrecisionName", plugin.precision), device_type)
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Autocast for `bf16-mixed`."""
+        is_mixed = self.precision == "bf16-mixed"
+        with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=is_mixed, cache_enabled=False):
+            yield
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        """Floating tensors of a batch in bfloat16 for `bf16-true`."""
+        return HalfPrecision("bf16-true").convert_input(data) if self.precision == "bf16-true" else data
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Scale gradients so that their norm over all ranks and meshes is at most `clip_val`."""
+        clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clamp every element of every gradient."""
+        clip_grad_value_(self.main_params(optimizer), clip_val)

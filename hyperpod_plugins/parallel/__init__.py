@@ -1,0 +1,20 @@
+"""Shape the model: topology, configuration, tensor plans, hybrid sharding. Begin with `apply.py`."""
+
+from hyperpod_plugins.parallel.apply import copy_from_first_rank, loss_parallel_context, parallelize
+from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.gradients import clip_grad_norm_, clip_grad_value_, gradient_norm
+from hyperpod_plugins.parallel.mesh import build_mesh
+from hyperpod_plugins.parallel.topology import Coordinates, Topology
+
+__all__ = [
+    "Coordinates",
+    "ParallelConfig",
+    "Topology",
+    "build_mesh",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "copy_from_first_rank",
+    "gradient_norm",
+    "loss_parallel_context",
+    "parallelize",
+]

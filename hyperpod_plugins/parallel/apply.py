@@ -1,0 +1,72 @@
+"""The story of a model: from a plain module to one that is tensor parallel, sharded and replicated."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from hyperpod_plugins.memory import materialize
+from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.shard import shard_hybrid
+from hyperpod_plugins.parallel.tensor import plan_for, shard_tensors
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+    """Apply `config` to `model` over `mesh`, in place, innermost technique first. The order is part of the contract.
+
+    Values that exist already are taken from global rank 0, so all ranks start from the same model. Values that do
+    not (the model was built under `delayed_init`, or on the meta device) are made last, when each rank stores only
+    its shard.
+
+    Args:
+        model: a plain module, with real parameters, delayed ones, or both.
+        mesh: `("replicate", "shard", "tensor")`, as `build_mesh` returns it.
+        config: what to apply; its degrees are those the mesh was built with.
+
+    Returns:
+        The same module; its parameters are DTensors.
+
+    Raises:
+        ConfigError: the plan or the degrees do not fit the model, which must not be used after that.
+        InitializationError: a parameter without a value cannot be given one.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return model  # the user has sharded it, or we have been here before
+    plan = plan_for(model, config)
+    if config.precision == "bf16-true":
+        _to_bfloat16(model)
+    copy_from_first_rank(model)
+    shard_tensors(model, mesh["tensor"], plan, config)
+    shard_hybrid(model, mesh["replicate", "shard"], config)
+    materialize(model, device=torch.device(mesh.device_type), seed=config.random_seed)
+    return model
+
+
+def copy_from_first_rank(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of global rank 0, where they exist already.
+
+    Ranks that built their model from different random states would otherwise train shards of different models.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta and not isinstance(tensor, DTensor):
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def _to_bfloat16(model: nn.Module) -> None:
+    """Convert parameters and saved buffers; buffers that are not saved (rotary frequencies) keep their precision."""
+    saved = model.state_dict(keep_vars=True).values()
+    for tensor in saved:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.bfloat16)
+
+
+def loss_parallel_context(config: ParallelConfig) -> AbstractContextManager[None]:
+    """Context for computing the loss and its backward when the logits stay split over the vocabulary."""
+    return loss_parallel() if config.loss_parallel else nullcontext()

@@ -1,0 +1,200 @@
+"""What the user asks for: one frozen object, from keyword arguments, a dict, or SMP v2 JSON unchanged.
+
+The keys and their meaning follow the SageMaker model parallelism library v2, so that its JSON files work as they
+are; the keys below `allow_empty_shards` are ours.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, UnknownKeyError
+from hyperpod_plugins.parallel.topology import Topology
+
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+TensorPlan = Mapping[str, "str | ParallelStyle"]
+ALIASES = {"tensor_parallel_seed": "random_seed", "activation_offload": "sm_activation_offloading"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Degrees and policies of one training job; `topology(world_size)` fits them to a world.
+
+    Raises:
+        ConfigError: a value of the wrong type or outside its range, or a combination that excludes itself.
+        NotBuiltYetError: a valid value that this release does not serve.
+    """
+
+    hybrid_shard_degree: int = 0
+    """Ranks one model state is sharded over; the rest replicate. 0: all data-parallel ranks. 1: no sharding."""
+    tensor_parallel_degree: int = 1
+    """Ranks each layer's matrices are split over."""
+    expert_parallel_degree: int = 1
+    """Ranks the experts are split over; lies inside the shard axis, excludes tensor parallelism."""
+    context_parallel_degree: int = 1
+    """Ranks a sequence is split over; lies inside the shard axis."""
+    random_seed: int = 12345
+    """Seed for initialising a model that was built without memory and without a recorded random state."""
+    sm_activation_offloading: bool = False
+    """Prefetching offload of checkpointed activations."""
+    activation_loading_horizon: int = 2
+    """How many offloaded layers may be back on the device at once."""
+    fsdp_cache_flush_warnings: bool = True
+    """Warn when the CUDA allocator had to flush its cache: raise the shard degree or lower the batch."""
+    allow_empty_shards: bool = False
+    """Permit ranks whose shard of a tensor is empty."""
+    precision: Precision = "32-true"
+    """`bf16-mixed`: parameters and optimizer in float32, compute in bfloat16, gradients reduced in float32."""
+    tensor_plan: TensorPlan | Literal["auto"] = "auto"
+    """Module-name pattern -> style; `auto` takes the model's own plan, else ours for Llama-like modules."""
+    sequence_parallel: bool = False
+    """Split the residual stream over the sequence between tensor-parallel regions."""
+    loss_parallel: bool = False
+    """Leave the logits split over the vocabulary; the loss must be computed under `loss_parallel_context`."""
+    block_classes: tuple[str, ...] = ()
+    """Class names of the modules sharded one by one; empty: the elements of every `nn.ModuleList`."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after forward and gather them again for backward."""
+
+    def __post_init__(self) -> None:
+        """Check every value alone, then the combinations, then what is not built."""
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), field.default)
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}, but is {self.precision!r}")
+        minimum = {"hybrid_shard_degree": 0, "random_seed": None}
+        for field in dataclasses.fields(self):
+            value, low = getattr(self, field.name), minimum.get(field.name, 1)
+            if type(field.default) is int and low is not None and value < low:
+                raise DegreeError(f"{field.name} must be at least {low}, but is {value}")
+        self._check_combinations()
+        self._refuse_what_is_not_built()
+
+    def topology(self, world_size: int, ranks_per_node: int = 0) -> Topology:
+        """Fit the degrees to a world.
+
+        Raises:
+            DegreeError: they do not fit; the message names the nearest that do.
+        """
+        for name in ("tensor_parallel_degree", "expert_parallel_degree", "context_parallel_degree"):
+            degree = getattr(self, name)
+            if world_size % degree:
+                fits = [d for d in range(1, world_size + 1) if world_size % d == 0]
+                nearest = min(fits, key=lambda fit, asked=degree: (abs(fit - asked), fit))
+                raise DegreeError(
+                    f"{name} must divide the world size {world_size}, but is {degree}. "
+                    f"It can be one of {fits}; the nearest is {nearest}."
+                )
+        if self.hybrid_shard_degree > world_size:
+            raise DegreeError(
+                f"hybrid_shard_degree must lie in 0 .. {world_size} (the world size), but is "
+                f"{self.hybrid_shard_degree}. Start more processes, or use 0 for all data-parallel ranks."
+            )
+        return Topology(
+            world_size=world_size,
+            shard_degree=self.hybrid_shard_degree or world_size // self.tensor_parallel_degree,
+            tensor_degree=self.tensor_parallel_degree,
+            ranks_per_node=ranks_per_node,
+        )
+
+    def _check_combinations(self) -> None:
+        if self.expert_parallel_degree > 1 and self.tensor_parallel_degree > 1:
+            raise ConfigError(
+                f"expert_parallel_degree={self.expert_parallel_degree} cannot be combined with "
+                f"tensor_parallel_degree={self.tensor_parallel_degree}: set one of them to 1."
+            )
+        for name in ("context_parallel_degree", "expert_parallel_degree"):
+            degree = getattr(self, name)
+            if self.hybrid_shard_degree and self.hybrid_shard_degree % degree:
+                raise DegreeError(
+                    f"{name} lies inside the shard axis, so it must divide hybrid_shard_degree="
+                    f"{self.hybrid_shard_degree}, but is {degree}. "
+                    f"Use {_divisors_up_to(self.hybrid_shard_degree, degree)[-1]}, or raise hybrid_shard_degree."
+                )
+        if self.tensor_parallel_degree == 1:
+            for name in ("sequence_parallel", "loss_parallel"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{name}=True needs tensor_parallel_degree > 1: it splits along the tensor axis. "
+                        f"Raise tensor_parallel_degree or drop {name}."
+                    )
+
+    def _refuse_what_is_not_built(self) -> None:
+        asked = [name for name in ("expert_parallel_degree", "context_parallel_degree") if getattr(self, name) > 1]
+        if self.sm_activation_offloading:
+            asked.append("sm_activation_offloading")
+        if asked:
+            values = ", ".join(f"{name}={getattr(self, name)}" for name in asked)
+            raise NotBuiltYetError(
+                f"{values} is valid, but this release does not serve it yet. Remove it (degrees: 1, offloading: "
+                "false) to train with hybrid sharding and tensor parallelism."
+            )
+
+    @classmethod
+    def of(cls, source: "ParallelConfig | Mapping[str, Any] | str | Path | None" = None, **overrides: Any) -> Self:
+        """Read a configuration from a dict, a JSON file or nothing; keyword arguments win over it.
+
+        Raises:
+            UnknownKeyError: a key nobody knows; the message names the nearest known one.
+            ConfigError: the file is missing or is no JSON object.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        if isinstance(source, ParallelConfig):
+            values: dict[str, Any] = {name: getattr(source, name) for name in known}
+        else:
+            values = _canonical(source if isinstance(source, Mapping) else _read(source), known)
+        return cls(**(values | _canonical(overrides, known)))
+
+
+def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    """Resolve aliases and refuse unknown keys."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        name = ALIASES.get(key, key)
+        if name not in known:
+            near = difflib.get_close_matches(key, known | set(ALIASES), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UnknownKeyError(f"unknown configuration key {key!r}.{hint} Known keys: {', '.join(sorted(known))}.")
+        if name in result and result[name] != value:
+            raise ConfigError(f"{name!r} is given twice, also as the alias {key!r}, with different values: keep one.")
+        result[name] = tuple(value) if name == "block_classes" and isinstance(value, list) else value
+    return result
+
+
+def _read(path: str | Path | None) -> Mapping[str, Any]:
+    if path is None:
+        return {}
+    try:
+        values = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration file {str(path)!r} cannot be read ({error.strerror}). "
+            "Give the path of a JSON file, in an argument or in HYPERPOD_CONFIG."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"the configuration file {str(path)!r} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"the configuration file {str(path)!r} must hold one JSON object, not a {type(values).__name__}"
+        )
+    return values
+
+
+def _check_type(name: str, value: object, default: object) -> None:
+    """Integers must be whole numbers, and booleans booleans: JSON makes both easy to get wrong."""
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true or false, but is {value!r}")
+    elif isinstance(default, int) and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ConfigError(f"{name} must be a whole number, but is {value!r}")
+
+
+def _divisors_up_to(number: int, limit: int) -> list[int]:
+    return [d for d in range(1, min(number, limit) + 1) if number % d == 0]

@@ -1,0 +1,282 @@
+"""Tensor parallelism: plans are data, module-name pattern -> style, and this file gives them to DTensor.
+
+    plan = plan_for(model, config)            # decide: {"model.layers.0.self_attn.q_proj": "colwise", ...}
+    shard_tensors(model, mesh["tensor"], plan, config)
+
+A style is one of `STYLES` or a `torch.distributed.tensor.parallel.ParallelStyle` of the user's own.
+
+[Note: sequence parallel] Between tensor-parallel regions the residual stream is a DTensor split over the sequence
+(dimension 1). It stays a DTensor, not a local tensor, so that models which read `hidden.shape[1]` (for positions
+and masks) see the whole sequence. A module that owns column-parallel layers (attention, a feed-forward net) gathers
+its input once, whatever argument it arrives in. Where that module also owns a norm it is the block itself, its input
+is the stream, and each column-parallel layer gathers for itself. Source of the scheme: Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2022.
+"""
+
+import fnmatch
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from hyperpod_plugins.errors import DegreeError, NotBuiltYetError, PlanError
+from hyperpod_plugins.parallel.config import ParallelConfig
+
+STYLES: Mapping[str, str] = {
+    "colwise": "split the output features; the result stays split",
+    "rowwise": "split the input features; partial results are summed",
+    "colwise_gather_output": "split the output features and gather the result (an output head)",
+    "embedding_rowwise": "split the vocabulary of an embedding",
+    "replicated_with_grad_allreduce": "a norm over split heads: its gradients are summed over the tensor axis",
+    "replicate": "leave alone",
+}
+
+LLAMA_LIKE_PLAN: Mapping[str, str] = {
+    **{f"*.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "wq", "wk", "wv")},
+    **{f"*.{name}": "colwise" for name in ("gate_proj", "up_proj", "w1", "w3")},
+    **{f"*.{name}": "rowwise" for name in ("o_proj", "wo", "down_proj", "w2")},
+    **{f"*.{name}": "embedding_rowwise" for name in ("embed_tokens", "tok_embeddings")},
+    **{f"*.{name}": "colwise_gather_output" for name in ("lm_head", "output")},
+}
+"""Our plan for modules named as in the Llama reference code or in transformers."""
+
+Plan = dict[str, "str | ParallelStyle"]
+_SEQUENCE_DIM = 1
+
+
+class GatherSequence(ParallelStyle):
+    """Give a module the whole sequence: every argument that is split over the sequence is gathered."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return tuple(map(_gathered, args)), {name: _gathered(value) for name, value in kwargs.items()}
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        return module
+
+
+def _gathered(value: object) -> object:
+    return value.redistribute(placements=[Replicate()]).to_local() if isinstance(value, DTensor) else value
+
+
+def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
+    """Decide the style of every module, by full name.
+
+    The user's plan wins; else each Hugging Face model inside brings its own; else `LLAMA_LIKE_PLAN`.
+
+    Raises:
+        PlanError: a pattern of the user's, or the whole plan, matches no module; an unknown style.
+        DegreeError: a matched module, or the model's attention heads, cannot be split that many ways.
+        NotBuiltYetError: the model's own plan asks for styles that are not built (experts).
+    """
+    if config.tensor_parallel_degree == 1:
+        return {}
+    if config.tensor_plan != "auto":
+        patterns = config.tensor_plan
+        plan = _match(model, patterns)
+        missed = [p for p in patterns if not any(_matches(name, p) for name in plan)]
+        if missed:
+            raise PlanError(_nothing_matched(model, missed))
+    else:
+        patterns = _hugging_face_patterns(model) or LLAMA_LIKE_PLAN
+        plan = _match(model, patterns)
+        if not plan:
+            raise PlanError(_nothing_matched(model, list(patterns)))
+    unbuilt = sorted({style for style in plan.values() if isinstance(style, str) and style not in STYLES})
+    if unbuilt and config.tensor_plan == "auto":
+        raise NotBuiltYetError(
+            f"the model's own tensor plan uses the styles {unbuilt}, which this release does not serve (mixtures of "
+            "experts come later). Set tensor_parallel_degree=1, or pass a tensor_plan for the modules to split."
+        )
+    if unbuilt:
+        raise PlanError(
+            f"unknown styles {unbuilt} in tensor_plan; allowed are {list(STYLES)}, or a ParallelStyle object"
+        )
+    _split_tied_embeddings(model, plan, config)
+    _check_sizes(model, plan, config.tensor_parallel_degree)
+    return plan
+
+
+def shard_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan, config: ParallelConfig) -> None:
+    """Turn the planned modules' parameters into DTensors over the 1-axis `mesh`, in place and without communication.
+
+    Tied parameters stay tied.
+
+    Raises:
+        PlanError: the plan splits two tied parameters differently.
+    """
+    if not plan:
+        return
+    ties = tied_parameters(model)
+    gathering = _owners_that_gather(model, plan)
+    styles = {name: _style(name, style, gathering, config) for name, style in plan.items() if style != "replicate"}
+    if config.sequence_parallel:
+        styles |= {name: GatherSequence() for name in gathering}
+        norms = [name for name in _norms(model, plan) if not any(name.startswith(f"{owner}.") for owner in gathering)]
+        styles |= {name: SequenceParallel(use_local_output=False) for name in norms}
+    parallelize_module(model, mesh, styles, src_data_rank=None)
+    _retie(model, ties)
+
+
+def tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same, a list for each that has several names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _style(name: str, style: "str | ParallelStyle", gathering: set[str], config: ParallelConfig) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
+        return style
+    split = config.sequence_parallel
+    stream = Shard(_SEQUENCE_DIM) if split else Replicate()
+    is_on_stream = name.rpartition(".")[0] not in gathering
+    entering = stream if is_on_stream else Replicate()
+    match style:
+        case "colwise":
+            return ColwiseParallel(input_layouts=entering)
+        case "rowwise":
+            return RowwiseParallel(output_layouts=stream, use_local_output=not split)
+        case "embedding_rowwise":
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream, use_local_output=not split)
+        case "colwise_gather_output" if is_on_stream and config.loss_parallel:
+            return ColwiseParallel(input_layouts=entering, output_layouts=Shard(-1), use_local_output=False)
+        case "colwise_gather_output":
+            return ColwiseParallel(input_layouts=entering, output_layouts=Replicate())
+        case _:  # replicated_with_grad_allreduce: (batch, sequence, heads, head size), heads split
+            return SequenceParallel(sequence_dim=2, use_local_output=True)
+
+
+def _hugging_face_patterns(model: nn.Module) -> dict[str, str]:
+    """Plans of the transformers models inside, their patterns prefixed with where each model sits."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return {}
+    patterns: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, transformers.PreTrainedModel) and not any(p.startswith(f"{prefix}.") for p in patterns):
+            patterns |= {_join(prefix, pattern): style for pattern, style in (module.tp_plan or {}).items()}
+    return patterns
+
+
+def _match(model: nn.Module, patterns: Mapping[str, Any]) -> Plan:
+    """First pattern that matches decides; `*` stands for anything, also across dots."""
+    plan: Plan = {}
+    for name, _ in model.named_modules():
+        for pattern, style in patterns.items():
+            if name and _matches(name, pattern):
+                plan[name] = style
+                break
+    return plan
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(f".{name}", pattern)
+
+
+def _nothing_matched(model: nn.Module, patterns: list[str]) -> str:
+    owners = [name for name, module in model.named_modules() if next(module.parameters(False), None) is not None]
+    return (
+        f"the tensor plan's patterns {patterns} match no module of {type(model).__name__}. Modules with parameters are "
+        f"named {owners[:8]}{' and so on' if len(owners) > 8 else ''}. Pass tensor_plan={{pattern: style}} with names "
+        f"of this model (`*` matches anything; styles: {list(STYLES)}), or set tensor_parallel_degree=1."
+    )
+
+
+def _split_tied_embeddings(model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
+    """Plan the embeddings that must be split over the vocabulary: tied to a split head, or opening a split stream."""
+    tied = {owner for group in tied_parameters(model) for owner in (n.rpartition(".")[0] for n in group) if owner}
+    has_split_head = any(style == "colwise_gather_output" and name in tied for name, style in plan.items())
+    if config.tensor_plan != "auto" and not has_split_head:
+        return
+    for name, module in model.named_modules():
+        needs_split = config.sequence_parallel or (has_split_head and name in tied)
+        if isinstance(module, nn.Embedding) and name not in plan and needs_split:
+            plan[name] = "embedding_rowwise"
+
+
+def _check_sizes(model: nn.Module, plan: Plan, degree: int) -> None:
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        size = {
+            "colwise": lambda m: m.out_features,
+            "colwise_gather_output": lambda m: m.out_features,
+            "rowwise": lambda m: m.in_features,
+            "embedding_rowwise": lambda m: m.num_embeddings,
+        }
+        if isinstance(style, str) and style in size:
+            wanted = nn.Embedding if style == "embedding_rowwise" else nn.Linear
+            if not isinstance(module, wanted):
+                raise PlanError(
+                    f"the style {style!r} needs an nn.{wanted.__name__}, but {name!r} is a {type(module).__name__}. "
+                    "Correct the pattern in tensor_plan, or pass a ParallelStyle object for this module."
+                )
+            if size[style](module) % degree:
+                raise DegreeError(
+                    f"{name!r} ({style}) has {size[style](module)} features, which tensor_parallel_degree={degree} "
+                    f"does not divide. {_fitting(size[style](module))}"
+                )
+    transformers = sys.modules.get("transformers")
+    for module in model.modules():
+        if transformers is not None and isinstance(module, transformers.PreTrainedModel):
+            _check_heads(cast("Any", module.config).to_dict(), degree)
+
+
+def _check_heads(hf_config: Mapping[str, Any], degree: int) -> None:
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = hf_config.get(key)
+        if isinstance(heads, int) and heads % degree:
+            raise DegreeError(
+                f"the model has {key}={heads}, which tensor_parallel_degree={degree} does not divide. {_fitting(heads)}"
+            )
+
+
+def _fitting(size: int) -> str:
+    return f"It can be one of {[d for d in range(1, min(size, 64) + 1) if size % d == 0]}."
+
+
+def _owners_that_gather(model: nn.Module, plan: Plan) -> set[str]:
+    """Modules that own column-parallel layers and are entered with the whole sequence; see the Note above."""
+    owners = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
+    return owners - {name.rpartition(".")[0] for name in _norms(model, plan)}
+
+
+def _norms(model: nn.Module, plan: Plan) -> list[str]:
+    """Normalisation layers that the plan does not speak of."""
+    return [
+        name for name, module in model.named_modules() if "norm" in type(module).__name__.lower() and name not in plan
+    ]
+
+
+def _retie(model: nn.Module, ties: list[list[str]]) -> None:
+    for first, *others in ties:
+        kept = model.get_parameter(first)
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            if _placements(model.get_parameter(other)) != _placements(kept):
+                raise PlanError(
+                    f"{first!r} and {other!r} are one tied parameter, but the tensor plan splits them differently "
+                    f"({_placements(kept)} and {_placements(model.get_parameter(other))}). "
+                    "Give both modules styles that split the same dimension, such as embedding_rowwise with colwise."
+                )
+            model.get_submodule(owner).register_parameter(attribute, kept)
+
+
+def _placements(tensor: torch.Tensor) -> object:
+    return tensor.placements if isinstance(tensor, DTensor) else "whole"
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

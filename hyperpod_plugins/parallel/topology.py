@@ -1,0 +1,139 @@
+"""Which rank holds what: degrees and rank arithmetic, without torch.
+
+A world of ranks is a box with three axes, `replicate x shard x tensor`, laid out in row-major order:
+
+    global_rank = (replicate * shard_degree + shard) * tensor_degree + tensor
+
+`tensor` is innermost because it talks most, so its peers sit on one node; `shard` comes next and stays inside a node
+where it fits; ranks that hold the same shard (replicas) are a stride apart, so that they lie on different nodes
+whenever there is more than one node per replica. The replicate axis always exists, even at size 1: it is the
+only one whose size may change in a running job.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hyperpod_plugins.errors import DegreeError
+
+Axis = Literal["replicate", "shard", "tensor"]
+AXES: tuple[Axis, ...] = ("replicate", "shard", "tensor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """The place of one rank in the box."""
+
+    replicate: int
+    shard: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Sizes of the three axes, and who is where.
+
+    Raises:
+        DegreeError: the degrees do not multiply to the world size.
+    """
+
+    world_size: int
+    """Number of ranks in the job."""
+    shard_degree: int = 1
+    """Ranks over which one copy of the training state is split."""
+    tensor_degree: int = 1
+    """Ranks over which each layer's matrices are split."""
+    ranks_per_node: int = 0
+    """Ranks on each node; 0 where all ranks are on one node."""
+
+    def __post_init__(self) -> None:
+        """Check that the box can be filled exactly."""
+        for name, value in (("shard_degree", self.shard_degree), ("tensor_degree", self.tensor_degree)):
+            if not 1 <= value <= self.world_size:
+                raise DegreeError(f"{name} must lie in 1 .. {self.world_size} (the world size), but is {value}")
+        if self.world_size % (self.shard_degree * self.tensor_degree):
+            raise DegreeError(
+                f"a world of {self.world_size} ranks cannot be divided into replicas of shard_degree "
+                f"{self.shard_degree} x tensor_degree {self.tensor_degree} = {self.shard_degree * self.tensor_degree} "
+                f"ranks. {nearest_degrees(self.world_size, self.shard_degree, self.tensor_degree)}"
+            )
+
+    @property
+    def replicate_degree(self) -> int:
+        """Number of complete copies of the training state."""
+        return self.world_size // (self.shard_degree * self.tensor_degree)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sizes of the axes, in the order of `AXES`."""
+        return self.replicate_degree, self.shard_degree, self.tensor_degree
+
+    @property
+    def data_degree(self) -> int:
+        """Number of ranks that read different samples: replicate x shard."""
+        return self.replicate_degree * self.shard_degree
+
+    def coordinates(self, global_rank: int) -> Coordinates:
+        """Place of a rank in the box."""
+        self._check_rank(global_rank)
+        rest, tensor = divmod(global_rank, self.tensor_degree)
+        replicate, shard = divmod(rest, self.shard_degree)
+        return Coordinates(replicate=replicate, shard=shard, tensor=tensor)
+
+    def rank_at(self, coordinates: Coordinates) -> int:
+        """Rank at a place: the inverse of `coordinates`."""
+        return (coordinates.replicate * self.shard_degree + coordinates.shard) * self.tensor_degree + coordinates.tensor
+
+    def data_rank(self, global_rank: int) -> int:
+        """Index of this rank among those that read different samples; tensor peers share it."""
+        self._check_rank(global_rank)
+        return global_rank // self.tensor_degree
+
+    def peers(self, global_rank: int, axis: Axis) -> tuple[int, ...]:
+        """Ranks that differ from this one in `axis` alone, itself included, in the order of that axis."""
+        self._check_rank(global_rank)
+        stride = {"replicate": self.shard_degree * self.tensor_degree, "shard": self.tensor_degree, "tensor": 1}[axis]
+        size = self.shape[AXES.index(axis)]
+        first = global_rank - (global_rank // stride) % size * stride
+        return tuple(range(first, first + size * stride, stride))
+
+    def replicas_of(self, global_rank: int) -> tuple[int, ...]:
+        """Other ranks that hold the same shard of the training state."""
+        return tuple(rank for rank in self.peers(global_rank, "replicate") if rank != global_rank)
+
+    def node_of(self, global_rank: int) -> int:
+        """Index of the node a rank is on."""
+        return global_rank // self.ranks_per_node if self.ranks_per_node else 0
+
+    def placement_notes(self) -> tuple[str, ...]:
+        """What is unfortunate about this layout, a sentence each; empty where nothing is."""
+        notes: list[str] = []
+        for axis, cost in (("tensor", "every layer"), ("shard", "every all-gather of parameters")):
+            if len({self.node_of(rank) for rank in self.peers(0, axis)}) > 1:
+                notes.append(f"the {axis} axis ({self.shape[AXES.index(axis)]}) crosses nodes: {cost} uses the network")
+        replicas = self.peers(0, "replicate")
+        if self.ranks_per_node and len(replicas) > 1 and len({self.node_of(rank) for rank in replicas}) == 1:
+            notes.append("all replicas of a shard are on one node: losing that node loses the only copies")
+        return tuple(notes)
+
+    def _check_rank(self, global_rank: int) -> None:
+        if not 0 <= global_rank < self.world_size:
+            raise DegreeError(f"rank {global_rank} does not exist in a world of {self.world_size}")
+
+    def __str__(self) -> str:
+        """Compact form for logs: `replicate 2 x shard 2 x tensor 1`."""
+        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+
+
+def nearest_degrees(world_size: int, shard_degree: int, tensor_degree: int) -> str:
+    """Say which shard degrees fit this world beside the tensor degree, nearest to what was asked for."""
+    if world_size % tensor_degree:
+        fits = [d for d in range(1, world_size + 1) if world_size % d == 0]
+        return f"tensor_degree must divide the world: {_list(fits)} would."
+    data_degree = world_size // tensor_degree
+    fits = [d for d in range(1, data_degree + 1) if data_degree % d == 0]
+    nearest = min(fits, key=lambda d: (abs(d - shard_degree), d))
+    return f"With tensor_degree {tensor_degree}, shard_degree can be {_list(fits)}; the nearest is {nearest}."
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + f" or {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
