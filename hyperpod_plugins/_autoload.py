@@ -37,18 +37,26 @@ def autoload() -> None:
 
 
 def announce_backend() -> None:
-    """Register the c10d backend name; the real module is imported when a group is made."""
+    """Register the names of our c10d backends; the real modules are imported when a group is made.
+
+    `smddp` is ours until the vendor's library is imported, which then takes the name over.
+    """
     import torch.distributed as dist
 
-    if not dist.is_available() or "HYPERPOD" in dist.Backend._plugins:
-        return
-
-    def create(options: Any, backend_options: Any) -> Any:
-        from hyperpod_plugins.comm.groups import _create_hyperpod as create_group
+    def create_hyperpod(options: Any, backend_options: Any) -> Any:
+        from hyperpod_plugins.comm import create_group
 
         return create_group(options, backend_options)
 
-    dist.Backend.register_backend("hyperpod", create, extended_api=True, devices=["cpu", "cuda"])
+    def create_smddp(options: Any, backend_options: Any) -> Any:
+        from hyperpod_plugins.comm import create_smddp_group
+
+        return create_smddp_group(options, backend_options)
+
+    if dist.is_available():
+        for name, create in (("hyperpod", create_hyperpod), ("smddp", create_smddp)):
+            if name.upper() not in dist.Backend._plugins:  # pyright: ignore[reportPrivateUsage]
+                dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def register_strategy(strategies: ModuleType) -> None:

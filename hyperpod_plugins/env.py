@@ -77,8 +77,8 @@ def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def instance_type(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Cloud instance type, where the platform tells it (SageMaker does), or None."""
-    return environ.get("SM_CURRENT_INSTANCE_TYPE") or environ.get("HYPERPOD_INSTANCE_TYPE") or None
+    """Cloud instance type: what the user says, else what the platform tells (SageMaker does), or None."""
+    return environ.get("HYPERPOD_INSTANCE_TYPE") or environ.get("SM_CURRENT_INSTANCE_TYPE") or None
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -1,0 +1,34 @@
+"""Communication: the c10d backend `hyperpod`, whose groups outlive their connections, and what moves their bytes."""
+
+from hyperpod_plugins.comm.backend import CommOptions, choose_transport
+from hyperpod_plugins.comm.groups import (
+    connect,
+    create_group,
+    create_smddp_group,
+    inner_spec,
+    live_groups,
+    new_axis_group,
+    register,
+)
+from hyperpod_plugins.comm.resilient import ResilientProcessGroup
+from hyperpod_plugins.comm.roles import WORLD, GroupRole
+from hyperpod_plugins.comm.traffic import Traffic, reset_traffic, traffic, wire_bytes
+
+__all__ = [
+    "CommOptions",
+    "GroupRole",
+    "ResilientProcessGroup",
+    "Traffic",
+    "WORLD",
+    "choose_transport",
+    "connect",
+    "create_group",
+    "create_smddp_group",
+    "inner_spec",
+    "live_groups",
+    "new_axis_group",
+    "register",
+    "reset_traffic",
+    "traffic",
+    "wire_bytes",
+]

@@ -1,0 +1,150 @@
+"""Making groups: the creators that c10d calls, the groups of mesh axes, and the register of those alive."""
+
+# c10d's table of backends and its options have no public spelling.
+# pyright: reportPrivateUsage=false
+
+import atexit
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, PrefixStore, _DistributedBackendOptions
+
+from hyperpod_plugins.comm import smddp
+from hyperpod_plugins.comm.backend import CommOptions, transport_for_group
+from hyperpod_plugins.comm.resilient import BACKEND, ResilientProcessGroup
+from hyperpod_plugins.comm.roles import WORLD, GroupRole, without_role
+from hyperpod_plugins.comm.transports import InnerSpec
+from hyperpod_plugins.errors import CommError, ConfigError
+
+_live: WeakValueDictionary[str, ResilientProcessGroup] = WeakValueDictionary()
+_uses: Counter[str] = Counter()  # of each role, in this process
+
+
+def register() -> None:
+    """Make `hyperpod` a backend of c10d, and `smddp` one where its library is absent; more calls change nothing."""
+    creators = {BACKEND: create_group, "smddp": create_smddp_group}
+    for name in creators.keys() - {plugin.lower() for plugin in dist.Backend._plugins}:
+        dist.Backend.register_backend(name, creators[name], extended_api=True, devices=["cpu", "cuda"])
+
+
+def new_axis_group(role: GroupRole, global_ranks: Sequence[int]) -> ResilientProcessGroup:
+    """Return the group of a role, made now or living already; only its members call this.
+
+    Every axis needs its own group, also one of a single member and one that spans the world: axes change their
+    sizes independently, and so cannot share one.
+
+    Args:
+        role: What the group is for; two roles with the same ranks are two groups.
+        global_ranks: The members' ranks in the world.
+
+    Raises:
+        CommError: the default group is not ours, this rank is not a member, or the role is taken by other ranks.
+    """
+    members = sorted(global_ranks)
+    if not isinstance(_default_group(), ResilientProcessGroup):
+        raise CommError(
+            f"The axis group {role.name!r} needs a default group of the backend {BACKEND!r}. "
+            f'Call torch.distributed.init_process_group("{BACKEND}") first.'
+        )
+    if dist.get_rank() not in members:
+        raise CommError(
+            f"Rank {dist.get_rank()} asked for the group {role.name!r} of ranks {members}: it is no member."
+        )
+    living = live_groups().get(role.name)
+    if living is not None:
+        present = dist.get_process_group_ranks(living)
+        if present != members:
+            raise CommError(
+                f"The group {role.name!r} already exists with ranks {present}, so it cannot be made with ranks "
+                f"{members}. Destroy it first, or give the new one another role."
+            )
+        return living
+    group = dist.new_group(
+        members, backend=BACKEND, pg_options=role, use_local_synchronization=True, group_desc=role.name
+    )
+    assert isinstance(group, ResilientProcessGroup)
+    return group
+
+
+def live_groups() -> dict[str, ResilientProcessGroup]:
+    """All groups of this process that were not destroyed, by the names of their roles."""
+    return {name: group for name, group in sorted(_live.items()) if not group.is_closed}
+
+
+def inner_spec(group: ResilientProcessGroup, *, generation: int, rank: int, global_ranks: Sequence[int]) -> InnerSpec:
+    """How one member connects to a later generation of a group: by role and generation alone, so newcomers agree."""
+    return InnerSpec(
+        store=PrefixStore(group.role.store_prefix(generation), group.root_store),
+        rank=rank,
+        size=len(global_ranks),
+        timeout=group.timeout,
+        global_ranks=tuple(global_ranks),
+        name=f"{group.role.name}@{generation}",
+    )
+
+
+def connect(spec: InnerSpec, options: CommOptions, world_size: int) -> dist.ProcessGroup:
+    """Connect to the other members by the library that serves this machine and this group.
+
+    Raises:
+        BackendUnavailable: see `choose_transport`.
+    """
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return transport_for_group(device_type, options, spec.size, world_size).create(spec)
+
+
+def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientProcessGroup:
+    """What c10d calls for `backend="hyperpod"`; `given` is the caller's `pg_options`."""
+    if given is not None and not isinstance(given, CommOptions | GroupRole):
+        raise ConfigError(
+            f"The backend {BACKEND!r} takes pg_options=CommOptions(...), but was given {type(given).__name__}. "
+            "Leave pg_options out to let it choose; options of nccl or gloo are not passed on."
+        )
+    world = _default_group()
+    role = WORLD if world is None else given if isinstance(given, GroupRole) else without_role(c10d.group_id)
+    options, root_store = CommOptions(), c10d.store
+    if isinstance(world, ResilientProcessGroup):
+        options = world.options
+        root_store = world.root_store if isinstance(given, GroupRole) else root_store
+    if isinstance(given, CommOptions):
+        options = given
+    _uses[role.name] += 1
+    spec = InnerSpec(
+        store=PrefixStore(_first_prefix(role, _uses[role.name]), root_store),
+        rank=c10d.group_rank,
+        size=c10d.group_size,
+        timeout=c10d.timeout,
+        global_ranks=tuple(c10d.global_ranks_in_group or range(c10d.group_size)),
+        name=role.name,
+    )
+    inner = connect(spec, options, c10d.group_size if world is None else world.size())
+    group = ResilientProcessGroup(inner, role=role, options=options, root_store=root_store, timeout=c10d.timeout)
+    _live[role.name] = group
+    _destroy_at_exit()
+    return group
+
+
+def _first_prefix(role: GroupRole, use: int) -> str:
+    """Where the founding members meet; apart from the keys that an earlier group of the same role left in the store."""
+    return role.store_prefix(0) if use == 1 else f"{role.store_prefix(0)}+{use}"
+
+
+def create_smddp_group(c10d: _DistributedBackendOptions, given: object) -> Backend | dist.ProcessGroup:
+    """What c10d calls for `backend="smddp"` until the real library is imported: import it, or stand in for it."""
+    if smddp.import_refusal() is None:
+        return smddp.library_group(c10d)
+    return create_group(c10d, CommOptions(transport="smddp"))
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+@cache
+def _destroy_at_exit() -> None:
+    """Arrange, once, that a process does not end with living groups: their threads would abort it."""
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)

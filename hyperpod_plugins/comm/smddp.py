@@ -1,0 +1,177 @@
+"""SageMaker's collectives: when they can serve, and how to live with what they lack.
+
+[Note: what smddp lacks]
+The library speeds up all-reduce and all-gather between P4 nodes
+(https://docs.aws.amazon.com/sagemaker/latest/dg/data-parallel-intro.html). Its users report that its reductions have
+no AVG (Lightning issue 20409) and that it serves no sub-groups. So groups which do not span the world go to the next
+library in the list, and a mean is a sum, divided once it has arrived.
+"""
+
+# The creator that a third party registered with c10d is in a private table.
+# pyright: reportPrivateUsage=false
+
+import importlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    Backend,
+    PrefixStore,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    _DistributedBackendOptions,
+)
+
+from hyperpod_plugins import env
+from hyperpod_plugins.comm.delegating import DelegatingGroup
+from hyperpod_plugins.comm.traffic import Collective
+from hyperpod_plugins.comm.transports import InnerSpec, gloo_backend, whole_group
+
+MODULE = "smdistributed.dataparallel.torch.torch_smddp"
+SUPPORTED_INSTANCES = ("p4d", "p4de")
+
+
+def import_refusal() -> str | None:
+    """Import the library, which registers its own c10d backend; why that failed, or None."""
+    try:
+        importlib.import_module(MODULE)
+    except ImportError as error:
+        return f"its library cannot be imported ({error})"
+    plugin = dist.Backend._plugins.get("SMDDP")
+    if plugin is None or plugin.creator_fn.__module__.startswith("hyperpod_plugins."):
+        return f"{MODULE} was imported and registered no backend"
+    return None
+
+
+def instance_refusal(instance_type: str | None) -> str | None:
+    """Why the library does not run on an instance type such as `ml.p4d.24xlarge`, or None if it does."""
+    supported = " and ".join(SUPPORTED_INSTANCES)
+    if instance_type is None:
+        return (
+            f"the platform does not tell the instance type, and it runs on {supported} only "
+            "(set HYPERPOD_INSTANCE_TYPE=ml.p4d.24xlarge if this is one)"
+        )
+    if not set(instance_type.split(".")) & set(SUPPORTED_INSTANCES):
+        return f"it runs on {supported} instances only, and this is {instance_type}"
+    return None
+
+
+class Smddp:
+    """SageMaker's collectives for groups that span the world."""
+
+    name = "smddp"
+
+    def why_not(self, device_type: str) -> str | None:
+        """See `Transport`."""
+        reason = import_refusal() or instance_refusal(env.instance_type())
+        if reason is None and device_type not in dist.Backend.backend_capability["smddp"]:
+            return f"it does not serve {device_type} tensors"
+        return reason
+
+    def why_not_group(self, group_size: int, world_size: int) -> str | None:
+        """See `Transport`."""
+        if group_size != world_size:
+            return f"it serves groups that span the world, and this one has {group_size} of {world_size} ranks"
+        return None
+
+    def create(self, spec: InnerSpec) -> dist.ProcessGroup:
+        """See `Transport`."""
+        c10d = _DistributedBackendOptions()
+        c10d.store, c10d.timeout, c10d.group_id = PrefixStore("smddp", spec.store), spec.timeout, spec.name
+        c10d.group_rank, c10d.group_size = spec.rank, spec.size
+        c10d.global_ranks_in_group = list(spec.global_ranks)
+        made = library_group(c10d)
+        if isinstance(made, dist.ProcessGroup):
+            return SumForMean(made)
+        backends = {device: ("smddp", made) for device in dist.Backend.backend_capability["smddp"]}
+        if "cpu" not in backends:
+            backends["cpu"] = ("gloo", gloo_backend(spec))
+        return SumForMean(whole_group(spec, backends))
+
+
+def library_group(c10d: _DistributedBackendOptions) -> Backend | dist.ProcessGroup:
+    """Call the creator that the library registered, the way c10d would."""
+    plugin = dist.Backend._plugins["SMDDP"]
+    if plugin.extended_api:
+        return plugin.creator_fn(c10d, None)
+    return plugin.creator_fn(c10d.store, c10d.group_rank, c10d.group_size, c10d.timeout)
+
+
+_REDUCTIONS = (AllreduceOptions, AllreduceCoalescedOptions, ReduceScatterOptions, ReduceOptions)
+_SUM, _MEAN = ReduceOp(ReduceOp.SUM), ReduceOp(ReduceOp.AVG)
+
+
+class SumForMean(DelegatingGroup):
+    """A group over one that cannot average: means become sums, divided when they have arrived."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner)
+        self._inner = inner
+
+    @property
+    def inner(self) -> dist.ProcessGroup:
+        """The group that does the work."""
+        return self._inner
+
+    def shutdown(self) -> None:
+        """End the group."""
+        self._inner.shutdown()
+
+    def abort(self) -> None:
+        """End the group without waiting for its collectives, where the library can."""
+        self._inner.abort()
+
+    def _issue(
+        self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
+    ) -> dist.Work:
+        options = args[-1] if args else None
+        if not isinstance(options, _REDUCTIONS) or options.reduceOp != _MEAN:
+            return call(*args, **kwargs)
+        outputs = [args[0]] if isinstance(args[0], Tensor) else args[0]
+        options.reduceOp = _SUM
+        try:
+            return DividedWork(call(*args, **kwargs), outputs, self._size)
+        finally:
+            options.reduceOp = _MEAN
+
+
+class DividedWork(dist.Work):
+    """A sum under way that will be a mean: the first wait divides it."""
+
+    def __init__(self, work: dist.Work, outputs: Sequence[Tensor], divisor: int) -> None:
+        super().__init__()
+        self._work = work
+        self._outputs = outputs
+        self._divisor = divisor
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the sum and divide it; on CUDA both happen in stream order. Zero means no timeout."""
+        done = self._work.wait() if timeout == timedelta(0) else self._work.wait(timeout)
+        self._divide()
+        return done
+
+    def is_completed(self) -> bool:
+        """Whether the sum has arrived."""
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """The mean, when it is there."""
+        return self._work.get_future().then(self._divide_arrived)
+
+    def _divide_arrived(self, arrived: torch.futures.Future[Any]) -> Any:
+        value = arrived.value()
+        self._divide()
+        return value
+
+    def _divide(self) -> None:
+        outputs, self._outputs = self._outputs, ()
+        with torch.no_grad():
+            for output in outputs:
+                output.div_(self._divisor)

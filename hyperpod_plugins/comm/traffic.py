@@ -1,0 +1,129 @@
+"""Calls and bytes of every collective, counted per mesh axis.
+
+[Note: what a byte is]
+`payload_bytes` is the size of the whole buffer that a collective works on, as one member sees it, and the same on
+every member. It says nothing about the algorithm: bytes on the wire follow from it with `wire_bytes`.
+
+    all_reduce, broadcast, reduce   the tensor
+    all_gather                      the gathered output (group size x one member's input)
+    reduce_scatter                  the whole input (group size x one member's output)
+    all_to_all                      this member's input
+    gather, scatter                 group size x one member's part, whether this member is the root or not
+    send, recv                      the tensor
+    barrier                         0
+
+A coalesced call counts once, with the sum of its tensors.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Collective = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one rank has issued on one mesh axis since the last reset."""
+
+    calls: Mapping[Collective, int]
+    """Number of calls of each collective."""
+    payload_bytes: Mapping[Collective, int]
+    """Payload of each collective, see [Note: what a byte is]."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of all collectives together."""
+        return sum(self.calls.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload of all collectives together."""
+        return sum(self.payload_bytes.values())
+
+
+class AxisCounters:
+    """The running sums of one axis: two integer additions a call.
+
+    Additions from several threads are not synchronised. Only a program that uses one axis from two threads at
+    once can lose a count by it.
+    """
+
+    __slots__ = ("_calls", "_payload_bytes")
+
+    def __init__(self) -> None:
+        self._calls: defaultdict[Collective, int] = defaultdict(int)
+        self._payload_bytes: defaultdict[Collective, int] = defaultdict(int)
+
+    def add(self, kind: Collective, payload_bytes: int) -> None:
+        """Count one call."""
+        self._calls[kind] += 1
+        self._payload_bytes[kind] += payload_bytes
+
+    def snapshot(self) -> Traffic:
+        """The sums so far, as a copy that no later call changes."""
+        return Traffic(calls=dict(self._calls), payload_bytes=dict(self._payload_bytes))
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self._calls.clear()
+        self._payload_bytes.clear()
+
+
+_axes: dict[str, AxisCounters] = {}
+
+
+def counters(axis: str) -> AxisCounters:
+    """The counters of an axis, which all groups along this axis share in one process."""
+    return _axes.setdefault(axis, AxisCounters())
+
+
+def traffic() -> dict[str, Traffic]:
+    """What this process has issued on each mesh axis since the last reset; axes without a call are left out."""
+    snapshots = {axis: sums.snapshot() for axis, sums in _axes.items()}
+    return {axis: snapshot for axis, snapshot in snapshots.items() if snapshot.calls}
+
+
+def reset_traffic() -> None:
+    """Set the counters of all axes to zero."""
+    for sums in _axes.values():
+        sums.reset()
+
+
+def wire_bytes(kind: Collective, payload_bytes: int, group_size: int) -> float:
+    """Bytes that a member sends, as the mean over the group, under ring algorithms.
+
+    A ring all-reduce is a reduce-scatter followed by an all-gather, and each of those passes every block but one
+    through every member (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009). Received bytes are the
+    same. A receive sends nothing: its bytes belong to the sender.
+
+    Args:
+        kind: The collective.
+        payload_bytes: Its payload; see [Note: what a byte is].
+        group_size: Number of members, at least 1.
+    """
+    others = (group_size - 1) / group_size
+    match kind:
+        case "all_reduce":
+            return 2 * others * payload_bytes
+        case "all_gather" | "reduce_scatter" | "all_to_all" | "broadcast" | "reduce":
+            return others * payload_bytes
+        case "gather" | "scatter":  # all but one of the parts travel once, from or to the root
+            return others * payload_bytes / group_size
+        case "send":
+            return float(payload_bytes)
+        case "recv" | "barrier":
+            return 0.0

@@ -1,0 +1,132 @@
+"""The libraries that can move the bytes, as objects that say why they refuse, and how a whole group is assembled."""
+
+# `ProcessGroup` offers the assembly of a whole group only by names that begin with an underscore.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerSpec:
+    """Everything needed to connect one member to an inner group."""
+
+    store: Store
+    """Store in which only the members of this group and generation read and write."""
+    rank: int
+    """Rank in the group."""
+    size: int
+    """Number of members."""
+    timeout: timedelta
+    """How long a collective waits for its peers."""
+    global_ranks: tuple[int, ...]
+    """The members' ranks in the world, in order of their rank in the group."""
+    name: str
+    """Name in logs and in the flight recorder."""
+
+
+class Transport(Protocol):
+    """A library that moves the bytes of a group."""
+
+    @property
+    def name(self) -> str:
+        """The name by which users ask for it."""
+        ...
+
+    def why_not(self, device_type: str) -> str | None:
+        """Why it cannot serve tensors on this type of device here, or None if it can."""
+        ...
+
+    def why_not_group(self, group_size: int, world_size: int) -> str | None:
+        """Why it cannot serve a group of this size, or None if it can."""
+        ...
+
+    def create(self, spec: InnerSpec) -> dist.ProcessGroup:
+        """Connect to the other members; returns a whole group, which serves CPU tensors too."""
+        ...
+
+
+class Gloo:
+    """TCP on any machine."""
+
+    name = "gloo"
+
+    def why_not(self, device_type: str) -> str | None:
+        """See `Transport`."""
+        if not dist.is_gloo_available():
+            return "this build of torch has no gloo"
+        if device_type not in {"cpu", "cuda"}:
+            return f"it serves cpu and cuda tensors only, not {device_type}"
+        return None
+
+    def why_not_group(self, group_size: int, world_size: int) -> str | None:
+        """See `Transport`."""
+        return None
+
+    def create(self, spec: InnerSpec) -> dist.ProcessGroup:
+        """See `Transport`."""
+        backend = gloo_backend(spec)
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return whole_group(spec, {device: ("gloo", backend) for device in devices})
+
+
+class Nccl:
+    """NVIDIA's library for CUDA tensors, with gloo beside it for CPU tensors, as in `cpu:gloo,cuda:nccl`."""
+
+    name = "nccl"
+
+    def why_not(self, device_type: str) -> str | None:
+        """See `Transport`."""
+        if device_type != "cuda":
+            return f"it serves cuda tensors only, not {device_type}"
+        if not dist.is_nccl_available():
+            return "this build of torch has no nccl"
+        if not torch.cuda.is_available():
+            return "torch finds no usable GPU"
+        return None
+
+    def why_not_group(self, group_size: int, world_size: int) -> str | None:
+        """See `Transport`."""
+        return None
+
+    def create(self, spec: InnerSpec) -> dist.ProcessGroup:
+        """See `Transport`."""
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL  # absent from builds without CUDA
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = spec.timeout
+        options.global_ranks_in_group = list(spec.global_ranks)
+        options.group_name = spec.name  # pyright: ignore[reportAttributeAccessIssue]
+        backend = ProcessGroupNCCL(PrefixStore("cuda", spec.store), spec.rank, spec.size, options)
+        backend._set_sequence_number_for_group()
+        return whole_group(spec, {"cuda": ("nccl", backend), "cpu": ("gloo", gloo_backend(spec))})
+
+
+def gloo_backend(spec: InnerSpec) -> Backend:
+    """Connect by gloo alone; the result is not a whole group yet."""
+    store = PrefixStore("cpu", spec.store)
+    backend = dist.ProcessGroupGloo(store, spec.rank, spec.size, timeout=spec.timeout)
+    backend.options.global_ranks_in_group = list(spec.global_ranks)
+    backend.options.group_name = spec.name  # pyright: ignore[reportAttributeAccessIssue]
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def whole_group(spec: InnerSpec, backends: Mapping[str, tuple[str, Backend]]) -> dist.ProcessGroup:
+    """Assemble a `ProcessGroup` out of one `(name, backend)` per device type; the first is the default.
+
+    A bare backend lacks the coalesced collectives, which functional collectives and DTensor use.
+    """
+    group = dist.ProcessGroup(spec.store, spec.rank, spec.size)
+    types = {device: dist.Backend.backend_type_map[name] for device, (name, _) in backends.items()}
+    group._set_default_backend(next(iter(types.values())))
+    for device, (_, backend) in backends.items():
+        group._register_backend(torch.device(device), types[device], backend)
+    group._set_group_name(spec.name)  # pyright: ignore[reportArgumentType]: torch 2.10 has no GroupName
+    return group

@@ -1,0 +1,164 @@
+"""smddp as its users meet it: a stand-in that registers a real backend, and refuses what the library refuses."""
+
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from hyperpod_plugins import comm
+from hyperpod_plugins.comm import CommOptions, GroupRole
+from hyperpod_plugins.comm.smddp import SumForMean
+from hyperpod_plugins.errors import BackendUnavailable
+
+LIBRARY = """
+    import os
+    import torch
+    import torch.distributed as dist
+
+
+    def refuse_mean(options):
+        if options.reduceOp == dist.ReduceOp.AVG:
+            raise RuntimeError("SMDDP does not support: ReduceOp")
+
+
+    class SMDDPGroup(dist.ProcessGroup):
+        def allreduce(self, tensors, options):
+            refuse_mean(options)
+            return super().allreduce(tensors, options)
+
+        def _reduce_scatter_base(self, output, input, options):
+            refuse_mean(options)
+            return super()._reduce_scatter_base(output, input, options)
+
+        reduce_scatter_single = _reduce_scatter_base
+
+
+    def create(store, rank, size, timeout):
+        if size != int(os.environ["WORLD_SIZE"]):
+            raise RuntimeError("SMDDP does not support sub-groups")
+        group = SMDDPGroup(rank, size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
+        return group
+
+
+    dist.Backend.register_backend("smddp", create, devices=["cuda", "cpu"])
+"""
+
+
+@pytest.fixture
+def library(tmp_path):
+    """Folder of the stand-in, to be put on the path by the ranks."""
+    folder = tmp_path / "smdistributed" / "dataparallel" / "torch" / "torch_smddp"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(textwrap.dedent(LIBRARY))
+    return str(tmp_path)
+
+
+def mean_of_ranks():
+    tensor = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    return tensor.item()
+
+
+def direct(folder, is_imported_first):
+    """`init_process_group("smddp")` reaches the library, whether or not the user imported it."""
+    comm.register()
+    sys.path.insert(0, folder)
+    if is_imported_first:
+        pass
+    dist.init_process_group("smddp")
+    assert type(dist.group.WORLD).__name__ == "SMDDPGroup"
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    with pytest.raises(RuntimeError, match="SMDDP does not support: ReduceOp"):
+        mean_of_ranks()
+    with pytest.raises(RuntimeError, match="SMDDP does not support sub-groups"):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return tensor.tolist()
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("is_imported_first", [True, False])
+def test_init_process_group_smddp_runs_the_library(run_ranks, library, is_imported_first):
+    assert run_ranks(direct, library, is_imported_first, world_size=2, timeout_s=60) == [[2.0, 2.0]] * 2
+
+
+def parameters_after_training(group):
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.to_local().detach() for p in model.parameters()]
+
+
+def through_hyperpod(folder):
+    """Over `hyperpod`, means are served, other groups than the world's too, and training equals gloo."""
+    sys.path.insert(0, folder)
+    dist.init_process_group("hyperpod", pg_options=CommOptions(transport="smddp", strict=True))
+    rank = dist.get_rank()
+    world = dist.group.WORLD
+    assert isinstance(world.inner, SumForMean)
+    assert type(world.inner.inner).__name__ == "SMDDPGroup"
+    assert mean_of_ranks() == 0.5
+    future = dist.all_reduce(torch.tensor([rank + 1.0]), dist.ReduceOp.AVG, async_op=True).get_future()
+    assert future.wait()[0].item() == 1.5
+
+    alone = comm.new_axis_group(GroupRole("tensor", (("shard", rank),)), [rank])
+    assert not isinstance(alone.inner, SumForMean)
+    everybody = comm.new_axis_group(GroupRole("shard"), [0, 1])
+    assert isinstance(everybody.inner, SumForMean)
+    ours = parameters_after_training(everybody)
+    gloo = parameters_after_training(dist.new_group(backend="gloo"))
+    assert all(torch.equal(a, b) for a, b in zip(ours, gloo, strict=True))
+    everyone = [None, None]
+    dist.all_gather_object(everyone, rank)
+    return everyone
+
+
+@pytest.mark.spawns
+def test_hyperpod_lives_with_what_smddp_lacks(run_ranks, library):
+    environ = {"HYPERPOD_INSTANCE_TYPE": "ml.p4d.24xlarge"}
+    assert run_ranks(through_hyperpod, library, world_size=2, environ=environ, timeout_s=60) == [[0, 1]] * 2
+
+
+def without_library(folder):
+    """Absent, or present on another kind of instance: one warning that says why, and gloo."""
+    comm.register()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.init_process_group("smddp")
+        dist.new_group([0, 1])
+    reasons = [str(w.message) for w in caught if "smddp was asked for" in str(w.message)]
+    mean = mean_of_ranks()
+    dist.destroy_process_group()
+    with pytest.raises(BackendUnavailable, match="its library cannot be imported"):
+        dist.init_process_group("hyperpod", pg_options=CommOptions(transport="smddp", strict=True))
+    sys.path.insert(0, folder)
+    with pytest.raises(BackendUnavailable, match=r"this is ml\.g5\.xlarge"):
+        dist.init_process_group("hyperpod", pg_options=CommOptions(transport="smddp", strict=True))
+    with pytest.raises(BackendUnavailable, match="nccl: it serves cuda tensors only"):
+        dist.init_process_group("hyperpod", pg_options=CommOptions(transport="nccl"))
+    return reasons, mean
+
+
+@pytest.mark.spawns
+def test_without_the_library_one_warning_says_why(run_ranks, library):
+    environ = {"HYPERPOD_INSTANCE_TYPE": "ml.g5.xlarge"}
+    for reasons, mean in run_ranks(without_library, library, world_size=2, environ=environ, timeout_s=60):
+        assert len(reasons) == 1
+        assert "its library cannot be imported" in reasons[0]
+        assert "Collectives use gloo instead" in reasons[0]
+        assert mean == 0.5
