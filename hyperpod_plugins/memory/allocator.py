@@ -1,0 +1,41 @@
+"""Watching the CUDA caching allocator: a flush of its cache means that the job is at the limit of device memory."""
+
+import warnings
+from typing import final
+
+import torch
+
+
+@final
+class AllocatorWatch:
+    """Warns when the allocator had to free its cache and try again, which stalls the device.
+
+    Args:
+        device: a CUDA device; on any other the watch does nothing.
+        every_num_steps: how often to look. Reading the allocator's statistics takes some 0.1 ms.
+    """
+
+    def __init__(self, device: torch.device, every_num_steps: int = 50) -> None:
+        self._device = device
+        self._every_num_steps = every_num_steps
+        self._num_steps = 0
+        self._num_retries = 0
+
+    def after_step(self) -> None:
+        """Count a step, and look at the allocator where it is time to."""
+        self._num_steps += 1
+        if self._device.type == "cuda" and self._num_steps % self._every_num_steps == 0:
+            news = self.news(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+            if news:
+                warnings.warn(news, stacklevel=2)
+
+    def news(self, num_retries: int) -> str:
+        """What to say about the number of retries since the process began; empty where there were no new ones."""
+        new, self._num_retries = num_retries - self._num_retries, num_retries
+        if new <= 0:
+            return ""
+        return (
+            f"the CUDA allocator flushed its cache {new} times in the last {self._every_num_steps} steps: device "
+            "memory is nearly full, and each flush stalls the device. Raise hybrid_shard_degree, lower the "
+            "micro-batch, or turn this warning off with fsdp_cache_flush_warnings=False."
+        )

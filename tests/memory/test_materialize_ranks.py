@@ -1,0 +1,143 @@
+"""Sharded first, filled later: each rank's part is bitwise that of the eager model. On real ranks."""
+
+import pytest
+
+pytestmark = pytest.mark.spawns
+
+
+def materialize_on_mesh(shape, kind):
+    """Names whose gathered value differs from the eager one, and what else must hold on every rank."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from hyperpod_plugins.memory import delayed_init, materialize
+
+    def named_tensors(model):
+        return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+    dist.init_process_group("gloo")
+    names = {2: ("replicate", "shard"), 3: ("replicate", "shard", "tensor")}[len(shape)]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.up = nn.Linear(width, 10, bias=False)
+            self.down = nn.Linear(10, width)
+            self.norm = nn.LayerNorm(width)
+            self.register_buffer("table", torch.rand(3), persistent=False)
+
+        def forward(self, x):
+            return x + self.norm(self.down(self.up(x).relu()) + self.table.sum())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 6)  # 5 rows: uneven, and empty shards on some meshes
+            self.blocks = nn.ModuleList(Block(6) for _ in range(2))
+            self.scale = nn.Parameter(torch.randn(1))
+            self.head = nn.Linear(6, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens):
+            x = self.embed(tokens) * self.scale
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    def llama():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=31, tie_word_embeddings=False, **sizes))
+
+    build = {"plain": Model, "llama": llama}[kind]
+    torch.manual_seed(3)
+    eager = build()
+    state_after_eager = torch.get_rng_state()
+
+    torch.manual_seed(100 + dist.get_rank())  # as if nobody had seeded
+    with delayed_init() as tape:
+        model = build()
+    torch.manual_seed(3)
+    tape.rng_state = torch.get_rng_state()
+    if "tensor" in names and kind == "plain":
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], plan)
+    blocks = model.blocks if kind == "plain" else model.model.layers
+    for block in blocks:
+        fully_shard(block, mesh=mesh["replicate", "shard"])
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    assert all(parameter.is_meta for parameter in model.parameters())
+    report = materialize(model)
+
+    assert torch.equal(torch.get_rng_state(), state_after_eager)
+    got = dict(named_tensors(model))
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in got.items()}
+    wrong = [name for name, value in named_tensors(eager) if not torch.equal(full[name], value)]
+    local_bytes = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
+    # A step runs: FSDP2 accepts the memory it was given.
+    tokens = torch.arange(4)[None] % 5
+    output = model(tokens)
+    (output if kind == "plain" else output.logits).sum().backward()
+    tied = kind == "plain" and model.head.weight is model.embed.weight
+    expected = eager(tokens)
+    torch.testing.assert_close(
+        output if kind == "plain" else output.logits, expected if kind == "plain" else expected.logits
+    )
+    result = {"wrong": wrong, "tied": tied, "peak": report.peak_bytes, "local": local_bytes}
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_plain_model(run_ranks, shape):
+    results = run_ranks(materialize_on_mesh, world_size=4, timeout_s=90, shape=shape, kind="plain")
+    for result in results:
+        assert result["wrong"] == []
+        assert result["tied"]
+        assert result["peak"] <= 2 * 10 * 6 * 4  # the largest parameter, and small change
+
+
+def test_llama(run_ranks):
+    results = run_ranks(materialize_on_mesh, world_size=2, timeout_s=90, shape=(1, 2), kind="llama")
+    assert [result["wrong"] for result in results] == [[], []]
+
+
+def reset_on_mesh():
+    """A plain meta model, initialised by its own initialisers after sharding."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from hyperpod_plugins.memory import materialize
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+
+    def build():
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+
+    torch.manual_seed(dist.get_rank())
+    sharded = build()
+    fully_shard(sharded[0], mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    materialize(sharded, seed=4)
+    alone = build()
+    materialize(alone, seed=4)
+    equal = [torch.equal(a.full_tensor(), b) for a, b in zip(sharded.parameters(), alone.parameters(), strict=True)]
+    dist.destroy_process_group()
+    return equal
+
+
+def test_plain_meta_model(run_ranks):
+    assert run_ranks(reset_on_mesh, world_size=2) == [[True] * 4] * 2
