@@ -20,7 +20,7 @@ test-fast: $(VENV)/test.stamp     ## the pure tests: no processes
 check: $(VENV)/check.stamp $(VENV)/docs.stamp   ## lint, types, layers, docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_surface.py
 	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 

@@ -1,16 +1,9 @@
 """A clean environment for every test, and the harness for real ranks as the fixture `run_ranks`."""
 
-import importlib.util
 import os
-import sys
-from pathlib import Path
 
+import harness
 import pytest
-
-_spec = importlib.util.spec_from_file_location("harness", Path(__file__).parent / "harness.py")
-harness = importlib.util.module_from_spec(_spec)
-sys.modules["harness"] = harness
-_spec.loader.exec_module(harness)
 
 
 @pytest.fixture(scope="session")

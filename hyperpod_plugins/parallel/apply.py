@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from hyperpod_plugins.memory import materialize
+from hyperpod_plugins.memory import materialize, tapes_of
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.shard import shard_hybrid
 from hyperpod_plugins.parallel.tensor import plan_for, shard_tensors
@@ -40,23 +40,33 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> n
     plan = plan_for(model, config)
     if config.precision == "bf16-true":
         _to_bfloat16(model)
-    copy_from_first_rank(model)
+    copy_from_first_rank(model, torch.device(mesh.device_type))
     shard_tensors(model, mesh["tensor"], plan, config)
     shard_hybrid(model, mesh["replicate", "shard"], config)
     materialize(model, device=torch.device(mesh.device_type), seed=config.random_seed)
     return model
 
 
-def copy_from_first_rank(model: nn.Module) -> None:
-    """Give every rank the parameters and buffers of global rank 0, where they exist already.
+def copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
+    """Give every rank the values of global rank 0, and the random state from which values still to come will be made.
 
     Ranks that built their model from different random states would otherwise train shards of different models.
+
+    Args:
+        model: a module that is not sharded yet.
+        device: where the process group communicates; values elsewhere travel through it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and not isinstance(tensor, DTensor):
-            dist.broadcast(tensor.detach(), src=0)
+            there = tensor.detach().to(device)
+            dist.broadcast(there, src=0)
+            tensor.detach().copy_(there)
+    for tape in tapes_of(model):
+        state = tape.rng_state.to(device)
+        dist.broadcast(state, src=0)
+        tape.rng_state = state.cpu()
 
 
 def _to_bfloat16(model: nn.Module) -> None:

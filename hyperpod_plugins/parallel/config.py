@@ -10,12 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, UnknownKeyError
-from hyperpod_plugins.parallel.topology import Topology
+from hyperpod_plugins.parallel.topology import Topology, nearest_degrees
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -67,6 +67,8 @@ class ParallelConfig:
         """Check every value alone, then the combinations, then what is not built."""
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), field.default)
+        _check_block_classes(self.block_classes)
+        _check_tensor_plan(self.tensor_plan)
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}, but is {self.precision!r}")
         minimum = {"hybrid_shard_degree": 0, "random_seed": None}
@@ -96,6 +98,12 @@ class ParallelConfig:
             raise DegreeError(
                 f"hybrid_shard_degree must lie in 0 .. {world_size} (the world size), but is "
                 f"{self.hybrid_shard_degree}. Start more processes, or use 0 for all data-parallel ranks."
+            )
+        if self.hybrid_shard_degree and world_size % (self.hybrid_shard_degree * self.tensor_parallel_degree):
+            raise DegreeError(
+                f"hybrid_shard_degree={self.hybrid_shard_degree} x tensor_parallel_degree="
+                f"{self.tensor_parallel_degree} must divide the world size {world_size}. "
+                f"{nearest_degrees(world_size, self.hybrid_shard_degree, self.tensor_parallel_degree)}"
             )
         return Topology(
             world_size=world_size,
@@ -143,7 +151,7 @@ class ParallelConfig:
 
         Raises:
             UnknownKeyError: a key nobody knows; the message names the nearest known one.
-            ConfigError: the file is missing or is no JSON object.
+            ConfigError: the file is missing or is no JSON object, or `source` is of another kind.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         if isinstance(source, ParallelConfig):
@@ -159,18 +167,24 @@ def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     for key, value in values.items():
         name = ALIASES.get(key, key)
         if name not in known:
-            near = difflib.get_close_matches(key, known | set(ALIASES), n=1)
+            near = difflib.get_close_matches(str(key), known | set(ALIASES), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise UnknownKeyError(f"unknown configuration key {key!r}.{hint} Known keys: {', '.join(sorted(known))}.")
         if name in result and result[name] != value:
-            raise ConfigError(f"{name!r} is given twice, also as the alias {key!r}, with different values: keep one.")
+            alias = next(alias for alias, meant in ALIASES.items() if meant == name)
+            raise ConfigError(f"{name!r} is given twice, also as the alias {alias!r}, with different values: keep one.")
         result[name] = tuple(value) if name == "block_classes" and isinstance(value, list) else value
     return result
 
 
-def _read(path: str | Path | None) -> Mapping[str, Any]:
+def _read(path: object) -> Mapping[str, Any]:
     if path is None:
         return {}
+    if not isinstance(path, str | Path):
+        raise ConfigError(
+            f"a configuration must be a ParallelConfig, a dict or the path of a JSON file, but is a "
+            f"{type(path).__name__}"
+        )
     try:
         values = json.loads(Path(path).read_text())
     except OSError as error:
@@ -178,7 +192,7 @@ def _read(path: str | Path | None) -> Mapping[str, Any]:
             f"the configuration file {str(path)!r} cannot be read ({error.strerror}). "
             "Give the path of a JSON file, in an argument or in HYPERPOD_CONFIG."
         ) from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {str(path)!r} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(
@@ -194,6 +208,24 @@ def _check_type(name: str, value: object, default: object) -> None:
             raise ConfigError(f"{name} must be true or false, but is {value!r}")
     elif isinstance(default, int) and (isinstance(value, bool) or not isinstance(value, int)):
         raise ConfigError(f"{name} must be a whole number, but is {value!r}")
+
+
+def _check_block_classes(value: object) -> None:
+    """A lone string would be taken for the class names of its letters."""
+    if not isinstance(value, tuple) or not all(isinstance(name, str) for name in cast("tuple[object, ...]", value)):
+        raise ConfigError(f"block_classes must be a tuple (JSON: a list) of class names, but is {value!r}")
+
+
+def _check_tensor_plan(value: object) -> None:
+    pairs = cast("Mapping[object, object]", value).items() if isinstance(value, Mapping) else ()
+    is_plan = isinstance(value, Mapping) and all(
+        isinstance(pattern, str) and isinstance(style, str | ParallelStyle) for pattern, style in pairs
+    )
+    if value != "auto" and not is_plan:
+        raise ConfigError(
+            f"tensor_plan must be 'auto' or a mapping of module-name pattern to style (a name or a ParallelStyle "
+            f"object), but is {value!r}"
+        )
 
 
 def _divisors_up_to(number: int, limit: int) -> list[int]:

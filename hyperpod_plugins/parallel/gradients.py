@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, _foreach_norm  # pyright: ignore
 from torch.distributed.tensor import DTensor
 
 
@@ -31,7 +31,9 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
         return torch.tensor(0.0)
     totals: list[Tensor] = []
     for groups, gradients in by_groups.items():
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, norm_type)])
+        parts = [gradient for gradient in gradients if gradient.numel()]  # nothing has no infinity norm
+        zero = torch.zeros((), device=gradients[0].device)
+        norms = torch.stack([zero, *(norm.float() for norm in (_foreach_norm(parts, norm_type) if parts else ()))])
         total = norms.max() if is_max else norms.pow(norm_type).sum()
         for group in groups:
             dist.all_reduce(total, op=operation, group=group)

@@ -22,7 +22,7 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
     place = {"replicate": here.replicate, "shard": here.shard, "tensor": here.tensor}
     # With these two the names of another layout's groups differ; the number of replicas may change under a name.
     degrees = (("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree))
-    groups = [
+    groups: list[dist.ProcessGroup] = [
         new_axis_group(
             GroupRole(axis=axis, coordinates=(*((other, place[other]) for other in AXES if other != axis), *degrees)),
             topology.peers(global_rank, axis),

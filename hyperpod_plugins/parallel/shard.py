@@ -58,8 +58,9 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator
     elements = {id(element) for container in lists for element in container}
     for module in reversed(list(model.modules())):
         is_block = type(module).__name__ in class_names if class_names else id(module) in elements
-        is_done = module is model or isinstance(module, FSDPModule | nn.ModuleList)
-        if is_block and not is_done and next(module.parameters(), None) is not None:
+        is_done = module is model or isinstance(module, FSDPModule)
+        is_container = type(module).forward is nn.Module.forward  # never called, so it cannot gather
+        if is_block and not is_done and not is_container and next(module.parameters(), None) is not None:
             yield module
 
 

@@ -15,7 +15,7 @@ Activation Recomputation in Large Transformer Models", 2022.
 
 import fnmatch
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -76,7 +76,8 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
     The user's plan wins; else each Hugging Face model inside brings its own; else `LLAMA_LIKE_PLAN`.
 
     Raises:
-        PlanError: a pattern of the user's, or the whole plan, matches no module; an unknown style.
+        PlanError: a pattern of the user's, or the whole plan, matches no module; ours matches some modules of a model
+            that is not Llama-like; an unknown style.
         DegreeError: a matched module, or the model's attention heads, cannot be split that many ways.
         NotBuiltYetError: the model's own plan asks for styles that are not built (experts).
     """
@@ -86,13 +87,13 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
         patterns = config.tensor_plan
         plan = _match(model, patterns)
         missed = [p for p in patterns if not any(_matches(name, p) for name in plan)]
-        if missed:
+        if missed or not plan:
             raise PlanError(_nothing_matched(model, missed))
     else:
-        patterns = _hugging_face_patterns(model) or LLAMA_LIKE_PLAN
-        plan = _match(model, patterns)
-        if not plan:
-            raise PlanError(_nothing_matched(model, list(patterns)))
+        own = _hugging_face_patterns(model)
+        plan = _match(model, own or LLAMA_LIKE_PLAN)
+        if not plan or not (own or _is_llama_like(plan)):
+            raise PlanError(_nothing_matched(model, list(own or LLAMA_LIKE_PLAN), plan))
     unbuilt = sorted({style for style in plan.values() if isinstance(style, str) and style not in STYLES})
     if unbuilt and config.tensor_plan == "auto":
         raise NotBuiltYetError(
@@ -167,7 +168,9 @@ def _hugging_face_patterns(model: nn.Module) -> dict[str, str]:
     patterns: dict[str, str] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, transformers.PreTrainedModel) and not any(p.startswith(f"{prefix}.") for p in patterns):
-            patterns |= {_join(prefix, pattern): style for pattern, style in (module.tp_plan or {}).items()}
+            patterns |= {
+                _join(prefix, pattern): style for pattern, style in (cast("Any", module).tp_plan or {}).items()
+            }
     return patterns
 
 
@@ -186,10 +189,24 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(f".{name}", pattern)
 
 
-def _nothing_matched(model: nn.Module, patterns: list[str]) -> str:
+def _is_llama_like(plan: Plan) -> bool:
+    """Whether each module that owns column-parallel layers also owns the row-parallel one that ends the region.
+
+    A head alone (GPT-2) is not worth the name, and attention whose output layer has another name would break.
+    """
+    owners = {
+        wanted: {name.rpartition(".")[0] for name, style in plan.items() if style == wanted}
+        for wanted in ("colwise", "rowwise")
+    }
+    return bool(owners["colwise"]) and owners["colwise"] == owners["rowwise"]
+
+
+def _nothing_matched(model: nn.Module, patterns: list[str], matched: Iterable[str] = ()) -> str:
+    few = list(matched)[:8]
     owners = [name for name, module in model.named_modules() if next(module.parameters(False), None) is not None]
     return (
-        f"the tensor plan's patterns {patterns} match no module of {type(model).__name__}. Modules with parameters are "
+        f"the tensor plan's patterns {patterns} match {f'only some modules ({few})' if few else 'no module'} of "
+        f"{type(model).__name__}. Modules with parameters are "
         f"named {owners[:8]}{' and so on' if len(owners) > 8 else ''}. Pass tensor_plan={{pattern: style}} with names "
         f"of this model (`*` matches anything; styles: {list(STYLES)}), or set tensor_parallel_degree=1."
     )

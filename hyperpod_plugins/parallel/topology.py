@@ -81,6 +81,9 @@ class Topology:
 
     def rank_at(self, coordinates: Coordinates) -> int:
         """Rank at a place: the inverse of `coordinates`."""
+        place = (coordinates.replicate, coordinates.shard, coordinates.tensor)
+        if not all(0 <= index < size for index, size in zip(place, self.shape, strict=True)):
+            raise DegreeError(f"{coordinates} does not lie in the box {self}")
         return (coordinates.replicate * self.shard_degree + coordinates.shard) * self.tensor_degree + coordinates.tensor
 
     def data_rank(self, global_rank: int) -> int:
@@ -107,7 +110,8 @@ class Topology:
     def placement_notes(self) -> tuple[str, ...]:
         """What is unfortunate about this layout, a sentence each; empty where nothing is."""
         notes: list[str] = []
-        for axis, cost in (("tensor", "every layer"), ("shard", "every all-gather of parameters")):
+        costs: dict[Axis, str] = {"tensor": "every layer", "shard": "every all-gather of parameters"}
+        for axis, cost in costs.items():
             if len({self.node_of(rank) for rank in self.peers(0, axis)}) > 1:
                 notes.append(f"the {axis} axis ({self.shape[AXES.index(axis)]}) crosses nodes: {cost} uses the network")
         replicas = self.peers(0, "replicate")

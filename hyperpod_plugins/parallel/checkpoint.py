@@ -1,0 +1,274 @@
+"""Sharded checkpoints: every rank writes its part, and any world of any degrees reads them.
+
+    writer = CheckpointWriter()
+    handle = writer.save(path, model=model, optimizers=[optimizer], extra={"step": 100}, background=True)
+    ...                                               # training goes on; the state was copied
+    handle.wait(timeout_s=600)
+    extra = load_checkpoint(path, model=model, optimizers=[optimizer])
+
+Built on torch.distributed.checkpoint (DCP), which stores each tensor as chunks of its global shape.
+"""
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, CommError
+from hyperpod_plugins.parallel.checkpoint_files import (
+    FORMAT,
+    SafeReader,
+    find,
+    part_of,
+    prepare,
+    publish,
+    read_document,
+    tensor_entries,
+)
+from hyperpod_plugins.parallel.checkpoint_state import (
+    check_model,
+    check_optimizer,
+    describe_optimizer,
+    extra_states,
+    model_tensors,
+    optimizer_tensors,
+    set_optimizer,
+    state_to_fill,
+)
+
+_MODEL = "model."
+
+
+class SaveHandle:
+    """A save that may still be going on."""
+
+    def __init__(self, path: Path, future: "Future[None]") -> None:
+        self.path = path
+        self._future = future
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the checkpoint is there for every rank.
+
+        Raises:
+            CheckpointError: it could not be written, or not within `timeout_s` seconds.
+        """
+        try:
+            self._future.result(timeout_s)
+        except TimeoutError:
+            raise CheckpointError(
+                f"The checkpoint {self.path} is still being written after {timeout_s} s. Wait longer, or write to a "
+                "faster disk; until it is complete it does not exist under its name."
+            ) from None
+
+
+class CheckpointWriter:
+    """Writes checkpoints, one at a time. Make it, and call `save`, on all ranks alike."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
+        """Take `group`, or make one of its own over all ranks, so that saving does not disturb training.
+
+        Args:
+            group: process group for CPU tensors that nothing else uses.
+            timeout_s: longest wait for another rank, where the group is made here.
+        """
+        if group is None and dist.is_initialized():
+            own = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            assert isinstance(own, dist.ProcessGroup)
+            group = own
+        self._group = group
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._last: SaveHandle | None = None
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        extra: Mapping[str, Any] | None = None,
+        background: bool = False,
+    ) -> SaveHandle:
+        """Save model, optimizers and `extra` (of the group's first rank) as the folder `path`.
+
+        An existing checkpoint of that name is replaced only when the new one is complete. With `background` the state
+        is copied into host memory and written while training goes on.
+
+        Raises:
+            CheckpointError: this save failed, or an earlier one in the background that nobody waited for.
+        """
+        self.wait()
+        tensors = {f"{_MODEL}{name}": tensor for name, tensor in model_tensors(model).items()}
+        for index, optimizer in enumerate(optimizers):
+            named = optimizer_tensors(model, optimizer)
+            tensors |= {f"{_optimizer_prefix(index)}{name}": tensor for name, tensor in named.items()}
+        document = {
+            "format": FORMAT,
+            "module_states": extra_states(model),
+            "optimizers": [describe_optimizer(model, optimizer) for optimizer in optimizers],
+            "extra": dict(extra or {}),
+        }
+        buffer = io.BytesIO()
+        torch.save(document, buffer)  # now, so that later changes to it are not saved
+        target = Path(path)
+        if not background:
+            _write(tensors, buffer.getvalue(), target, self._group)
+            return SaveHandle(target, _finished())
+        copies = BlockingAsyncStager(cache_staged_state_dict=False).stage(tensors)
+        self._last = SaveHandle(target, self._thread.submit(_write, copies, buffer.getvalue(), target, self._group))
+        return self._last
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the last save. Its error is raised once.
+
+        Raises:
+            CheckpointError: it failed, or takes longer than `timeout_s` seconds.
+        """
+        last = self._last
+        if last is None:
+            return
+        try:
+            last.wait(timeout_s)
+        finally:
+            if last.is_done:
+                self._last = None
+
+    def close(self) -> None:
+        """Wait for the last save and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+
+def load_checkpoint(
+    path: str | PathLike[str],
+    *,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    weights_only: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into a model and optimizers of any sharding, on all ranks together.
+
+    Args:
+        path: the folder.
+        model: sharded or plain; its tensors are written in place.
+        optimizers: as many as were saved, in the same order, or none to load the model only.
+        weights_only: refuse Python objects in `extra` other than plain containers, numbers, strings and tensors.
+        group: over which ranks agree; the default group if None.
+
+    Returns:
+        The `extra` that was saved.
+
+    Raises:
+        CheckpointDamaged: no checkpoint, an interrupted or a foreign one.
+        CheckpointMismatch: a checkpoint of another model or other optimizers. Nothing has been changed then.
+    """
+    folder = find(Path(path))
+    document = read_document(folder, weights_only=weights_only)
+    reader = SafeReader(folder)
+    saved = tensor_entries(reader, folder)
+
+    tensors = model_tensors(model)
+    check_model(tensors, _with_prefix(saved, _MODEL))
+    described = document["optimizers"] if optimizers else []
+    if len(optimizers) != len(described):
+        raise CheckpointMismatch(
+            f"The checkpoint holds {len(described)} optimizers, but {len(optimizers)} were given. "
+            "Give as many, in the same order, or optimizers=() to load the model only."
+        )
+    for index, optimizer in enumerate(optimizers):
+        check_optimizer(model, optimizer, index, described[index])
+    states = [
+        state_to_fill(model, optimizer, _with_prefix(saved, _optimizer_prefix(index)))
+        for index, optimizer in enumerate(optimizers)
+    ]
+
+    wanted = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
+    for index, state in enumerate(states):
+        wanted |= {f"{_optimizer_prefix(index)}{name}": tensor for name, tensor in state.items()}
+    _read(wanted, reader, group)
+    for optimizer, state, description in zip(optimizers, states, described, strict=True):
+        set_optimizer(model, optimizer, state, description)
+    if document["module_states"]:
+        model.load_state_dict(document["module_states"], strict=False)
+    return document["extra"]
+
+
+def _write(tensors: dict[str, Any], document: bytes, path: Path, group: dist.ProcessGroup | None) -> None:
+    is_first = group is None or dist.get_rank(group) == 0
+    problem: BaseException | None = None
+    try:
+        if is_first:
+            prepare(path)
+        with warnings.catch_warnings():
+            # torch warns of a save by a single process, which is what was asked for.
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")
+            save(tensors, checkpoint_id=part_of(path), process_group=group, no_dist=group is None)
+        if is_first:  # every rank has written when save returns here
+            publish(path, document)
+    except CommError:
+        raise  # a lost peer is the business of whoever recovers from it
+    except (CheckpointException, CheckpointError, OSError, RuntimeError) as error:
+        problem = error
+    if _any_rank(problem is not None, group):
+        reason = str(problem) if problem else "another rank failed (see its log)"
+        raise CheckpointError(
+            f"The checkpoint {path} was not written, and an older one of that name is kept: {reason}"
+        ) from problem
+
+
+def _read(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:
+    no_dist = not dist.is_initialized()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
+            load(wanted, storage_reader=reader, process_group=group, no_dist=no_dist)
+    except CheckpointException as error:
+        raise CheckpointError(f"The checkpoint {reader.path} could not be read: {error}") from error
+
+
+def _any_rank(is_failed: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether the flag is set on any rank of the group; also the point at which all know that the folder is there."""
+    if group is None:
+        return is_failed
+    flag = torch.tensor([int(is_failed)])
+    try:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(f"A rank was lost while a checkpoint was being written: {error}") from error
+    return bool(flag.item())
+
+
+def _optimizer_prefix(index: int) -> str:
+    return f"optim.{index}."
+
+
+def _with_prefix(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+
+
+def _finished() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

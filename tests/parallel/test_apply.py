@@ -1,0 +1,74 @@
+"""`parallelize` gives a delayed model the very values of building it eagerly on rank 0, sharded or split."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+LAYOUTS = (
+    {"hybrid_shard_degree": 2},
+    {"tensor_parallel_degree": 2},
+    {"tensor_parallel_degree": 2, "precision": "bf16-true"},
+)
+
+
+class Rotary(nn.Module):
+    """A buffer that is computed, not drawn, and not saved."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(0, size, 2) / size), persistent=False)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(32, 16)
+        self.rotary = Rotary(16)
+        self.layers = nn.ModuleList(
+            [nn.ModuleDict({"w1": nn.Linear(16, 32), "norm": nn.BatchNorm1d(16), "w2": nn.Linear(32, 16)})]
+        )
+        self.output = nn.Linear(16, 32, bias=False)
+        self.output.weight = self.tok_embeddings.weight
+        nn.init.normal_(self.output.weight, std=0.02)
+
+
+def values(model):
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in named}
+
+
+def build_delayed():
+    from hyperpod_plugins.memory import delayed_init
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    dist.init_process_group("hyperpod")
+    results = []
+    for options in LAYOUTS:
+        torch.manual_seed(dist.get_rank())
+        with delayed_init():
+            model = Model()
+        config = ParallelConfig.of(options)
+        parallelize(model, build_mesh(config.topology(4), "cpu"), config)
+        after = torch.rand(1)
+        is_tied = model.output.weight is model.tok_embeddings.weight
+        assert parallelize(model, build_mesh(config.topology(4), "cpu"), config) is model  # a second time: nothing
+        results.append((values(model), is_tied, float(after)))
+    return results
+
+
+@pytest.mark.spawns
+def test_delayed_model_has_the_values_of_rank_0s_eager_model(run_ranks):
+    torch.manual_seed(0)
+    eager = values(Model())
+    after = float(torch.rand(1))
+    for rank, results in enumerate(run_ranks(build_delayed, world_size=4)):
+        for options, (found, is_tied, then) in zip(LAYOUTS, results, strict=True):
+            assert is_tied
+            assert found.keys() == eager.keys()
+            assert then == after, "every rank's random stream goes on as rank 0's would have"
+            for name, value in found.items():
+                assert torch.equal(value, eager[name].to(value.dtype)), (rank, options, name)
+            is_half = options.get("precision") == "bf16-true"
+            assert found["output.weight"].dtype == (torch.bfloat16 if is_half else torch.float32)
+            assert found["rotary.frequencies"].dtype == torch.float32, "unsaved buffers keep their precision"
