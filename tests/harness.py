@@ -29,6 +29,7 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
+    "torch._dynamo",  # the first step of an optimizer imports it
     "lightning.pytorch",
     "transformers.models.llama.modeling_llama",
 ]

@@ -4,6 +4,9 @@ The two packages hold independent copies of every class, and a Trainer of one re
 uses the one its program imported first; programs that import neither before us get `lightning`.
 """
 
+# Lightning has no public spelling for making its process group and for moving optimizers.
+# pyright: reportPrivateUsage=false
+
 import importlib
 import sys
 from typing import TYPE_CHECKING

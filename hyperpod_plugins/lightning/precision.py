@@ -38,7 +38,7 @@ class HyperPodPrecision(Precision):
                 f"strategy='hyperpod' cannot run with precision {plugin.precision!r} ({type(plugin).__name__}). "
                 f"Use Trainer(precision=...) with one of {', '.join(PRECISIONS)}, and no precision plugin."
             )
-        return cls(cast("PrecisionName", plugin.precision), device_type)
+        return cls(plugin.precision, device_type)
 
     @override
     @contextmanager

@@ -1,5 +1,10 @@
 """`Trainer(strategy="hyperpod")`: translate Lightning's calls, delegate to `parallel` and `comm`."""
 
+# A strategy works with parts of Lightning that have no public spelling.
+# pyright: reportPrivateUsage=false
+
+import re
+import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -10,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from hyperpod_plugins.comm import CommOptions
@@ -29,7 +35,17 @@ from hyperpod_plugins.lightning.flavour import (
 )
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.memory import delayed_init, materialize
-from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh, loss_parallel_context, parallelize
+from hyperpod_plugins.memory.allocator import AllocatorWatch
+from hyperpod_plugins.parallel import (
+    CheckpointWriter,
+    ParallelConfig,
+    Topology,
+    build_mesh,
+    load_checkpoint,
+    loss_parallel_context,
+    parallelize,
+)
+from hyperpod_plugins.parallel.checkpoint_state import model_tensors
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -45,6 +61,8 @@ class HyperPodStrategy(ModelParallelStrategy):
             `HYPERPOD_CONFIG`, else hybrid sharding over all ranks.
         comm: collective library to use, and whether a fallback is allowed.
         background_checkpoints: write checkpoints while training goes on.
+        trust_checkpoints: unpickle Python objects of a checkpoint (hyper-parameters of your own classes), which runs
+            code. By default only tensors, plain containers, numbers and strings are read.
         timeout_s: seconds after which a collective that does not complete fails.
         **options: fields of `ParallelConfig`; they win over `config`.
 
@@ -58,6 +76,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         *,
         comm: CommOptions | None = None,
         background_checkpoints: bool = False,
+        trust_checkpoints: bool = False,
         timeout_s: float = 1800.0,
         **options: Any,
     ) -> None:
@@ -68,7 +87,10 @@ class HyperPodStrategy(ModelParallelStrategy):
         self._precision_was_chosen = self.config.precision != ParallelConfig().precision
         self._comm = comm or CommOptions()
         self._background_checkpoints = background_checkpoints
+        self._trust_checkpoints = trust_checkpoints
+        self._writer: CheckpointWriter | None = None
         self._topology: Topology | None = None
+        self._allocator_watch: AllocatorWatch | None = None
 
     # -- who and where ------------------------------------------------------------------------------------------
 
@@ -155,7 +177,7 @@ class HyperPodStrategy(ModelParallelStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Context of `Trainer.init_module`: with `empty_init=True` what is built takes no memory until it is sharded."""
+        """Context of `Trainer.init_module`: with `empty_init=True` a model takes no memory until it is sharded."""
         with delayed_init() if empty_init else nullcontext():
             yield
 
@@ -171,6 +193,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         else:
             parallelize(module, self.device_mesh, self.config)
             treat_steps_as_forward(module)
+        if self.config.fsdp_cache_flush_warnings:
+            self._allocator_watch = AllocatorWatch(self.root_device)
         self.model = module
         self.model_to_device()
         forbid_inference_mode(trainer)
@@ -207,6 +231,14 @@ class HyperPodStrategy(ModelParallelStrategy):
         with loss_parallel_context(self.config):
             return super().backward(closure_loss, *args, **kwargs)
 
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the closure and the optimizer, then look at the allocator."""
+        result = super().optimizer_step(*args, **kwargs)
+        if self._allocator_watch is not None:
+            self._allocator_watch.after_step()
+        return result
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -237,7 +269,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         is_mean = reduce_op in (None, "mean", "avg") or reduce_op == dist.ReduceOp.AVG
-        operation = dist.ReduceOp.SUM if is_mean or reduce_op == "sum" else reduce_op
+        operation: Any = "sum" if is_mean else reduce_op
         if isinstance(operation, str):
             operation = getattr(dist.ReduceOp, operation.upper())
         groups = [group] if group is not None else [self.device_mesh.get_group(axis) for axis in ("shard", "replicate")]
@@ -256,9 +288,88 @@ class HyperPodStrategy(ModelParallelStrategy):
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)
 
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's parts of the module's tensors, not copied; hooks may leave some out or replace them."""
+        assert self.lightning_module is not None
+        return dict(model_tensors(self.lightning_module))
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` writes the optimizers itself, shard by shard."""
+        return {}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a sharded checkpoint, a folder named `filepath`, on all ranks together."""
+        if storage_options is not None:
+            raise ConfigError(
+                f"HyperPodStrategy writes checkpoints to a file system and takes no storage_options, but got "
+                f"{storage_options!r}. Drop them, and give a path that is mounted on every node."
+            )
+        assert self.lightning_module is not None
+        if self._writer is None:
+            self._writer = CheckpointWriter()
+        state = checkpoint.pop("state_dict")
+        optimizers = self.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
+        self._writer.save(
+            self.broadcast(filepath),
+            model=self.lightning_module,
+            optimizers=optimizers,
+            extra=checkpoint,
+            model_state=state,
+            background=self._background_checkpoints,
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a sharded checkpoint of any degrees, or a checkpoint file that another strategy wrote.
+
+        Raises:
+            CheckpointDamaged: no checkpoint, or an interrupted one.
+            CheckpointMismatch: a checkpoint of another model or other optimizers.
+        """
+        assert self.lightning_module is not None
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_file():
+            return super().load_checkpoint(path, weights_only=weights_only)
+        if self._writer is not None:
+            self._writer.wait()
+        extra = load_checkpoint(
+            path,
+            model=self.lightning_module,
+            optimizers=self.optimizers,
+            weights_only=not self._trust_checkpoints and weights_only is not False,
+            strict=self.lightning_module.strict_loading,
+        )
+        return {**extra, "state_dict": {}, "optimizer_states": [{} for _ in self.optimizers]}
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, once nothing is being written."""
+        if self._writer is not None:
+            self._writer.wait()
+        super().remove_checkpoint(filepath)
+
+    @override
+    def teardown(self) -> None:
+        """Wait for a checkpoint that is still being written."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        super().teardown()
+
 
 def treat_steps_as_forward(module: LightningModule) -> None:
-    """Make FSDP2 gather the root's parameters when Lightning calls a step, which is not `forward`."""
+    """Make FSDP2 gather the root's parameters when Lightning calls a step, which is not `forward`.
+
+    A step that calls `self(...)` enters FSDP2's hooks a second time, inside. FSDP2 warns when that call returns a
+    view, for an in-place operation on it would lose a hook; here the hook on the step's own result counts.
+    """
+    view = f".*{re.escape(type(module).__name__)}.* returned a view tensor"
+    warnings.filterwarnings("ignore", message=view, category=UserWarning)
     for step in STEPS:
         if is_overridden(step, module):
             register_fsdp_forward_method(module, step)

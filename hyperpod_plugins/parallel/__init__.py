@@ -1,20 +1,26 @@
-"""Shape the model: topology, configuration, tensor plans, hybrid sharding. Begin with `apply.py`."""
+"""Shape the model: topology, configuration, tensor plans, hybrid sharding, checkpoints. Begin with `apply.py`."""
 
 from hyperpod_plugins.parallel.apply import copy_from_first_rank, loss_parallel_context, parallelize
+from hyperpod_plugins.parallel.checkpoint import CheckpointWriter, SaveHandle, load_checkpoint
 from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.export import export_safetensors
 from hyperpod_plugins.parallel.gradients import clip_grad_norm_, clip_grad_value_, gradient_norm
 from hyperpod_plugins.parallel.mesh import build_mesh
 from hyperpod_plugins.parallel.topology import Coordinates, Topology
 
 __all__ = [
+    "CheckpointWriter",
     "Coordinates",
     "ParallelConfig",
+    "SaveHandle",
     "Topology",
     "build_mesh",
     "clip_grad_norm_",
     "clip_grad_value_",
     "copy_from_first_rank",
+    "export_safetensors",
     "gradient_norm",
+    "load_checkpoint",
     "loss_parallel_context",
     "parallelize",
 ]

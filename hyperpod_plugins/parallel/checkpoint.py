@@ -104,18 +104,21 @@ class CheckpointWriter:
         model: nn.Module,
         optimizers: Sequence[Optimizer] = (),
         extra: Mapping[str, Any] | None = None,
+        model_state: Mapping[str, torch.Tensor] | None = None,
         background: bool = False,
     ) -> SaveHandle:
         """Save model, optimizers and `extra` (of the group's first rank) as the folder `path`.
 
         An existing checkpoint of that name is replaced only when the new one is complete. With `background` the state
-        is copied into host memory and written while training goes on.
+        is copied into host memory and written while training goes on. `model_state` is written in place of the model's
+        own tensors: some of them, or other values under their names.
 
         Raises:
             CheckpointError: this save failed, or an earlier one in the background that nobody waited for.
         """
         self.wait()
-        tensors = {f"{_MODEL}{name}": tensor for name, tensor in model_tensors(model).items()}
+        state = model_tensors(model) if model_state is None else model_state
+        tensors = {f"{_MODEL}{name}": tensor for name, tensor in state.items()}
         for index, optimizer in enumerate(optimizers):
             named = optimizer_tensors(model, optimizer)
             tensors |= {f"{_optimizer_prefix(index)}{name}": tensor for name, tensor in named.items()}
@@ -164,6 +167,7 @@ def load_checkpoint(
     model: nn.Module,
     optimizers: Sequence[Optimizer] = (),
     weights_only: bool = True,
+    strict: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint into a model and optimizers of any sharding, on all ranks together.
@@ -173,6 +177,7 @@ def load_checkpoint(
         model: sharded or plain; its tensors are written in place.
         optimizers: as many as were saved, in the same order, or none to load the model only.
         weights_only: refuse Python objects in `extra` other than plain containers, numbers, strings and tensors.
+        strict: refuse tensors that only the model or only the checkpoint has.
         group: over which ranks agree; the default group if None.
 
     Returns:
@@ -187,8 +192,11 @@ def load_checkpoint(
     reader = SafeReader(folder)
     saved = tensor_entries(reader, folder)
 
-    tensors = model_tensors(model)
-    check_model(tensors, _with_prefix(saved, _MODEL))
+    tensors, saved_tensors = model_tensors(model), _with_prefix(saved, _MODEL)
+    if not strict:
+        tensors = {name: tensor for name, tensor in tensors.items() if name in saved_tensors}
+        saved_tensors = {name: entry for name, entry in saved_tensors.items() if name in tensors}
+    check_model(tensors, saved_tensors)
     described = document["optimizers"] if optimizers else []
     if len(optimizers) != len(described):
         raise CheckpointMismatch(

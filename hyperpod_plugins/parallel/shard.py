@@ -1,5 +1,6 @@
 """Hybrid sharding: FSDP2 block by block over the axes `replicate x shard`."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -19,9 +20,10 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
 
     Raises:
         DegreeError: a parameter would leave ranks with an empty shard, and the configuration forbids that.
-        ConfigError: `block_classes` names a class the model does not contain.
+        ConfigError: `block_classes` names a class the model does not contain; a parameter has no dimension to split.
     """
     shard_degree = mesh.size(1)
+    _refuse_scalars(model)
     blocks = list(find_blocks(model, config.block_classes))
     if not config.allow_empty_shards:
         _check_no_empty_shard(model, shard_degree)
@@ -44,6 +46,9 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
 def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator[nn.Module]:
     """Modules to gather and free as one unit, innermost first: by class name, else the elements of each `ModuleList`.
 
+    A module that shares a parameter with the outside is left to the unit around it: FSDP2 would make two parameters
+    of one, silently.
+
     Raises:
         ConfigError: a class name that no module has.
     """
@@ -56,12 +61,20 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator
         )
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     elements = {id(element) for container in lists for element in container}
+    uses = _uses_of_parameters(model)
     for module in reversed(list(model.modules())):
         is_block = type(module).__name__ in class_names if class_names else id(module) in elements
         is_done = module is model or isinstance(module, FSDPModule)
         is_container = type(module).forward is nn.Module.forward  # never called, so it cannot gather
         if is_block and not is_done and not is_container and next(module.parameters(), None) is not None:
-            yield module
+            within = _uses_of_parameters(module)
+            if all(uses[parameter] == count for parameter, count in within.items()):
+                yield module
+
+
+def _uses_of_parameters(model: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter, by its identity."""
+    return Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
 
 
 def mixed_precision_policy(config: ParallelConfig) -> MixedPrecisionPolicy:
@@ -88,6 +101,15 @@ def leaves_a_rank_empty(num_rows: int, shard_degree: int) -> bool:
     return rows_per_rank * (shard_degree - 1) >= num_rows and shard_degree > 1
 
 
+def _refuse_scalars(model: nn.Module) -> None:
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ConfigError(
+            f"parameters without a dimension cannot be sharded, at any degree: {', '.join(scalars)}. "
+            "Make each a vector of one element: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
+        )
+
+
 def _check_no_empty_shard(model: nn.Module, shard_degree: int) -> None:
     short = [
         f"{name} {tuple(parameter.shape)}"
@@ -106,4 +128,4 @@ def _check_no_empty_shard(model: nn.Module, shard_degree: int) -> None:
 def _local_rows(parameter: torch.Tensor) -> int:
     """Rows of the first dimension that FSDP2 will split: on this tensor rank, where the tensor is already split."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.shape[0] if local.dim() else 0
+    return local.shape[0]

@@ -1,0 +1,160 @@
+"""Token files for the Lightning Trainer: loaders that know the world and resume where training stood."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from hyperpod_plugins.data import BatchSplit, ElasticSampler, StatefulLoader, TokenDataset
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.flavour import LightningDataModule, Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDataConfig:
+    """What a `TokenDataModule` reads and in which portions."""
+
+    sequence_length: int
+    """Tokens of one sample."""
+    global_batch_size: int
+    """Samples of one optimizer step, over all ranks."""
+    micro_batch_size: int
+    """Most samples of one rank in one forward and backward pass."""
+    seed: int = 0
+    """The order of the samples depends on it and on the epoch."""
+    shuffle: bool = True
+    """Whether training reads the samples in random order."""
+    drop_last: bool = True
+    """Whether the incomplete global batch at the end of an epoch is left out."""
+    num_workers: int = 0
+    """Reading processes of one rank; a token file is read fast enough without any."""
+
+
+class TokenDataModule(LightningDataModule):
+    """Trains on one token file and validates on another.
+
+    The global batch holds whatever the number of ranks, so the Trainer must accumulate over
+    `global_batch_size / (micro_batch_size * data-parallel ranks)` batches; another number is refused with the right
+    one.
+
+    Validation reads each sample exactly once, in order. All ranks run the same number of batches, whose sizes differ by
+    at most a sample a rank.
+
+    Args:
+        train_path: a file made by `write_tokens` or `build_tokens`.
+        val_path: another one, or None for training without validation.
+        config: lengths and sizes.
+    """
+
+    def __init__(
+        self,
+        train_path: str | os.PathLike[str],
+        val_path: str | os.PathLike[str] | None = None,
+        *,
+        config: TokenDataConfig,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._train_path = train_path
+        self._val_path = val_path
+        if val_path is None:
+            self.val_dataloader = super().val_dataloader  # Lightning looks whether the hook is overridden
+
+    @override
+    def train_dataloader(self) -> StatefulLoader:
+        """The loader of this rank.
+
+        Raises:
+            DatasetDamaged: the file cannot be used.
+            ConfigError: the batch sizes do not fit the world, or the Trainer accumulates over another number of
+                batches.
+        """
+        config, trainer = self.config, self._trainer()
+        data_rank, data_world_size = _data_coordinates(trainer)
+        split = BatchSplit(
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.micro_batch_size,
+            data_world_size=data_world_size,
+        )
+        if trainer.accumulate_grad_batches != split.micro_steps:
+            raise ConfigError(
+                f"a global batch of {config.global_batch_size} in micro-batches of {config.micro_batch_size} on "
+                f"{data_world_size} data-parallel ranks needs Trainer(accumulate_grad_batches={split.micro_steps}), "
+                f"but it has {trainer.accumulate_grad_batches}. Change that, or the batch sizes."
+            )
+        dataset = TokenDataset(self._train_path, config.sequence_length)
+        sampler = ElasticSampler(
+            len(dataset),
+            split,
+            data_rank=data_rank,
+            seed=config.seed,
+            shuffle=config.shuffle and not trainer.overfit_batches,  # pyright: ignore[reportAttributeAccessIssue]
+            drop_last=config.drop_last,
+            fingerprint=dataset.fingerprint,
+        )
+        return _TrainerLoader(trainer, dataset, sampler, num_workers=config.num_workers)
+
+    @override
+    def val_dataloader(self) -> StatefulLoader:
+        """The loader of this rank's share.
+
+        Raises:
+            DatasetDamaged: the file cannot be used.
+            ConfigError: the file has fewer samples than there are ranks.
+        """
+        if self._val_path is None:
+            raise ConfigError("this TokenDataModule was made without val_path. Give one to validate.")
+        data_rank, data_world_size = _data_coordinates(self._trainer())
+        dataset = TokenDataset(self._val_path, self.config.sequence_length)
+        # The whole file as a single step: split evenly, each sample once, with as many batches on every rank.
+        split = BatchSplit(
+            global_batch_size=len(dataset),
+            micro_batch_size=self.config.micro_batch_size,
+            data_world_size=data_world_size,
+        )
+        sampler = ElasticSampler(len(dataset), split, data_rank=data_rank, shuffle=False)
+        return StatefulLoader(dataset, sampler, num_workers=self.config.num_workers)
+
+    def _trainer(self) -> Trainer:
+        if self.trainer is None:
+            raise ConfigError(
+                "the loaders of a TokenDataModule depend on the Trainer's world, and it has no Trainer yet. Pass it "
+                "to trainer.fit(datamodule=...), or make the loaders yourself from TokenDataset, ElasticSampler and "
+                "StatefulLoader."
+            )
+        return self.trainer
+
+
+class _TrainerLoader(StatefulLoader):
+    """Keeps the Trainer's count of batches in step with a position that is counted in samples.
+
+    Lightning saves how many batches a rank has run. In a job of another size the same samples are another number of
+    batches, and the epoch would silently end early or late.
+    """
+
+    def __init__(self, trainer: Trainer, dataset: TokenDataset, sampler: ElasticSampler, *, num_workers: int) -> None:
+        super().__init__(dataset, sampler, num_workers=num_workers)
+        self._trainer = trainer
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue at the saved position, and tell the Trainer how many batches of this size lie before it."""
+        super().load_state_dict(state_dict)
+        if not state_dict["position"]:
+            return  # the start of an epoch: Lightning counts from zero by itself
+        sampler = self.batch_sampler
+        is_epoch_over = sampler.cursor.epoch > state_dict["epoch"]
+        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        num_open = current.ready - current.completed  # a state saved inside a hook has one batch that is not completed
+        num_done = len(sampler) - (0 if is_epoch_over else sampler.micro_steps_left)
+        current.load_state_dict(
+            {"ready": num_done, "started": num_done, "processed": num_done, "completed": num_done - num_open}
+        )
+
+
+def _data_coordinates(trainer: Trainer) -> tuple[int, int]:
+    """Data-parallel rank and world size; ranks that hold parts of the same model replica's tensors share them."""
+    coordinates = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+    return coordinates["rank"], coordinates["num_replicas"]
