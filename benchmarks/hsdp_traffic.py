@@ -1,0 +1,160 @@
+"""Full against hybrid sharding over a slow link: bytes and time per step, measured and predicted.
+
+    sudo python benchmarks/hsdp_traffic.py --megabits 300
+
+Two network namespaces stand for two nodes, with two ranks each; a token bucket limits the link between them. Full
+sharding spreads the model over all four ranks, hybrid sharding over the two of a node. traffic_model.py derives what
+to expect.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks import harness, netns, ranks, report
+from benchmarks.netns import Node
+from benchmarks.stats import spread
+from benchmarks.traffic_model import Sharding, egress_ratio, link_seconds, node_egress_bytes
+
+NODES = 2
+RANKS_PER_NODE = 2
+WIDTH = 512
+DEPTH = 4
+MODEL_BYTES = 4 * DEPTH * WIDTH * WIDTH
+PORT = {Sharding.FULL: 29501, Sharding.HYBRID: 29502}
+COLUMNS = ("k", "sharding", "step s", "least s", "node egress MB", "predicted MB", "measured / predicted")
+
+
+def train(turns: Iterator[int], sharding: Sharding, nodes: list[Node], micro_steps: int) -> None:
+    """Train with accumulation: gradients are reduce-scattered every micro-step, replicas averaged once a step."""
+    join_node(nodes, sharding)
+    world = {"mesh_shape": (NODES * RANKS_PER_NODE,), "mesh_dim_names": ("shard",)}
+    hybrid = {"mesh_shape": (NODES, RANKS_PER_NODE), "mesh_dim_names": ("replicate", "shard")}
+    mesh = init_device_mesh("cpu", **(world if sharding is Sharding.FULL else hybrid))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    inputs = torch.randn(8, WIDTH)
+    for _ in turns:
+        for micro_step in range(micro_steps):
+            model.set_requires_all_reduce(micro_step == micro_steps - 1)
+            (model(inputs) - inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def join_node(nodes: list[Node], sharding: Sharding) -> None:
+    """Enter this rank's namespace and open the process group there; rank 0 hosts the store."""
+    rank = int(os.environ["RANK"])
+    netns.enter(nodes[rank // RANKS_PER_NODE].namespace)
+    os.environ.update(
+        GLOO_SOCKET_IFNAME=netns.INTERFACE,
+        MASTER_ADDR=nodes[0].address,
+        MASTER_PORT=str(PORT[sharding]),
+        TORCHELASTIC_USE_AGENT_STORE="False",
+    )
+    dist.init_process_group("gloo")
+
+
+def node_egress() -> dict[str, float]:
+    """What this rank's node has sent, counted once a node."""
+    is_first_of_node = int(os.environ["RANK"]) % RANKS_PER_NODE == 0
+    return {**ranks.cpu_seconds(), "egress_bytes": netns.sent_bytes() if is_first_of_node else 0}
+
+
+def measure(micro_steps: int, megabits: float, schedule: harness.Schedule) -> harness.Comparison:
+    with netns.two_nodes(megabits) as nodes:
+        contenders = [
+            ranks.Contender(
+                name=sharding.value,
+                train=train,
+                world_size=NODES * RANKS_PER_NODE,
+                kwargs={"sharding": sharding, "nodes": nodes, "micro_steps": micro_steps},
+                meter=node_egress,
+            )
+            for sharding in (Sharding.HYBRID, Sharding.FULL)
+        ]
+        return harness.compare(f"k = {micro_steps}", contenders, schedule)
+
+
+def finding(run: harness.Run, micro_steps: int, megabits: float) -> dict[str, Any]:
+    """Measured and predicted egress of one node in one step, and the time the link alone needs for it."""
+    predicted = node_egress_bytes(
+        sharding=Sharding(run.name),
+        model_bytes=MODEL_BYTES,
+        nodes=NODES,
+        ranks_per_node=RANKS_PER_NODE,
+        micro_steps=micro_steps,
+        reduce_scatter_is_all_reduce=True,
+    )
+    measured = spread(run.measures["egress_bytes"]).median / NODES
+    return {
+        "micro_steps": micro_steps,
+        "sharding": run.name,
+        "step_s": spread(run.step_s).median,
+        "least_s": link_seconds(predicted, megabits * 1e6),
+        "egress_bytes": measured,
+        "predicted_bytes": predicted,
+    }
+
+
+def print_findings(findings: list[dict[str, Any]], megabits: float) -> None:
+    lines = [
+        [
+            str(f["micro_steps"]),
+            f["sharding"],
+            f"{f['step_s']:.3f}",
+            f"{f['least_s']:.3f}",
+            f"{f['egress_bytes'] / 1e6:.2f}",
+            f"{f['predicted_bytes'] / 1e6:.2f}",
+            f"{f['egress_bytes'] / f['predicted_bytes']:.3f}",
+        ]
+        for f in findings
+    ]
+    title = f"{NODES} nodes x {RANKS_PER_NODE} ranks, {megabits:.0f} Mbit/s, model of {MODEL_BYTES / 1e6:.2f} MB, gloo"
+    report.print_table(title, COLUMNS, lines)
+
+
+def print_ratios(comparisons: dict[int, harness.Comparison], findings: list[dict[str, Any]]) -> None:
+    """Print full over hybrid, beside what gloo, an ideal ring and a large cluster should show."""
+    for micro_steps, comparison in comparisons.items():
+        hybrid, full = (f for f in findings if f["micro_steps"] == micro_steps)
+        seconds = report.ratio_to_reference(comparison, comparison.runs[1])
+        here = {"nodes": NODES, "ranks_per_node": RANKS_PER_NODE, "micro_steps": micro_steps}
+        print(
+            f"k = {micro_steps}: full / hybrid: time {seconds.median:.2f} ({seconds.low:.2f} .. {seconds.high:.2f}), "
+            f"bytes {full['egress_bytes'] / hybrid['egress_bytes']:.2f}; predicted bytes: "
+            f"{egress_ratio(**here, reduce_scatter_is_all_reduce=True):.2f} on gloo, "
+            f"{egress_ratio(**here):.2f} with ring reduce-scatters, "
+            f"{egress_ratio(**{**here, 'nodes': 1000}):.2f} on many nodes"
+        )
+
+
+def main() -> None:
+    harness.leave_cleanly_on_sigterm()
+    parser = harness.argument_parser("Full against hybrid sharding over a slow link.")
+    parser.add_argument("--megabits", type=float, default=300, help="bandwidth of the link in each direction, Mbit/s")
+    parser.add_argument("--micro-steps", type=int, nargs="+", default=[1, 2, 4], help="accumulation factors to try")
+    arguments = parser.parse_args()
+    if reason := netns.why_not():
+        print(f"hsdp_traffic: skipped: {reason}")
+        return
+    schedule = harness.Schedule.from_arguments(arguments, rounds=8, starts=2, steps=2, warmup=1)
+    comparisons = {k: measure(k, arguments.megabits, schedule) for k in arguments.micro_steps}
+    findings = [finding(run, k, arguments.megabits) for k, comparison in comparisons.items() for run in comparison.runs]
+    print_findings(findings, arguments.megabits)
+    print_ratios(comparisons, findings)
+    report.write_results("hsdp_traffic", list(comparisons.values()), arguments.json, {"egress": findings})
+
+
+if __name__ == "__main__":
+    main()
