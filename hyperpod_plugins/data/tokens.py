@@ -1,0 +1,109 @@
+"""Samples of a fixed length from a token file that is mapped into memory, one copy for all processes of a node."""
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hyperpod_plugins.data.token_file import DATA_OFFSET, read_header, verify_tokens
+from hyperpod_plugins.errors import ConfigError, DatasetChanged
+
+
+class TokenDataset(Dataset[dict[str, Tensor]]):
+    """A sample is `input_ids` and `labels`, both (sequence,), where `labels[t]` is the token after `input_ids[t]`.
+
+    Samples lie end to end and overlap by the one token that is the last label of one and the first input of the next.
+    The labels are shifted already: compare them with the logits as they are (`cross_entropy(logits, labels)`). Hugging
+    Face models shift what they get as `labels` themselves, so give them `shift_labels=batch["labels"]` in its place.
+
+    Opening reads a header and a small table, whatever the size of the file. A pickle holds the path only; a worker
+    process maps the same pages on its first read.
+
+    Args:
+        path: a file made by `write_tokens` or `build_tokens`.
+        sequence_length: tokens of one sample.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DatasetDamaged: the file was cut short, altered, or is none of ours.
+        ConfigError: the file is shorter than one sample.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], sequence_length: int) -> None:
+        self.path = Path(path)
+        self.sequence_length = sequence_length
+        self.header = read_header(self.path)
+        self._mapping: mmap.mmap | None = None
+        if sequence_length < 1 or len(self) < 1:
+            raise ConfigError(
+                f"sequence_length={sequence_length} does not fit the token file {str(self.path)!r}, which holds "
+                f"{self.header.num_tokens} tokens. Use a length from 1 to {self.header.num_tokens - 1}."
+            )
+        self._mapping = _map_file(self.path)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies tokens and sample length; a sampler's state is bound to it."""
+        return f"{self.header.fingerprint}/{self.sequence_length}"
+
+    def verify(self) -> None:
+        """Compare every token with the checksums; reads the whole file.
+
+        Raises:
+            DatasetDamaged: naming the first block that changed.
+        """
+        verify_tokens(self.path)
+
+    def __len__(self) -> int:
+        """Number of samples; tokens that do not fill one are left out."""
+        return (self.header.num_tokens - 1) // self.sequence_length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Sample number `index`: two tensors of type int64, shape (sequence,).
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        stored = np.frombuffer(self._opened(), self.header.dtype, self.sequence_length + 1, self._offset(index))
+        tokens = torch.from_numpy(stored.astype(np.int64))
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
+        """The samples of one batch, as `DataLoader` asks for them.
+
+        The kernel hears of all of them first, so that a disk serves them together, not one page fault after another.
+        """
+        for index in indices:
+            start = self._offset(index)
+            page = start - start % mmap.PAGESIZE
+            stop = start + (self.sequence_length + 1) * self.header.token_bytes
+            self._opened().madvise(mmap.MADV_WILLNEED, page, stop - page)
+        return [self[index] for index in indices]
+
+    def _offset(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} was asked for, but the data has samples 0 to {len(self) - 1}")
+        return DATA_OFFSET + index * self.sequence_length * self.header.token_bytes
+
+    def _opened(self) -> mmap.mmap:
+        if self._mapping is None:
+            if read_header(self.path) != self.header:
+                raise DatasetChanged(
+                    f"the token file {str(self.path)!r} was replaced by another after this dataset was opened. Open "
+                    "the dataset anew."
+                )
+            self._mapping = _map_file(self.path)
+        return self._mapping
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapping": None}
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
