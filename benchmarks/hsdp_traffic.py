@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks import harness, netns, ranks, report
 from benchmarks.netns import Node
 from benchmarks.stats import spread
 from benchmarks.traffic_model import Sharding, egress_ratio, link_seconds, node_egress_bytes
+from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 
 NODES = 2
 RANKS_PER_NODE = 2
@@ -34,14 +34,13 @@ COLUMNS = ("k", "sharding", "step s", "least s", "node egress MB", "predicted MB
 def train(turns: Iterator[int], sharding: Sharding, nodes: list[Node], micro_steps: int) -> None:
     """Train with accumulation: gradients are reduce-scattered every micro-step, replicas averaged once a step."""
     join_node(nodes, sharding)
-    world = {"mesh_shape": (NODES * RANKS_PER_NODE,), "mesh_dim_names": ("shard",)}
-    hybrid = {"mesh_shape": (NODES, RANKS_PER_NODE), "mesh_dim_names": ("replicate", "shard")}
-    mesh = init_device_mesh("cpu", **(world if sharding is Sharding.FULL else hybrid))
+    shard_degree = NODES * RANKS_PER_NODE if sharding is Sharding.FULL else RANKS_PER_NODE
+    config = ParallelConfig(hybrid_shard_degree=shard_degree, block_classes=("Linear",))
+    mesh = build_mesh(config.topology(dist.get_world_size(), ranks_per_node=RANKS_PER_NODE), "cpu")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-    for block in model:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    parallelize(model, mesh, config)
+    assert isinstance(model, FSDPModule)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     inputs = torch.randn(8, WIDTH)
     for _ in turns:
@@ -62,7 +61,7 @@ def join_node(nodes: list[Node], sharding: Sharding) -> None:
         MASTER_PORT=str(PORT[sharding]),
         TORCHELASTIC_USE_AGENT_STORE="False",
     )
-    dist.init_process_group("gloo")
+    dist.init_process_group("hyperpod")
 
 
 def node_egress() -> dict[str, float]:

@@ -5,12 +5,14 @@
 
 A style is one of `STYLES` or a `torch.distributed.tensor.parallel.ParallelStyle` of the user's own.
 
+[Note: shared input] Several column-parallel layers read the same tensor: query, key and value; gate and up. Each of
+them alone would sum that tensor's gradient over the tensor axis in its backward. Here the tensor becomes a replicated
+DTensor once; the layers' gradients meet as partial sums, and cross the network once.
+
 [Note: sequence parallel] Between tensor-parallel regions the residual stream is a DTensor split over the sequence
 (dimension 1). It stays a DTensor, not a local tensor, so that models which read `hidden.shape[1]` (for positions
-and masks) see the whole sequence. A module that owns column-parallel layers (attention, a feed-forward net) gathers
-its input once, whatever argument it arrives in. Where that module also owns a norm it is the block itself, its input
-is the stream, and each column-parallel layer gathers for itself. Source of the scheme: Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models", 2022.
+and masks) see the whole sequence. The shared input above then gathers it, and scatters its gradient. Source of the
+scheme: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
 
 import fnmatch
@@ -55,19 +57,31 @@ Plan = dict[str, "str | ParallelStyle"]
 _SEQUENCE_DIM = 1
 
 
-class GatherSequence(ParallelStyle):
-    """Give a module the whole sequence: every argument that is split over the sequence is gathered."""
+class _SharedInput:
+    """Makes the tensor that the column-parallel layers of one module read a replicated DTensor, once a forward."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            return tuple(map(_gathered, args)), {name: _gathered(value) for name, value in kwargs.items()}
+    def __init__(self, owner: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._read: torch.Tensor | None = None
+        self._replicated: torch.Tensor | None = None
+        for layer in layers:
+            layer.register_forward_pre_hook(self._replicate)
+        owner.register_forward_hook(self._forget, always_call=True)
 
-        module.register_forward_pre_hook(gather, with_kwargs=True)
-        return module
+    def _replicate(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tensor, *rest = args
+        if tensor is not self._read:
+            whole = [Replicate()]
+            self._read = tensor
+            self._replicated = (
+                tensor.redistribute(placements=whole)
+                if isinstance(tensor, DTensor)
+                else DTensor.from_local(tensor, self._mesh, whole, run_check=False)
+            )
+        return (self._replicated, *rest)
 
-
-def _gathered(value: object) -> object:
-    return value.redistribute(placements=[Replicate()]).to_local() if isinstance(value, DTensor) else value
+    def _forget(self, *_: object) -> None:
+        self._read = self._replicated = None
 
 
 def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
@@ -120,12 +134,11 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan, config: Parall
     if not plan:
         return
     ties = tied_parameters(model)
-    gathering = _owners_that_gather(model, plan)
-    styles = {name: _style(name, style, gathering, config) for name, style in plan.items() if style != "replicate"}
+    for owner, names in _readers_of_one_tensor(plan).items():
+        _SharedInput(model.get_submodule(owner), map(model.get_submodule, names), mesh)
+    styles = {name: _style(style, config) for name, style in plan.items() if style != "replicate"}
     if config.sequence_parallel:
-        styles |= {name: GatherSequence() for name in gathering}
-        norms = [name for name in _norms(model, plan) if not any(name.startswith(f"{owner}.") for owner in gathering)]
-        styles |= {name: SequenceParallel(use_local_output=False) for name in norms}
+        styles |= {name: SequenceParallel(use_local_output=False) for name in _norms_on_stream(model, plan)}
     parallelize_module(model, mesh, styles, src_data_rank=None)
     _retie(model, ties)
 
@@ -138,26 +151,33 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def _style(name: str, style: "str | ParallelStyle", gathering: set[str], config: ParallelConfig) -> ParallelStyle:
+def _style(style: "str | ParallelStyle", config: ParallelConfig) -> ParallelStyle:
     if isinstance(style, ParallelStyle):
         return style
     split = config.sequence_parallel
     stream = Shard(_SEQUENCE_DIM) if split else Replicate()
-    is_on_stream = name.rpartition(".")[0] not in gathering
-    entering = stream if is_on_stream else Replicate()
     match style:
-        case "colwise":
-            return ColwiseParallel(input_layouts=entering)
+        case "colwise":  # its input is replicated already: see [Note: shared input]
+            return ColwiseParallel()
         case "rowwise":
             return RowwiseParallel(output_layouts=stream, use_local_output=not split)
         case "embedding_rowwise":
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream, use_local_output=not split)
-        case "colwise_gather_output" if is_on_stream and config.loss_parallel:
-            return ColwiseParallel(input_layouts=entering, output_layouts=Shard(-1), use_local_output=False)
+        case "colwise_gather_output" if config.loss_parallel:
+            return ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
         case "colwise_gather_output":
-            return ColwiseParallel(input_layouts=entering, output_layouts=Replicate())
+            return ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
         case _:  # replicated_with_grad_allreduce: (batch, sequence, heads, head size), heads split
             return SequenceParallel(sequence_dim=2, use_local_output=True)
+
+
+def _readers_of_one_tensor(plan: Plan) -> dict[str, list[str]]:
+    """Column-parallel layers by the module that owns them and hands them its input."""
+    readers: dict[str, list[str]] = {}
+    for name, style in plan.items():
+        if style == "colwise":
+            readers.setdefault(name.rpartition(".")[0], []).append(name)
+    return readers
 
 
 def _hugging_face_patterns(model: nn.Module) -> dict[str, str]:
@@ -264,14 +284,8 @@ def _fitting(size: int) -> str:
     return f"It can be one of {[d for d in range(1, min(size, 64) + 1) if size % d == 0]}."
 
 
-def _owners_that_gather(model: nn.Module, plan: Plan) -> set[str]:
-    """Modules that own column-parallel layers and are entered with the whole sequence; see the Note above."""
-    owners = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
-    return owners - {name.rpartition(".")[0] for name in _norms(model, plan)}
-
-
-def _norms(model: nn.Module, plan: Plan) -> list[str]:
-    """Normalisation layers that the plan does not speak of."""
+def _norms_on_stream(model: nn.Module, plan: Plan) -> list[str]:
+    """Normalisation layers on the residual stream: those that the plan does not speak of."""
     return [
         name for name, module in model.named_modules() if "norm" in type(module).__name__.lower() and name not in plan
     ]
