@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from hyperpod_plugins.errors import MissingExtraError
 
 if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
     from lightning.fabric.utilities.seed import reset_seed
@@ -34,6 +36,8 @@ else:
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or module, "lightning", "hyperpod_plugins.lightning") from None
 
+    SLURMEnvironment = _get(f"{_fabric}.plugins.environments", "SLURMEnvironment")
+    TorchElasticEnvironment = _get(f"{_fabric}.plugins.environments", "TorchElasticEnvironment")
     init_dist_connection = _get(f"{_fabric}.utilities.distributed", "_init_dist_connection")
     optimizers_to_device = _get(f"{_fabric}.utilities.optimizer", "_optimizers_to_device")
     reset_seed = _get(f"{_fabric}.utilities.seed", "reset_seed")
@@ -60,6 +64,8 @@ __all__ = [
     "ModelParallelStrategy",
     "ParallelStrategy",
     "Precision",
+    "SLURMEnvironment",
+    "TorchElasticEnvironment",
     "Trainer",
     "TrainerFn",
     "init_dist_connection",

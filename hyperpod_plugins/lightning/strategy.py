@@ -3,8 +3,6 @@
 # A strategy works with parts of Lightning that have no public spelling.
 # pyright: reportPrivateUsage=false
 
-import re
-import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -14,25 +12,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from hyperpod_plugins.comm import CommOptions
+from hyperpod_plugins.comm import CommOptions, register
 from hyperpod_plugins.env import WorkerEnv, config_path
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.flavour import (
-    LightningModule,
     ModelParallelStrategy,
     ParallelStrategy,
     Precision,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
     Trainer,
     TrainerFn,
     init_dist_connection,
-    is_overridden,
     optimizers_to_device,
     reset_seed,
 )
+from hyperpod_plugins.lightning.module import forbid_inference_mode, refuse_another_layout, treat_steps_as_forward
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.memory import delayed_init, materialize
 from hyperpod_plugins.memory.allocator import AllocatorWatch
@@ -46,8 +46,6 @@ from hyperpod_plugins.parallel import (
     parallelize,
 )
 from hyperpod_plugins.parallel.checkpoint_state import model_tensors
-
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class HyperPodStrategy(ModelParallelStrategy):
@@ -84,7 +82,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         self._num_nodes = 1
         super().__init__(timeout=timedelta(seconds=timeout_s), process_group_backend="hyperpod")
         self.config = ParallelConfig.of(config_path() if config is None else config, **options)
-        self._precision_was_chosen = self.config.precision != ParallelConfig().precision
+        self._precision_was_chosen = "precision" in options or self.config.precision != ParallelConfig().precision
         self._comm = comm or CommOptions()
         self._background_checkpoints = background_checkpoints
         self._trust_checkpoints = trust_checkpoints
@@ -125,7 +123,8 @@ class HyperPodStrategy(ModelParallelStrategy):
 
     @property
     def _is_launched_outside(self) -> bool:
-        return self.cluster_environment is not None and self.cluster_environment.creates_processes_externally
+        """Whether a launcher that `WorkerEnv` reads made the processes, not Lightning by `Trainer(...)`."""
+        return isinstance(self.cluster_environment, TorchElasticEnvironment | SLURMEnvironment)
 
     @property
     @override
@@ -168,10 +167,12 @@ class HyperPodStrategy(ModelParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
+        register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off
         init_dist_connection(self.cluster_environment, "hyperpod", timeout=self._timeout, pg_options=self._comm)
         self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
         assert self.lightning_module is not None
+        refuse_another_layout(self.lightning_module, self._device_mesh)
         self.lightning_module._device_mesh = self._device_mesh
 
     @contextmanager
@@ -216,14 +217,31 @@ class HyperPodStrategy(ModelParallelStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step; see `training_step`."""
-        with loss_parallel_context(self.config):
+        with self._evaluation():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step; see `training_step`."""
-        with loss_parallel_context(self.config):
+        with self._evaluation():
             return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step; see `training_step`."""
+        with self._evaluation():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluation(self) -> Generator[None, None, None]:
+        """Make the root's parameters shards again after a step without backward, which FSDP2 leaves to backward.
+
+        Callbacks that swap or average weights must find the parameters that the optimizer holds.
+        """
+        with loss_parallel_context(self.config):
+            yield
+        for part in self._sharded_modules():
+            part.reshard()
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -273,7 +291,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         if isinstance(operation, str):
             operation = getattr(dist.ReduceOp, operation.upper())
         groups = [group] if group is not None else [self.device_mesh.get_group(axis) for axis in ("shard", "replicate")]
-        result = tensor.detach().clone()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # a loss from split logits
+        result = whole.detach().clone()
         if is_mean and not result.is_floating_point():
             result = result.float()
         for members in groups:
@@ -360,26 +379,3 @@ class HyperPodStrategy(ModelParallelStrategy):
         if writer is not None:
             writer.close()
         super().teardown()
-
-
-def treat_steps_as_forward(module: LightningModule) -> None:
-    """Make FSDP2 gather the root's parameters when Lightning calls a step, which is not `forward`.
-
-    A step that calls `self(...)` enters FSDP2's hooks a second time, inside. FSDP2 warns when that call returns a
-    view, for an in-place operation on it would lose a hook; here the hook on the step's own result counts.
-    """
-    view = f".*{re.escape(type(module).__name__)}.* returned a view tensor"
-    warnings.filterwarnings("ignore", message=view, category=UserWarning)
-    for step in STEPS:
-        if is_overridden(step, module):
-            register_fsdp_forward_method(module, step)
-
-
-def forbid_inference_mode(trainer: Trainer) -> None:
-    """Evaluate under `no_grad` instead: tensors that FSDP2 makes under inference mode cannot be trained on later.
-
-    Lightning knows this for gloo and its own FSDP strategy, but not for a backend with another name.
-    """
-    validation = trainer.fit_loop.epoch_loop.val_loop
-    for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        loop.inference_mode = False

@@ -1,6 +1,5 @@
 """Checkpoints through the Trainer: resuming mid-epoch equals never stopping, also in another world or other degrees."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -1,0 +1,51 @@
+"""What the strategy does to a user's LightningModule, and to the loops that call its steps."""
+
+# Lightning keeps the mesh of a module in a private attribute.
+# pyright: reportPrivateUsage=false
+
+import re
+import warnings
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, is_overridden
+from hyperpod_plugins.parallel.topology import AXES
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def refuse_another_layout(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Raise where `module` was sharded over a mesh of other degrees: it would train on that one, and read for this."""
+    earlier = module._device_mesh
+    is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
+    if earlier is not None and is_sharded and earlier.shape != mesh.shape:
+        was, wanted = (" x ".join(map("{} {}".format, AXES, each.shape)) for each in (earlier, mesh))
+        raise ConfigError(
+            f"this {type(module).__name__} was sharded as {was} by an earlier Trainer, and this one asks for {wanted}. "
+            "Use the same degrees, or give this Trainer a new module (ckpt_path loads what the earlier one saved)."
+        )
+
+
+def treat_steps_as_forward(module: LightningModule) -> None:
+    """Make FSDP2 gather the root's parameters when Lightning calls a step, which is not `forward`.
+
+    A step that calls `self(...)` enters FSDP2's hooks a second time, inside. FSDP2 warns when that call returns a
+    view, for an in-place operation on it would lose a hook; here the hook on the step's own result counts.
+    """
+    view = f".*{re.escape(type(module).__name__)}.* returned a view tensor"
+    warnings.filterwarnings("ignore", message=view, category=UserWarning)
+    for step in STEPS:
+        if is_overridden(step, module):
+            register_fsdp_forward_method(module, step)
+
+
+def forbid_inference_mode(trainer: Trainer) -> None:
+    """Evaluate under `no_grad` instead: tensors that FSDP2 makes under inference mode cannot be trained on later.
+
+    Lightning knows this for gloo and its own FSDP strategy, but not for a backend with another name.
+    """
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False

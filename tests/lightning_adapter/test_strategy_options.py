@@ -1,0 +1,162 @@
+"""What a Trainer accepts for this strategy before any process is started, and what it refuses and how."""
+
+import json
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from hyperpod_plugins.comm import CommOptions
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, UnknownKeyError
+from hyperpod_plugins.lightning import HyperPodStrategy
+from hyperpod_plugins.parallel import ParallelConfig
+
+
+def make_trainer(strategy, **arguments):
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, **arguments)
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+def test_the_name_alone_is_enough():
+    strategy = make_trainer("hyperpod").strategy
+    assert isinstance(strategy, HyperPodStrategy)
+    assert strategy.config == ParallelConfig()
+
+
+def test_a_configuration_comes_from_a_file_a_dict_an_object_or_arguments(tmp_path):
+    path = tmp_path / "smp.json"
+    path.write_text(json.dumps({"hybrid_shard_degree": 2, "tensor_parallel_seed": 9}))
+    wanted = ParallelConfig(hybrid_shard_degree=2, random_seed=9)
+    for source in (path, str(path), {"hybrid_shard_degree": 2, "tensor_parallel_seed": 9}, wanted):
+        assert HyperPodStrategy(source).config == wanted
+    assert HyperPodStrategy(hybrid_shard_degree=2, tensor_parallel_seed=9).config == wanted
+    assert HyperPodStrategy(path, hybrid_shard_degree=1).config == ParallelConfig(hybrid_shard_degree=1, random_seed=9)
+
+
+def test_the_environment_names_a_file_and_explicit_arguments_win(tmp_path, monkeypatch):
+    path = tmp_path / "smp.json"
+    path.write_text(json.dumps({"hybrid_shard_degree": 2, "random_seed": 9}))
+    monkeypatch.setenv("HYPERPOD_CONFIG", str(path))
+    assert make_trainer("hyperpod").strategy.config == ParallelConfig(hybrid_shard_degree=2, random_seed=9)
+    assert HyperPodStrategy(random_seed=1).config == ParallelConfig(hybrid_shard_degree=2, random_seed=1)
+    assert HyperPodStrategy({"random_seed": 3}).config == ParallelConfig(random_seed=3)
+    assert HyperPodStrategy({}).config == ParallelConfig()
+    monkeypatch.setenv("HYPERPOD_CONFIG", "")
+    assert HyperPodStrategy().config == ParallelConfig()
+    monkeypatch.setenv("HYPERPOD_CONFIG", str(tmp_path / "absent.json"))
+    with pytest.raises(ConfigError, match=r"absent\.json.*HYPERPOD_CONFIG"):
+        make_trainer("hyperpod")
+
+
+def test_wrong_options_are_refused_when_the_strategy_is_made():
+    with pytest.raises(UnknownKeyError, match="Did you mean 'hybrid_shard_degree'"):
+        HyperPodStrategy(hybrid_shard_degre=2)
+    with pytest.raises(NotBuiltYetError, match="sm_activation_offloading"):
+        HyperPodStrategy(activation_offload=True)
+    with pytest.raises(TypeError):
+        HyperPodStrategy(ParallelConfig(), CommOptions())
+
+
+def test_what_only_running_processes_know_is_refused_before():
+    with pytest.raises(ConfigError, match="only after the Trainer has set up"):
+        _ = HyperPodStrategy().topology
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("by_strategy", "by_trainer", "wanted"),
+    [
+        ({}, None, "32-true"),
+        ({}, "32-true", "32-true"),
+        ({}, 32, "32-true"),
+        ({}, "bf16-mixed", "bf16-mixed"),
+        ({}, "bf16", "bf16-mixed"),
+        ({}, "bf16-true", "bf16-true"),
+        ({"precision": "bf16-mixed"}, None, "bf16-mixed"),
+        ({"precision": "bf16-true"}, "bf16-true", "bf16-true"),
+        ({"precision": "32-true"}, None, "32-true"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*is supported for historical reasons.*")
+def test_one_precision_holds_for_trainer_and_strategy(by_strategy, by_trainer, wanted):
+    trainer = make_trainer(HyperPodStrategy(**by_strategy), precision=by_trainer)
+    assert trainer.precision == trainer.strategy.config.precision == wanted
+
+
+@pytest.mark.parametrize(
+    ("by_strategy", "by_trainer"),
+    [("bf16-mixed", "bf16-true"), ("bf16-true", "bf16-mixed"), ("32-true", "bf16-mixed"), ("32-true", "bf16-true")],
+)
+def test_two_precisions_contradict_each_other(by_strategy, by_trainer):
+    with pytest.raises(ConfigError) as caught:
+        make_trainer(HyperPodStrategy(precision=by_strategy), precision=by_trainer)
+    message = str(caught.value)
+    for word in (repr(by_strategy), repr(by_trainer), "contradicts", "give one of them"):
+        assert word in message
+
+
+@pytest.mark.parametrize("precision", ["64-true", "16-true"])
+def test_a_precision_that_is_not_served_is_told_those_that_are(precision):
+    with pytest.raises(ConfigError, match=rf"'{precision}'.*32-true, bf16-mixed, bf16-true"):
+        make_trainer("hyperpod", precision=precision)
+
+
+def test_float16_with_a_loss_scaler_is_refused():
+    """On a CPU Lightning itself turns 16-mixed into bf16-mixed with a warning, so the plugin is given by hand."""
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ConfigError, match=r"'16-mixed' \(MixedPrecision\).*32-true, bf16-mixed, bf16-true"):
+        make_trainer("hyperpod", plugins=[plugin])
+
+
+def test_a_precision_plugin_of_another_kind_is_refused():
+    from lightning.pytorch.plugins.precision import FSDPPrecision
+
+    with pytest.raises(ConfigError, match=r"\(FSDPPrecision\).*no precision plugin"):
+        make_trainer("hyperpod", plugins=[FSDPPrecision("bf16-mixed")])
+
+
+# -- other arguments of the Trainer -----------------------------------------------------------------------------------
+
+
+def test_nodes_and_devices_are_the_trainers_where_lightning_starts_the_processes():
+    trainer = pl.Trainer(strategy="hyperpod", accelerator="cpu", devices=2, num_nodes=3, logger=False)
+    assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
+
+
+def test_nodes_and_devices_are_the_launchers_under_torchrun(monkeypatch):
+    variables = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+        "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    trainer = pl.Trainer(strategy="hyperpod", accelerator="cpu", logger=False)
+    assert (trainer.strategy.num_nodes, trainer.strategy.num_processes) == (2, 4)
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (8, 5, 1, 1)
+
+
+@pytest.mark.parametrize("is_childs", [False, True])
+def test_a_child_of_lightnings_launcher_counts_as_its_parent_does(monkeypatch, is_childs):
+    """Lightning gives a child LOCAL_RANK and WORLD_SIZE, from which alone nothing can be said about nodes."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("NODE_RANK", "1")
+    if is_childs:
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "4")
+    trainer = pl.Trainer(strategy="hyperpod", accelerator="cpu", devices=2, num_nodes=2, logger=False)
+    trainer.strategy.set_world_ranks()
+    assert (trainer.strategy.num_nodes, trainer.strategy.num_processes, trainer.world_size) == (2, 2, 4)
+    assert trainer.global_rank == (3 if is_childs else 2)
