@@ -9,39 +9,42 @@ program of the environment. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns the entry po
 `import hyperpod_plugins` does the same.
 """
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 STRATEGY_NAME = "hyperpod"
-REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
 
 
 def autoload() -> None:
-    """Announce the backend and the strategy; safe to call again."""
+    """Announce the backends and the strategy, now or when what they belong to is imported; safe to call again."""
+    for name in AFTER_IMPORT:
+        if name in sys.modules:
+            run_quietly(name)
+    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def run_quietly(name: str) -> None:
+    """Do what is to be done after the import of a module; where that fails, warn and go on."""
     try:
-        if "torch" in sys.modules:
-            announce_backend()
-        for name in REGISTRIES:
-            if name in sys.modules:
-                register_strategy(sys.modules[name])
-        if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _AfterImport())
+        AFTER_IMPORT[name](sys.modules[name])
     except Exception as error:
-        warnings.warn(f"hyperpod_plugins could not register itself: {error!r}", stacklevel=2)
+        with contextlib.suppress(Warning):  # a program may have turned warnings into errors
+            warnings.warn(f"hyperpod_plugins could not register itself in {name}: {error!r}", stacklevel=2)
 
 
-def announce_backend() -> None:
+def announce_backends(c10d: ModuleType) -> None:
     """Register the names of our c10d backends; the real modules are imported when a group is made.
 
     `smddp` is ours until the vendor's library is imported, which then takes the name over.
     """
-    import torch.distributed as dist
 
     def create_hyperpod(options: Any, backend_options: Any) -> Any:
         from hyperpod_plugins.comm import create_group
@@ -53,10 +56,9 @@ def announce_backend() -> None:
 
         return create_smddp_group(options, backend_options)
 
-    if dist.is_available():
-        for name, create in (("hyperpod", create_hyperpod), ("smddp", create_smddp)):
-            if name.upper() not in dist.Backend._plugins:  # pyright: ignore[reportPrivateUsage]
-                dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+    for name, create in (("hyperpod", create_hyperpod), ("smddp", create_smddp)):
+        if name.upper() not in c10d.Backend._plugins:
+            c10d.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def register_strategy(strategies: ModuleType) -> None:
@@ -72,8 +74,15 @@ def register_strategy(strategies: ModuleType) -> None:
         registry.register(STRATEGY_NAME, make, description="Hybrid sharding and tensor parallelism that recover")
 
 
+AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
+    "torch.distributed.distributed_c10d": announce_backends,
+    "lightning.pytorch.strategies": register_strategy,
+    "pytorch_lightning.strategies": register_strategy,
+}
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds a registry's module as usual, and registers the strategy once it has been executed."""
+    """Finds the modules of `AFTER_IMPORT` as usual, and sees to them once they have been executed."""
 
     def __init__(self) -> None:
         self._searching: set[str] = set()
@@ -81,7 +90,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in REGISTRIES or fullname in self._searching:
+        if fullname not in AFTER_IMPORT or fullname in self._searching:
             return None
         self._searching.add(fullname)
         try:
@@ -94,7 +103,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """The module's own loader, followed by the registration."""
+    """The module's own loader, followed by what is to be done after the import."""
 
     def __init__(self, inner: importlib.abc.Loader) -> None:
         self._inner = inner
@@ -104,10 +113,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
-        try:
-            register_strategy(module)
-        except Exception as error:
-            warnings.warn(f"hyperpod_plugins could not register its strategy: {error!r}", stacklevel=2)
+        run_quietly(module.__name__)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

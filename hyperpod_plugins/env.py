@@ -1,6 +1,7 @@
 """Who this process is: the only file that reads the environment. Explicit arguments always win over it."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -57,7 +58,7 @@ class WorkerEnv:
                 global_rank=_number(environ, "SLURM_PROCID", 0),
                 world_size=_number(environ, "SLURM_NTASKS", 1),
                 local_rank=_number(environ, "SLURM_LOCALID", 0),
-                local_world_size=_number(environ, "SLURM_NTASKS_PER_NODE", 1),
+                local_world_size=_slurm_tasks_here(environ),
                 node_rank=_number(environ, "SLURM_NODEID", 0),
             )
         world_size = _number(environ, "WORLD_SIZE", 1)
@@ -79,6 +80,17 @@ def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
 def instance_type(environ: Mapping[str, str] = os.environ) -> str | None:
     """Cloud instance type: what the user says, else what the platform tells (SageMaker does), or None."""
     return environ.get("HYPERPOD_INSTANCE_TYPE") or environ.get("SM_CURRENT_INSTANCE_TYPE") or None
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
+    """Tasks on this node, from `SLURM_TASKS_PER_NODE`, which says `4(x2),3`: two nodes of four tasks, one of three."""
+    nodes: list[int] = []
+    for part in environ.get("SLURM_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found:
+            nodes += [int(found[1])] * int(found[2] or 1)
+    node = _number(environ, "SLURM_NODEID", 0)
+    return nodes[node] if node < len(nodes) else _number(environ, "SLURM_NTASKS_PER_NODE", 1)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

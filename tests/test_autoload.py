@@ -229,7 +229,8 @@ def test_a_torch_of_another_make_is_left_alone(run_program, flags):
     found, stderr = run_program(
         """
         import json, sys, types
-        sys.modules["torch"] = types.ModuleType("torch")
+        name = "torch.distributed.distributed_c10d"  # without what we look for in it
+        sys.modules[name] = types.ModuleType(name)
         import hyperpod_plugins
         print(json.dumps("went on"))
         """,

@@ -10,13 +10,13 @@ from hyperpod_plugins.data.token_writer import build_tokens, write_tokens
 from hyperpod_plugins.data.tokens import TokenDataset
 
 __all__ = [
-    "MISSING",
     "BatchCache",
     "BatchCacheConfig",
     "BatchSplit",
     "Cursor",
     "ElasticSampler",
     "LoaderOptions",
+    "MISSING",
     "MicroStep",
     "StatefulLoader",
     "TokenDataset",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
@@ -45,6 +46,7 @@ else:
     LightningDataModule = _get(_pl, "LightningDataModule")
     LightningModule = _get(_pl, "LightningModule")
     Trainer = _get(_pl, "Trainer")
+    WeightAveraging = _get(f"{_pl}.callbacks.weight_averaging", "WeightAveraging")
     LightningOptimizer = _get(f"{_pl}.core.optimizer", "LightningOptimizer")
     HalfPrecision = _get(f"{_pl}.plugins.precision", "HalfPrecision")
     MixedPrecision = _get(f"{_pl}.plugins.precision", "MixedPrecision")
@@ -68,6 +70,7 @@ __all__ = [
     "TorchElasticEnvironment",
     "Trainer",
     "TrainerFn",
+    "WeightAveraging",
     "init_dist_connection",
     "is_overridden",
     "optimizers_to_device",

@@ -5,12 +5,15 @@
 
 import re
 import warnings
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torchmetrics import Metric
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, is_overridden
+from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, WeightAveraging, is_overridden
 from hyperpod_plugins.parallel.topology import AXES
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -39,6 +42,25 @@ def treat_steps_as_forward(module: LightningModule) -> None:
     for step in STEPS:
         if is_overridden(step, module):
             register_fsdp_forward_method(module, step)
+
+
+def synchronise_metrics_over(module: LightningModule, group: dist.ProcessGroup) -> None:
+    """Let torchmetrics objects gather from the ranks that read different samples, so that each sample counts once."""
+    for part in module.modules():
+        if isinstance(part, Metric):
+            vars(part)["process_group"] = group
+
+
+def refuse_weight_averaging(trainer: Trainer) -> None:
+    """Raise for Lightning's own weight averaging, which copies the module before it is sharded."""
+    callbacks: list[Any] = vars(trainer)["callbacks"]
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            raise ConfigError(
+                f"{type(callback).__name__} keeps a copy of the module that is made before it is sharded, so it cannot "
+                "average sharded parameters. Use a callback of your own that averages `module.parameters()` in "
+                "on_train_batch_end: shards can be averaged one by one."
+            )
 
 
 def forbid_inference_mode(trainer: Trainer) -> None:

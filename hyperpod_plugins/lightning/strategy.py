@@ -32,7 +32,13 @@ from hyperpod_plugins.lightning.flavour import (
     optimizers_to_device,
     reset_seed,
 )
-from hyperpod_plugins.lightning.module import forbid_inference_mode, refuse_another_layout, treat_steps_as_forward
+from hyperpod_plugins.lightning.module import (
+    forbid_inference_mode,
+    refuse_another_layout,
+    refuse_weight_averaging,
+    synchronise_metrics_over,
+    treat_steps_as_forward,
+)
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.memory import delayed_init, materialize
 from hyperpod_plugins.memory.allocator import AllocatorWatch
@@ -40,6 +46,7 @@ from hyperpod_plugins.parallel import (
     CheckpointWriter,
     ParallelConfig,
     Topology,
+    build_data_group,
     build_mesh,
     load_checkpoint,
     loss_parallel_context,
@@ -88,6 +95,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         self._trust_checkpoints = trust_checkpoints
         self._writer: CheckpointWriter | None = None
         self._topology: Topology | None = None
+        self._data_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
 
     # -- who and where ------------------------------------------------------------------------------------------
@@ -171,8 +179,10 @@ class HyperPodStrategy(ModelParallelStrategy):
         init_dist_connection(self.cluster_environment, "hyperpod", timeout=self._timeout, pg_options=self._comm)
         self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
+        self._data_group = build_data_group(self._topology)
         assert self.lightning_module is not None
         refuse_another_layout(self.lightning_module, self._device_mesh)
+        refuse_weight_averaging(self.lightning_module.trainer)
         self.lightning_module._device_mesh = self._device_mesh
 
     @contextmanager
@@ -198,6 +208,8 @@ class HyperPodStrategy(ModelParallelStrategy):
             self._allocator_watch = AllocatorWatch(self.root_device)
         self.model = module
         self.model_to_device()
+        assert self._data_group is not None
+        synchronise_metrics_over(module, self._data_group)
         forbid_inference_mode(trainer)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -290,15 +302,13 @@ class HyperPodStrategy(ModelParallelStrategy):
         operation: Any = "sum" if is_mean else reduce_op
         if isinstance(operation, str):
             operation = getattr(dist.ReduceOp, operation.upper())
-        groups = [group] if group is not None else [self.device_mesh.get_group(axis) for axis in ("shard", "replicate")]
+        members = self._data_group if group is None else group
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # a loss from split logits
         result = whole.detach().clone()
         if is_mean and not result.is_floating_point():
             result = result.float()
-        for members in groups:
-            dist.all_reduce(result, op=operation, group=members)
-        count = dist.get_world_size(group) if group is not None else self.topology.data_degree
-        return result / count if is_mean else result
+        dist.all_reduce(result, op=operation, group=members)
+        return result / dist.get_world_size(members) if is_mean else result
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -5,7 +5,7 @@ from hyperpod_plugins.parallel.checkpoint import CheckpointWriter, SaveHandle, l
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.export import export_safetensors
 from hyperpod_plugins.parallel.gradients import clip_grad_norm_, clip_grad_value_, gradient_norm
-from hyperpod_plugins.parallel.mesh import build_mesh
+from hyperpod_plugins.parallel.mesh import build_data_group, build_mesh
 from hyperpod_plugins.parallel.topology import Coordinates, Topology
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "ParallelConfig",
     "SaveHandle",
     "Topology",
+    "build_data_group",
     "build_mesh",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -44,6 +44,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> n
     shard_tensors(model, mesh["tensor"], plan, config)
     shard_hybrid(model, mesh["replicate", "shard"], config)
     materialize(model, device=torch.device(mesh.device_type), seed=config.random_seed)
+    draw_alike(mesh["tensor"])
     return model
 
 
@@ -67,6 +68,24 @@ def copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
         state = tape.rng_state.to(device)
         dist.broadcast(state, src=0)
         tape.rng_state = state.cpu()
+
+
+def draw_alike(tensor_mesh: DeviceMesh) -> None:
+    """Give ranks that work on the same samples the random state of the first of them.
+
+    Outside tensor-parallel regions each of them computes the same; dropout that drew differently would make their
+    copies of the activations, and then of the parameters, drift apart without an error.
+    """
+    if tensor_mesh.size() == 1:
+        return
+    group = tensor_mesh.get_group()
+    state = torch.get_rng_state()
+    dist.broadcast(state, group=group, group_src=0)
+    torch.set_rng_state(state)
+    if tensor_mesh.device_type == "cuda":
+        state = torch.cuda.get_rng_state()
+        dist.broadcast(state, group=group, group_src=0)
+        torch.cuda.set_rng_state(state)
 
 
 def _to_bfloat16(model: nn.Module) -> None:

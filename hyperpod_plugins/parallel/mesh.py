@@ -1,5 +1,7 @@
 """From a topology to a `DeviceMesh`."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,14 +22,31 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
     global_rank = dist.get_rank()
     here = topology.coordinates(global_rank)
     place = {"replicate": here.replicate, "shard": here.shard, "tensor": here.tensor}
-    # With these two the names of another layout's groups differ; the number of replicas may change under a name.
-    degrees = (("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree))
     groups: list[dist.ProcessGroup] = [
         new_axis_group(
-            GroupRole(axis=axis, coordinates=(*((other, place[other]) for other in AXES if other != axis), *degrees)),
+            _role(topology, axis, {other: place[other] for other in AXES if other != axis}),
             topology.peers(global_rank, axis),
         )
         for axis in AXES
     ]
     ranks = torch.arange(topology.world_size).view(topology.shape)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
+
+
+def build_data_group(topology: Topology) -> dist.ProcessGroup:
+    """Make the group of this rank and those that read other samples: `replicate x shard`, one of each tensor group.
+
+    Losses and metrics are reduced over it, so that what tensor peers hold in common counts once.
+    """
+    global_rank = dist.get_rank()
+    tensor = topology.coordinates(global_rank).tensor
+    ranks = range(tensor, topology.world_size, topology.tensor_degree)
+    return new_axis_group(_role(topology, "data", {"tensor": tensor}), ranks)
+
+
+def _role(topology: Topology, axis: str, place: Mapping[str, int]) -> GroupRole:
+    """Name a group by where it lies. With the degrees in it the names of another layout's groups differ; the number of
+    replicas is not in it, for it may change while the group lives.
+    """
+    degrees = (("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree))
+    return GroupRole(axis=axis, coordinates=(*place.items(), *degrees))

@@ -448,10 +448,7 @@ def test_a_split_loss_is_logged_and_trained_like_a_whole_one(of_every_rank):
 
 
 @pytest.mark.spawns
-def test_metric_objects_count_each_sample_once(of_every_rank, request):
-    if of_every_rank.layout == "tp 2 x shard 2":
-        reason = "torchmetrics gathers over the whole world, tensor peers included: sums are doubled (means are right)"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_metric_objects_count_each_sample_once(of_every_rank):
     for found in of_every_rank("metrics"):
         assert found == {"total": NUM_SAMPLES, "mean": 1.0}
 

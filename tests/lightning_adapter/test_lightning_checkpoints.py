@@ -60,7 +60,7 @@ def make_module(width=16):
             self.losses.append(float(loss.detach()))
             return loss
 
-        def test_step(self, batch, _):
+        def test_step(self, batch, index):
             self.log("test_loss", self(batch["input_ids"]).square().mean(), sync_dist=True)
 
         def configure_optimizers(self):

@@ -72,3 +72,24 @@ def test_delayed_model_has_the_values_of_rank_0s_eager_model(run_ranks):
             is_half = options.get("precision") == "bf16-true"
             assert found["output.weight"].dtype == (torch.bfloat16 if is_half else torch.float32)
             assert found["rotary.frequencies"].dtype == torch.float32, "unsaved buffers keep their precision"
+
+
+def draw_after_parallelize():
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    dist.init_process_group("hyperpod")
+    drawn = []
+    for options in ({"tensor_parallel_degree": 2}, {"hybrid_shard_degree": 2}):
+        torch.manual_seed(dist.get_rank())
+        config = ParallelConfig.of(options)
+        parallelize(Model(), build_mesh(config.topology(4), "cpu"), config)
+        drawn.append(float(torch.rand(1)))
+    return drawn
+
+
+@pytest.mark.spawns
+def test_tensor_peers_draw_alike_and_others_as_they_would_have(run_ranks):
+    """Dropout that differs between tensor peers would make their copies of the activations drift apart."""
+    with_tensor, without = zip(*run_ranks(draw_after_parallelize, world_size=4), strict=True)
+    assert with_tensor[0] == with_tensor[1] != with_tensor[2] == with_tensor[3]
+    assert len(set(without)) == 4

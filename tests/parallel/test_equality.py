@@ -109,7 +109,7 @@ def train_alone(make):
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(value))
+        losses.append(float(value.detach()))
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
