@@ -141,7 +141,7 @@ def generate(module: ByteLlama, num_bytes: int = 160, temperature: float = 0.7) 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=280)
     parser.add_argument("--global-batch-size", type=int, default=8, help="samples of one step, over all ranks")
     parser.add_argument("--micro-batch-size", type=int, default=4, help="samples of one rank in one forward pass")
     parser.add_argument("--sequence-length", type=int, default=128)
