@@ -83,7 +83,7 @@ def inner_spec(group: ResilientProcessGroup, *, generation: int, rank: int, glob
         size=len(global_ranks),
         timeout=group.timeout,
         global_ranks=tuple(global_ranks),
-        name=f"{group.role.name}@{generation}",
+        name=group.role.short_name(generation),
     )
 
 
@@ -119,7 +119,7 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
         size=c10d.group_size,
         timeout=c10d.timeout,
         global_ranks=tuple(c10d.global_ranks_in_group or range(c10d.group_size)),
-        name=role.name,
+        name=role.short_name(generation=0),
     )
     inner = connect(spec, options, c10d.group_size if world is None else world.size())
     group = ResilientProcessGroup(inner, role=role, options=options, root_store=root_store, timeout=c10d.timeout)

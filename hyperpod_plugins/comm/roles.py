@@ -1,5 +1,6 @@
 """What a process group is for: its axis and coordinates in the mesh, which outlive members and generations."""
 
+import zlib
 from dataclasses import dataclass
 
 
@@ -23,6 +24,16 @@ class GroupRole:
         """Readable and unique in the job: `world`, `shard[replicate=1,tensor=0]`, or `other#3` without a role."""
         where = ",".join(f"{axis}={index}" for axis, index in self.coordinates)
         return self.axis + (f"[{where}]" if where else "") + (f"#{self.group_id}" if self.group_id else "")
+
+    def short_name(self, generation: int) -> str:
+        """What an inner group calls itself in torch's records, such as `shar5f0c21d4@0`: at most 15 characters.
+
+        [Note: short names] c10d keeps the name with every collective. Up to 15 characters fit into a `std::string`; a
+        longer one is allocated, and these small pieces between the large buffers of a step make the heap give
+        memory back and ask for it again. On gloo that was 15 % of the step of a small Llama
+        (`benchmarks/throughput.py`), with plain gloo groups just as with ours.
+        """
+        return f"{self.axis[:4]}{zlib.crc32(self.name.encode()) & 0xFFFFFFF:07x}@{generation}"[:15]
 
     def store_prefix(self, generation: int) -> str:
         """Key prefix under which the members of one generation find each other in a store."""
