@@ -21,7 +21,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hyperpod_plugins.data import TokenDataset, build_tokens
+from hyperpod_plugins.data import BatchSplit, TokenDataset, build_tokens
+from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.lightning import HyperPodStrategy, TokenDataConfig, TokenDataModule
 
 VOCABULARY = 256  # bytes
@@ -146,8 +147,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=4, help="samples of one rank in one forward pass")
     parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--hybrid-shard-degree", type=int, default=2)
-    parser.add_argument("--tensor-parallel-degree", type=int, default=2)
+    parser.add_argument("--hybrid-shard-degree", type=int, help="default: 2 where the ranks allow it")
+    parser.add_argument("--tensor-parallel-degree", type=int, help="default: 2 where 4 divides the ranks")
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed", "bf16-true"])
     parser.add_argument("--folder", type=Path, default=Path("runs/train_lm"), help="for token files and checkpoints")
     parser.add_argument("--resume", help="path of a checkpoint to go on from")
@@ -159,25 +160,35 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning 2.6 calls a deprecated function of torch 2.13
     L.seed_everything(1, verbose=False)
     train_path, val_path = prepare_data(args.folder)
-    num_devices = torch.cuda.device_count() or 4
-    data_ranks = num_devices // args.tensor_parallel_degree
+    env = WorkerEnv.from_environ()
+    num_devices = env.local_world_size if env.is_launched else torch.cuda.device_count() or 4
+    num_ranks = num_devices * env.num_nodes
+    tensor_degree = args.tensor_parallel_degree or (2 if num_ranks % 4 == 0 else 1)
+    data_ranks = num_ranks // tensor_degree
+    global_batch_size = max(args.global_batch_size, data_ranks)
+    micro_batch_size = min(args.micro_batch_size, global_batch_size // data_ranks)
+    split = BatchSplit(
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, data_world_size=data_ranks
+    )
+    half = max(1, args.steps // 2)
     trainer = L.Trainer(
         devices=num_devices,
         strategy=HyperPodStrategy(
-            hybrid_shard_degree=args.hybrid_shard_degree, tensor_parallel_degree=args.tensor_parallel_degree
+            hybrid_shard_degree=args.hybrid_shard_degree or (2 if data_ranks % 2 == 0 else 1),
+            tensor_parallel_degree=tensor_degree,
         ),
         precision=args.precision,
         max_steps=args.steps,
-        accumulate_grad_batches=args.global_batch_size // (args.micro_batch_size * data_ranks),
+        accumulate_grad_batches=split.micro_steps,
         gradient_clip_val=1.0,
-        val_check_interval=args.steps // 2,
+        val_check_interval=half * split.micro_steps,  # counted in micro-batches
         check_val_every_n_epoch=None,
         limit_val_batches=8,
         num_sanity_val_steps=0,
         logger=False,
         callbacks=[
-            Progress(args.global_batch_size * args.sequence_length),
-            ModelCheckpoint(args.folder / "checkpoints", filename="{step}", every_n_train_steps=args.steps // 2),
+            Progress(global_batch_size * args.sequence_length),
+            ModelCheckpoint(args.folder / "checkpoints", filename="{step}", every_n_train_steps=half),
         ],
     )
     module = ByteLlama(args.sequence_length, args.learning_rate, args.steps)
@@ -186,11 +197,11 @@ def main() -> None:
         val_path,
         config=TokenDataConfig(
             sequence_length=args.sequence_length,
-            global_batch_size=args.global_batch_size,
-            micro_batch_size=args.micro_batch_size,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
         ),
     )
-    trainer.print(f"{sum(p.numel() for p in module.parameters()) / 1e6:.1f} million parameters on {num_devices} ranks")
+    trainer.print(f"{sum(p.numel() for p in module.parameters()) / 1e6:.1f} million parameters on {num_ranks} ranks")
     trainer.fit(module, datamodule=data, ckpt_path=args.resume)
 
     text = generate(module)

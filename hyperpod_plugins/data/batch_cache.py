@@ -119,9 +119,12 @@ class BatchCache:
         return True
 
     def remove(self) -> None:
-        """Delete the file; processes that still have it mapped keep what they see."""
-        self.path.unlink(missing_ok=True)
-        self._lock.unlink(missing_ok=True)
+        """Delete the file; processes that still have it mapped keep what they see.
+
+        The empty lock file stays: whoever holds it and whoever comes next must hold the same one.
+        """
+        with self._locked():
+            self.path.unlink(missing_ok=True)
 
     def _open(self) -> BatchRing:
         num_slots, slot_bytes = self.config.num_slots, self.config.max_batch_bytes

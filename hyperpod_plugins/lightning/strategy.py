@@ -6,6 +6,7 @@
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -377,15 +378,19 @@ class HyperPodStrategy(ModelParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, once nothing is being written."""
-        if self._writer is not None:
-            self._writer.wait()
-        super().remove_checkpoint(filepath)
+        """Remove a checkpoint, once the one that is being written in its place is complete."""
+        remove = partial(super().remove_checkpoint, filepath)
+        if self._writer is None:
+            remove()
+        else:
+            self._writer.when_written(remove)
 
     @override
     def teardown(self) -> None:
         """Wait for a checkpoint that is still being written."""
         writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-        super().teardown()
+        try:
+            if writer is not None:
+                writer.close()
+        finally:
+            super().teardown()

@@ -61,9 +61,10 @@ def copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and not isinstance(tensor, DTensor):
-            there = tensor.detach().to(device)
+            there = tensor.detach().to(device).contiguous()
             dist.broadcast(there, src=0)
-            tensor.detach().copy_(there)
+            if there.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(there)
     for tape in tapes_of(model):
         state = tape.rng_state.to(device)
         dist.broadcast(state, src=0)

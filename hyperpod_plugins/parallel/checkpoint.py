@@ -11,8 +11,9 @@ Built on torch.distributed.checkpoint (DCP), which stores each tensor as chunks 
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -50,6 +51,7 @@ from hyperpod_plugins.parallel.checkpoint_state import (
 )
 
 _MODEL = "model."
+WRITE_TIMEOUT_S = 3600.0  # longest wait for a checkpoint in the background, in seconds
 
 
 class SaveHandle:
@@ -64,7 +66,7 @@ class SaveHandle:
         """Whether the save has ended, well or not."""
         return self._future.done()
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
         """Wait until the checkpoint is there for every rank.
 
         Raises:
@@ -89,10 +91,12 @@ class CheckpointWriter:
             group: process group for CPU tensors that nothing else uses.
             timeout_s: longest wait for another rank, where the group is made here.
         """
+        self._own_group: dist.ProcessGroup | None = None
         if group is None and dist.is_initialized():
             own = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             assert isinstance(own, dist.ProcessGroup)
             group = own
+            self._own_group = own
         self._group = group
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._last: SaveHandle | None = None
@@ -138,7 +142,23 @@ class CheckpointWriter:
         self._last = SaveHandle(target, self._thread.submit(_write, copies, buffer.getvalue(), target, self._group))
         return self._last
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def when_written(self, action: Callable[[], None]) -> None:
+        """Do something once the last save is complete, in its thread; not at all if it fails.
+
+        Removing an older checkpoint so does not make training wait for the newer one.
+        """
+        if self._last is None:
+            action()
+            return
+        last = self._last
+
+        def after() -> None:
+            last.wait()
+            action()
+
+        self._last = SaveHandle(last.path, self._thread.submit(after))
+
+    def wait(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
         """Wait for the last save. Its error is raised once.
 
         Raises:
@@ -154,11 +174,14 @@ class CheckpointWriter:
                 self._last = None
 
     def close(self) -> None:
-        """Wait for the last save and end the thread."""
+        """Wait for the last save, then end the thread and the group that was made here."""
         try:
             self.wait()
         finally:
-            self._thread.shutdown()
+            self._thread.shutdown(wait=False)
+            own, self._own_group = self._own_group, None
+            if own is not None and dist.is_initialized():
+                dist.destroy_process_group(own)
 
 
 def load_checkpoint(
@@ -187,24 +210,12 @@ def load_checkpoint(
         CheckpointDamaged: no checkpoint, an interrupted or a foreign one.
         CheckpointMismatch: a checkpoint of another model or other optimizers. Nothing has been changed then.
     """
-    folder = find(Path(path))
-    document = read_document(folder, weights_only=weights_only)
-    reader = SafeReader(folder)
-    saved = tensor_entries(reader, folder)
-
-    tensors, saved_tensors = model_tensors(model), _with_prefix(saved, _MODEL)
-    if not strict:
-        tensors = {name: tensor for name, tensor in tensors.items() if name in saved_tensors}
-        saved_tensors = {name: entry for name, entry in saved_tensors.items() if name in tensors}
-    check_model(tensors, saved_tensors)
-    described = document["optimizers"] if optimizers else []
-    if len(optimizers) != len(described):
-        raise CheckpointMismatch(
-            f"The checkpoint holds {len(described)} optimizers, but {len(optimizers)} were given. "
-            "Give as many, in the same order, or optimizers=() to load the model only."
-        )
-    for index, optimizer in enumerate(optimizers):
-        check_optimizer(model, optimizer, index, described[index])
+    with _agreeing(f"The checkpoint {path} was not loaded", group or _default_group()):
+        folder = find(Path(path))
+        document = read_document(folder, weights_only=weights_only)
+        reader = SafeReader(folder)
+        saved = tensor_entries(reader, folder)
+        tensors, described = _matching(model, optimizers, document, saved, strict=strict)
     states = [
         state_to_fill(model, optimizer, _with_prefix(saved, _optimizer_prefix(index)))
         for index, optimizer in enumerate(optimizers)
@@ -221,12 +232,56 @@ def load_checkpoint(
     return document["extra"]
 
 
+def _matching(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    document: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """The tensors to read and the descriptions of the optimizers, after all that can be compared beforehand."""
+    tensors, saved_tensors = model_tensors(model), _with_prefix(saved, _MODEL)
+    if not strict:
+        tensors = {name: tensor for name, tensor in tensors.items() if name in saved_tensors}
+        saved_tensors = {name: entry for name, entry in saved_tensors.items() if name in tensors}
+    check_model(tensors, saved_tensors)
+    described = document["optimizers"] if optimizers else []
+    if len(optimizers) != len(described):
+        raise CheckpointMismatch(
+            f"The checkpoint holds {len(described)} optimizers, but {len(optimizers)} were given. "
+            "Give as many, in the same order, or optimizers=() to load the model only."
+        )
+    for index, optimizer in enumerate(optimizers):
+        check_optimizer(model, optimizer, index, described[index])
+    return tensors, described
+
+
+@contextmanager
+def _agreeing(failure: str, group: dist.ProcessGroup | None) -> Generator[None]:
+    """Where one rank fails inside, let the others fail too, rather than wait for it in the next collective."""
+    problem: BaseException | None = None
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        problem = error
+    if _any_rank(problem is not None, group):
+        if isinstance(problem, CheckpointError):
+            raise problem
+        raise CheckpointError(f"{failure}: {problem or 'another rank failed (see its log)'}") from problem
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def _write(tensors: dict[str, Any], document: bytes, path: Path, group: dist.ProcessGroup | None) -> None:
     is_first = group is None or dist.get_rank(group) == 0
     problem: BaseException | None = None
-    try:
+    with _agreeing(f"The checkpoint {path} was not written, and an older one of that name is kept", group):
         if is_first:
             prepare(path)
+    try:
         with warnings.catch_warnings():
             # torch warns of a save by a single process, which is what was asked for.
             warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")

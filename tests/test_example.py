@@ -1,0 +1,27 @@
+"""The demo runs as a user runs it: by its own launcher, under torchrun, and from a checkpoint."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "train_lm.py"
+
+
+def run(*command):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.spawns
+def test_the_demo_trains_resumes_elsewhere_and_prints_a_sample(tmp_path):
+    size = ["--sequence-length", "32", "--folder", str(tmp_path)]
+    first = run(sys.executable, EXAMPLE, *size, "--steps", "4")
+    assert "mesh: replicate 1 x shard 2 x tensor 2" in first
+    assert "--- a sample ---\ndef " in first
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    checkpoint = str(tmp_path / "checkpoints" / "step=2.ckpt")
+    second = run(*torchrun, EXAMPLE, *size, "--steps", "4", "--resume", checkpoint)
+    assert "mesh: replicate 1 x shard 2 x tensor 1" in second
