@@ -21,7 +21,7 @@ def test_the_demo_trains_resumes_elsewhere_and_prints_a_sample(tmp_path):
     first = run(sys.executable, EXAMPLE, *size, "--steps", "4")
     assert "mesh: replicate 1 x shard 2 x tensor 2" in first
     assert "--- a sample ---\ndef " in first
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     checkpoint = str(tmp_path / "checkpoints" / "step=2.ckpt")
     second = run(*torchrun, EXAMPLE, *size, "--steps", "4", "--resume", checkpoint)
     assert "mesh: replicate 1 x shard 2 x tensor 1" in second

@@ -167,11 +167,12 @@ def test_bad_sizes_are_refused():
         BatchCacheConfig(size_bytes=1, max_batch_bytes=2)
 
 
-def test_remove_leaves_nothing(tmp_path):
+def test_remove_leaves_only_the_empty_lock(tmp_path):
     cache = open_cache(tmp_path)
     cache.put("k", 0, 1)
     cache.remove()
-    assert list(cache.path.parent.iterdir()) == []
+    [lock] = cache.path.parent.iterdir()
+    assert (lock.suffix, lock.stat().st_size) == (".lock", 0)
 
 
 @pytest.mark.parametrize("read_ahead", [0, 3])
