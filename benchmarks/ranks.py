@@ -199,16 +199,6 @@ def now_s() -> float:
     return time.monotonic()
 
 
-def pin_to_core(local_rank: int) -> None:
-    """Bind this rank to one core, the same for every contender.
-
-    With more ranks than cores the kernel leaves ranks where they first came to rest, and whether two that talk share a
-    core decides over some 15 % of a step. Left to chance, that would be taken for a difference between contenders.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
-
-
 def _rank_main(contender: Contender, pipe: Connection, environ: Mapping[str, str], log: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the benchmark's to handle: it kills us
     threading.Thread(target=_die_with_benchmark, daemon=True).start()
@@ -217,7 +207,6 @@ def _rank_main(contender: Contender, pipe: Connection, environ: Mapping[str, str
     os.dup2(descriptor, 2)
     os.environ.update(environ)
     torch.set_num_threads(1)
-    pin_to_core(int(environ["RANK"]))
     try:
         result = contender.train(take_turns(pipe, contender.meter), **contender.kwargs)
         pipe.send(("result", result))

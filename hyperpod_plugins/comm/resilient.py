@@ -100,6 +100,11 @@ class ResilientProcessGroup(DelegatingGroup):
         dist.distributed_c10d._world.pg_group_ranks[self] = {rank: index for index, rank in enumerate(global_ranks)}
         return former
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let collectives wait this long for their peers, in this generation and in later ones."""
+        super().set_timeout(timeout)
+        self.timeout = timeout
+
     def _issue(
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
     ) -> dist.Work:

@@ -28,10 +28,9 @@ class GroupRole:
     def short_name(self, generation: int) -> str:
         """What an inner group calls itself in torch's records, such as `shar5f0c21d4@0`: at most 15 characters.
 
-        [Note: short names] c10d keeps the name with every collective. Up to 15 characters fit into a `std::string`; a
-        longer one is allocated, and these small pieces between the large buffers of a step make the heap give
-        memory back and ask for it again. On gloo that was 15 % of the step of a small Llama
-        (`benchmarks/throughput.py`), with plain gloo groups just as with ours.
+        [Note: short names] Longer names made a step of a small Llama on gloo some 15 % slower (`throughput.py` in
+        benchmarks), with plain gloo groups just as with ours; the steps also had more page faults. Up to 15
+        characters fit into a `std::string` without an allocation, which is our guess at the reason.
         """
         return f"{self.axis[:4]}{zlib.crc32(self.name.encode()) & 0xFFFFFFF:07x}@{generation}"[:15]
 
