@@ -7,9 +7,13 @@
     │   ├── PlanError                       a tensor plan that matches nothing, or cannot be followed
     │   └── NotBuiltYetError                valid, known, and not part of this release
     ├── MissingExtraError (ImportError)     an optional dependency is not installed
+    ├── OutdatedExtraError (ImportError)    an optional dependency is installed in a version that does not fit
     ├── CommError (RuntimeError)
     │   ├── BackendUnavailable              no collective library serves this device
     │   └── PeerLost                        a member of a process group is gone
+    ├── RecoveryError (RuntimeError)        the job cannot repair itself in place
+    │   ├── StateLost                       no rank that is left holds a part of the training state
+    │   └── RecoveryTimeout                 a lost process was not replaced in time
     ├── DataError (RuntimeError)
     │   ├── DatasetDamaged                  a token file that was cut short or altered
     │   └── DatasetChanged                  a sampler state that belongs to other data
@@ -20,6 +24,15 @@
 
 A message says what was given, what is allowed, and what to do next, in one paragraph.
 """
+
+from collections.abc import Iterable
+
+
+def few(names: Iterable[str], at_most: int = 5) -> str:
+    """The first names, and how many more there are, for a message."""
+    listed = list(names)
+    more = len(listed) - at_most
+    return ", ".join(listed[:at_most]) + (f" and {more} more" if more > 0 else "")
 
 
 class HyperPodError(Exception):
@@ -56,6 +69,17 @@ class MissingExtraError(HyperPodError, ImportError):
         )
 
 
+class OutdatedExtraError(HyperPodError, ImportError):
+    """An optional dependency is installed in a version that does not fit."""
+
+    def __init__(self, package: str, version: str, needed: str, purpose: str, lacking: str = "") -> None:
+        lacks = f", and it has no {lacking}" if lacking else ""
+        super().__init__(
+            f"{purpose} needs {package} {needed}, but version {version} is installed here{lacks}. "
+            f"Install one that fits with: pip install --upgrade '{package}{needed}'"
+        )
+
+
 class CommError(HyperPodError, RuntimeError):
     """Communication between ranks cannot be set up or has broken."""
 
@@ -66,6 +90,18 @@ class BackendUnavailable(CommError):
 
 class PeerLost(CommError):
     """A member of a process group is gone, and the collective was not inside a step."""
+
+
+class RecoveryError(HyperPodError, RuntimeError):
+    """The job cannot repair itself in place."""
+
+
+class StateLost(RecoveryError):
+    """No rank that is left holds a part of the training state."""
+
+
+class RecoveryTimeout(RecoveryError):
+    """A lost process was not replaced in time."""
 
 
 class DataError(HyperPodError, RuntimeError):

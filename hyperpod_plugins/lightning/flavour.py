@@ -8,10 +8,38 @@ uses the one its program imported first; programs that import neither before us 
 # pyright: reportPrivateUsage=false
 
 import importlib
+import re
 import sys
 from typing import TYPE_CHECKING
 
-from hyperpod_plugins.errors import MissingExtraError
+from hyperpod_plugins.errors import MissingExtraError, OutdatedExtraError
+
+_OLDEST = (2, 6)
+_PURPOSE = "hyperpod_plugins.lightning"
+
+
+def is_too_old(version: str) -> bool:
+    """Whether a version lies before the oldest one that is known to work; unreadable ones get the benefit of doubt."""
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    return len(numbers) == 2 and numbers < _OLDEST
+
+
+def version_of(package: str) -> str:
+    """What a package says of itself.
+
+    Raises:
+        MissingExtraError: it, or a package it needs, is not installed.
+    """
+    try:
+        return str(vars(importlib.import_module(package)).get("__version__", "unknown"))
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or package, "lightning", _PURPOSE) from None
+
+
+def outdated(package: str, lacking: str = "") -> OutdatedExtraError:
+    """The error for a Lightning that is installed and does not fit."""
+    return OutdatedExtraError(package, version_of(package), ">=" + ".".join(map(str, _OLDEST)), _PURPOSE, lacking)
+
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -24,6 +52,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+    from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
 else:
@@ -31,11 +60,20 @@ else:
     _pl = "pytorch_lightning" if _uses_old_name else "lightning.pytorch"
     _fabric = "lightning_fabric" if _uses_old_name else "lightning.fabric"
 
+    for _package in (_pl.partition(".")[0], _fabric.partition(".")[0]):
+        if is_too_old(version_of(_package)):
+            raise outdated(_package)
+
     def _get(module: str, name: str) -> object:
+        package = module.partition(".")[0]
         try:
             return vars(importlib.import_module(module))[name]
         except ModuleNotFoundError as error:
-            raise MissingExtraError(error.name or module, "lightning", "hyperpod_plugins.lightning") from None
+            if not (error.name or "").startswith(f"{package}."):
+                raise MissingExtraError(error.name or module, "lightning", _PURPOSE) from None
+            raise outdated(package, error.name) from None
+        except KeyError:
+            raise outdated(package, f"{module}.{name}") from None
 
     SLURMEnvironment = _get(f"{_fabric}.plugins.environments", "SLURMEnvironment")
     TorchElasticEnvironment = _get(f"{_fabric}.plugins.environments", "TorchElasticEnvironment")
@@ -51,6 +89,7 @@ else:
     HalfPrecision = _get(f"{_pl}.plugins.precision", "HalfPrecision")
     MixedPrecision = _get(f"{_pl}.plugins.precision", "MixedPrecision")
     Precision = _get(f"{_pl}.plugins.precision", "Precision")
+    Launcher = _get(f"{_pl}.strategies.launchers.launcher", "_Launcher")
     ModelParallelStrategy = _get(f"{_pl}.strategies", "ModelParallelStrategy")
     ParallelStrategy = _get(f"{_pl}.strategies", "ParallelStrategy")
     TrainerFn = _get(f"{_pl}.trainer.states", "TrainerFn")
@@ -59,6 +98,7 @@ else:
 __all__ = [
     "Callback",
     "HalfPrecision",
+    "Launcher",
     "LightningDataModule",
     "LightningModule",
     "LightningOptimizer",

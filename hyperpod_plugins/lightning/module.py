@@ -1,20 +1,22 @@
-"""What the strategy does to a user's LightningModule, and to the loops that call its steps."""
+"""What the strategy refuses, warns of, and does to a user's LightningModule and the loops that call its steps."""
 
 # Lightning keeps the mesh of a module in a private attribute.
 # pyright: reportPrivateUsage=false
 
 import re
 import warnings
+from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torchmetrics import Metric
 
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, few
 from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, WeightAveraging, is_overridden
-from hyperpod_plugins.parallel.topology import AXES
+from hyperpod_plugins.parallel.topology import AXES, Topology
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -31,6 +33,26 @@ def refuse_another_layout(module: LightningModule, mesh: DeviceMesh) -> None:
         )
 
 
+def refuse_other_types(module: LightningModule, precision: str) -> None:
+    """Raise where `bf16-true` is asked for and a module that sharded itself has parameters of another floating type.
+
+    A module that is left to the strategy is converted before it is sharded; afterwards it is too late.
+    """
+    if precision != "bf16-true":
+        return
+    others = [
+        f"{name} ({str(parameter.dtype).removeprefix('torch.')})"
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() and parameter.dtype != torch.bfloat16
+    ]
+    if others:
+        raise ConfigError(
+            f"precision='bf16-true' needs parameters in bfloat16, but this {type(module).__name__} was sharded with "
+            f"{few(others)}. Convert it in configure_model before fully_shard (self.bfloat16()), leave the sharding to "
+            "the strategy, which converts, or use bf16-mixed, which keeps parameters in float32."
+        )
+
+
 def treat_steps_as_forward(module: LightningModule) -> None:
     """Make FSDP2 gather the root's parameters when Lightning calls a step, which is not `forward`.
 
@@ -42,6 +64,19 @@ def treat_steps_as_forward(module: LightningModule) -> None:
     for step in STEPS:
         if is_overridden(step, module):
             register_fsdp_forward_method(module, step)
+
+
+@cache
+def warn_of_placement(topology: Topology) -> None:
+    """Say once what is unfortunate about a layout, if anything is."""
+    notes = topology.placement_notes()
+    if notes:
+        warnings.warn(
+            f"the layout {topology} on nodes of {topology.ranks_per_node} ranks can be improved: {'; '.join(notes)}. "
+            "Where the model fits, choose hybrid_shard_degree and tensor_parallel_degree so that their product divides "
+            f"{topology.ranks_per_node}: then only replicas talk between nodes.",
+            stacklevel=2,
+        )
 
 
 def synchronise_metrics_over(module: LightningModule, group: dist.ProcessGroup) -> None:

@@ -27,18 +27,28 @@ class HyperPodPrecision(Precision):
         self._device_type = device_type
 
     @classmethod
-    def replacing(cls, plugin: Precision, device_type: str) -> "HyperPodPrecision":
+    def replacing(cls, plugin: Precision, device_type: str, chosen: PrecisionName | None = None) -> "HyperPodPrecision":
         """The counterpart of one of Lightning's own plugins.
 
+        Args:
+            plugin: what `Trainer(precision=...)` made; its default is 32-true.
+            device_type: where autocast is to work.
+            chosen: the precision that the strategy was given, or None if it was given none.
+
         Raises:
-            ConfigError: a precision, or a kind of plugin, that has no counterpart.
+            ConfigError: a precision, or a kind of plugin, that has no counterpart; Trainer and strategy contradict.
         """
         if type(plugin) not in (Precision, MixedPrecision, HalfPrecision) or plugin.precision not in PRECISIONS:
             raise ConfigError(
                 f"strategy='hyperpod' cannot run with precision {plugin.precision!r} ({type(plugin).__name__}). "
                 f"Use Trainer(precision=...) with one of {', '.join(PRECISIONS)}, and no precision plugin."
             )
-        return cls(plugin.precision, device_type)
+        if chosen is not None and plugin.precision not in ("32-true", chosen):
+            raise ConfigError(
+                f"Trainer(precision={plugin.precision!r}) contradicts the strategy's precision={chosen!r}: "
+                "give one of them, or the same in both."
+            )
+        return cls(chosen or plugin.precision, device_type)
 
     @override
     @contextmanager

@@ -54,7 +54,7 @@ def delayed_init() -> Generator[Tape]:
         stack.enter_context(_collecting(modules))
         yield tape
     for module in modules:
-        tape.bind_own(module)
+        tape.bind(module)
 
 
 @contextmanager

@@ -15,12 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
-from hyperpod_plugins.errors import InitializationError
+from hyperpod_plugins.errors import InitializationError, few
 from hyperpod_plugins.memory.replay import ReplayReport, replay
 from hyperpod_plugins.memory.reset import find_initializers, reset_module
-from hyperpod_plugins.memory.tape import Tape, View, binding_of, own_tensors, release, tapes_of
-
-_NAMES_SHOWN = 5
+from hyperpod_plugins.memory.tape import Tape, View, binding_of, full_name, own_tensors, release, tapes_of
 
 
 def materialize(model: nn.Module, *, device: torch.device | str = "cpu", seed: int = 0) -> ReplayReport:
@@ -76,7 +74,7 @@ def _split(model: nn.Module) -> tuple[list[_Slot], set[str]]:
         for key, tensor in own_tensors(module).items():
             if not tensor.is_meta:
                 continue
-            name = f"{module_name}.{key}" if module_name else key
+            name = full_name(module_name, key)
             if binding is not None and key in binding.views:
                 slot = _Slot(name=name, module=module, key=key, tape=binding.tape, view=binding.views[key])
                 recorded.append(slot)
@@ -116,7 +114,7 @@ def local_slice(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise InitializationError(f"This rank does not lie on the mesh {mesh}, but holds a part of a parameter on it.")
+        raise InitializationError(f"this rank does not lie on the mesh {mesh}, but holds a part of a parameter on it.")
     return slice_at(full, tuple(mesh.shape), tuple(coordinate), placements)
 
 
@@ -133,7 +131,7 @@ def slice_at(
         full = _chunk(full, placement.dim, mesh_shape[axis], coordinate[axis])
     others = [placements[axis] for axis in axes if axis not in plain and axis not in strided]
     if not all(isinstance(placement, Replicate) for placement in others):
-        raise InitializationError(f"A parameter with the placements {placements} cannot be filled from a full tensor.")
+        raise InitializationError(f"a parameter with the placements {placements} cannot be filled from a full tensor.")
     return full
 
 
@@ -155,7 +153,7 @@ def _refuse_valueless(slots: list[_Slot]) -> None:
     ]
     if valueless:
         raise InitializationError(
-            f"No code gave values to {show_names(valueless)}: the constructor made the memory (torch.empty or "
+            f"no code gave values to {few(valueless)}: the constructor made the memory (torch.empty or "
             "torch.Tensor) and wrote nothing into it. Initialise it in the constructor, for example with torch.nn.init."
         )
 
@@ -186,10 +184,3 @@ def _twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     twin = torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)  # pyright: ignore
     vars(twin).update(vars(tensor))
     return twin
-
-
-def show_names(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    more = len(names) - _NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
     def _refuse_real(self, func: Any, tensor: torch.Tensor) -> None:
         if not self.tape.holds(tensor):
             raise InitializationError(
-                f"While initialisation is delayed, {func} writes into a tensor of shape {tuple(tensor.shape)} that "
+                f"while initialisation is delayed, {func} writes into a tensor of shape {tuple(tensor.shape)} that "
                 "already has memory (it was made outside, or from data by torch.tensor or torch.load). Make the "
                 "tensor inside with an op such as torch.zeros, or build and fill it outside, in __init__."
             )
@@ -199,7 +199,7 @@ def refuse_other_device(func: Any, device: torch.device | str | int | None) -> N
     """Raise an InitializationError for a call that makes a tensor elsewhere than on the CPU."""
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
         raise InitializationError(
-            f"While initialisation is delayed, {func} places a tensor on {device}. Build the model on the CPU (leave "
+            f"while initialisation is delayed, {func} places a tensor on {device}. Build the model on the CPU (leave "
             "the device out, and make no `torch.device` context): its parts are put on their device afterwards."
         )
 

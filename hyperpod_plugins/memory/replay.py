@@ -60,7 +60,7 @@ def read_value(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
     plan = plan_replay(tape.ops, {view.version}, with_draws=False)
     if any(tape.ops[step].draw for step in plan.steps):
         raise InitializationError(
-            "The model's constructor looks at a random value (item(), tolist(), numpy(), a comparison in an `if`), "
+            "the model's constructor looks at a random value (item(), tolist(), numpy(), a comparison in an `if`), "
             "which does not exist while initialisation is delayed. Build that part of the model outside "
             "configure_model (in __init__), or draw the value from Python's `random` or from numpy."
         )

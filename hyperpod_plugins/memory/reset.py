@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hyperpod_plugins.errors import InitializationError
-from hyperpod_plugins.memory.tape import own_tensors
+from hyperpod_plugins.errors import InitializationError, few
+from hyperpod_plugins.memory.tape import full_name, own_tensors
 
 _UNTOUCHED_BYTE = 0xFF
 
@@ -52,7 +52,7 @@ def find_initializers(model: nn.Module, missing: set[str]) -> list[Initializer]:
     found: list[Initializer] = []
     without: list[str] = []
     for name, module in model.named_modules():
-        names = tuple(key for key in own_tensors(module) if _joined(name, key) in missing)
+        names = tuple(key for key in own_tensors(module) if full_name(name, key) in missing)
         if not names:
             continue
         call = _initializer_of(model, name, module)
@@ -62,8 +62,7 @@ def find_initializers(model: nn.Module, missing: set[str]) -> list[Initializer]:
             found.append(Initializer(name=name, module=module, tensor_names=names, call=call))
     if without:
         raise InitializationError(
-            f"These modules are on the meta device and have no initialiser: {'; '.join(without[:5])}"
-            f"{f' and {len(without) - 5} more' if len(without) > 5 else ''}. Build the model inside "
+            f"these modules are on the meta device and have no initialiser: {few(without)}. Build the model inside "
             "hyperpod_plugins.memory.delayed_init() instead of torch.device('meta'), which needs none, or give each "
             "of them a method reset_parameters()."
         )
@@ -94,7 +93,7 @@ def reset_module(initializer: Initializer, copy: Callable[[torch.Tensor, torch.T
         value, target = full[key], targets[key]
         if _is_untouched(value):
             raise InitializationError(
-                f"{_joined(initializer.name, key)} is on the meta device and the initialiser of its module "
+                f"{full_name(initializer.name, key)} is on the meta device and the initialiser of its module "
                 f"({type(module).__name__}) gives it no values. Build the model inside "
                 "hyperpod_plugins.memory.delayed_init() instead of torch.device('meta')."
             )
@@ -130,7 +129,3 @@ def _scratch(target: torch.Tensor) -> torch.Tensor:
 def _is_untouched(tensor: torch.Tensor) -> bool:
     data = tensor.detach().reshape(-1).view(torch.uint8)
     return data.numel() > 0 and bool((data == _UNTOUCHED_BYTE).all())
-
-
-def _joined(module_name: str, key: str) -> str:
-    return f"{module_name}.{key}" if module_name else key

@@ -176,16 +176,8 @@ class Tape:
         for stream in self.streams:
             stream.close()
 
-    def bind(self, model: torch.nn.Module) -> None:
-        """Note where the delayed tensors of a model belong, before sharding replaces its parameters by others.
-
-        `delayed_init` does this for all modules that were put together inside it.
-        """
-        for module in model.modules():
-            self.bind_own(module)
-
-    def bind_own(self, module: torch.nn.Module) -> None:
-        """Note the delayed tensors that a module owns itself."""
+    def bind(self, module: torch.nn.Module) -> None:
+        """Note the delayed tensors that a module owns itself, before sharding replaces its parameters by others."""
         views = {name: self.view(tensor) for name, tensor in own_tensors(module).items() if self.holds(tensor)}
         if views:
             _bindings[module] = Binding(tape=self, views=views)
@@ -228,6 +220,11 @@ def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers that a module owns itself, by their names in it."""
     named = [*module.named_parameters(recurse=False, remove_duplicate=False)]
     return dict([*named, *module.named_buffers(recurse=False, remove_duplicate=False)])
+
+
+def full_name(prefix: str, name: str) -> str:
+    """Name of something in a module, seen from the model: `prefix` is the module's name, empty for the model itself."""
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _key(tensor: torch.Tensor) -> int:

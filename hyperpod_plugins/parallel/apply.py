@@ -13,7 +13,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from hyperpod_plugins.memory import materialize, tapes_of
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.shard import shard_hybrid
-from hyperpod_plugins.parallel.tensor import plan_for, shard_tensors
+from hyperpod_plugins.parallel.tensor import shard_tensors
+from hyperpod_plugins.parallel.tensor_plan import plan_for
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:

@@ -11,9 +11,8 @@ Built on torch.distributed.checkpoint (DCP), which stores each tensor as chunks 
 
 import io
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -28,7 +27,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, CommError
+from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch
+from hyperpod_plugins.parallel.agree import agreeing, default_group
 from hyperpod_plugins.parallel.checkpoint_files import (
     FORMAT,
     SafeReader,
@@ -76,7 +76,7 @@ class SaveHandle:
             self._future.result(timeout_s)
         except TimeoutError:
             raise CheckpointError(
-                f"The checkpoint {self.path} is still being written after {timeout_s} s. Wait longer, or write to a "
+                f"the checkpoint {self.path} is still being written after {timeout_s} s. Wait longer, or write to a "
                 "faster disk; until it is complete it does not exist under its name."
             ) from None
 
@@ -210,7 +210,7 @@ def load_checkpoint(
         CheckpointDamaged: no checkpoint, an interrupted or a foreign one.
         CheckpointMismatch: a checkpoint of another model or other optimizers. Nothing has been changed then.
     """
-    with _agreeing(f"The checkpoint {path} was not loaded", group or _default_group()):
+    with agreeing(f"the checkpoint {path} was not loaded", group or default_group()):
         folder = find(Path(path))
         document = read_document(folder, weights_only=weights_only)
         reader = SafeReader(folder)
@@ -249,7 +249,7 @@ def _matching(
     described = document["optimizers"] if optimizers else []
     if len(optimizers) != len(described):
         raise CheckpointMismatch(
-            f"The checkpoint holds {len(described)} optimizers, but {len(optimizers)} were given. "
+            f"the checkpoint holds {len(described)} optimizers, but {len(optimizers)} were given. "
             "Give as many, in the same order, or optimizers=() to load the model only."
         )
     for index, optimizer in enumerate(optimizers):
@@ -257,46 +257,19 @@ def _matching(
     return tensors, described
 
 
-@contextmanager
-def _agreeing(failure: str, group: dist.ProcessGroup | None) -> Generator[None]:
-    """Where one rank fails inside, let the others fail too, rather than wait for it in the next collective."""
-    problem: BaseException | None = None
-    try:
-        yield
-    except (CheckpointError, OSError) as error:
-        problem = error
-    if _any_rank(problem is not None, group):
-        if isinstance(problem, CheckpointError):
-            raise problem
-        raise CheckpointError(f"{failure}: {problem or 'another rank failed (see its log)'}") from problem
-
-
-def _default_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
 def _write(tensors: dict[str, Any], document: bytes, path: Path, group: dist.ProcessGroup | None) -> None:
     is_first = group is None or dist.get_rank(group) == 0
-    problem: BaseException | None = None
-    with _agreeing(f"The checkpoint {path} was not written, and an older one of that name is kept", group):
+    failure = f"the checkpoint {path} was not written, and an older one of that name is kept"
+    with agreeing(failure, group):
         if is_first:
             prepare(path)
-    try:
+    with agreeing(failure, group, expected=(CheckpointException, RuntimeError)):
         with warnings.catch_warnings():
             # torch warns of a save by a single process, which is what was asked for.
             warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")
             save(tensors, checkpoint_id=part_of(path), process_group=group, no_dist=group is None)
         if is_first:  # every rank has written when save returns here
             publish(path, document)
-    except CommError:
-        raise  # a lost peer is the business of whoever recovers from it
-    except (CheckpointException, CheckpointError, OSError, RuntimeError) as error:
-        problem = error
-    if _any_rank(problem is not None, group):
-        reason = str(problem) if problem else "another rank failed (see its log)"
-        raise CheckpointError(
-            f"The checkpoint {path} was not written, and an older one of that name is kept: {reason}"
-        ) from problem
 
 
 def _read(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:
@@ -306,21 +279,7 @@ def _read(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup |
             warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
             load(wanted, storage_reader=reader, process_group=group, no_dist=no_dist)
     except CheckpointException as error:
-        raise CheckpointError(f"The checkpoint {reader.path} could not be read: {error}") from error
-
-
-def _any_rank(is_failed: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether the flag is set on any rank of the group; also the point at which all know that the folder is there."""
-    if group is None:
-        return is_failed
-    flag = torch.tensor([int(is_failed)])
-    try:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    except CommError:
-        raise
-    except RuntimeError as error:
-        raise CheckpointError(f"A rank was lost while a checkpoint was being written: {error}") from error
-    return bool(flag.item())
+        raise CheckpointError(f"the checkpoint {reader.path} could not be read: {error}") from error
 
 
 def _optimizer_prefix(index: int) -> str:

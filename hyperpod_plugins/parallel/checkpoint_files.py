@@ -48,7 +48,7 @@ def prepare(path: Path) -> None:
         CheckpointError: the path is a file.
     """
     if path.exists() and not path.is_dir():
-        raise CheckpointError(f"A sharded checkpoint is a folder, but {path} is a file. Choose another path.")
+        raise CheckpointError(f"a sharded checkpoint is a folder, but {path} is a file. Choose another path.")
     path.parent.mkdir(parents=True, exist_ok=True)
     if _old_of(path).exists() and not path.exists():
         _old_of(path).rename(path)
@@ -81,11 +81,11 @@ def find(path: Path) -> Path:
         return _old_of(path)  # a save over it was interrupted between the two renames
     if not path.is_dir():
         hint = " Its writing was interrupted; use an older one." if part_of(path).exists() else ""
-        raise CheckpointDamaged(f"There is no sharded checkpoint at {path}, which should be a folder.{hint}")
+        raise CheckpointDamaged(f"there is no sharded checkpoint at {path}, which should be a folder.{hint}")
     missing = [name for name in (_METADATA, DOCUMENT) if not (path / name).is_file()]
     if missing:
         raise CheckpointDamaged(
-            f"The folder {path} is not a checkpoint written by hyperpod_plugins, or was cut short: it has no "
+            f"the folder {path} is not a checkpoint written by hyperpod_plugins, or was cut short: it has no "
             f"{' and no '.join(missing)}. Use an older checkpoint, or the path of the checkpoint itself."
         )
     return path

@@ -9,7 +9,7 @@ counts a step. Here an optimizer without state is saved without state, and when 
 the description in the checkpoint. Both leave step counts and weights exactly as they were.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch
+from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, few
 
-_NAMES_SHOWN = 5
 _EXTRA_STATE = "_extra_state"
 
 
@@ -80,9 +79,9 @@ def check_model(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, TensorS
         ],
     }
     if any(findings.values()):
-        listed = "; ".join(f"{_shown(names)} {what}" for what, names in findings.items() if names)
+        listed = "; ".join(f"{few(names)} {what}" for what, names in findings.items() if names)
         raise CheckpointMismatch(
-            f"The checkpoint belongs to another model: {listed}. Build the model with the configuration that it was "
+            f"the checkpoint belongs to another model: {listed}. Build the model with the configuration that it was "
             "saved with, or choose another checkpoint. Parallel degrees and world size may differ."
         )
 
@@ -98,9 +97,9 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, index: int, describe
     there = [set(group["params"]) for group in described["param_groups"]]
     if here != there:
         different = sorted(set[str]().union(*here) ^ set[str]().union(*there))
-        detail = f"; {_shown(different)} in only one of them" if different else ""
+        detail = f"; {few(different)} in only one of them" if different else ""
         raise CheckpointMismatch(
-            f"Optimizer {index} has groups of {[len(group) for group in here]} parameters, but the checkpoint "
+            f"optimizer {index} has groups of {[len(group) for group in here]} parameters, but the checkpoint "
             f"has groups of {[len(group) for group in there]}{detail}. Configure the optimizer as when it was saved "
             "(frozen parameters included), or load the model only, with optimizers=()."
         )
@@ -158,7 +157,7 @@ def _name_of(parameter: torch.Tensor, names: Mapping[torch.Tensor, str]) -> str:
     name = names.get(parameter)
     if name is None:
         raise CheckpointError(
-            f"An optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model, so it has no "
+            f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model, so it has no "
             "name to be saved under. Make the optimizer after the model has been sharded, from its own parameters."
         )
     return name
@@ -171,8 +170,3 @@ def _clean(name: str) -> str:
 
 def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,8 @@
 """What the user asks for: one frozen object, from keyword arguments, a dict, or SMP v2 JSON unchanged.
 
-The keys and their meaning follow the SageMaker model parallelism library v2, so that its JSON files work as they
-are; the keys below `allow_empty_shards` are ours.
+The keys and their meaning follow the SageMaker model parallelism library v2, and its JSON files are read as they are.
+Not every value is served yet: `sm_activation_offloading: true` and expert or context parallel degrees above 1 are
+refused with `NotBuiltYetError`. The keys below `allow_empty_shards` are ours.
 """
 
 import dataclasses

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -14,9 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import MissingExtraError
+from hyperpod_plugins.parallel.agree import agreeing, default_group
 from hyperpod_plugins.parallel.checkpoint_state import model_tensors
 
 _GIB = 2**30
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PART = ".export.part"  # in the folder, until all files are complete
 
 
 @runtime_checkable
@@ -59,6 +64,8 @@ def export_safetensors(
     Global rank 0 writes, and holds one file's tensors; the others hold one parameter at a time. Types are kept, tied
     weights are stored once. Configuration and generation configuration of a Hugging Face model are written too.
 
+    The files get their names when all of them are complete: an export that fails leaves what was in the folder.
+
     Args:
         model: sharded or plain.
         folder: made if absent; files of that name are overwritten.
@@ -67,46 +74,72 @@ def export_safetensors(
 
     Raises:
         MissingExtraError: safetensors is not installed.
+        CheckpointError: global rank 0 could not write; raised on all ranks.
     """
     if importlib.util.find_spec("safetensors") is None:
-        raise MissingExtraError("safetensors", "lightning", "Exporting a model")
+        raise MissingExtraError("safetensors", "lightning", "exporting a model")
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = model_tensors(model)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     files = plan_files(sizes, max_file_bytes)
-    is_writer = not dist.is_initialized() or dist.get_rank() == 0
-    target = Path(folder)
-    if is_writer:
-        target.mkdir(parents=True, exist_ok=True)
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(files, start=1):
-        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        weight_map |= dict.fromkeys(names, file_name)
-        gathered: dict[str, torch.Tensor] = {}
-        for name in names:
-            full = _gather(tensors[name])
+    group = default_group()
+    is_writer = group is None or dist.get_rank(group) == 0
+    target, part = Path(folder), Path(folder) / _PART
+    failure = f"the model was not exported to {target}, and files that were there are kept"
+    try:
+        with agreeing(failure, group):
             if is_writer:
-                gathered[name] = full.cpu().contiguous().clone()
+                _make_empty(part)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(files, start=1):
+            file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else _WHOLE
+            weight_map |= dict.fromkeys(names, file_name)
+            gathered: dict[str, torch.Tensor] = {}
+            for name in names:
+                full = _gather(tensors[name])
+                if is_writer:
+                    gathered[name] = full.cpu().contiguous().clone()
+            with agreeing(failure, group, expected=(SafetensorError,)):
+                if is_writer:
+                    save_file(gathered, part / file_name, metadata={"format": "pt"})
+        with agreeing(failure, group, expected=(ValueError,)):  # ValueError: a configuration that contradicts itself
+            if is_writer:
+                if len(files) > 1:
+                    _write_index(part, weight_map, sum(sizes.values()))
+                _write_config(model, part, config)
+                _move_into_place(part, target)
+    finally:
         if is_writer:
-            save_file(gathered, target / file_name, metadata={"format": "pt"})
-    if is_writer:
-        _write_json(target, weight_map, sum(sizes.values()), is_sharded=len(files) > 1)
-        _write_config(model, target, config)
-    if dist.is_initialized():
-        dist.barrier()  # the folder is complete for everybody who returns
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _make_empty(part: Path) -> None:
+    """Make the folder for files that are not complete. It lies inside the target: the same disk, the same rights."""
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+
+
+def _move_into_place(part: Path, target: Path) -> None:
+    """Give complete files their names, and remove the one of an earlier export that would be read in their stead."""
+    written = [file.name for file in part.iterdir()]
+    blocked = [name for name in written if (target / name).is_dir()]
+    if blocked:
+        raise IsADirectoryError(f"{target / blocked[0]} is a folder, but a file of that name is to be written")
+    for name in written:
+        (part / name).replace(target / name)
+    for stale in {_WHOLE, _INDEX} - {*written}:
+        (target / stale).unlink(missing_ok=True)
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _write_json(target: Path, weight_map: dict[str, str], size_bytes: int, *, is_sharded: bool) -> None:
-    index = target / "model.safetensors.index.json"
-    index.unlink(missing_ok=True)  # of an earlier export with more files
-    if is_sharded:
-        index.write_text(json.dumps({"metadata": {"total_size": size_bytes}, "weight_map": weight_map}, indent=2))
-        (target / "model.safetensors").unlink(missing_ok=True)
+def _write_index(target: Path, weight_map: dict[str, str], size_bytes: int) -> None:
+    content = {"metadata": {"total_size": size_bytes}, "weight_map": weight_map}
+    (target / _INDEX).write_text(json.dumps(content, indent=2))
 
 
 def _write_config(model: nn.Module, target: Path, config: _Config | None) -> None:

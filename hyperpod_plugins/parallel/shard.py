@@ -1,7 +1,8 @@
 """Hybrid sharding: FSDP2 block by block over the axes `replicate x shard`."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from hyperpod_plugins.errors import ConfigError, DegreeError
+from hyperpod_plugins.errors import ConfigError, DegreeError, few
 from hyperpod_plugins.parallel.config import ParallelConfig
 
 
@@ -72,6 +73,32 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator
                 yield module
 
 
+def sharded_parts(model: nn.Module) -> Iterator[FSDPModule]:
+    """The units of a sharded model, the root first."""
+    return (part for part in model.modules() if isinstance(part, FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Make the root's parameters shards again after a step without backward, which FSDP2 leaves to backward."""
+    for part in sharded_parts(model):
+        part.reshard()
+
+
+@contextmanager
+def without_replica_sync(model: nn.Module) -> Generator[None]:
+    """Leave out the all-reduce between replicas in backward.
+
+    The reduce-scatter inside a replica stays, so that gradients never take more than a shard's memory.
+    """
+    for part in sharded_parts(model):
+        part.set_requires_all_reduce(False, recurse=False)
+    try:
+        yield
+    finally:
+        for part in sharded_parts(model):
+            part.set_requires_all_reduce(True, recurse=False)
+
+
 def _uses_of_parameters(model: nn.Module) -> Counter[int]:
     """How many modules hold each parameter, by its identity."""
     return Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
@@ -105,7 +132,7 @@ def _refuse_scalars(model: nn.Module) -> None:
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise ConfigError(
-            f"parameters without a dimension cannot be sharded, at any degree: {', '.join(scalars)}. "
+            f"parameters without a dimension cannot be sharded, at any degree: {few(scalars)}. "
             "Make each a vector of one element: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )
 
@@ -119,9 +146,9 @@ def _check_no_empty_shard(model: nn.Module, shard_degree: int) -> None:
     ]
     if short:
         raise DegreeError(
-            f"sharding over {shard_degree} ranks would leave some of them with an empty shard of {', '.join(short[:5])}"
-            f"{f' and {len(short) - 5} more' if len(short) > 5 else ''}. Pass allow_empty_shards=True to permit it "
-            "(it costs nothing but a little imbalance), or lower hybrid_shard_degree."
+            f"sharding over {shard_degree} ranks would leave some of them with an empty shard of {few(short)}. "
+            "Pass allow_empty_shards=True to permit it (it costs nothing but a little imbalance), or lower "
+            "hybrid_shard_degree."
         )
 
 

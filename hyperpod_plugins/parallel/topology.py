@@ -112,12 +112,15 @@ class Topology:
         notes: list[str] = []
         costs: dict[Axis, str] = {"tensor": "every layer", "shard": "every all-gather of parameters"}
         for axis, cost in costs.items():
-            if len({self.node_of(rank) for rank in self.peers(0, axis)}) > 1:
+            if self._crosses_nodes(axis):
                 notes.append(f"the {axis} axis ({self.shape[AXES.index(axis)]}) crosses nodes: {cost} uses the network")
-        replicas = self.peers(0, "replicate")
-        if self.ranks_per_node and len(replicas) > 1 and len({self.node_of(rank) for rank in replicas}) == 1:
-            notes.append("all replicas of a shard are on one node: losing that node loses the only copies")
         return tuple(notes)
+
+    def _crosses_nodes(self, axis: Axis) -> bool:
+        """Whether any peers in this axis lie on different nodes."""
+        firsts = (rank for rank in range(self.world_size) if getattr(self.coordinates(rank), axis) == 0)
+        rows = (self.peers(first, axis) for first in firsts)
+        return any(self.node_of(row[0]) != self.node_of(row[-1]) for row in rows)
 
     def _check_rank(self, global_rank: int) -> None:
         if not 0 <= global_rank < self.world_size:

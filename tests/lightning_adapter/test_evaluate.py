@@ -194,6 +194,31 @@ def fit_in(precision, by_strategy):
     return case
 
 
+def fit_true_bfloat16_sharded_by_the_module(options):
+    """What the strategy finds sharded it can not convert: first a module in float32, then one in bfloat16."""
+    from torch.distributed.fsdp import fully_shard
+
+    class Own(type(make_module())):
+        def __init__(self, is_converted):
+            super().__init__()
+            self.is_converted = is_converted
+
+        def configure_model(self):
+            if self.is_converted:
+                self.bfloat16()
+            fully_shard(self.net, mesh=self.device_mesh["replicate", "shard"])
+
+    trainer = make_trainer(options, precision="bf16-true")
+    try:
+        trainer.fit(Own(is_converted=False))
+        refusal = ("", "")
+    except Exception as error:
+        refusal = (type(error).__name__, str(error))
+    module = Own(is_converted=True)
+    make_trainer(options, precision="bf16-true").fit(module)
+    return refusal, {str(p.dtype) for p in module.parameters()}, len(module.losses)
+
+
 def fit_loss_parallel(options):
     """The logits stay split over the classes; the loss is logged, accumulated and clipped as any other."""
     if "tensor_parallel_degree" not in options:
@@ -308,6 +333,7 @@ CASES = {
     "bf16-mixed": fit_in("bf16-mixed", by_strategy=False),
     "bf16-mixed by the strategy": fit_in("bf16-mixed", by_strategy=True),
     "bf16-true": fit_in("bf16-true", by_strategy=False),
+    "bf16-true by the module": fit_true_bfloat16_sharded_by_the_module,
     "loss parallel": fit_loss_parallel,
     "metrics": count_with_torchmetrics,
     "short": short_runs,
@@ -424,6 +450,17 @@ def test_true_bfloat16_stores_it_and_spares_buffers_that_are_not_saved(of_every_
         )
         assert found["other buffer"] == 1.0 + 2**-12
         assert found["losses"] == pytest.approx(exact["losses"], rel=0.1)
+
+
+@pytest.mark.spawns
+def test_true_bfloat16_is_refused_for_a_module_that_sharded_itself_in_float32(of_every_rank):
+    """It would train in float32 without a word: the plugin converts the batch, and nothing the parameters."""
+    for (kind, text), dtypes, num_losses in of_every_rank("bf16-true by the module"):
+        assert kind == "ConfigError", text
+        for word in ("bf16-true", "net.layers.0.weight (float32)", "and 5 more", "configure_model", "bf16-mixed"):
+            assert word in text
+        assert dtypes == {"torch.bfloat16"}
+        assert num_losses > 0
 
 
 @pytest.mark.spawns

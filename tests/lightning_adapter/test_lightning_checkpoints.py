@@ -200,3 +200,67 @@ def test_a_checkpoint_file_of_another_strategy_is_loaded(run_ranks, tokens, tmp_
         "step": 2,
     }
     assert_same(run_ranks(load_foreign_file, tokens, tmp_path / "alone.ckpt", world_size=4)[0], expected, tolerance=0)
+
+
+def keep_one_while_training(tokens, folder):
+    """The second checkpoint cannot be completed before the fifth step; the first is to go when it is."""
+    import threading
+
+    import lightning.pytorch as L
+    import torch.distributed as dist
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from hyperpod_plugins.lightning import HyperPodStrategy, TokenDataConfig, TokenDataModule
+    from hyperpod_plugins.parallel import checkpoint
+
+    may_publish, publish = threading.Event(), checkpoint.publish
+
+    def slowly(path, document):
+        assert path.name == "step=2.ckpt" or may_publish.wait(30)
+        publish(path, document)
+
+    checkpoint.publish = slowly
+    seen, groups = {}, dist.distributed_c10d._world.pg_map
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 5:
+                dist.barrier()
+                seen["during"] = sorted(path.name for path in folder.glob("*.ckpt"))
+                dist.barrier()
+                may_publish.set()
+
+        def on_train_end(self, trainer, module):
+            seen["groups"] = len(groups)
+
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=HyperPodStrategy(background_checkpoints=True),
+        max_steps=5,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=1), Watch()],
+    )
+    config = TokenDataConfig(sequence_length=SEQUENCE, global_batch_size=GLOBAL_BATCH, micro_batch_size=2)
+    trainer.fit(make_module(), datamodule=TokenDataModule(tokens, config=config))
+    return seen, len(groups)
+
+
+@pytest.mark.spawns
+def test_the_older_checkpoint_goes_when_the_newer_is_complete_and_training_waits_for_neither(
+    run_ranks, tokens, tmp_path
+):
+    folder = tmp_path / "kept"
+    for seen, num_groups_after in run_ranks(keep_one_while_training, tokens, folder, world_size=2, timeout_s=90):
+        assert seen["during"] == ["step=2.ckpt"]
+        assert num_groups_after == seen["groups"] - 1  # the writer's own
+    assert [path.name for path in folder.iterdir()] == ["step=4.ckpt"]
+    assert on_one_process(folder / "step=4.ckpt")["global_step"] == 4
+
+
+def on_one_process(path):
+    from hyperpod_plugins.parallel import load_checkpoint
+
+    return load_checkpoint(path, model=make_module())

@@ -9,7 +9,8 @@ import torch
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, UnknownKeyError
 from hyperpod_plugins.lightning import HyperPodStrategy
-from hyperpod_plugins.parallel import ParallelConfig
+from hyperpod_plugins.lightning.module import warn_of_placement
+from hyperpod_plugins.parallel import ParallelConfig, Topology
 
 
 def make_trainer(strategy, **arguments):
@@ -160,3 +161,44 @@ def test_a_child_of_lightnings_launcher_counts_as_its_parent_does(monkeypatch, i
     trainer.strategy.set_world_ranks()
     assert (trainer.strategy.num_nodes, trainer.strategy.num_processes, trainer.world_size) == (2, 2, 4)
     assert trainer.global_rank == (3 if is_childs else 2)
+
+
+# -- placement ---------------------------------------------------------------------------------------------------------
+
+
+def placement_warnings_of_two_trainers(shard_degree):
+    import warnings
+
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer = pl.Trainer(
+                strategy=HyperPodStrategy(hybrid_shard_degree=shard_degree),
+                accelerator="cpu",
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.predict(BoringModel(), [torch.ones(1, 32)])
+    return trainer.num_nodes, [str(each.message) for each in caught if "crosses nodes" in str(each.message)]
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(("nodes", "shard_degree", "num_warnings"), [(1, 2, 0), (2, 1, 0), (2, 2, 1)])
+def test_rank_0_is_told_once_of_a_layout_that_crosses_nodes(run_ranks, nodes, shard_degree, num_warnings):
+    results = run_ranks(placement_warnings_of_two_trainers, shard_degree, world_size=2, nodes=nodes)
+    assert [(seen, len(warned)) for seen, warned in results] == [(nodes, num_warnings), (nodes, 0)]
+    for text in results[0][1]:
+        assert "replicate 1 x shard 2 x tensor 1" in text
+        assert "the shard axis (2) crosses nodes" in text
+        assert "hybrid_shard_degree" in text
+
+
+def test_one_node_is_never_warned_of():
+    for degrees in ({}, {"shard_degree": 2}, {"tensor_degree": 4}):
+        warn_of_placement(Topology(world_size=4, ranks_per_node=4, **degrees))  # a warning would be an error
+    with pytest.warns(UserWarning, match="the tensor axis .* crosses nodes"):
+        warn_of_placement(Topology(world_size=4, ranks_per_node=2, tensor_degree=4))

@@ -238,7 +238,7 @@ def test_memory_without_values_is_an_error():
 
     with delayed_init():
         model = Forgetful()
-    with pytest.raises(InitializationError, match="No code gave values to scale:"):
+    with pytest.raises(InitializationError, match="no code gave values to scale:"):
         materialize(model)
 
 

@@ -1,9 +1,11 @@
 """Sharded checkpoints: any world reads them bitwise, and no interruption or mix-up passes unnoticed."""
 
+import contextlib
 import os
 import pickle
 import shutil
 import signal
+import threading
 from concurrent.futures import Future
 
 import pytest
@@ -382,6 +384,43 @@ def test_errors_of_a_background_save_come_with_the_next_one(tmp_path):
         handle.wait(timeout_s=60)
 
 
+def test_removal_comes_after_the_save_that_is_going_on_and_waits_for_nobody(tmp_path, monkeypatch):
+    may_publish, publish = threading.Event(), checkpoint.publish
+
+    def slowly(path, document):
+        assert may_publish.wait(30)
+        publish(path, document)
+
+    save_alone(tmp_path / "old", extra={"step": 1})
+    monkeypatch.setattr(checkpoint, "publish", slowly)
+    writer = CheckpointWriter()
+    saved = writer.save(tmp_path / "new", model=Model(), extra={"step": 2}, background=True)
+    seen = []
+
+    def remove():
+        seen.append((tmp_path / "new").exists())
+        shutil.rmtree(tmp_path / "old")
+
+    writer.when_written(remove)
+    assert not saved.is_done
+    assert load_checkpoint(tmp_path / "old", model=Model()) == {"step": 1}
+    may_publish.set()
+    writer.wait(timeout_s=60)
+    assert seen == [True]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["new"]
+    writer.close()
+
+
+def test_nothing_is_removed_for_a_save_that_failed(tmp_path):
+    (tmp_path / "file").write_text("")
+    writer = CheckpointWriter()
+    writer.save(tmp_path / "file" / "c", model=Model(), background=True)
+    writer.when_written(lambda: (tmp_path / "file").unlink())
+    with pytest.raises(CheckpointError, match="was not written"):
+        writer.close()
+    assert (tmp_path / "file").exists()
+
+
 def test_waiting_has_an_end(tmp_path):
     with pytest.raises(CheckpointError, match=r"still being written after 0\.01 s"):
         SaveHandle(tmp_path / "c", Future()).wait(timeout_s=0.01)
@@ -476,6 +515,62 @@ def test_all_ranks_hear_of_a_failure(run_ranks, tmp_path):
     assert "No space left" in first
     assert "another rank failed" in second
     assert not (tmp_path / "c").exists()
+
+
+def save_where_one_rank_sees_a_file(folder):
+    """Relative paths in folders of their own: what rank 0 sees is not what rank 1 sees."""
+    dist.init_process_group("gloo")
+    os.chdir(folder / str(dist.get_rank()))
+    model, _ = make((1, 2, 1))
+    writer = CheckpointWriter(timeout_s=30)
+    messages = []
+    for background in (False, True):
+        try:
+            writer.save("c", model=model, background=background).wait(timeout_s=30)
+        except CheckpointError as error:
+            messages.append(str(error))
+    with contextlib.suppress(CheckpointError):
+        writer.wait()  # the writer tells of the save in the background too
+    writer.save(folder / "both", model=model, extra={"step": 3})
+    try:
+        load_checkpoint("../both" if dist.get_rank() == 0 else "both", model=model)
+    except CheckpointError as error:
+        messages.append(str(error))
+    writer.close()
+    return messages, load_checkpoint(folder / "both", model=model)
+
+
+@pytest.mark.spawns
+def test_what_stops_one_rank_is_told_to_all(run_ranks, tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    (tmp_path / "0" / "c").write_text("a file")
+    first, second = run_ranks(save_where_one_rank_sees_a_file, tmp_path, world_size=2, timeout_s=60)
+    assert first[1] == second[1] == {"step": 3}
+    for told, told_other in zip(first[0][:2], second[0][:2], strict=True):
+        assert "but c is a file" in told
+        assert "another rank failed" in told_other
+    assert "another rank failed" in first[0][2]
+    assert "no sharded checkpoint at both" in second[0][2]
+    assert (tmp_path / "0" / "c").read_text() == "a file"
+
+
+def count_groups(folder):
+    dist.init_process_group("gloo")
+    groups = dist.distributed_c10d._world.pg_map
+    before = set(groups)
+    writer = CheckpointWriter()
+    while_open = len(set(groups) - before)
+    writer.save(folder / "c", model=Model(), background=True).wait(timeout_s=30)
+    writer.close()
+    return while_open, set(groups) - before
+
+
+@pytest.mark.spawns
+def test_closing_ends_the_writers_own_group(run_ranks, tmp_path):
+    for while_open, left in run_ranks(count_groups, tmp_path, world_size=2, timeout_s=60):
+        assert while_open == 1
+        assert left == set()
 
 
 def die_while_saving(path, moment):

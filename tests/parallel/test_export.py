@@ -1,6 +1,8 @@
 """Full-state export: files that `transformers` loads, from any sharding."""
 
 import json
+import os
+import resource
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from hyperpod_plugins.errors import CheckpointError
 from hyperpod_plugins.parallel.export import export_safetensors, plan_files
 
 
@@ -74,3 +77,95 @@ def test_transformers_loads_it(run_ranks, tmp_path, tied):
     for (name, value), other in zip(expected.state_dict().items(), loaded.state_dict().values(), strict=True):
         assert torch.equal(value, other), name
         assert value.dtype == other.dtype
+
+
+# -- failing ----------------------------------------------------------------------------------------------------------
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_later_export_replaces_an_earlier_one_and_leaves_other_files(tmp_path):
+    from safetensors.torch import load_file
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    export_safetensors(model, tmp_path, max_file_bytes=300)
+    assert {"model-00001-of-00002.safetensors", "model.safetensors.index.json"} < contents(tmp_path).keys()
+    export_safetensors(model, tmp_path)
+    assert "model.safetensors.index.json" not in contents(tmp_path)  # it would be read in place of the new file
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+    export_safetensors(model, tmp_path, max_file_bytes=300)
+    assert "model.safetensors" not in contents(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    assert ".export.part" not in contents(tmp_path)
+
+
+def test_a_path_that_cannot_be_a_folder(tmp_path):
+    (tmp_path / "m").write_text("a file")
+    for folder in (tmp_path / "m", tmp_path / "m" / "deeper"):
+        with pytest.raises(CheckpointError, match="was not exported to"):
+            export_safetensors(nn.Linear(2, 2), folder)
+    assert (tmp_path / "m").read_text() == "a file"
+
+
+def test_a_name_that_is_taken_by_a_folder(tmp_path):
+    export_safetensors(nn.Linear(2, 2), tmp_path)
+    before = contents(tmp_path)
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"index\.json is a folder"):
+        export_safetensors(nn.Linear(2, 2), tmp_path, max_file_bytes=16)
+    (tmp_path / "model.safetensors.index.json").rmdir()
+    assert contents(tmp_path) == before
+
+
+def export_onto_a_full_disk(folder):
+    """Rank 0 may write files of 2000 bytes: its first file fits, and the second does not."""
+    if "RANK" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 100))
+    if os.environ["RANK"] == "0":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    try:
+        export_safetensors(model, folder, max_file_bytes=400)
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_disk_is_told_to_all_ranks_and_costs_no_file(run_ranks, tmp_path, world_size):
+    export_safetensors(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 100)), tmp_path, max_file_bytes=400)
+    before = contents(tmp_path)
+    messages = run_ranks(export_onto_a_full_disk, tmp_path, world_size=world_size, timeout_s=60)
+    assert "too large" in messages[0]
+    assert all("files that were there are kept" in message for message in messages)
+    assert all("another rank failed" in message for message in messages[1:])
+    assert contents(tmp_path) == before
+
+
+def export_where_one_rank_has_a_file(folder):
+    dist.init_process_group("gloo")
+    os.chdir(folder / str(dist.get_rank()))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        export_safetensors(model, "m")
+    except CheckpointError as error:
+        message = str(error)
+    export_safetensors(model, "other")  # the ranks still agree on what comes next
+    return message
+
+
+@pytest.mark.spawns
+def test_a_file_that_only_rank_0_sees_is_told_to_all_ranks(run_ranks, tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    (tmp_path / "0" / "m").write_text("a file")
+    first, second = run_ranks(export_where_one_rank_has_a_file, tmp_path, world_size=2, timeout_s=60)
+    assert "Not a directory" in first
+    assert "another rank failed" in second
+    assert [path.name for path in (tmp_path / "0" / "other").iterdir()] == ["model.safetensors"]
+    assert not list((tmp_path / "1").iterdir())

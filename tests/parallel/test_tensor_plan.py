@@ -20,7 +20,8 @@ from transformers import (
 
 from hyperpod_plugins.errors import DegreeError, NotBuiltYetError, PlanError
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.parallel.tensor import STYLES, plan_for, shard_tensors, tied_parameters
+from hyperpod_plugins.parallel.tensor import shard_tensors
+from hyperpod_plugins.parallel.tensor_plan import STYLES, plan_for, tied_parameters
 
 SIZES = dict(
     vocab_size=32,
@@ -313,7 +314,34 @@ def make_wrapped_llama():
     return model, model
 
 
-MODELS = {"qwen3": make_qwen3, "llama in a wrapper": make_wrapped_llama}
+def make_called_by_keyword():
+    """Every planned layer is called as `layer(input=x)`; DTensor's own hooks look at positional arguments only."""
+    torch.manual_seed(0)
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+
+        def forward(self, x):
+            return self.down_proj(input=torch.tanh(self.gate_proj(input=x)) * self.up_proj(x))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed_tokens = nn.Embedding(SIZES["vocab_size"], 16)
+            self.norm, self.mlp = nn.LayerNorm(16), Gated()
+            self.lm_head = nn.Linear(16, SIZES["vocab_size"], bias=False)
+
+        def forward(self, tokens):
+            x = self.embed_tokens(input=tokens)
+            return self.lm_head(input=x + self.mlp(x=self.norm(input=x)))
+
+    model = Model()
+    return model, lambda tokens: nn.functional.cross_entropy(model(tokens)[:, :-1].mT, tokens[:, 1:])
+
+
+MODELS = {"qwen3": make_qwen3, "llama in a wrapper": make_wrapped_llama, "called by keyword": make_called_by_keyword}
 
 
 def batches():

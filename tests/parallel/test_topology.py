@@ -187,8 +187,9 @@ def test_a_place_outside_the_box_is_refused(place):
         ({"world_size": 16, "shard_degree": 8, "ranks_per_node": 8}, []),
         ({"world_size": 16, "shard_degree": 16, "ranks_per_node": 8}, ["the shard axis (16) crosses nodes"]),
         ({"world_size": 16, "tensor_degree": 16, "ranks_per_node": 8}, ["the tensor axis (16) crosses nodes"]),
-        ({"world_size": 16, "shard_degree": 4, "ranks_per_node": 16}, ["all replicas of a shard are on one node"]),
+        ({"world_size": 16, "shard_degree": 4, "ranks_per_node": 16}, []),  # one node: nothing to be placed better
         ({"world_size": 16, "shard_degree": 4, "ranks_per_node": 0}, []),
+        ({"world_size": 12, "tensor_degree": 4, "ranks_per_node": 6}, ["the tensor axis (4)"]),  # of ranks 4 to 7
         (
             {"world_size": 16, "shard_degree": 4, "tensor_degree": 4, "ranks_per_node": 2},
             ["the tensor axis", "the shard axis"],

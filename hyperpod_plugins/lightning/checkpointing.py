@@ -1,0 +1,110 @@
+"""The checkpoints of a Trainer: what Lightning hands over, as sharded folders, written beside training if asked."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from hyperpod_plugins.errors import ConfigError, PeerLost
+from hyperpod_plugins.lightning.flavour import LightningModule
+from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
+
+
+class TrainerCheckpoints:
+    """Saves, loads and removes for one strategy. Every method is called on all ranks alike."""
+
+    def __init__(self, *, in_background: bool, are_trusted: bool) -> None:
+        """Save nothing yet: the writer, with its process group, is made by the first save.
+
+        Args:
+            in_background: write while training goes on.
+            are_trusted: unpickle Python objects of a checkpoint, which runs code.
+        """
+        self._in_background = in_background
+        self._are_trusted = are_trusted
+        self._writer: CheckpointWriter | None = None
+        self.group: dist.ProcessGroup | None = None
+        """Group of all ranks for nothing but checkpoints; None to have one made when it is needed."""
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        checkpoint: dict[str, Any],
+        *,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        storage_options: object,
+    ) -> None:
+        """Write what Lightning collected as the folder `path`: tensors in shards, the rest as it is.
+
+        Raises:
+            CheckpointError: this save failed, or an earlier one in the background.
+            ConfigError: storage options, which nothing here could follow.
+        """
+        if storage_options is not None:
+            raise ConfigError(
+                f"HyperPodStrategy writes checkpoints to a file system and takes no storage_options, but got "
+                f"{storage_options!r}. Drop them, and give a path that is mounted on every node."
+            )
+        if self._writer is None:
+            self._writer = CheckpointWriter(self.group)
+        self._forget_interrupted()
+        state = checkpoint.pop("state_dict")
+        has_optimizers = checkpoint.pop("optimizer_states", None) is not None
+        self._writer.save(
+            path,
+            model=module,
+            optimizers=optimizers if has_optimizers else (),
+            extra=checkpoint,
+            model_state=state,
+            background=self._in_background,
+        )
+
+    def _forget_interrupted(self) -> None:
+        """Let go of a save in the background whose peer was lost: the job has been repaired since, the save has not."""
+        assert self._writer is not None
+        try:
+            self._writer.wait()
+        except PeerLost as error:
+            warnings.warn(f"a checkpoint was not written: {error} The next one is not affected.", stacklevel=2)
+
+    def load(
+        self,
+        path: str | PathLike[str],
+        *,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        weights_only: bool | None,
+    ) -> dict[str, Any]:
+        """Load the folder `path` into module and optimizers, and return the rest as Lightning expects it.
+
+        Raises:
+            CheckpointDamaged: no checkpoint, or an interrupted one.
+            CheckpointMismatch: a checkpoint of another model or other optimizers.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+        extra = load_checkpoint(
+            path,
+            model=module,
+            optimizers=optimizers,
+            weights_only=not self._are_trusted and weights_only is not False,
+            strict=module.strict_loading,
+        )
+        return {**extra, "state_dict": {}, "optimizer_states": [{} for _ in optimizers]}
+
+    def remove(self, remove: Callable[[], None]) -> None:
+        """Call `remove` once the checkpoint that is being written is complete, without waiting for it."""
+        if self._writer is None:
+            remove()
+        else:
+            self._writer.when_written(remove)
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is still being written, and let go of the writer."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()

@@ -1,0 +1,29 @@
+"""Reductions in the words of Lightning."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def reduced(tensor: Tensor, group: dist.ProcessGroup | None, reduce_op: Any) -> Tensor:
+    """Reduce a copy of a tensor over a group.
+
+    A mean is a sum and a division: not every collective library can average.
+
+    Args:
+        tensor: the same shape on all ranks; a DTensor (a loss from split logits) is made whole first.
+        group: over whom; the default group if None.
+        reduce_op: a `ReduceOp`, or the name of one; `mean`, `avg` or None for the mean, which is a float.
+    """
+    is_mean = reduce_op in (None, "mean", "avg") or reduce_op == dist.ReduceOp.AVG
+    operation: Any = "sum" if is_mean else reduce_op
+    if isinstance(operation, str):
+        operation = getattr(dist.ReduceOp, operation.upper())
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    result = whole.detach().clone()
+    if is_mean and not result.is_floating_point():
+        result = result.float()
+    dist.all_reduce(result, op=operation, group=group)
+    return result / dist.get_world_size(group) if is_mean else result
