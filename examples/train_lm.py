@@ -30,7 +30,7 @@ PROMPT = "def "
 
 
 class ByteLlama(L.LightningModule):
-    """A Llama of about three million parameters that reads bytes."""
+    """A Llama of a little over one million parameters that reads bytes."""
 
     def __init__(self, sequence_length: int, learning_rate: float, num_steps: int) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class ByteLlama(L.LightningModule):
         self.model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=VOCABULARY,
-                hidden_size=384,
-                intermediate_size=768,
+                hidden_size=256,
+                intermediate_size=512,
                 num_hidden_layers=2,
-                num_attention_heads=6,
-                num_key_value_heads=6,
+                num_attention_heads=8,
+                num_key_value_heads=8,
                 max_position_embeddings=sequence_length,
                 use_cache=False,
             )
@@ -142,11 +142,11 @@ def generate(module: ByteLlama, num_bytes: int = 160, temperature: float = 0.7) 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=280)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--global-batch-size", type=int, default=8, help="samples of one step, over all ranks")
     parser.add_argument("--micro-batch-size", type=int, default=4, help="samples of one rank in one forward pass")
     parser.add_argument("--sequence-length", type=int, default=128)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--hybrid-shard-degree", type=int, help="default: 2 where the ranks allow it")
     parser.add_argument("--tensor-parallel-degree", type=int, help="default: 2 where 4 divides the ranks")
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed", "bf16-true"])

@@ -72,6 +72,53 @@ class WorkerEnv:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnv:
+    """How a worker reaches the ledger of its job; written by `hyperpodrun` and by the rendezvous `hyperpod`."""
+
+    store_host: str
+    """Host of the store, which an agent serves, never a worker."""
+    store_port: int
+    """Port of the store."""
+    run_id: str
+    """Name of the job."""
+    incarnation: int = 0
+    """Which process in this rank's place: 0 for the founder, more for one that replaces a lost one."""
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether the others may have begun without this process."""
+        return self.incarnation > 0
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables that tell a worker."""
+        return {
+            "HYPERPOD_STORE": f"{self.store_host}:{self.store_port}",
+            "HYPERPOD_RUN_ID": self.run_id,
+            "HYPERPOD_INCARNATION": str(self.incarnation),
+        }
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Self | None:
+        """Read the variables; None in a process that no agent of ours started.
+
+        Raises:
+            ConfigError: a variable is damaged.
+        """
+        address = environ.get("HYPERPOD_STORE")
+        if address is None:
+            return None
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"HYPERPOD_STORE={address!r} must be HOST:PORT. Only hyperpodrun should set it.")
+        return cls(
+            store_host=host,
+            store_port=int(port),
+            run_id=environ.get("HYPERPOD_RUN_ID", ""),
+            incarnation=_number(environ, "HYPERPOD_INCARNATION", 0),
+        )
+
+
 def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
     """Path of the SMP JSON file named by `HYPERPOD_CONFIG`, or None."""
     return environ.get("HYPERPOD_CONFIG") or None

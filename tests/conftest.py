@@ -3,7 +3,11 @@
 import os
 
 import harness
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("shared machine", deadline=None)  # a slow example is no failure
+hypothesis.settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

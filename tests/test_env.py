@@ -1,11 +1,16 @@
 """Reading the environment: torchrun's variables, Slurm's, none, and nonsense."""
 
+import ast
 import dataclasses
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hyperpod_plugins import env
 from hyperpod_plugins.env import WorkerEnv, config_path, instance_type
 from hyperpod_plugins.errors import ConfigError
 
@@ -19,6 +24,7 @@ SLURM = {
     "SLURM_STEP_NODELIST": "node[1-2]",
 }
 WANTED = WorkerEnv(global_rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1)
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "environment.md"
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, SLURM, SLURM | TORCHRUN], ids=["torchrun", "slurm", "torchrun in slurm"])
@@ -141,3 +147,11 @@ def test_an_empty_config_path_is_none(environ, path):
 )
 def test_the_instance_type_is_what_the_user_says_else_what_the_platform_tells(environ, kind):
     assert instance_type(environ) == kind
+
+
+def test_the_manual_names_every_variable_that_is_read():
+    """A string in capitals in env.py is the name of a variable."""
+    strings = [node.value for node in ast.walk(ast.parse(inspect.getsource(env))) if isinstance(node, ast.Constant)]
+    names = {text for text in strings if isinstance(text, str) and re.fullmatch(r"[A-Z][A-Z0-9_]+", text)}
+    assert {"RANK", "SLURM_STEP_NODELIST", "HYPERPOD_CONFIG"} < names
+    assert names <= set(re.findall(r"`([A-Z0-9_]+)`", PAGE.read_text()))

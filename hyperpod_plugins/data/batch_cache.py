@@ -70,7 +70,7 @@ class BatchCache:
         config: size and place.
 
     Raises:
-        DataError: there is no room, or the folder belongs to somebody else.
+        DataError: there is no room, or the folder is missing, cannot be written to or belongs to somebody else.
     """
 
     def __init__(self, name: str, *, fingerprint: str, config: BatchCacheConfig | None = None) -> None:
@@ -200,7 +200,13 @@ def _through_cache(
 
 def _private_folder(parent: Path) -> Path:
     folder = parent / f"hyperpod-{os.geteuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the folder {str(parent)!r} cannot take a folder for batch caches ({error.strerror}). Create it, or give "
+            "BatchCacheConfig(folder=...) one that exists and that you may write to, on a file system in memory."
+        ) from None
     status = folder.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077 or folder.is_symlink():
         raise DataError(

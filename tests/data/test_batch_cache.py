@@ -151,6 +151,24 @@ def test_a_folder_open_to_others_is_refused(tmp_path):
         open_cache(tmp_path)
 
 
+def a_file(folder):
+    folder.write_text("in the way")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"), [(lambda folder: None, "No such file"), (a_file, "Not a directory")], ids=["missing", "a file"]
+)
+def test_a_folder_that_cannot_hold_a_cache_is_named(tmp_path, spoil, why):
+    folder = tmp_path / "shm"
+    spoil(folder)
+    with pytest.raises(DataError, match=rf"{folder}.*{why}.*BatchCacheConfig\(folder=") as caught:
+        open_cache(folder)
+    folder.unlink(missing_ok=True)
+    folder.mkdir()  # the message's own advice
+    assert open_cache(folder).put("k", 0, 1)
+    assert "\n" not in str(caught.value)
+
+
 def test_no_room_is_an_error_now_and_not_a_crash_later(tmp_path):
     with pytest.raises(DataError, match="--shm-size"):
         open_cache(tmp_path, num_slots=1 << 20, slot_bytes=1 << 40)
