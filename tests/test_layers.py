@@ -18,7 +18,10 @@ LAYERS = (
 LAYER_OF = {unit: row for row, units in enumerate(LAYERS) for unit in units.split()}
 # The entry point and the root may reach upward: they are how the outside finds the layers.
 OUTSIDE = {"__init__", "_autoload"}
-BROAD_EXCEPT_ALLOWED = {"_autoload.py"}  # an exception there would break `import torch` for everybody
+BROAD_EXCEPT_ALLOWED = {
+    "_autoload.py",  # an exception there would break `import torch` for everybody
+    "recovery/step.py",  # whatever a user's step raises is a fault of that step, and is raised again
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -60,7 +63,7 @@ def test_no_attribute_guessing(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_broad_except(path):
-    if path.name in BROAD_EXCEPT_ALLOWED:
+    if str(path.relative_to(PACKAGE)) in BROAD_EXCEPT_ALLOWED:
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ExceptHandler):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SNAPSHOT = Path(__file__).with_name("public_surface.json")
-PACKAGES = ("comm", "data", "lightning", "memory", "parallel")
+PACKAGES = ("comm", "data", "elastic", "lightning", "memory", "parallel", "recovery")
 
 
 def public_names(package):

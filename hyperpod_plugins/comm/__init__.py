@@ -1,25 +1,30 @@
 """Communication: the c10d backend `hyperpod`, whose groups outlive their connections, and what moves their bytes."""
 
 from hyperpod_plugins.comm.backend import CommOptions, choose_transport
+from hyperpod_plugins.comm.breaker import Breaker, Phase, breaker
+from hyperpod_plugins.comm.generations import break_groups, reform
 from hyperpod_plugins.comm.groups import (
     connect,
     create_group,
     create_smddp_group,
     inner_spec,
-    live_groups,
     new_axis_group,
     register,
 )
-from hyperpod_plugins.comm.resilient import ResilientProcessGroup
+from hyperpod_plugins.comm.resilient import ResilientProcessGroup, live_groups
 from hyperpod_plugins.comm.roles import WORLD, GroupRole
 from hyperpod_plugins.comm.traffic import Traffic, reset_traffic, traffic, wire_bytes
 
 __all__ = [
+    "Breaker",
     "CommOptions",
     "GroupRole",
+    "Phase",
     "ResilientProcessGroup",
     "Traffic",
     "WORLD",
+    "break_groups",
+    "breaker",
     "choose_transport",
     "connect",
     "create_group",
@@ -27,6 +32,7 @@ __all__ = [
     "inner_spec",
     "live_groups",
     "new_axis_group",
+    "reform",
     "register",
     "reset_traffic",
     "traffic",

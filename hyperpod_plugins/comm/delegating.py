@@ -28,15 +28,15 @@ def num_bytes(tensors: Tensor | Sequence[Any]) -> int:
 class DelegatingGroup(dist.ProcessGroup):
     """Abstract group that hands every collective to `inner`, through the one gate `_issue`.
 
-    Callers reach a group on three ways, and all of them end here: `torch.distributed` functions and FSDP2 call the
+    Callers reach a group in three ways, and all of them end here: `torch.distributed` functions and FSDP2 call the
     Python methods; functional collectives, DDP and compiled code call the C++ methods, which look for a Python
     override; and either of them uses the spelling of its torch version. The inner group is called by the spelling that
     torch 2.10 to 2.13 share. Rank and size are asked for often, so they are kept, not delegated.
     """
 
-    def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())  # pyright: ignore[reportCallIssue]
-        self._rank, self._size = inner.rank(), inner.size()
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self._rank, self._size = rank, size
 
     @property
     def inner(self) -> dist.ProcessGroup:

@@ -1,34 +1,34 @@
 """Making groups: the creators that c10d calls, the groups of mesh axes, and the register of those alive."""
 
-# c10d's table of backends and its options have no public spelling.
+# The options that c10d gives to a backend's creator have no public spelling, and `_autoload` is ours.
 # pyright: reportPrivateUsage=false
 
 import atexit
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, _DistributedBackendOptions
+from torch.distributed import distributed_c10d
 
-from hyperpod_plugins.comm import smddp
+from hyperpod_plugins._autoload import announce_backends
+from hyperpod_plugins.comm import smddp, wires
 from hyperpod_plugins.comm.backend import CommOptions, transport_for_group
-from hyperpod_plugins.comm.resilient import BACKEND, ResilientProcessGroup
+from hyperpod_plugins.comm.breaker import Phase, breaker
+from hyperpod_plugins.comm.resilient import BACKEND, ResilientProcessGroup, live_groups, living
 from hyperpod_plugins.comm.roles import WORLD, GroupRole, without_role
 from hyperpod_plugins.comm.transports import InnerSpec
 from hyperpod_plugins.errors import CommError, ConfigError
 
-_live: WeakValueDictionary[str, ResilientProcessGroup] = WeakValueDictionary()
 _uses: Counter[str] = Counter()  # of each role, in this process
 
 
 def register() -> None:
     """Make `hyperpod` a backend of c10d, and `smddp` one where its library is absent; more calls change nothing."""
-    creators = {BACKEND: create_group, "smddp": create_smddp_group}
-    for name in creators.keys() - {plugin.lower() for plugin in dist.Backend._plugins}:
-        dist.Backend.register_backend(name, creators[name], extended_api=True, devices=["cpu", "cuda"])
+    announce_backends(distributed_c10d)
 
 
 def new_axis_group(role: GroupRole, global_ranks: Sequence[int]) -> ResilientProcessGroup:
@@ -47,19 +47,19 @@ def new_axis_group(role: GroupRole, global_ranks: Sequence[int]) -> ResilientPro
     members = sorted(global_ranks)
     if not isinstance(_default_group(), ResilientProcessGroup):
         raise CommError(
-            f"The axis group {role.name!r} needs a default group of the backend {BACKEND!r}. "
+            f"the axis group {role.name!r} needs a default group of the backend {BACKEND!r}. "
             f'Call torch.distributed.init_process_group("{BACKEND}") first.'
         )
     if dist.get_rank() not in members:
         raise CommError(
-            f"Rank {dist.get_rank()} asked for the group {role.name!r} of ranks {members}: it is no member."
+            f"rank {dist.get_rank()} asked for the group {role.name!r} of ranks {members}: it is no member."
         )
     living = live_groups().get(role.name)
     if living is not None:
         present = dist.get_process_group_ranks(living)
         if present != members:
             raise CommError(
-                f"The group {role.name!r} already exists with ranks {present}, so it cannot be made with ranks "
+                f"the group {role.name!r} already exists with ranks {present}, so it cannot be made with ranks "
                 f"{members}. Destroy it first, or give the new one another role."
             )
         return living
@@ -70,18 +70,20 @@ def new_axis_group(role: GroupRole, global_ranks: Sequence[int]) -> ResilientPro
     return group
 
 
-def live_groups() -> dict[str, ResilientProcessGroup]:
-    """All groups of this process that were not destroyed, by the names of their roles."""
-    return {name: group for name, group in sorted(_live.items()) if not group.is_closed}
-
-
-def inner_spec(group: ResilientProcessGroup, *, generation: int, rank: int, global_ranks: Sequence[int]) -> InnerSpec:
+def inner_spec(
+    group: ResilientProcessGroup,
+    *,
+    generation: int,
+    rank: int,
+    global_ranks: Sequence[int],
+    timeout: timedelta | None = None,
+) -> InnerSpec:
     """How one member connects to a later generation of a group: by role and generation alone, so newcomers agree."""
     return InnerSpec(
         store=PrefixStore(group.role.store_prefix(generation), group.root_store),
         rank=rank,
         size=len(global_ranks),
-        timeout=group.timeout,
+        timeout=timeout or group.timeout,
         global_ranks=tuple(global_ranks),
         name=group.role.short_name(generation),
     )
@@ -94,14 +96,18 @@ def connect(spec: InnerSpec, options: CommOptions, world_size: int) -> dist.Proc
         BackendUnavailable: see `choose_transport`.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    return transport_for_group(device_type, options, spec.size, world_size).create(spec)
+    transport = transport_for_group(device_type, options, spec.size, world_size)
+    with wires.recording(spec.store) as found:
+        inner = transport.create(spec)
+    wires.keep(inner, found)
+    return inner
 
 
 def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientProcessGroup:
     """What c10d calls for `backend="hyperpod"`; `given` is the caller's `pg_options`."""
     if given is not None and not isinstance(given, CommOptions | GroupRole):
         raise ConfigError(
-            f"The backend {BACKEND!r} takes pg_options=CommOptions(...), but was given {type(given).__name__}. "
+            f"the backend {BACKEND!r} takes pg_options=CommOptions(...), but was given {type(given).__name__}. "
             "Leave pg_options out to let it choose; options of nccl or gloo are not passed on."
         )
     world = _default_group()
@@ -121,9 +127,18 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
         global_ranks=tuple(c10d.global_ranks_in_group or range(c10d.group_size)),
         name=role.short_name(generation=0),
     )
-    inner = connect(spec, options, c10d.group_size if world is None else world.size())
-    group = ResilientProcessGroup(inner, role=role, options=options, root_store=root_store, timeout=c10d.timeout)
-    _live[role.name] = group
+    is_detached = breaker.phase is Phase.DETACHED  # the others are connected already, and will be again
+    world_size = c10d.group_size if world is None else world.size()
+    group = ResilientProcessGroup(
+        None if is_detached else connect(spec, options, world_size),
+        rank=c10d.group_rank,
+        size=c10d.group_size,
+        role=role,
+        options=options,
+        root_store=root_store,
+        timeout=c10d.timeout,
+    )
+    living[role.name] = group
     _destroy_at_exit()
     return group
 

@@ -7,14 +7,25 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from hyperpod_plugins.comm import wires
 from hyperpod_plugins.comm.backend import CommOptions
+from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.delegating import DelegatingGroup
 from hyperpod_plugins.comm.roles import GroupRole
 from hyperpod_plugins.comm.traffic import Collective, counters
+from hyperpod_plugins.comm.works import (
+    ResilientWork,
+    drop_pending,
+    is_transport_error,
+    quiet_group,
+    raise_peer_lost,
+    transport_message,
+)
 from hyperpod_plugins.errors import CommError
 
 BACKEND = "hyperpod"
@@ -26,19 +37,25 @@ class ResilientProcessGroup(DelegatingGroup):
     DeviceMesh, FSDP2 and DTensor take hold of a group when a model is set up, and ask it for its rank and size
     whenever they need them. What they hold is this object; its members, connections and size are those
     of `inner`. `replace_inner` is the seam at which a later generation of the job takes over.
+
+    A collective that fails for want of a peer breaks all groups of this process, for a step needs all of them; see
+    `breaker` for what happens then.
     """
 
     def __init__(
         self,
-        inner: dist.ProcessGroup,
+        inner: dist.ProcessGroup | None,
         *,
+        rank: int,
+        size: int,
         role: GroupRole,
         options: CommOptions,
         root_store: Store,
         timeout: timedelta,
     ) -> None:
-        super().__init__(inner)
+        super().__init__(rank, size)
         self._inner: dist.ProcessGroup | None = inner
+        self._is_closed = False
         self._traffic = counters(role.axis)
         self.role = role
         self.options = options
@@ -52,26 +69,33 @@ class ResilientProcessGroup(DelegatingGroup):
     @property
     def is_closed(self) -> bool:
         """Whether the group was destroyed."""
-        return self._inner is None
+        return self._is_closed
 
     @property
     def inner(self) -> dist.ProcessGroup:
-        """The group that does the work in this generation.
+        """The group that does the work in this generation, or one that does nothing where that is what is wanted.
 
         Raises:
             CommError: the group was destroyed.
+            PeerLost: the groups are broken, and this is not inside a step.
         """
-        if self._inner is None:
+        if self._is_closed:
             raise CommError(
-                f"The process group {self.role.name!r} was used after it was destroyed. Models, meshes and optimizers "
+                f"the process group {self.role.name!r} was used after it was destroyed. Models, meshes and optimizers "
                 "end with the groups they were built on: build them again after init_process_group."
             )
+        if breaker.is_open and (breaker.cause is None or not self.role.is_strict):
+            if not breaker.is_quiet:
+                raise_peer_lost(breaker.cause or "it has not joined the others yet")
+            return _QUIET
+        if self._inner is None or breaker.is_open:
+            raise_peer_lost(breaker.cause or "it has not joined the others yet")
         return self._inner
 
     def replace_inner(
         self, inner: dist.ProcessGroup, *, generation: int, global_ranks: Sequence[int]
-    ) -> dist.ProcessGroup:
-        """Go on over another inner group, possibly of another size, and return the former one.
+    ) -> dist.ProcessGroup | None:
+        """Go on over another inner group, possibly of another size, and return the former one, if there was one.
 
         All members must have finished their collectives on the former group. The caller ends it: peers may not have
         come this far yet.
@@ -84,15 +108,15 @@ class ResilientProcessGroup(DelegatingGroup):
         Raises:
             CommError: the generation is not newer, or the ranks do not fit the group.
         """
-        former = self.inner
+        former = self._inner
         if generation <= self.generation:
             raise CommError(
-                f"The group {self.role.name!r} is in generation {self.generation} and cannot go to generation "
+                f"the group {self.role.name!r} is in generation {self.generation} and cannot go to generation "
                 f"{generation}: numbers only grow. A process that was left behind must join the job again."
             )
         if len(global_ranks) != inner.size():
             raise CommError(
-                f"The new group {self.role.name!r} has {inner.size()} members, but {len(global_ranks)} global ranks "
+                f"the new group {self.role.name!r} has {inner.size()} members, but {len(global_ranks)} global ranks "
                 "were given. Give one for each member, in order of their rank in the group."
             )
         self._inner, self.generation = inner, generation
@@ -105,12 +129,32 @@ class ResilientProcessGroup(DelegatingGroup):
         super().set_timeout(timeout)
         self.timeout = timeout
 
+    def cut(self) -> None:
+        """Wake whoever waits in a collective of this group, here and at the other members."""
+        if self._inner is not None:
+            wires.cut(self._inner)
+
     def _issue(
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
     ) -> dist.Work:
         # Every collective of every group passes here, and so does its Work: the place to notice a fault.
         self._traffic.add(kind, payload_bytes)
-        return call(*args, **kwargs)
+        try:
+            work = call(*args, **kwargs)
+        except RuntimeError as error:
+            if not is_transport_error(error):
+                raise
+            self._notice(error)
+            return self._issue_broken(error)
+        return work if breaker.is_open else ResilientWork(work, self._notice, is_strict=self.role.is_strict)
+
+    def _notice(self, error: BaseException) -> None:
+        breaker.trip(f"{self.role.name}: {transport_message(error)}", cut_all)
+
+    def _issue_broken(self, error: BaseException) -> dist.Work:
+        if self.role.is_strict or not breaker.is_quiet:
+            raise_peer_lost(breaker.cause or str(error), error)
+        return _QUIET.barrier()
 
     # c10d keeps name and description in the backends of a group, and this group has none of its own.
 
@@ -150,12 +194,31 @@ class ResilientProcessGroup(DelegatingGroup):
 
     def shutdown(self) -> None:
         """End the group and let go of its connections, whoever may still hold this object."""
-        if self._inner is not None:
-            self._inner.shutdown()
-            self._inner = None
+        self._is_closed = True
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            wires.release(inner)
+            inner.shutdown()
 
     def abort(self) -> None:
-        """End the group without waiting for its collectives, where the library can."""
-        if self._inner is not None:
-            self._inner.abort()
-            self._inner = None
+        """End the group without waiting for its collectives: peers that wait in them get an error."""
+        self.cut()
+        self.shutdown()
+
+
+_QUIET = quiet_group()
+
+
+living: "WeakValueDictionary[str, ResilientProcessGroup]" = WeakValueDictionary()
+
+
+def live_groups() -> dict[str, ResilientProcessGroup]:
+    """All groups of this process that were not destroyed, by the names of their roles."""
+    return {name: group for name, group in sorted(living.items()) if not group.is_closed}
+
+
+def cut_all() -> None:
+    """Cut the connections of every group, and drop what would keep them open."""
+    for group in live_groups().values():
+        group.cut()
+    drop_pending()

@@ -18,6 +18,8 @@ class GroupRole:
     """Position on every other axis, as `(axis, index)` pairs, the same for all members."""
     group_id: str = ""
     """c10d's id, only for groups that somebody made without giving them a role."""
+    is_strict: bool = False
+    """Whether a broken group raises also inside a step: for threads beside the step, which take no part in its vote."""
 
     @property
     def name(self) -> str:

@@ -112,7 +112,7 @@ class SumForMean(DelegatingGroup):
     """A group over one that cannot average: means become sums, divided when they have arrived."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner)
+        super().__init__(inner.rank(), inner.size())
         self._inner = inner
 
     @property

@@ -3,9 +3,8 @@
 # A strategy works with parts of Lightning that have no public spelling.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,50 +12,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from hyperpod_plugins.comm import CommOptions, register
-from hyperpod_plugins.env import WorkerEnv, config_path
+from hyperpod_plugins.comm import CommOptions, GroupRole, new_axis_group
+from hyperpod_plugins.data import StatefulLoader
+from hyperpod_plugins.env import config_path
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.flavour import (
-    ModelParallelStrategy,
-    ParallelStrategy,
-    Precision,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-    Trainer,
-    TrainerFn,
-    init_dist_connection,
-    optimizers_to_device,
-    reset_seed,
-)
+from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
+from hyperpod_plugins.lightning.collectives import reduced
+from hyperpod_plugins.lightning.flavour import Precision, Trainer, TrainerFn, optimizers_to_device
+from hyperpod_plugins.lightning.launch import STATE_OF_PEERS, LaunchedStrategy
 from hyperpod_plugins.lightning.module import (
     forbid_inference_mode,
     refuse_another_layout,
+    refuse_other_types,
     refuse_weight_averaging,
     synchronise_metrics_over,
     treat_steps_as_forward,
+    warn_of_placement,
 )
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
+from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.memory import delayed_init, materialize
 from hyperpod_plugins.memory.allocator import AllocatorWatch
 from hyperpod_plugins.parallel import (
-    CheckpointWriter,
     ParallelConfig,
     Topology,
     build_data_group,
     build_mesh,
-    load_checkpoint,
     loss_parallel_context,
     parallelize,
 )
 from hyperpod_plugins.parallel.checkpoint_state import model_tensors
+from hyperpod_plugins.parallel.shard import reshard, sharded_parts, without_replica_sync
 
 
-class HyperPodStrategy(ModelParallelStrategy):
+class HyperPodStrategy(LaunchedStrategy):
     """Hybrid sharding (HSDP on FSDP2) and tensor parallelism for any LightningModule.
 
     The module needs no change: the strategy parallelises it after `configure_model`. A module that shards itself
@@ -86,18 +78,14 @@ class HyperPodStrategy(ModelParallelStrategy):
         timeout_s: float = 1800.0,
         **options: Any,
     ) -> None:
-        self._env = WorkerEnv.from_environ()
-        self._num_nodes = 1
-        super().__init__(timeout=timedelta(seconds=timeout_s), process_group_backend="hyperpod")
+        super().__init__(comm=comm or CommOptions(), timeout_s=timeout_s)
         self.config = ParallelConfig.of(config_path() if config is None else config, **options)
         self._precision_was_chosen = "precision" in options or self.config.precision != ParallelConfig().precision
-        self._comm = comm or CommOptions()
-        self._background_checkpoints = background_checkpoints
-        self._trust_checkpoints = trust_checkpoints
-        self._writer: CheckpointWriter | None = None
+        self._checkpoints = TrainerCheckpoints(in_background=background_checkpoints, are_trusted=trust_checkpoints)
         self._topology: Topology | None = None
         self._data_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
+        self._recovery: TrainerRecovery | None = None
 
     # -- who and where ------------------------------------------------------------------------------------------
 
@@ -107,33 +95,6 @@ class HyperPodStrategy(ModelParallelStrategy):
         if self._topology is None:
             raise ConfigError("the topology is known only after the Trainer has set up the processes")
         return self._topology
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the job: what the launcher says, else `Trainer(num_nodes=...)`."""
-        return self._env.num_nodes if self._env.is_launched and self._is_launched_outside else self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        """One device for each rank of this node."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        # Under a launcher Lightning counts one CPU "device" whatever the number of processes.
-        if parallel_devices and parallel_devices[0].type == "cpu" and self._is_launched_outside:
-            parallel_devices = [torch.device("cpu")] * self._env.local_world_size
-        self._parallel_devices = parallel_devices
-
-    @property
-    def _is_launched_outside(self) -> bool:
-        """Whether a launcher that `WorkerEnv` reads made the processes, not Lightning by `Trainer(...)`."""
-        return isinstance(self.cluster_environment, TorchElasticEnvironment | SLURMEnvironment)
 
     @property
     @override
@@ -152,38 +113,34 @@ class HyperPodStrategy(ModelParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is not None and not isinstance(precision_plugin, HyperPodPrecision):
-            asked = HyperPodPrecision.replacing(precision_plugin, self._device_type)
-            if self._precision_was_chosen and asked.precision != "32-true" and asked.precision != self.config.precision:
-                raise ConfigError(
-                    f"Trainer(precision={asked.precision!r}) contradicts the strategy's precision="
-                    f"{self.config.precision!r}: give one of them, or the same in both."
-                )
-            if not self._precision_was_chosen:
-                self.config = ParallelConfig.of(self.config, precision=asked.precision)
-            precision_plugin = HyperPodPrecision(self.config.precision, self._device_type)
+            chosen = self.config.precision if self._precision_was_chosen else None
+            precision_plugin = HyperPodPrecision.replacing(precision_plugin, self._device_type, chosen)
+            self.config = ParallelConfig.of(self.config, precision=precision_plugin.precision)
         self._precision_plugin = precision_plugin
-
-    @property
-    def _device_type(self) -> str:
-        return self.accelerator.name().replace("gpu", "cuda") if self.accelerator is not None else "cpu"
 
     # -- setting up ---------------------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
         """Join the process group and make the mesh."""
-        ParallelStrategy.setup_environment(self)
-        reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off
-        init_dist_connection(self.cluster_environment, "hyperpod", timeout=self._timeout, pg_options=self._comm)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._recovery is None:
+            env = self._env
+            self._recovery = TrainerRecovery.of(trainer, rank=env.global_rank, world_size=env.world_size)
+        self._join()
+        if self._recovery is not None and self._recovery.is_apart:
+            self._recovery.without_barriers(trainer)
         self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
+        if self.global_rank == 0:
+            warn_of_placement(self._topology)
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
         self._data_group = build_data_group(self._topology)
-        assert self.lightning_module is not None
+        if self._recovery is not None:  # a group that is made later would be missing in a newcomer
+            role = GroupRole("checkpoint", is_strict=True)
+            self._checkpoints.group = new_axis_group(role, range(self.world_size))
         refuse_another_layout(self.lightning_module, self._device_mesh)
-        refuse_weight_averaging(self.lightning_module.trainer)
+        refuse_weight_averaging(trainer)
         self.lightning_module._device_mesh = self._device_mesh
 
     @contextmanager
@@ -200,7 +157,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         assert module is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if any(isinstance(part, FSDPModule) for part in module.modules()):
+        if any(True for _ in sharded_parts(module)):
+            refuse_other_types(module, self.config.precision)
             materialize(module, device=self.root_device, seed=self.config.random_seed)
         else:
             parallelize(module, self.device_mesh, self.config)
@@ -213,17 +171,23 @@ class HyperPodStrategy(ModelParallelStrategy):
         synchronise_metrics_over(module, self._data_group)
         forbid_inference_mode(trainer)
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
+        is_again = self._recovery is not None and self._recovery.is_fitting  # then the optimizers keep their state
+        if trainer.state.fn == TrainerFn.FITTING and not is_again:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
+            if self._recovery is not None:
+                seed, device = self.config.random_seed, self.root_device
+                self._recovery.begin_fit(trainer, module, self.topology, seed=seed, device=device)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step; the loss may be computed from logits that are split over the vocabulary."""
+        if self._recovery is not None:
+            self._recovery.seed()
         with loss_parallel_context(self.config):
             return super().training_step(*args, **kwargs)
 
@@ -247,14 +211,11 @@ class HyperPodStrategy(ModelParallelStrategy):
 
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
-        """Make the root's parameters shards again after a step without backward, which FSDP2 leaves to backward.
-
-        Callbacks that swap or average weights must find the parameters that the optimizer holds.
-        """
+        """Callbacks that swap or average weights must find the parameters that the optimizer holds: reshard."""
         with loss_parallel_context(self.config):
             yield
-        for part in self._sharded_modules():
-            part.reshard()
+        assert self.model is not None
+        reshard(self.model)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -263,53 +224,107 @@ class HyperPodStrategy(ModelParallelStrategy):
             return super().backward(closure_loss, *args, **kwargs)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the closure and the optimizer, then look at the allocator."""
-        result = super().optimizer_step(*args, **kwargs)
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the closure and the optimizer, with recovery as one transaction; then look at the allocator."""
+        if self._recovery is None or not self._recovery.is_fitting:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        elif self._accumulates:
+            return self._recovery.micro_step(partial(self._unsynchronised, closure))
+        else:
+            assert self.lightning_module is not None
+            compute = partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
+            result = self._recovery.step(compute, lambda loss: optimizer.step(closure=lambda: loss, **kwargs))
         if self._allocator_watch is not None:
             self._allocator_watch.after_step()
         return result
 
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """With recovery the strategy is given every micro-step, for it may have to run the whole window again.
+
+        Not in the last batch of an epoch: there Lightning would leave the step out.
+        """
+        if self._recovery is None or not self._recovery.is_fitting:
+            return False
+        assert self.lightning_module is not None
+        return not self.lightning_module.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+    def _unsynchronised(self, closure: Callable[[], Any]) -> Any:
+        with self.block_backward_sync():
+            return closure()
+
+    @property
+    def _accumulates(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.fit_loop._should_accumulate()
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Leave out the all-reduce between replicas: an accumulation window needs it once, in its last micro-step.
-
-        The reduce-scatter inside a replica stays, so that gradients never take more than a shard's memory.
-        """
-        for part in self._sharded_modules():
-            part.set_requires_all_reduce(False, recurse=False)
-        try:
-            yield
-        finally:
-            for part in self._sharded_modules():
-                part.set_requires_all_reduce(True, recurse=False)
-
-    def _sharded_modules(self) -> Iterator[FSDPModule]:
+        """Leave out the all-reduce between replicas: an accumulation window needs it once, in its last micro-step."""
         assert self.model is not None
-        return (part for part in self.model.modules() if isinstance(part, FSDPModule))
+        with without_replica_sync(self.model):
+            yield
+
+    @override
+    def on_train_start(self) -> None:
+        """Loops have been restored."""
+        if self._recovery is not None and self._recovery.is_fitting:
+            assert self.lightning_module is not None
+            self._recovery.on_train_start(self.lightning_module.trainer)
+
+    @override
+    def on_validation_start(self) -> None:
+        """The validation of a process that is apart from the others begins where theirs does."""
+        if self._recovery is not None:
+            self._recovery.join()
+
+    @override
+    def _leave_loops(self) -> bool:
+        if self._recovery is None or not self._recovery.is_fitting:
+            return False
+        assert self.lightning_module is not None
+        self._recovery.leave_loops(self.lightning_module.trainer)
+        return True
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A batch has been fetched."""
+        if self._recovery is not None:
+            self._recovery.on_batch()
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The loader, or its rest where a newcomer begins within an epoch."""
+        is_stateful = isinstance(dataloader, StatefulLoader)
+        if self._recovery is None or is_stateful or not self._is_training:
+            return dataloader
+        assert self.lightning_module is not None
+        return self._recovery.forwarded(dataloader, self.lightning_module.trainer)
+
+    @property
+    def _is_training(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.training
 
     # -- collectives --------------------------------------------------------------------------------------------
 
     @override
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over the ranks that read different samples (tensor peers hold the same value), or over `group`.
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from one rank to all; to a newcomer, what was sent before it came."""
+        if self._recovery is None:
+            return super().broadcast(obj, src)
+        return self._recovery.agree(obj, partial(super().broadcast, obj, src))
 
-        A mean is a sum and a division: not every collective library can average.
-        """
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Reduce over the ranks that read different samples (tensor peers hold the same value), or over `group`."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        is_mean = reduce_op in (None, "mean", "avg") or reduce_op == dist.ReduceOp.AVG
-        operation: Any = "sum" if is_mean else reduce_op
-        if isinstance(operation, str):
-            operation = getattr(dist.ReduceOp, operation.upper())
-        members = self._data_group if group is None else group
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # a loss from split logits
-        result = whole.detach().clone()
-        if is_mean and not result.is_floating_point():
-            result = result.float()
-        dist.all_reduce(result, op=operation, group=members)
-        return result / dist.get_world_size(members) if is_mean else result
+        return reduced(tensor, self._data_group if group is None else group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -334,63 +349,40 @@ class HyperPodStrategy(ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a sharded checkpoint, a folder named `filepath`, on all ranks together."""
-        if storage_options is not None:
-            raise ConfigError(
-                f"HyperPodStrategy writes checkpoints to a file system and takes no storage_options, but got "
-                f"{storage_options!r}. Drop them, and give a path that is mounted on every node."
-            )
         assert self.lightning_module is not None
-        if self._writer is None:
-            self._writer = CheckpointWriter()
-        state = checkpoint.pop("state_dict")
-        optimizers = self.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
-        self._writer.save(
+        self._checkpoints.save(
             self.broadcast(filepath),
-            model=self.lightning_module,
-            optimizers=optimizers,
-            extra=checkpoint,
-            model_state=state,
-            background=self._background_checkpoints,
+            checkpoint,
+            module=self.lightning_module,
+            optimizers=self.optimizers,
+            storage_options=storage_options,
         )
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a sharded checkpoint of any degrees, or a checkpoint file that another strategy wrote.
-
-        Raises:
-            CheckpointDamaged: no checkpoint, or an interrupted one.
-            CheckpointMismatch: a checkpoint of another model or other optimizers.
-        """
+        """Load a sharded checkpoint of any degrees, or a checkpoint file that another strategy wrote."""
         assert self.lightning_module is not None
+        if self._recovery is not None and checkpoint_path == STATE_OF_PEERS:
+            return self._recovery.state_of_peers()
         path = Path(self.broadcast(checkpoint_path))
         if path.is_file():
             return super().load_checkpoint(path, weights_only=weights_only)
-        if self._writer is not None:
-            self._writer.wait()
-        extra = load_checkpoint(
-            path,
-            model=self.lightning_module,
-            optimizers=self.optimizers,
-            weights_only=not self._trust_checkpoints and weights_only is not False,
-            strict=self.lightning_module.strict_loading,
+        return self._checkpoints.load(
+            path, module=self.lightning_module, optimizers=self.optimizers, weights_only=weights_only
         )
-        return {**extra, "state_dict": {}, "optimizer_states": [{} for _ in self.optimizers]}
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, once the one that is being written in its place is complete."""
-        remove = partial(super().remove_checkpoint, filepath)
-        if self._writer is None:
-            remove()
-        else:
-            self._writer.when_written(remove)
+        self._checkpoints.remove(partial(super().remove_checkpoint, filepath))
 
     @override
     def teardown(self) -> None:
         """Wait for a checkpoint that is still being written."""
-        writer, self._writer = self._writer, None
         try:
-            if writer is not None:
-                writer.close()
+            self._checkpoints.close()
         finally:
+            recovery, self._recovery = self._recovery, None
+            if recovery is not None:
+                recovery.leave()
             super().teardown()

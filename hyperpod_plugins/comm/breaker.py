@@ -1,0 +1,103 @@
+"""What a process does with its groups once one of them is broken: all break together, and the phase says what follows.
+
+    phase       a broken group's collectives                      when
+    STRICT      raise PeerLost                                    outside a step
+    TOLERANT    return at once, outputs untouched                 inside a step, until its vote
+    DETACHED    return at once, and there are no connections      a newcomer that sets itself up
+
+Breaking is one-way: only `reform` in `generations.py` mends. No exception crosses autograd or a hook of FSDP2 in a
+step, so no module is left half gathered; what the step computes after a break is thrown away.
+"""
+
+import enum
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+
+class Phase(enum.Enum):
+    """What collectives of broken groups do."""
+
+    STRICT = "they raise PeerLost"
+    TOLERANT = "they do nothing, and the vote at the end of the step tells"
+    DETACHED = "they do nothing, for this process has not joined the others yet"
+
+
+class Breaker:
+    """The state of all groups of this process; thread-safe."""
+
+    def __init__(self) -> None:
+        self._phase = Phase.STRICT
+        self._cause: str | None = None
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[str], None]] = []
+
+    @property
+    def phase(self) -> Phase:
+        """What collectives do when the groups are broken."""
+        return self._phase
+
+    @property
+    def cause(self) -> str | None:
+        """Why the groups are broken (the first reason), or None while they are whole."""
+        return self._cause
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether collectives do nothing now."""
+        return self._phase is Phase.DETACHED or (self._cause is not None and self._phase is Phase.TOLERANT)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether collectives do not reach the peers now, be it quietly or with an error."""
+        return self._cause is not None or self._phase is Phase.DETACHED
+
+    def when_broken(self, listener: Callable[[str], None]) -> None:
+        """Call `listener(cause)` at each break, in the thread that noticed it, after the connections were cut."""
+        self._listeners.append(listener)
+
+    def forget(self, listener: Callable[[str], None]) -> None:
+        """Do not call a listener any more."""
+        self._listeners = [each for each in self._listeners if each != listener]
+
+    def trip(self, cause: str, cut: Callable[[], None]) -> bool:
+        """Break, unless broken already; `cut` ends the connections. Returns whether this call did it."""
+        with self._lock:
+            if self._cause is not None:
+                return False
+            self._cause = cause
+        cut()
+        for listener in self._listeners:
+            listener(cause)
+        return True
+
+    def detach(self) -> None:
+        """Begin as a newcomer."""
+        self._phase = Phase.DETACHED
+
+    def part(self) -> None:
+        """Go apart from the others after a break: collectives do nothing until the groups are mended."""
+        self._phase = Phase.DETACHED
+
+    def close(self) -> None:
+        """All groups have new connections."""
+        with self._lock:
+            self._cause = None
+        self._phase = Phase.STRICT
+
+    @contextmanager
+    def tolerant(self) -> Generator[None]:
+        """Inside a step. A newcomer stays detached, and a break outlasts the block."""
+        if self._phase is not Phase.STRICT:
+            yield
+            return
+        self._phase = Phase.TOLERANT
+        try:
+            yield
+        finally:
+            if self._phase is Phase.TOLERANT:
+                self._phase = Phase.STRICT
+
+
+breaker = Breaker()
+"""The one of this process: c10d's default group is one a process, too."""

@@ -1,0 +1,136 @@
+"""The connections under a group, and how to cut them: the only way to wake whoever is blocked in gloo.
+
+[Note: cutting] gloo's abort, shutdown and destruction wake nobody (torch 2.13). A collective that waits for a lost peer
+ends when a socket of its group is shut down, on this side or on the other. So the sockets that appear while a group
+connects are remembered, as duplicates: a descriptor's number may belong to something else by the time it is needed.
+Cutting our side ends our peers' waits too, so that one rank that knows of a fault tells all it is connected to.
+
+Only connected sockets are taken: shutting down a listener makes gloo abort the process. The store's connection, which
+recovery needs, is known by its port.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+class Wires:
+    """Sockets of one inner group."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def add(self, sockets: list[socket.socket]) -> None:
+        """Take ownership of duplicates."""
+        self._sockets += sockets
+
+    def cut(self) -> None:
+        """Shut down every connection, at both ends; harmless when they are gone already."""
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the duplicates; the group keeps its own descriptors."""
+        sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            each.close()
+
+
+_wires: WeakKeyDictionary[dist.ProcessGroup, Wires] = WeakKeyDictionary()
+_recording = threading.Lock()
+
+
+@contextmanager
+def recording(store: Store) -> Generator[Wires]:
+    """Remember the sockets that are connected inside the block, apart from those of `store`.
+
+    One block runs at a time in a process: two at once could not tell their sockets apart.
+    """
+    wires = Wires()
+    with _recording:
+        before = _open_sockets()
+        try:
+            yield wires
+        finally:
+            wires.add(_connected(_open_sockets() - before, store_port(store)))
+
+
+def keep(group: dist.ProcessGroup, wires: Wires) -> None:
+    """Remember whose wires these are."""
+    _wires[group] = wires
+
+
+def cut(group: dist.ProcessGroup) -> None:
+    """Wake everybody who waits in a collective of this inner group, here and at its other members."""
+    if group in _wires:
+        _wires[group].cut()
+    if torch.cuda.is_available():
+        _abort_nccl(group)
+
+
+def release(group: dist.ProcessGroup) -> None:
+    """Close the remembered sockets of an inner group that is not used any more."""
+    wires = _wires.pop(group, None)
+    if wires is not None:
+        wires.close()
+
+
+def store_port(store: Store) -> int | None:
+    """Port of the server behind a store, or None where it has none."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, TCPStore) else None
+
+
+def _abort_nccl(group: dist.ProcessGroup) -> None:
+    """End the kernels that wait on the GPU; a CUDA backend's own abort does that, unlike gloo's."""
+    with suppress(RuntimeError):  # the group has no backend for cuda
+        group._get_backend(torch.device("cuda")).abort()  # pyright: ignore[reportPrivateUsage]
+
+
+def _open_sockets() -> set[tuple[int, str]]:
+    """Descriptor and inode of each socket of this process; empty where there is no /proc."""
+    found: set[tuple[int, str]] = set()
+    if not _DESCRIPTORS.is_dir():
+        return found
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):  # closed meanwhile
+            target = os.readlink(_DESCRIPTORS / name)
+            if target.startswith("socket:"):
+                found.add((int(name), target))
+    return found
+
+
+def _connected(descriptors: set[tuple[int, str]], excluded_port: int | None) -> list[socket.socket]:
+    kept: list[socket.socket] = []
+    for descriptor, _ in descriptors:
+        try:
+            candidate = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            continue
+        if _is_data_socket(candidate, excluded_port):
+            kept.append(candidate)
+        else:
+            candidate.close()
+    return kept
+
+
+def _is_data_socket(candidate: socket.socket, excluded_port: int | None) -> bool:
+    if candidate.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    try:
+        ports = {candidate.getsockname()[1], candidate.getpeername()[1]}
+    except OSError:  # a listener has no peer
+        return False
+    return excluded_port not in ports

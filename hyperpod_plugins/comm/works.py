@@ -1,0 +1,204 @@
+"""Handles of collectives: one that notices a lost peer, one for a collective that did nothing, and a group of those."""
+
+# pybind11's overloads have no signature that a Python override could match.
+# pyright: reportIncompatibleMethodOverride=false
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn, cast
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from hyperpod_plugins.comm.breaker import breaker
+from hyperpod_plugins.errors import PeerLost
+
+_FOREVER = timedelta(0)  # what C++ passes for "no timeout"
+
+_TRANSPORT_WORDS = re.compile(
+    r"onnection (closed|reset|refused|was likely closed)|roken pipe|imed? ?out|[Ss]ocket|NCCL|ncclRemote|[Aa]bort"
+    r"|peer|[Nn]etwork|onnect\b|onnectFullMesh|Read error|Write error|recv|Resource temporarily|EOF"
+)
+"""What libraries say when a peer or the way to it is gone; anything else is a mistake in a program, and is raised."""
+
+pending: "WeakSet[ResilientWork]" = WeakSet()
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether a collective failed for want of a peer, not because it was called wrongly."""
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and _TRANSPORT_WORDS.search(str(error)) is not None
+
+
+def transport_message(error: BaseException) -> str:
+    """The part of a library's message that says something: without its source file, and without its advice."""
+    line = str(error).partition("\n")[0].partition(" This is typically caused")[0]
+    return re.sub(r"^\[\S+\]\s*", "", line)
+
+
+def raise_peer_lost(cause: str, error: BaseException | None = None) -> NoReturn:
+    """Raise the error of a broken group outside a step, with the first cause."""
+    raise PeerLost(
+        f"the process groups of this rank are broken: {cause}. Nothing was sent or received. Where the job recovers "
+        "in place (hyperpodrun with CheckpointlessRecovery) this is handled; otherwise restart from a checkpoint."
+    ) from error
+
+
+def drop_pending() -> None:
+    """Let go of the library's handles of all collectives under way."""
+    for _ in range(100):
+        try:
+            works = list(pending)
+        except RuntimeError:  # another thread has just begun a collective
+            continue
+        for work in works:
+            work.drop()
+        return
+
+
+class ResilientWork(dist.Work):
+    """A collective under way. A transport error in it breaks the groups; what that means is the breaker's phase."""
+
+    def __init__(self, inner: dist.Work, on_error: Callable[[BaseException], None], *, is_strict: bool) -> None:
+        super().__init__()
+        self._inner: dist.Work | None = inner
+        self._on_error = on_error
+        self._is_strict = is_strict
+        pending.add(self)
+
+    def drop(self) -> None:
+        """Let go of the library's handle, which keeps connections of a broken group open."""
+        self._inner = None
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        """Wait for the collective. Zero means no timeout but the group's."""
+        inner = self._inner
+        if inner is None:
+            return self._after_break(None)
+        try:
+            return inner.wait() if timeout == _FOREVER else inner.wait(timeout)
+        except RuntimeError as error:
+            if not is_transport_error(error):
+                raise
+            self._on_error(error)
+            return self._after_break(error)
+
+    def _after_break(self, error: BaseException | None) -> bool:
+        if self._is_strict or (breaker.cause is not None and not breaker.is_quiet):
+            raise_peer_lost(breaker.cause or str(error), error)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the collective has ended, well or not."""
+        return True if self._inner is None else self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it ended well."""
+        return self._inner is not None and self._inner.is_success()
+
+    def exception(self) -> Any:
+        """The library's error."""
+        return None if self._inner is None else self._inner.exception()
+
+    def source_rank(self) -> int:
+        """Who sent, for a receive from anybody."""
+        return -1 if self._inner is None else self._inner.source_rank()
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def result(self) -> list[torch.Tensor]:
+        """Output tensors, where the library keeps them."""
+        return [] if self._inner is None else self._inner.result()
+
+    def synchronize(self) -> None:
+        """Make the current stream wait."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait, not the caller."""
+        if self._inner is not None:
+            self._inner.block_current_stream()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """The result, when it is there."""
+        return _done() if self._inner is None else self._inner.get_future()
+
+
+class FinishedWork(dist.Work):
+    """A collective that did nothing."""
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+    def is_success(self) -> bool:
+        """Always, for nothing was tried."""
+        return True
+
+    def exception(self) -> None:
+        """Nothing."""
+
+    def source_rank(self) -> int:
+        """Nobody sent."""
+        return 0
+
+    def _source_rank(self) -> int:
+        return 0
+
+    def result(self) -> list[torch.Tensor]:
+        """Nothing."""
+        return []
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def block_current_stream(self) -> None:
+        """Return at once."""
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is done."""
+        return _done()
+
+
+def _done() -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result([])
+    return future
+
+
+class QuietGroup:
+    """Stands where an inner group would, and does nothing: outputs stay as they are."""
+
+    def __init__(self, device_types: list[torch.device]) -> None:
+        self._device_types = device_types
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> dist.Work:
+        return FinishedWork()
+
+    allreduce = allreduce_coalesced = allgather = allgather_coalesced = _allgather_base = _nothing
+    allgather_into_tensor_coalesced = reduce_scatter = _reduce_scatter_base = reduce_scatter_tensor_coalesced = _nothing
+    alltoall_base = alltoall = broadcast = reduce = gather = scatter = send = recv = recv_anysource = _nothing
+    barrier = _end_coalescing = _nothing
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing will be issued."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """There is nobody to agree with."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Nothing waits."""
+
+
+def quiet_group() -> dist.ProcessGroup:
+    """A `QuietGroup`, under the type that callers expect."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return cast("dist.ProcessGroup", QuietGroup([torch.device(device) for device in devices]))

@@ -1,0 +1,250 @@
+"""The agent of one node: torch's elastic agent, except that a lost worker is replaced and the others go on.
+
+A death takes this path, within milliseconds: the kernel tells the zygote, the zygote the agent, the agent the ledger
+(first that the place has a new incarnation, then how the old one ended, then that the generation is over if it had
+been formed), and the zygote forks the replacement. Workers are free to notice earlier; whoever writes the end
+of a generation first is believed.
+
+All agents talk to the store of the agent of node 0, so no worker's death takes it along.
+"""
+
+import contextlib
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import LogsDest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.utils.logging import get_logger
+
+from hyperpod_plugins.elastic.crew import Crew, Phase, Post
+from hyperpod_plugins.elastic.failures import cause, failure
+from hyperpod_plugins.elastic.incident import Incident
+from hyperpod_plugins.elastic.ledger import Ledger
+from hyperpod_plugins.elastic.logs import Sink
+from hyperpod_plugins.elastic.options import AgentOptions
+from hyperpod_plugins.elastic.restarts import RestartBudget
+from hyperpod_plugins.elastic.rounds import Meeting, posts_of
+from hyperpod_plugins.elastic.signals import SignalInbox
+
+logger = get_logger(__name__)
+
+_POLL_S = 0.05
+"""How often the ledger is asked for processes to kill, and whether the job is over."""
+_LEAVE_S = 5.0
+"""How long nodes wait for each other's farewell when all their workers are done."""
+_NEWS_S = 0.5
+"""How long the store outlives the decision to stop, for the other nodes to read why."""
+_STOPPED = "agent/stopped"  # value: the Incident for which the whole job ends
+_DONE = "agent/done"  # value NODE: all workers of that node have come to a good end
+_LEFT = "agent/left"  # value NODE: it needs the rendezvous no more
+_FINISHED = "agent/finished"  # value RANK: that worker has
+
+
+class HyperPodAgent(SimpleElasticAgent):
+    """Replaces lost workers one by one."""
+
+    def __init__(self, spec: WorkerSpec, options: AgentOptions) -> None:
+        """Start the zygote.
+
+        Args:
+            spec: torch's; its restarts are of all workers together and must be 0, its interval short.
+            options: ours.
+        """
+        super().__init__(spec)
+        self._options = options
+        self._inbox = SignalInbox(options.ending_signals)
+        self._crew = Crew(options.program, options.zygote, dict(options.environ))
+        self._meeting = Meeting()
+        self._budgets: dict[int, RestartBudget] = {}
+        self._failures: dict[int, ProcessFailure] = {}
+        self._reporter = ""
+        self._generation = 0
+        self._next_poll_s = 0.0
+        self._has_left = False
+        self._stopped_s = 0.0
+        self.stopped: Incident | None = None
+        """Why the whole job ends, where it does before its work is done."""
+
+    # -- what torch's loop calls ----------------------------------------------------------------------------------
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._round = self._meeting.begin(worker_group)
+        self._ledger = Ledger.connect(self._round.job)
+        self._generation = 0
+        self._reporter = f"agent of node {self._round.node}"
+        self._budgets.clear()
+        with self._inbox.deferred():
+            posts, destination = posts_of(worker_group, self._round, self._options)
+            self._crew.man(posts, self._sinks(destination))
+            for post, code in self._crew.wait_started(self._inbox):
+                self._on_end(post, code)
+            return {post.local_rank: post.pid for post in posts}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        until_s = time.monotonic() + self._options.monitor_interval_s
+        with self._inbox.deferred():
+            while True:
+                for post, code in self._crew.wait(min(until_s, self._next_poll_s), self._inbox):
+                    self._on_end(post, code)
+                self._inbox.raise_pending()
+                for notice in self._inbox.take_notices():
+                    self._crew.send(self._crew.posts, notice)
+                self._poll_ledger()
+                result = self._outcome()
+                if result is not None:
+                    return result
+                if time.monotonic() >= until_s:
+                    for post in self._crew.posts:
+                        worker_group.workers[post.local_rank].id = post.pid
+                    return RunResult(state=WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop(signal.SIGTERM)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """`timeout` is torch's idea; ours is in the options, and the same."""
+        self._stop(death_sig)
+        self._crew.close()
+        if self.stopped is not None and (self._worker_group.group_world_size or 1) > 1:
+            time.sleep(max(0.0, self._stopped_s + _NEWS_S - time.monotonic()))
+
+    def _exit_barrier(self) -> None:
+        """Wait until the workers of all nodes are done, for the stores are needed until then, and leave together."""
+        with contextlib.suppress(DistError):  # a node that has waited long enough may leave first, with its store
+            self._await_all_nodes(_DONE, self._exit_barrier_timeout)
+            self.leave_rendezvous()
+            self._await_all_nodes(_LEFT, _LEAVE_S)
+        if self._round.node == 0 and self._round.num_nodes > 1:
+            time.sleep(2 * self._options.monitor_interval_s)  # the others still look for the last `_LEFT`
+
+    def _await_all_nodes(self, what: str, timeout_s: float) -> None:
+        self._ledger.put(f"{what}/{self._round.node}", b"1")
+        deadline_s = time.monotonic() + timeout_s
+        waiting = set(range(self._round.num_nodes))
+        while time.monotonic() < deadline_s and self._ledger.find(_STOPPED) is None:
+            waiting = {node for node in waiting if self._ledger.find(f"{what}/{node}") is None}
+            if not waiting:
+                return
+            time.sleep(self._options.monitor_interval_s)
+
+    def leave_rendezvous(self) -> None:
+        """Close the rendezvous, once: nobody is to join any more."""
+        if not self._has_left:
+            self._has_left = True
+            self._worker_group.spec.rdzv_handler.shutdown()
+
+    # -- the life of a worker -------------------------------------------------------------------------------------
+
+    def _on_end(self, post: Post, code: int) -> None:
+        """Tell the ledger that a process has ended, and replace it unless that is pointless."""
+        try:
+            if code == 0:
+                self._ledger.put(f"{_FINISHED}/{post.global_rank}", b"1")
+                return
+            incident = self._write_up(post, code)
+            refusal = self._refusal(post, code)
+        except DistError as error:
+            self._lose_store(error)
+            return
+        if refusal is not None:
+            self._failures[post.global_rank] = failure(post, code)
+            self._stop_job(incident, refusal)
+            return
+        logger.warning(
+            "rank %d (pid %d, incarnation %d) ended after %.1f s: %s; another takes its place",
+            *(post.global_rank, post.pid, post.incarnation, post.uptime_s, incident.cause),
+        )
+        self._crew.replace(post, incident.incarnation + 1)
+
+    def _write_up(self, post: Post, code: int) -> Incident:
+        """Tell in the order that nobody can misread: a reader of `exit` or `end` finds the place already void."""
+        incident = Incident(
+            kind="process",
+            cause=cause(post, code),
+            rank=post.global_rank,
+            incarnation=post.incarnation,
+            reporter=self._reporter,
+        )
+        self._ledger.next_incarnation(post.global_rank)
+        self._ledger.record_exit(incident)
+        self._generation = self._ledger.generation(self._generation)
+        if self._generation == 0 or self._ledger.plan(self._generation) is not None:
+            self._ledger.end(self._generation, incident)
+        return incident
+
+    def _refusal(self, post: Post, code: int) -> str | None:
+        budget = self._budgets.setdefault(post.global_rank, RestartBudget(self._options.restarts))
+        refusal = budget.refusal(code, post.uptime_s, time.monotonic())
+        if refusal is None and any(other.phase is Phase.DONE for other in self._crew.posts):
+            others = set(range(self._worker_group.workers[0].world_size)) - {post.global_rank}
+            if all(self._ledger.find(f"{_FINISHED}/{rank}") is not None for rank in others):
+                return "all others have finished, and a new process would wait for them in vain"
+        return refusal
+
+    def _poll_ledger(self) -> None:
+        """Kill whom others want killed, and hear whether another node has ended the job."""
+        if time.monotonic() < self._next_poll_s:
+            return
+        self._next_poll_s = time.monotonic() + _POLL_S
+        try:
+            for wanted in self._ledger.new_kills():
+                here = [post for post in self._crew.posts if (post.global_rank, post.incarnation) == wanted]
+                self._crew.send(here, signal.SIGKILL)
+            stopped = self._ledger.find(_STOPPED)
+        except DistError as error:
+            self._lose_store(error)
+            return
+        if stopped is not None:
+            self._end_with(Incident.from_json(stopped))
+
+    # -- the end of the job ---------------------------------------------------------------------------------------
+
+    def _outcome(self) -> RunResult | None:
+        if self.stopped is not None:
+            return RunResult(state=WorkerState.FAILED, failures=self._failures)
+        if any(post.phase is not Phase.DONE for post in self._crew.posts):
+            return None
+        return RunResult(
+            state=WorkerState.SUCCEEDED, return_values={post.global_rank: None for post in self._crew.posts}
+        )
+
+    def _stop_job(self, incident: Incident, why: str) -> None:
+        reason = replace(incident, cause=f"{incident.cause}; it is not replaced, for {why}")
+        self._end_with(reason)
+        with contextlib.suppress(DistError):
+            self._ledger.put(_STOPPED, reason.to_json().encode())
+
+    def _lose_store(self, error: Exception) -> None:
+        cause = f"the agent of node 0, which serves the store of the job, is gone ({error})"
+        self._end_with(Incident(kind="agent", cause=cause, reporter=self._reporter))
+
+    def _end_with(self, incident: Incident) -> None:
+        if self.stopped is None:
+            self.stopped, self._stopped_s = incident, time.monotonic()
+
+    def _stop(self, number: signal.Signals) -> None:
+        with self._inbox.deferred():
+            for post, code in self._crew.stop(number, self._options.shutdown_timeout_s, self._inbox):
+                if code > 0 and self.stopped is not None:  # not by our signal: it may be why others failed
+                    self._failures[post.global_rank] = failure(post, code)
+
+    def _sinks(self, destination: LogsDest) -> list[Sink]:
+        sinks = [Sink("stdout", sys.stdout), Sink("stderr", sys.stderr)]
+        for sink, path, needles in (
+            (sinks[0], destination.filtered_stdout, self._options.stdout_filters),
+            (sinks[1], destination.filtered_stderr, self._options.stderr_filters),
+        ):
+            if needles:
+                sinks.append(Sink(sink.stream, open(path, "w"), needles))  # noqa: SIM115  (open while this process is)
+        return sinks

@@ -1,0 +1,195 @@
+"""The worker processes of one node: starting, replacing, signalling and outliving them; no policy, no ledger."""
+
+import enum
+import os
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hyperpod_plugins.elastic.logs import ProcessLogs, Sink, Tee
+from hyperpod_plugins.elastic.signals import SignalInbox
+from hyperpod_plugins.elastic.wire import ProgramKind, Start
+from hyperpod_plugins.elastic.zygote_process import Started, ZygoteOptions, ZygoteProcess, wait_readable
+from hyperpod_plugins.errors import ConfigError
+
+_START_TIMEOUT_S = 600.0
+"""How long imports from a slow network file system may take before the first worker is forked."""
+_KILLED_S = 5.0
+"""How long a killed process may take to go; one that is stuck in a driver never does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What every worker runs."""
+
+    kind: ProgramKind
+    target: str
+    args: tuple[str, ...] = ()
+
+
+class Phase(enum.Enum):
+    """What a place in the crew permits."""
+
+    RUNNING = "its process can be signalled, and its end will be reported"
+    DONE = "its program came to a good end; nothing more happens here"
+    LOST = "its process ended otherwise, and none has been put in its place"
+
+
+@dataclass(slots=True, kw_only=True)
+class Post:
+    """One rank of this node, and the process that fills it."""
+
+    local_rank: int
+    global_rank: int
+    environ: dict[str, str]
+    logs: ProcessLogs
+    founder_logs: ProcessLogs
+    prefix: str
+    """Put before each line that is copied to the console."""
+    args: tuple[str, ...] = ()
+    incarnation: int = 0
+    ticket: int = -1
+    pid: int = -1
+    started_s: float = 0.0
+    phase: Phase = Phase.LOST
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since its process was forked."""
+        return time.monotonic() - self.started_s
+
+
+class Crew:
+    """All posts of this node."""
+
+    def __init__(self, program: Program, options: ZygoteOptions, environ: dict[str, str]) -> None:
+        """Start the zygote; its imports run while the nodes find each other."""
+        self._program = program
+        self._options = options
+        self._environ = environ
+        self._zygote = ZygoteProcess(options, environ)
+        self._tee = Tee()
+        self._num_tickets = 0
+        self._sinks: Sequence[Sink] = ()
+        self.posts: Sequence[Post] = ()
+
+    def man(self, posts: Sequence[Post], sinks: Sequence[Sink]) -> None:
+        """Start a process for each post, and copy to `sinks` the streams that are to be copied."""
+        self.posts, self._sinks = posts, sinks
+        for post in posts:
+            self._start(post)
+
+    def replace(self, post: Post, incarnation: int) -> None:
+        """Put a new process in the place of one that has ended."""
+        for stream in post.logs.teed:
+            self._tee.complete(post.logs.path(stream))
+        post.incarnation = incarnation
+        post.logs = post.founder_logs.of_replacement(incarnation)
+        post.environ["TORCHELASTIC_ERROR_FILE"] = post.logs.error_file
+        self._start(post)
+
+    def wait_started(self, inbox: SignalInbox) -> list[tuple[Post, int]]:
+        """Wait until every running post has a pid; returns the posts that have ended meanwhile, as `wait` does.
+
+        Raises:
+            ConfigError: the zygote ended, or is not ready in time.
+            SignalException: somebody wants the job to end.
+        """
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        ended: list[tuple[Post, int]] = []
+        while any(post.pid < 0 for post in self.posts if post.phase is Phase.RUNNING):
+            inbox.raise_pending()
+            ended += self.wait(min(time.monotonic() + 1.0, deadline_s), inbox)
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"the process that imports for the workers was not ready after {_START_TIMEOUT_S:.0f} s. It was "
+                    f"to import {', '.join(self._options.preload)}. Is the file system they lie on reachable?"
+                )
+        return ended
+
+    def wait(self, deadline_s: float, inbox: SignalInbox) -> list[tuple[Post, int]]:
+        """Wait until a process has ended, a signal came or `deadline_s` is over; returns who ended, and the code.
+
+        Raises:
+            ConfigError: the zygote ended before it could start anything.
+        """
+        descriptors = [inbox.fileno()] if self._zygote.is_lost else [inbox.fileno(), self._zygote.fileno()]
+        wait_readable(descriptors, deadline_s)
+        ended: list[tuple[Post, int]] = []
+        posts = {post.ticket: post for post in self.posts if post.phase is Phase.RUNNING}
+        for event in self._zygote.news():
+            post = posts.get(event.ticket)
+            if post is None:
+                continue
+            if isinstance(event, Started):
+                post.pid, post.started_s = event.pid, time.monotonic()
+            else:
+                post.phase = Phase.LOST if event.code else Phase.DONE
+                ended.append((post, event.code))
+        if self._zygote.is_lost:
+            ended += self._after_zygote(post for post in posts.values() if post.phase is Phase.RUNNING)
+        return ended
+
+    def send(self, posts: Iterable[Post], number: signal.Signals, *, last: bool = False) -> None:
+        """Send a signal to running posts; SIGKILL takes all that a worker has started with it."""
+        group = number == signal.SIGKILL or self._program.kind == "executable"
+        for post in posts:
+            if post.phase is Phase.RUNNING:
+                self._zygote.send_signal(post.ticket, number, group=group, last=last)
+
+    def stop(self, number: signal.Signals, timeout_s: float, inbox: SignalInbox) -> list[tuple[Post, int]]:
+        """Signal everybody, wait, kill those that are left; returns who ended, and the code."""
+        self.send(self.posts, number, last=True)
+        ended = self._wait_all(time.monotonic() + timeout_s, inbox)
+        self.send(self.posts, signal.SIGKILL)
+        return ended + self._wait_all(time.monotonic() + _KILLED_S, inbox, patient=True)
+
+    def close(self) -> None:
+        """End the zygote and copy the last output; the crew is of no use afterwards."""
+        self._zygote.close()
+        self._tee.close()
+
+    def _wait_all(self, deadline_s: float, inbox: SignalInbox, *, patient: bool = False) -> list[tuple[Post, int]]:
+        ended: list[tuple[Post, int]] = []
+        while any(post.phase is Phase.RUNNING for post in self.posts) and time.monotonic() < deadline_s:
+            if inbox.is_impatient and not patient:
+                break
+            ended += self.wait(min(deadline_s, time.monotonic() + 0.2), inbox)
+            inbox.drain()
+        return ended
+
+    def _start(self, post: Post) -> None:
+        if self._zygote.is_lost:
+            self._zygote = ZygoteProcess(self._options, self._environ)
+        self._num_tickets += 1
+        post.ticket, post.pid, post.phase = self._num_tickets, -1, Phase.RUNNING
+        post.started_s = time.monotonic()
+        post.environ["HYPERPOD_INCARNATION"] = str(post.incarnation)
+        self._zygote.start(
+            Start(
+                ticket=post.ticket,
+                kind=self._program.kind,
+                target=self._program.target,
+                args=post.args,
+                environ=post.environ,
+                cwd=os.getcwd(),
+                stdout=post.logs.stdout,
+                stderr=post.logs.stderr,
+            )
+        )
+        for sink in self._sinks:
+            if sink.stream in post.logs.teed:
+                self._tee.follow(post.logs.path(sink.stream), post.prefix, sink)
+
+    def _after_zygote(self, posts: Iterable[Post]) -> list[tuple[Post, int]]:
+        """The zygote is gone, and the kernel has killed its children."""
+        ended, was_ready, code = list(posts), self._zygote.is_ready, self._zygote.close()
+        if ended and not was_ready:
+            raise ConfigError(
+                f"the process that imports for the workers ended with code {code} before it was ready; its error is "
+                f"above. It was to import {', '.join(self._options.preload)}: change that with --preload."
+            )
+        for post in ended:
+            post.phase = Phase.LOST
+        return [(post, -signal.SIGKILL) for post in ended]

@@ -1,0 +1,48 @@
+"""What went wrong, as the one who knew it first tells it."""
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Literal, Self
+
+IncidentKind = Literal[
+    "process",  # a worker process ended before its work was done
+    "exception",  # a rank's own code raised
+    "collective",  # a rank saw a collective fail, and knows no more than that
+    "hang",  # a rank did not arrive where the others waited for it
+    "agent",  # the agent of a node is gone, and all workers of that node with it
+    "request",  # somebody asked for it: a change of size, a test
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """The end of a generation: who failed, how, and who says so."""
+
+    kind: IncidentKind
+    cause: str
+    """One line: an exit code, a signal's name, an exception's text."""
+    rank: int = -1
+    """Global rank that failed, or -1 where the reporter cannot tell."""
+    incarnation: int = 0
+    """Which process in that rank's place: 0 for the founder."""
+    reporter: str = ""
+    """Who wrote this, such as `rank 2` or `agent of node 0`."""
+    step: int = -1
+    """Number of steps committed by the reporter, or -1 where it does not count them."""
+    at_s: float = field(default_factory=time.time)
+    """Unix time of the report, in seconds."""
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        """One sentence part: `rank 2 (process): killed by SIGKILL`."""
+        who = f"rank {self.rank}" if self.rank >= 0 else self.reporter or "unknown rank"
+        return f"{who} ({self.kind}): {self.cause}"

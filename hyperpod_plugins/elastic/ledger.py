@@ -1,0 +1,168 @@
+"""What the members and agents of a job tell each other, in a c10d store that no worker hosts.
+
+    key                       value                             written by
+    incarnation/RANK          number of the process in a place  the agent, before it starts one
+    exit/RANK/INCARNATION     Incident                          the agent that saw the process end
+    end/GENERATION            Incident                          whoever knows first (compare and set)
+    arrive/GENERATION/RANK    an arrival (JSON)                 each process that wants to be a member
+    plan/GENERATION           all arrivals (JSON)               whoever sees them complete (compare and set)
+    kill/NUMBER               "RANK INCARNATION"                whoever wants a stuck process ended
+    beat/RANK                 JSON                              each process, about once a second
+    value/NAME                bytes                             anybody
+
+A generation is over when its `end` exists. The next one is formed by the first `plan`; both are written once and never
+changed, so everybody acts on the same. Nothing here decides; see `membership.py`.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Self
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from hyperpod_plugins.elastic.incident import Incident
+from hyperpod_plugins.env import JobEnv
+
+
+class Ledger:
+    """One connection to the ledger of a job; not to be shared between threads that wait."""
+
+    def __init__(self, store: Store) -> None:
+        """Use `store`, whose keys belong to this job alone."""
+        self._store = store
+        self._kills_seen = 0
+
+    @classmethod
+    def connect(cls, job: JobEnv, timeout_s: float = 30.0) -> Self:
+        """Open a connection of one's own to the store of the job's agent.
+
+        Raises:
+            DistNetworkError: nobody answers there within `timeout_s` seconds.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(job.store_host, job.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return cls(PrefixStore(f"hyperpod/{job.run_id}", store))
+
+    def store(self, name: str) -> Store:
+        """A part of the ledger's store for other uses, such as the meeting of process groups."""
+        return PrefixStore(name, self._store)
+
+    # -- processes ----------------------------------------------------------------------------------------------
+
+    def incarnation(self, rank: int) -> int:
+        """Number of the process that is, or is about to be, in this rank's place."""
+        return self._store.add(f"incarnation/{rank}", 0)
+
+    def incarnations(self, ranks: Sequence[int]) -> list[int]:
+        """`incarnation` of several ranks."""
+        return [self.incarnation(rank) for rank in ranks]
+
+    def next_incarnation(self, rank: int) -> int:
+        """Count one more process in this rank's place; what an earlier one said is void from now on."""
+        return self._store.add(f"incarnation/{rank}", 1)
+
+    def record_exit(self, incident: Incident) -> None:
+        """Say how a process ended."""
+        self._store.set(f"exit/{incident.rank}/{incident.incarnation}", incident.to_json())
+
+    def exit_of(self, rank: int, incarnation: int) -> Incident | None:
+        """How a process ended, once its agent has said so."""
+        text = self._read(f"exit/{rank}/{incarnation}")
+        return None if text is None else Incident.from_json(text)
+
+    # -- generations --------------------------------------------------------------------------------------------
+
+    def end(self, generation: int, incident: Incident) -> Incident:
+        """End a generation, unless it has ended; returns the incident that ended it."""
+        return Incident.from_json(self._store.compare_set(f"end/{generation}", "", incident.to_json()))
+
+    def ended(self, generation: int) -> Incident | None:
+        """What ended a generation, or None while it lasts."""
+        text = self._read(f"end/{generation}")
+        return None if text is None else Incident.from_json(text)
+
+    def wait_ended(self, generation: int, timeout_s: float) -> Incident | None:
+        """Wait until a generation has ended, for at most `timeout_s` seconds."""
+        with contextlib.suppress(RuntimeError):  # a timeout; a lost connection shows in the next call
+            self._store.wait([f"end/{generation}"], timedelta(seconds=timeout_s))
+        return self.ended(generation)
+
+    def generation(self, at_least: int = 0) -> int:
+        """The first generation, from `at_least` on, that has not ended: it may be running, or about to be formed."""
+        generation = at_least
+        while self._store.check([f"end/{generation}"]):
+            generation += 1
+        return generation
+
+    def arrive(self, generation: int, rank: int, arrival: Mapping[str, Any]) -> None:
+        """Say that this process wants to be a member of a generation."""
+        self._store.set(f"arrive/{generation}/{rank}", json.dumps(arrival))
+
+    def arrivals(self, generation: int, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Who has arrived so far."""
+        texts = {rank: self._read(f"arrive/{generation}/{rank}") for rank in ranks}
+        return {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+
+    def propose(self, generation: int, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Propose the members of a generation; returns the plan that counts, which is the first proposed."""
+        return json.loads(self._store.compare_set(f"plan/{generation}", "", json.dumps(plan)))
+
+    def plan(self, generation: int) -> dict[str, Any] | None:
+        """The plan of a generation, once there is one."""
+        text = self._read(f"plan/{generation}")
+        return None if text is None else json.loads(text)
+
+    # -- requests and news --------------------------------------------------------------------------------------
+
+    def ask_to_kill(self, rank: int, incarnation: int) -> None:
+        """Ask the agent of a rank to end its process."""
+        number = self._store.add("kills", 1)
+        self._store.set(f"kill/{number}", f"{rank} {incarnation}")
+
+    def new_kills(self) -> list[tuple[int, int]]:
+        """Requests `(rank, incarnation)` since the last call on this connection."""
+        wanted: list[tuple[int, int]] = []
+        while self._kills_seen < self._store.add("kills", 0):
+            text = self._read(f"kill/{self._kills_seen + 1}")
+            if text is None:
+                break
+            rank, incarnation = text.split()
+            wanted.append((int(rank), int(incarnation)))
+            self._kills_seen += 1
+        return wanted
+
+    def beat(self, rank: int, news: Mapping[str, Any]) -> None:
+        """Tell where this process is."""
+        self._store.set(f"beat/{rank}", json.dumps(news))
+
+    def beats(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """What each process told last."""
+        texts = {rank: self._read(f"beat/{rank}") for rank in ranks}
+        return {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+
+    def put(self, name: str, value: bytes) -> None:
+        """Leave a value for others."""
+        self._store.set(f"value/{name}", value)  # pyright: ignore[reportArgumentType]: bytes are taken, too
+
+    def take(self, name: str, timeout_s: float) -> bytes:
+        """Read a value, waiting until somebody has left it.
+
+        Raises:
+            DistStoreError: nobody did within `timeout_s` seconds.
+        """
+        key = f"value/{name}"
+        self._store.wait([key], timedelta(seconds=timeout_s))
+        return self._store.get(key)
+
+    def find(self, name: str) -> bytes | None:
+        """Read a value if it is there."""
+        return self._store.get(f"value/{name}") if self._store.check([f"value/{name}"]) else None
+
+    def forget(self, name: str) -> None:
+        """Drop a value that nobody needs any more."""
+        self._store.delete_key(f"value/{name}")
+
+    def _read(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None

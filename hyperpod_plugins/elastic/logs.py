@@ -1,0 +1,148 @@
+"""Where the output of workers goes: torch's choice of files, one folder more for each replacement, and `--tee`."""
+
+import os
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Self, TextIO
+
+from torch.distributed.elastic.multiprocessing import LogsDest
+
+_INTERVAL_S = 0.1
+
+
+Stream = Literal["stdout", "stderr"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLogs:
+    """Files of one process; an empty path stands for the output of the agent."""
+
+    stdout: str
+    stderr: str
+    error_file: str
+    """Where the program leaves its exception for whoever started it; may be empty."""
+    teed: frozenset[Stream]
+    """Streams that are copied to the console too."""
+
+    @classmethod
+    def of(cls, destination: LogsDest, local_rank: int) -> Self:
+        """What torch chose for the founder of a local rank."""
+        stdout, stderr = destination.stdouts[local_rank], destination.stderrs[local_rank]
+        teed: set[Stream] = set()
+        if stdout and destination.tee_stdouts.get(local_rank) == stdout:
+            teed.add("stdout")
+        if stderr and destination.tee_stderrs.get(local_rank) == stderr:
+            teed.add("stderr")
+        error_file = destination.error_files[local_rank]
+        return cls(
+            stdout=stdout,
+            stderr=stderr,
+            error_file="" if error_file == os.devnull else error_file,
+            teed=frozenset(teed),
+        )
+
+    def path(self, stream: Stream) -> str:
+        """The file of a stream."""
+        return self.stdout if stream == "stdout" else self.stderr
+
+    def of_replacement(self, incarnation: int) -> Self:
+        """The same files in a folder `incarnation_N` beside them, which is made."""
+        moved = {"stdout": self.stdout, "stderr": self.stderr, "error_file": self.error_file}
+        for name, path in moved.items():
+            if path and path != os.devnull:
+                folder = Path(path).parent / f"incarnation_{incarnation}"
+                folder.mkdir(exist_ok=True)
+                moved[name] = str(folder / Path(path).name)
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """A place to which a stream of all workers is copied."""
+
+    stream: Stream
+    file: TextIO
+    needles: tuple[str, ...] = ()
+    """Copy only lines that contain one of these; empty for all."""
+
+    def wants(self, line: str) -> bool:
+        """Whether a line is to be copied."""
+        return not self.needles or any(needle in line for needle in self.needles)
+
+
+@dataclass(slots=True)
+class _Tail:
+    path: str
+    prefix: str
+    sink: Sink
+    file: TextIO | None = None
+    part: str = ""
+    is_complete: bool = False
+
+    def copy(self) -> None:
+        """Write the lines that have been completed since the last call."""
+        if self.file is None:
+            if not Path(self.path).exists():
+                return
+            self.file = open(self.path, errors="replace")  # noqa: SIM115  (closed by `finish`)
+        *lines, self.part = (self.part + self.file.read()).split("\n")
+        for line in lines:
+            if self.sink.wants(line):
+                self.sink.file.write(f"{self.prefix}{line}\n")
+        if lines:
+            self.sink.file.flush()
+
+    def finish(self) -> None:
+        """Write the rest, and close."""
+        self.copy()
+        if self.part and self.sink.wants(self.part):
+            self.sink.file.write(f"{self.prefix}{self.part}\n")
+        if self.file is not None:
+            self.file.close()
+
+
+class Tee:
+    """Copies the lines of growing files, each with a prefix, in one thread for all of them.
+
+    torch's `TailLog` has a thread for each file, and knows all files when it starts.
+    """
+
+    def __init__(self) -> None:
+        self._tails: list[_Tail] = []
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, path: str, prefix: str, sink: Sink) -> None:
+        """Copy `path`, which need not exist yet, to `sink`."""
+        with self._lock:
+            self._tails.append(_Tail(path, prefix, sink))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tee", daemon=True)
+            self._thread.start()
+
+    def complete(self, path: str) -> None:
+        """Say that nothing more will be written to `path`."""
+        with self._lock:
+            for tail in self._tails:
+                tail.is_complete |= tail.path == path
+
+    def close(self) -> None:
+        """Copy what is left, and stop."""
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+            self._thread = None
+        with self._lock:
+            for tail in self._tails:
+                tail.finish()
+            self._tails.clear()
+        self._end.clear()
+
+    def _run(self) -> None:
+        while not self._end.wait(_INTERVAL_S):
+            with self._lock:
+                for tail in self._tails:
+                    (tail.finish if tail.is_complete else tail.copy)()
+                self._tails = [tail for tail in self._tails if not tail.is_complete]

@@ -1,0 +1,92 @@
+"""Signals to the agent: kept until it is at a place where it can act on them."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Generator, Sequence
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""Passed on to the workers, stopping nothing, unless --signals-to-handle names them."""
+
+
+class SignalInbox:
+    """Signals that end the job, and notices to pass on.
+
+    torch's handler raises in the middle of whatever runs. This one does so only outside `deferred`: inside, the
+    signal waits for `raise_pending`, so no conversation with the zygote or the store is cut in two.
+    """
+
+    def __init__(self, ending: Sequence[signal.Signals]) -> None:
+        """Take over `ending` and the notices that are not among them; in the main thread only."""
+        self._ending = tuple(ending)
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._is_deferred = False
+        self._pending: list[signal.Signals] = []
+        self._notices: list[signal.Signals] = []
+        self._num_interrupts = 0
+        if threading.current_thread() is threading.main_thread():
+            for number in (*NOTICES, *self._ending):
+                signal.signal(number, self._receive)
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable when a signal arrives."""
+        return self._reader.fileno()
+
+    @property
+    def is_impatient(self) -> bool:
+        """Whether Ctrl-C was pressed twice: end everything now."""
+        return self._num_interrupts > 1
+
+    @contextlib.contextmanager
+    def deferred(self) -> Generator[None]:
+        """Raise nothing inside."""
+        before, self._is_deferred = self._is_deferred, True
+        try:
+            yield
+        finally:
+            self._is_deferred = before
+
+    def raise_pending(self) -> None:
+        """Raise for the first signal that has arrived, if any.
+
+        Raises:
+            SignalException: one has.
+        """
+        self.drain()
+        if self._pending:
+            raise _exception(self._pending.pop(0))
+
+    def take_notices(self) -> list[signal.Signals]:
+        """Notices since the last call."""
+        self.drain()
+        notices, self._notices = self._notices, []
+        return notices
+
+    def drain(self) -> None:
+        """Forget that something arrived, not what."""
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        arrived = signal.Signals(number)
+        self._num_interrupts += arrived == signal.SIGINT
+        with contextlib.suppress(BlockingIOError):
+            self._writer.send(b"!")
+        if arrived not in self._ending:
+            self._notices.append(arrived)
+        elif self._is_deferred:
+            self._pending.append(arrived)
+        else:
+            raise _exception(arrived)
+
+
+def _exception(number: signal.Signals) -> SignalException:
+    return SignalException(f"process {os.getpid()} got {number.name}", sigval=number)

@@ -1,0 +1,126 @@
+"""Processes, nodes and ranks of a job under Lightning, and how they come together."""
+
+# A strategy works with parts of Lightning that have no public spelling.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from hyperpod_plugins.comm import CommOptions, register
+from hyperpod_plugins.env import JobEnv, WorkerEnv
+from hyperpod_plugins.errors import PeerLost
+from hyperpod_plugins.lightning.flavour import (
+    Launcher,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    Trainer,
+    init_dist_connection,
+    reset_seed,
+)
+
+STATE_OF_PEERS = "hyperpod:peers"
+"""What stands for a checkpoint's path in a process that gets its state from the other ranks."""
+
+
+class FromPeers(Launcher):
+    """Calls what the Trainer wants called; in a newcomer, and after a fault, `fit` resumes from the other ranks."""
+
+    def __init__(self, leave_loops: Callable[[], bool]) -> None:
+        """`leave_loops` prepares for another call of `fit`; False where there is no way to go on."""
+        self._leave_loops = leave_loops
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Processes come from an agent, not from a notebook."""
+        return False
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Call `function`; the fifth argument of `fit` is the checkpoint's path.
+
+        A fault outside a step ends `fit` with `PeerLost`. Then it is called again, and goes on where the trainer was
+        that had come furthest. What the user sees of `fit` is one call: no `on_exception`, no teardown.
+        """
+        job = JobEnv.from_environ()
+        is_fit = job is not None and function.__name__ == "_fit_impl"
+        if is_fit and job is not None and job.is_newcomer:
+            args = (*args[:4], STATE_OF_PEERS, *args[5:])
+        while True:
+            try:
+                return function(*args, **kwargs)
+            except PeerLost:
+                if not is_fit or not self._leave_loops():
+                    raise
+                args = (*args[:4], STATE_OF_PEERS, *args[5:])
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """The agent sees to the processes."""
+
+
+class LaunchedStrategy(ModelParallelStrategy):
+    """Abstract strategy that counts nodes and processes as the launcher that made them does."""
+
+    def __init__(self, *, comm: CommOptions, timeout_s: float) -> None:
+        self._env = WorkerEnv.from_environ()
+        self._num_nodes = 1
+        self._comm = comm
+        super().__init__(timeout=timedelta(seconds=timeout_s), process_group_backend="hyperpod")
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the job: what the launcher says, else `Trainer(num_nodes=...)`."""
+        return self._env.num_nodes if self._env.is_launched and self._is_launched_outside else self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """One device for each rank of this node."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        # Under a launcher Lightning counts one CPU "device" whatever the number of processes.
+        if parallel_devices and parallel_devices[0].type == "cpu" and self._is_launched_outside:
+            parallel_devices = [torch.device("cpu")] * self._env.local_world_size
+        self._parallel_devices = parallel_devices
+
+    @property
+    def _is_launched_outside(self) -> bool:
+        """Whether a launcher that `WorkerEnv` reads made the processes, not Lightning by `Trainer(...)`."""
+        return isinstance(self.cluster_environment, TorchElasticEnvironment | SLURMEnvironment)
+
+    @property
+    def _device_type(self) -> str:
+        return self.accelerator.name().replace("gpu", "cuda") if self.accelerator is not None else "cpu"
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Under our agent: Lightning's calls go through `FromPeers`."""
+        super()._configure_launcher()
+        if self._launcher is None and JobEnv.from_environ() is not None:
+            self._launcher = FromPeers(self._leave_loops)
+
+    def _leave_loops(self) -> bool:
+        """Prepare for another call of `fit`."""
+        raise NotImplementedError
+
+    def _join(self) -> None:
+        """Take this rank's device and join the process group."""
+        ParallelStrategy.setup_environment(self)
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off
+        init_dist_connection(self.cluster_environment, "hyperpod", timeout=self._timeout, pg_options=self._comm)

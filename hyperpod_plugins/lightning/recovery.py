@@ -1,0 +1,291 @@
+"""Checkpointless recovery for a Trainer: the callback with the user's choices, and what the strategy asks of it."""
+
+# Lightning's loops and connectors have no public spelling.
+# pyright: reportPrivateUsage=false
+
+import io
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import PosixPath, PurePosixPath
+from typing import Any
+
+import torch
+
+from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.flavour import Callback, LightningModule, Trainer
+from hyperpod_plugins.lightning.trainer_state import batches_done, begin_afresh, is_epoch_start, read_trainer
+from hyperpod_plugins.lightning.window import Window
+from hyperpod_plugins.parallel import Topology
+from hyperpod_plugins.recovery import Member, Repair, RetryPolicy, StepTransaction, TrainingState, seed_micro_step
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointlessRecovery(Callback):
+    """Repair the job in place when a process is lost or a step fails, without reading a checkpoint.
+
+    Needs an agent that replaces lost processes: start the program with `hyperpodrun`. There, recovery is on without
+    this callback too, with the defaults below. Under another launcher this callback does nothing but warn.
+
+    Args:
+        enabled: False leaves everything to the launcher, which restarts all processes.
+        replacement_timeout_s: longest wait for a replacement, in seconds; then the job ends with an error.
+        max_attempts: attempts at one step that may end with the same rank's exception before it is raised.
+        verify: compare checksums of the state that a replacement receives.
+        step_keyed_random: draw random numbers as a function of the step, so that a repeated step and a replacement
+            draw what was drawn before. Without it the job recovers, but not to the same bits where there is dropout.
+
+    Attributes:
+        repairs: every fault that this process has seen repaired, in order.
+    """
+
+    def __init__(
+        self,
+        *,
+        enabled: bool = True,
+        replacement_timeout_s: float = 300.0,
+        max_attempts: int = 3,
+        verify: bool = False,
+        step_keyed_random: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        self.membership = MembershipPolicy(replacement_timeout_s=replacement_timeout_s)
+        self.retries = RetryPolicy(max_attempts=max_attempts)
+        self.verify = verify
+        self.step_keyed_random = step_keyed_random
+        self.repairs: list[Repair] = []
+
+
+class TrainerRecovery:
+    """Membership, transaction and trainer state of one strategy's process."""
+
+    def __init__(self, options: CheckpointlessRecovery, job: JobEnv, *, rank: int, world_size: int) -> None:
+        self.options = options
+        self.member = Member(job, rank=rank, world_size=world_size, policy=options.membership)
+        self.member.start()
+        self._broadcasts = 0
+        self._skip_batches = 0
+        self._window: Window | None = None
+        self._transaction: StepTransaction | None = None
+        self._seed: Callable[[int, int], None] | None = None
+        self._starts_epoch = False
+        self._description = b""
+
+    @classmethod
+    def of(cls, trainer: Trainer, *, rank: int, world_size: int) -> "TrainerRecovery | None":
+        """Recovery as the trainer's callback wants it, or None where there is no agent or it is not wanted."""
+        callbacks: list[Any] = vars(trainer)["callbacks"]
+        chosen = [callback for callback in callbacks if isinstance(callback, CheckpointlessRecovery)]
+        job = JobEnv.from_environ()
+        if job is None:
+            if chosen and chosen[0].enabled:
+                warnings.warn(
+                    "CheckpointlessRecovery has no agent that would replace a lost process, so it does nothing. Start "
+                    "the program with `hyperpodrun` instead of `torchrun` or `python`.",
+                    stacklevel=2,
+                )
+            return None
+        options = chosen[0] if chosen else CheckpointlessRecovery()
+        return cls(options, job, rank=rank, world_size=world_size) if options.enabled else None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this process enters the loops while its groups are not connected: a newcomer, or after a fault."""
+        return breaker.is_open
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process takes the place of a lost one."""
+        return self.member.job.is_newcomer
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether there are transactions."""
+        return self._transaction is not None
+
+    # -- setting up ---------------------------------------------------------------------------------------------
+
+    def begin_fit(
+        self, trainer: Trainer, module: LightningModule, topology: Topology, *, seed: int, device: torch.device
+    ) -> None:
+        """Make the transaction, once model and optimizers are there.
+
+        Raises:
+            ConfigError: manual optimization, whose steps cannot be run again.
+        """
+        if not module.automatic_optimization:
+            raise ConfigError(
+                "recovery in place needs automatic optimization: a training_step that steps its optimizers by hand "
+                "cannot be run again. Use automatic optimization, or CheckpointlessRecovery(enabled=False)."
+            )
+        state = TrainingState(module, trainer.optimizers, verify=self.options.verify)
+        self._window = Window(trainer, state)
+        self._transaction = StepTransaction(
+            self.member,
+            self._window,
+            topology,
+            policy=self.options.retries,
+            device=device,
+            on_repair=self._repaired,
+        )
+        data_rank = topology.data_rank(self.member.rank)
+        if self.options.step_keyed_random:
+            self._seed = lambda step, micro_step: seed_micro_step(seed, step, micro_step, data_rank)
+        # Lightning asks all ranks at every batch whether one got a signal; after a fault they are not at the same one.
+        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
+
+    def without_barriers(self, trainer: Trainer) -> None:
+        """Let a newcomer prepare data alone: the others have long passed the barrier around it."""
+        connector = trainer._data_connector
+
+        def prepare_data() -> None:
+            for owner in (vars(trainer).get("datamodule"), trainer.lightning_module):
+                if owner is not None and trainer.local_rank == 0 and owner.prepare_data_per_node:
+                    owner.prepare_data()
+
+        vars(connector)["prepare_data"] = prepare_data
+
+    def agree(self, value: Any, broadcast: Callable[[], Any]) -> Any:
+        """A value that all ranks must share: from the first rank, or for a newcomer from the record.
+
+        Only what is shared before the first step is recorded: run ids, folders of logs.
+        """
+        if not breaker.is_open and self.member.committed > 0:
+            return broadcast()
+        name = f"broadcast/{self._broadcasts}"
+        self._broadcasts += 1
+        if breaker.is_open:
+            data = self.member.ledger.find(name)
+            with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
+                return value if data is None else torch.load(io.BytesIO(data), weights_only=True)
+        shared = broadcast()
+        if self.member.rank == 0:
+            buffer = io.BytesIO()
+            torch.save(shared, buffer)
+            self.member.ledger.put(name, buffer.getvalue())
+        return shared
+
+    def leave_loops(self, trainer: Trainer) -> None:
+        """After a fault outside a step: be apart from the others, until the loops have been entered again.
+
+        This rank keeps its tensors, and loses its place in the loops; all get a common one from the trainer that has
+        come furthest.
+        """
+        assert self._window is not None
+        self.member.end_generation()
+        self._description = self._window.describe_outside()
+        breaker.part()
+        self._broadcasts = 0
+        if self.member.committed == 0:
+            begin_afresh(trainer)
+        if trainer.evaluating or trainer.sanity_checking:
+            trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+        trainer.training = True  # a fault in a validation leaves the stage at that
+        trainer.fit_loop.epoch_loop.val_loop._has_run = False
+        trainer.fit_loop.teardown()
+        trainer._logger_connector.teardown()
+        trainer._signal_connector.teardown()
+
+    def _stop_outside(self) -> None:
+        number = self.member.ledger.generation(at_least=self.member.generation)
+        self.member.stop(number, in_step=False, trainer=self._description)
+
+    def join(self) -> None:
+        """Meet the others before a validation."""
+        if self._transaction is not None:
+            self._transaction.join()
+
+    def state_of_peers(self) -> dict[str, Any]:
+        """What a newcomer resumes from, once the others have stopped at a step: all but the tensors."""
+        self.member.place = "waiting for the trainer's state"
+        if self._description:
+            self._stop_outside()
+        halt = self.member.wait_for_stops()
+        checkpoint = read_trainer(halt.trainer)
+        if halt.step == 0 and not halt.in_step:  # nothing has been trained: begin as everybody began
+            checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
+            return checkpoint
+        self._skip_batches = batches_done(checkpoint)
+        self._starts_epoch = is_epoch_start(checkpoint)
+        return checkpoint
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Loops have been restored, and no batch has been fetched."""
+        assert self._window is not None
+        if self._starts_epoch:
+            trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run: it is not resumed
+        loader = trainer.fit_loop._combined_loader
+        self._window.starts_at([] if loader is None else loader._state_dicts())
+
+    def forwarded(self, loader: Any, trainer: Trainer) -> Any:
+        """A loader for the rest of the epoch, where it cannot be told to start there."""
+        count, self._skip_batches = self._skip_batches, 0
+        return _Rest(loader, count, trainer) if count else loader
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def on_batch(self) -> None:
+        """A batch has been fetched."""
+        if self._window is not None:
+            self._window.fetched()
+
+    def seed(self) -> None:
+        """Begin the random stream of this micro-step."""
+        if self._seed is not None and self._window is not None and self._transaction is not None:
+            self._seed(self._transaction.step, self._window.micro_step)
+
+    def micro_step(self, closure: Callable[[], Any]) -> None:
+        """Run a micro-step that is not the last of its window."""
+        assert self._window is not None
+        assert self._transaction is not None
+        if self._window.is_empty:
+            self._transaction.begin()
+        self._window.add(closure)
+        self._transaction.advance(self._window.compute)
+
+    def step(self, closure: Callable[[], Any], commit: Callable[[Any], Any]) -> Any:
+        """Run the last micro-step of a window, and the optimizer."""
+        assert self._window is not None
+        assert self._transaction is not None
+        if self._window.is_empty:
+            self._transaction.begin()
+        self._window.add(closure)
+        result = self._transaction.run(self._window.compute, commit)
+        self._window.close()
+        return result
+
+    def leave(self) -> None:
+        """The strategy ends."""
+        self.member.leave()
+
+    def _repaired(self, repair: Repair) -> None:
+        self.options.repairs.append(repair)
+        if self.member.rank == min(set(range(self.member.world_size)) - set(repair.newcomers), default=0):
+            log.warning("%s", repair)
+
+
+class _Rest:
+    """The rest of a loader's epoch, the first time; whole epochs after that."""
+
+    def __init__(self, loader: Any, count: int, trainer: Trainer) -> None:
+        self._loader = loader
+        self._count = count
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Lazily: Lightning calls `iter`, then tells the sampler which epoch it is.
+        count, self._count = self._count, 0
+        if count >= self._trainer.num_training_batches:  # nothing is left, and Lightning keeps this iterator for later
+            count = 0
+        yield from itertools.islice(iter(self._loader), count, None)

@@ -1,0 +1,24 @@
+"""Surviving faults in process: the step as a transaction, and the way back to a common step."""
+
+from hyperpod_plugins.recovery.assign import NO_STATE, Arrival, RecoveryPlan, plan_recovery
+from hyperpod_plugins.recovery.member import Generation, Member, PeersOutside
+from hyperpod_plugins.recovery.random import seed_micro_step, stream_seed
+from hyperpod_plugins.recovery.restore import TrainingState
+from hyperpod_plugins.recovery.step import Repair, RetryPolicy, StepTransaction, Subject
+
+__all__ = [
+    "Arrival",
+    "Generation",
+    "Member",
+    "NO_STATE",
+    "PeersOutside",
+    "RecoveryPlan",
+    "Repair",
+    "RetryPolicy",
+    "StepTransaction",
+    "Subject",
+    "TrainingState",
+    "plan_recovery",
+    "seed_micro_step",
+    "stream_seed",
+]

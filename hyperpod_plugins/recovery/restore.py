@@ -1,0 +1,175 @@
+"""The training state of one rank, and its way to a rank that holds the same shard.
+
+A rank's state is its local tensors: parameter shards, buffers, and the tensors of optimizer state. Replicas of a shard
+hold the same bits, so a copy from one of them is exact. Everything travels in few large messages; beside the
+tensors goes one header, which is read with torch's `weights_only`.
+"""
+
+import io
+import zlib
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hyperpod_plugins.errors import RecoveryError
+from hyperpod_plugins.parallel.checkpoint_state import describe_optimizer, optimizer_tensors, set_optimizer
+
+MESSAGE_BYTES = 64 * 2**20
+
+
+class TrainingState:
+    """Parameters, buffers and optimizer state of this rank, by reference."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, verify: bool = False) -> None:
+        """Take hold of the state.
+
+        Args:
+            model: sharded or plain.
+            optimizers: over the model's parameters.
+            verify: compare checksums of what was sent and what arrived.
+        """
+        self.model = model
+        self.optimizers = list(optimizers)
+        self._verify = verify
+
+    def num_bytes(self) -> int:
+        """Size of what would be sent."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def checksum(self) -> int:
+        """CRC-32 of every tensor's bytes, in order; equal on replicas of one shard."""
+        return _checksum(self._tensors().values())
+
+    def send(self, rank: int) -> None:
+        """Give everything to a global rank."""
+        tensors = self._tensors()
+        header = {
+            "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
+            "optimizers": [describe_optimizer(self.model, optimizer) for optimizer in self.optimizers],
+            "checksum": self.checksum() if self._verify else 0,
+        }
+        buffer = io.BytesIO()
+        torch.save(header, buffer)
+        device = self._device()
+        payload = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
+        dist.send(torch.tensor([payload.numel()], device=device), rank)
+        dist.send(payload, rank)
+        for batch in _batches(tensors.values()):
+            dist.send(torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in batch]), rank)
+
+    def receive(self, rank: int) -> None:
+        """Take everything from a global rank, in place; optimizer state is made without stepping.
+
+        Raises:
+            RecoveryError: the sender has another model, or bits changed on the way.
+        """
+        device = self._device()
+        size = torch.zeros(1, dtype=torch.int64, device=device)
+        dist.recv(size, rank)
+        payload = torch.empty(int(size), dtype=torch.uint8, device=device)
+        dist.recv(payload, rank)
+        header = torch.load(io.BytesIO(payload.cpu().numpy().tobytes()), weights_only=True)
+        for index, optimizer in enumerate(self.optimizers):
+            self._make_state(index, optimizer, header)
+        tensors = self._tensors()
+        theirs = [(name, tuple(shape), dtype) for name, shape, dtype in header["tensors"]]
+        ours = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+        if theirs != ours:
+            different = [there[0] for there, here in zip(theirs, ours, strict=False) if there != here][:3]
+            raise RecoveryError(
+                f"rank {rank} holds other tensors than this process built (first differences: {different}; "
+                f"{len(theirs)} and {len(ours)} tensors). A replacement must run the same program with the same data."
+            )
+        with torch.no_grad():
+            for batch in _batches(tensors.values()):
+                message = torch.empty(sum(tensor.nbytes for tensor in batch), dtype=torch.uint8, device=device)
+                dist.recv(message, rank)
+                for tensor, part in zip(batch, message.split([t.nbytes for t in batch]), strict=True):
+                    tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+        if self._verify and self.checksum() != header["checksum"]:
+            raise RecoveryError(f"the training state that rank {rank} sent arrived with other bits; it is not used")
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Local tensors by name, the same order on every rank of a shard."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            found[f"parameter.{name}"] = _local(parameter)
+        for name, buffer in self.model.named_buffers():
+            found[f"buffer.{name}"] = _local(buffer)
+        for index, optimizer in enumerate(self.optimizers):
+            for name, tensor in optimizer_tensors(self.model, optimizer).items():
+                found[f"optimizer.{index}.{name}"] = _local(tensor)
+        return found
+
+    def _make_state(self, index: int, optimizer: Optimizer, header: dict[str, Any]) -> None:
+        parameters = dict(self.model.named_parameters())
+        prefix = f"optimizer.{index}."
+        optimizer.state.clear()
+        state: dict[str, torch.Tensor] = {}
+        for full_name, shape, dtype in header["tensors"]:
+            if not full_name.startswith(prefix):
+                continue
+            entry = full_name.removeprefix(prefix)
+            parameter = parameters[entry.rpartition(".")[0]]
+            local = torch.zeros(shape, dtype=_dtype(dtype), device=_state_device(parameter, shape))
+            state[entry] = _like(parameter, local)
+        set_optimizer(self.model, optimizer, state, header["optimizers"][index])
+
+    def _device(self) -> torch.device:
+        parameter = next(self.model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.detach()
+    return whole.to_local() if isinstance(whole, DTensor) else whole
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A state tensor: sharded as its parameter if it has the parameter's shape, plain (a step count) otherwise."""
+    if isinstance(parameter, DTensor) and local.shape == parameter.to_local().shape and local.dim() > 0:
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return local
+
+
+def _state_device(parameter: torch.Tensor, shape: Sequence[int]) -> torch.device:
+    return parameter.device if len(shape) else torch.device("cpu")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = vars(torch)[name.removeprefix("torch.")]
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _batches(tensors: Iterable[torch.Tensor]) -> Generator[list[torch.Tensor]]:
+    """Consecutive tensors that make up one message; a tensor on another device travels in its own."""
+    batch: list[torch.Tensor] = []
+    size_bytes = 0
+    for tensor in tensors:
+        if batch and (size_bytes + tensor.nbytes > MESSAGE_BYTES or tensor.device != batch[0].device):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(tensor)
+        size_bytes += tensor.nbytes
+    if batch:
+        yield batch
+
+
+def _checksum(tensors: Iterable[torch.Tensor]) -> int:
+    value = 0
+    for tensor in tensors:
+        value = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data, value)
+    return value

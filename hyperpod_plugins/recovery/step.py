@@ -1,0 +1,303 @@
+"""The life of a step and of a fault. This is the story; everything else in this folder is a word in it.
+
+    compute -> vote -> commit                       the healthy step
+    compute -> fault -> re-form -> restore -> retry  the same step, again
+
+Inside a step the groups are tolerant (see `comm.breaker`): once one is broken, collectives do nothing, the rest of
+the step runs on garbage, and no exception crosses autograd or a hook of FSDP2. The vote at the end, one small
+all-reduce, completes only if every rank got that far with valid gradients. Only then does the optimizer write.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.elastic import Incident
+from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
+from hyperpod_plugins.parallel.topology import Topology
+from hyperpod_plugins.recovery.assign import NO_STATE, Arrival, RecoveryPlan, plan_recovery
+from hyperpod_plugins.recovery.member import Generation, Member, PeersOutside
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """When to stop trying."""
+
+    max_attempts: int = 3
+    """Attempts at one step that may end with the same rank's exception before it counts as the program's mistake."""
+    max_losses: int = 8
+    """Processes that may be lost in one step before it counts as the program's mistake."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, value in (("max_attempts", self.max_attempts), ("max_losses", self.max_losses)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, but is {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """A fault that was repaired, with the seconds that each stage took on this rank."""
+
+    incident: Incident
+    step: int
+    """Steps committed when the job went on."""
+    generation: int
+    newcomers: tuple[int, ...]
+    """Ranks that a new process took."""
+    rolled_forward: bool
+    """Whether this rank committed a step that it had only voted for."""
+    noticed_s: float
+    """From the incident's report until this rank stopped computing; clocks of different machines may differ."""
+    assembled_s: float
+    """Until all members were there and connected; the start of new processes is in this."""
+    restored_s: float
+    """Until all members had their state."""
+
+    @property
+    def total_s(self) -> float:
+        """From the incident's report until the step could begin again."""
+        return self.noticed_s + self.assembled_s + self.restored_s
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.incident}; repaired in {self.total_s:.2f} s (noticed {self.noticed_s:.2f}, assembled "
+            f"{self.assembled_s:.2f}, restored {self.restored_s:.2f}), 0 steps lost, going on after step {self.step}"
+        )
+
+
+class Subject(Protocol):
+    """What is trained, as far as a transaction must know it."""
+
+    def begin(self, step: int) -> None:
+        """Remember, until the step is committed, whatever `compute` changes beside gradients."""
+        ...
+
+    def undo(self) -> None:
+        """Drop gradients, and put back what `begin` remembered: as if `compute` had never run."""
+        ...
+
+    def describe(self) -> bytes:
+        """What newcomers need before they can come: loops, schedulers, the data position."""
+        ...
+
+    def restore(self, plan: RecoveryPlan, rank: int) -> None:
+        """Give this rank's state to those whose source it is, or take it from one's own source."""
+        ...
+
+
+class StepTransaction:
+    """Runs steps so that each is committed exactly once, whoever is lost in between."""
+
+    def __init__(
+        self,
+        member: Member,
+        subject: Subject,
+        topology: Topology,
+        *,
+        policy: RetryPolicy,
+        device: torch.device,
+        on_repair: Callable[[Repair], None],
+    ) -> None:
+        self._member = member
+        self._subject = subject
+        self._topology = topology
+        self._policy = policy
+        self._device = device
+        self._on_repair = on_repair
+        self._prepared = NO_STATE
+        self._commit: Callable[[], object] | None = None
+        self._has_begun = False
+        self._early_error: Exception | None = None
+        self._failures: Counter[tuple[str, int]] = Counter()
+        self._has_reentered = member.committed != NO_STATE
+        if member.committed == NO_STATE and not member.job.is_newcomer:
+            member.committed = 0
+
+    @property
+    def step(self) -> int:
+        """Number of the step that comes next, from 0: how many this rank has committed."""
+        return max(self._member.committed, 0)
+
+    def begin(self) -> None:
+        """Begin a step whose `compute` comes in parts; a newcomer joins here, and a fault between steps is repaired."""
+        self.join()
+        self._subject.begin(self.step)
+        self._has_begun, self._early_error = True, None
+
+    def advance(self, part: Callable[[], object]) -> None:
+        """Compute a part of the step before `run`; that it failed shows there."""
+        if self._early_error is None and breaker.cause is None:
+            _, self._early_error = self._attempt(part)
+
+    def join(self) -> None:
+        """Meet the others where no step begins, such as before a validation, if this rank is apart from them."""
+        if breaker.is_open:
+            self._recover(None)
+
+    def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
+        """One step: call `compute` until all ranks agree that it went well, then `commit` once with its result.
+
+        Args:
+            compute: forward, backward, clipping; may be called again, and must not change what `Subject` cannot undo.
+            commit: the optimizer's step; local, and not to be interrupted.
+
+        Raises:
+            RecoveryError: no rung of the ladder worked.
+            Exception: `compute` raised the same on this rank too often.
+        """
+        if not self._has_begun:
+            self.begin()
+        self._has_begun = False
+        while True:
+            result, error = (None, self._early_error) if breaker.cause else self._attempt(compute)
+            self._early_error = None
+            if error is None and self._vote():
+                return self._finish(lambda done=result: commit(done))  # type: ignore[misc]
+            committed = self._recover(error, lambda done=result: commit(done))  # type: ignore[misc]
+            if committed is not None:
+                return committed[0]
+
+    def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """Compute in tolerant mode; an exception in healthy groups is this rank's own."""
+        self._member.place = f"computing step {self.step}"
+        try:
+            with breaker.tolerant():
+                result = compute()
+                self._synchronize()
+        except Exception as error:
+            if breaker.cause is None:
+                self._member.fail("exception", f"{type(error).__name__}: {error}".splitlines()[0])
+                return None, error
+            return None, None  # garbage does what garbage does
+        return result, None
+
+    def _vote(self) -> bool:
+        """Whether every rank has valid gradients. From here on this rank can commit, if anybody else has."""
+        self._member.place = f"voting for step {self.step}"
+        if breaker.is_open:
+            return False
+        self._prepared = self.step + 1
+        ballot = torch.zeros(1, device=self._device)
+        with breaker.tolerant():
+            dist.all_reduce(ballot, op=dist.ReduceOp.MAX)
+            self._synchronize()
+        return breaker.cause is None
+
+    def _finish(self, commit: Callable[[], R]) -> R:
+        """Let the optimizer write. Nothing may fail between its first write and the count."""
+        self._member.place = f"committing step {self.step}"
+        result = commit()
+        self._synchronize()
+        self._member.committed = self.step + 1
+        self._failures.clear()
+        self._member.place = f"between steps {self.step - 1} and {self.step}"
+        return result
+
+    def _recover(self, error: Exception | None, commit: Callable[[], R] | None = None) -> tuple[R] | None:
+        """Meet the others in the next generation, and come to one common step with them.
+
+        A fault on the way begins this again, with whoever is left; nobody throws away what it holds.
+
+        Args:
+            error: what this rank's own `compute` raised.
+            commit: the step that this rank computed; None between two steps.
+
+        Returns:
+            The result of `commit` if that step turned out to be committed elsewhere.
+        """
+        member = self._member
+        outcome: tuple[R] | None = None
+        must_undo = commit is not None
+        while True:
+            began_s = time.time()
+            incident = member.end_generation()
+            self._count(incident, error)
+            member.place = f"waiting for the members of the next generation, at step {self.step}"
+            description = self._subject.describe() if member.committed != NO_STATE else b""
+            arrival = Arrival(
+                incarnation=member.job.incarnation,
+                committed=member.committed,
+                prepared=NO_STATE if commit is None else self._prepared,
+                in_step=not self._has_reentered,
+            )
+            try:
+                formed = member.join_next(arrival, lambda number, d=description: self._tell(number, d))
+            except PeersOutside as outside:
+                self._leave_step(outside, commit)
+                raise
+            assembled_s = time.time()
+            plan = self._plan(formed)
+            incident = member.first_cause(incident, plan.sources)
+            member.place = f"restoring step {plan.step}"
+            if member.rank in plan.roll_forward:
+                assert commit is not None
+                outcome, commit, must_undo = (self._finish(commit),), None, False
+            elif must_undo:
+                self._subject.undo()
+            try:
+                self._subject.restore(plan, member.rank)
+            except PeerLost:
+                continue
+            break
+        member.committed, self._prepared, self._has_reentered = plan.step, NO_STATE, False
+        self._on_repair(
+            Repair(
+                incident=incident,
+                step=plan.step,
+                generation=formed.number,
+                newcomers=tuple(plan.sources),
+                rolled_forward=outcome is not None,
+                noticed_s=max(0.0, began_s - incident.at_s),
+                assembled_s=assembled_s - began_s,
+                restored_s=time.time() - assembled_s,
+            )
+        )
+        return outcome
+
+    def _tell(self, number: int, description: bytes) -> None:
+        if description and not self._has_reentered:
+            self._member.stop(number, in_step=True, trainer=description)
+
+    def _leave_step(self, outside: PeersOutside, commit: Callable[[], object] | None) -> None:
+        """Commit what others have committed, before this rank enters the loops again."""
+        halt = self._member.wait_for_stops(outside.number)
+        if commit is not None and halt.step == self._prepared:
+            self._finish(commit)
+        else:
+            self._subject.undo()
+
+    def _plan(self, formed: Generation) -> RecoveryPlan:
+        try:
+            return plan_recovery(formed.arrivals, self._topology)
+        except RecoveryError as error:
+            self._member.give_up(str(error))
+            raise
+
+    def _count(self, incident: Incident, error: Exception | None) -> None:
+        """Stop where the same step fails again and again: that is the program, not the machine."""
+        self._failures[incident.kind, incident.rank] += 1
+        if error is not None and self._failures["exception", self._member.rank] >= self._policy.max_attempts:
+            self._member.give_up(f"{type(error).__name__} in step {self.step}, {self._policy.max_attempts} times")
+            raise error
+        if incident.kind == "process" and self._failures["process", incident.rank] >= self._policy.max_losses:
+            cause = f"rank {incident.rank} was lost {self._policy.max_losses} times in step {self.step}"
+            self._member.give_up(cause)
+            raise RecoveryError(f"{cause} ({incident.cause}). Look at its log; the step itself may kill it.")
+
+    def _synchronize(self) -> None:
+        """Wait for the GPU, which runs behind: what has not arrived yet cannot be voted for, or written."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,33 @@
+"""How long a collective waits for a peer that does not come can be changed while a group lives."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def wait_for_a_late_peer(timeout_s, late_s):
+    """Seconds that rank 0 waits for rank 1 in a group that was made with another timeout."""
+    dist.init_process_group("hyperpod", timeout=timedelta(seconds=60))
+    group = dist.new_group(backend="hyperpod")
+    dist.all_reduce(torch.ones(1), group=group)  # connected
+    group.set_timeout(timedelta(seconds=timeout_s))
+    began = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(late_s)
+        else:
+            dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        return time.monotonic() - began, str(error), group.timeout
+    return time.monotonic() - began, "", group.timeout
+
+
+@pytest.mark.spawns
+def test_a_new_timeout_holds_from_the_next_collective_on(run_ranks):
+    (waited_s, message, kept), _ = run_ranks(wait_for_a_late_peer, 1.0, late_s=8.0, world_size=2, timeout_s=60)
+    assert "imed out" in message
+    assert 0.5 < waited_s < 6.0
+    assert kept == timedelta(seconds=1)
