@@ -14,6 +14,7 @@ from hyperpod_plugins.comm.groups import (
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup, live_groups
 from hyperpod_plugins.comm.roles import WORLD, GroupRole
 from hyperpod_plugins.comm.traffic import Traffic, reset_traffic, traffic, wire_bytes
+from hyperpod_plugins.comm.works import waiting
 
 __all__ = [
     "Breaker",
@@ -36,5 +37,6 @@ __all__ = [
     "register",
     "reset_traffic",
     "traffic",
+    "waiting",
     "wire_bytes",
 ]

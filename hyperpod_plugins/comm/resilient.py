@@ -146,7 +146,7 @@ class ResilientProcessGroup(DelegatingGroup):
                 raise
             self._notice(error)
             return self._issue_broken(error)
-        return work if breaker.is_open else ResilientWork(work, self._notice, is_strict=self.role.is_strict)
+        return work if breaker.is_open else ResilientWork(work, self._notice, self.role)
 
     def _notice(self, error: BaseException) -> None:
         breaker.trip(f"{self.role.name}: {transport_message(error)}", cut_all)

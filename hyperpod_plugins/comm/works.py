@@ -4,6 +4,7 @@
 # pyright: reportIncompatibleMethodOverride=false
 
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn, cast
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm.breaker import breaker
+from hyperpod_plugins.comm.roles import GroupRole
 from hyperpod_plugins.errors import PeerLost
 
 _FOREVER = timedelta(0)  # what C++ passes for "no timeout"
@@ -59,14 +61,27 @@ def drop_pending() -> None:
         return
 
 
+class Waiting:
+    """In which group's collective the step's thread waits now, for whoever looks after hangs."""
+
+    def __init__(self) -> None:
+        self.role: GroupRole | None = None
+        """What the group is for, or None while nothing waits."""
+        self.since_s = 0.0
+        """Monotonic time at which the wait began."""
+
+
+waiting = Waiting()
+
+
 class ResilientWork(dist.Work):
     """A collective under way. A transport error in it breaks the groups; what that means is the breaker's phase."""
 
-    def __init__(self, inner: dist.Work, on_error: Callable[[BaseException], None], *, is_strict: bool) -> None:
+    def __init__(self, inner: dist.Work, on_error: Callable[[BaseException], None], role: GroupRole) -> None:
         super().__init__()
         self._inner: dist.Work | None = inner
         self._on_error = on_error
-        self._is_strict = is_strict
+        self._role = role
         pending.add(self)
 
     def drop(self) -> None:
@@ -78,6 +93,8 @@ class ResilientWork(dist.Work):
         inner = self._inner
         if inner is None:
             return self._after_break(None)
+        if not self._role.is_strict:
+            waiting.since_s, waiting.role = time.monotonic(), self._role
         try:
             return inner.wait() if timeout == _FOREVER else inner.wait(timeout)
         except RuntimeError as error:
@@ -85,9 +102,11 @@ class ResilientWork(dist.Work):
                 raise
             self._on_error(error)
             return self._after_break(error)
+        finally:
+            waiting.role = None
 
     def _after_break(self, error: BaseException | None) -> bool:
-        if self._is_strict or (breaker.cause is not None and not breaker.is_quiet):
+        if self._role.is_strict or (breaker.cause is not None and not breaker.is_quiet):
             raise_peer_lost(breaker.cause or str(error), error)
         return True
 

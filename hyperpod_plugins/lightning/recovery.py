@@ -21,7 +21,15 @@ from hyperpod_plugins.lightning.flavour import Callback, LightningModule, Traine
 from hyperpod_plugins.lightning.trainer_state import batches_done, begin_afresh, is_epoch_start, read_trainer
 from hyperpod_plugins.lightning.window import Window
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.recovery import Member, Repair, RetryPolicy, StepTransaction, TrainingState, seed_micro_step
+from hyperpod_plugins.recovery import (
+    HangPolicy,
+    Member,
+    Repair,
+    RetryPolicy,
+    StepTransaction,
+    TrainingState,
+    seed_micro_step,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +43,8 @@ class CheckpointlessRecovery(Callback):
     Args:
         enabled: False leaves everything to the launcher, which restarts all processes.
         replacement_timeout_s: longest wait for a replacement, in seconds; then the job ends with an error.
+        hang_timeout_s: shortest wait of the other ranks, in a collective of a step, after which the rank that they wait
+            for is replaced; ten times the job's median step time if that is longer. Outside of steps 900 s hold.
         max_attempts: attempts at one step that may end with the same rank's exception before it is raised.
         verify: compare checksums of the state that a replacement receives.
         step_keyed_random: draw random numbers as a function of the step, so that a repeated step and a replacement
@@ -49,12 +59,14 @@ class CheckpointlessRecovery(Callback):
         *,
         enabled: bool = True,
         replacement_timeout_s: float = 300.0,
+        hang_timeout_s: float = 30.0,
         max_attempts: int = 3,
         verify: bool = False,
         step_keyed_random: bool = True,
     ) -> None:
         self.enabled = enabled
         self.membership = MembershipPolicy(replacement_timeout_s=replacement_timeout_s)
+        self.hangs = HangPolicy(floor_s=hang_timeout_s)
         self.retries = RetryPolicy(max_attempts=max_attempts)
         self.verify = verify
         self.step_keyed_random = step_keyed_random
@@ -66,7 +78,7 @@ class TrainerRecovery:
 
     def __init__(self, options: CheckpointlessRecovery, job: JobEnv, *, rank: int, world_size: int) -> None:
         self.options = options
-        self.member = Member(job, rank=rank, world_size=world_size, policy=options.membership)
+        self.member = Member(job, rank=rank, world_size=world_size, policy=options.membership, hangs=options.hangs)
         self.member.start()
         self._broadcasts = 0
         self._skip_batches = 0

@@ -1,6 +1,7 @@
 """Surviving faults in process: the step as a transaction, and the way back to a common step."""
 
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival, RecoveryPlan, plan_recovery
+from hyperpod_plugins.recovery.detect import HangPolicy
 from hyperpod_plugins.recovery.member import Generation, Member, PeersOutside
 from hyperpod_plugins.recovery.random import seed_micro_step, stream_seed
 from hyperpod_plugins.recovery.restore import TrainingState
@@ -9,6 +10,7 @@ from hyperpod_plugins.recovery.step import Repair, RetryPolicy, StepTransaction,
 __all__ = [
     "Arrival",
     "Generation",
+    "HangPolicy",
     "Member",
     "NO_STATE",
     "PeersOutside",

@@ -11,13 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hyperpod_plugins.comm import break_groups, breaker, reform
+from hyperpod_plugins.comm import break_groups, breaker, reform, waiting
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
 from hyperpod_plugins.elastic.membership import Action, MembershipPolicy, View, next_action
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
+from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, diagnose
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.004
@@ -60,20 +61,33 @@ class PeersOutside(PeerLost):
 class Member:
     """One process in one rank's place. A thread listens for the end of the generation and breaks the groups then."""
 
-    def __init__(self, job: JobEnv, *, rank: int, world_size: int, policy: MembershipPolicy) -> None:
+    def __init__(
+        self,
+        job: JobEnv,
+        *,
+        rank: int,
+        world_size: int,
+        policy: MembershipPolicy,
+        hangs: HangPolicy,
+    ) -> None:
         self.job = job
         self.rank = rank
         self.world_size = world_size
         self.policy = policy
+        self.hangs = hangs
+        self.step_times = StepTimes()
         self.generation = 0
         self.committed = NO_STATE
         self.place = "setting up"
         """Where the main thread is, in words; the others hear it once a second."""
+        self.in_step = False
+        """Whether that is inside a step."""
         self.ledger = Ledger.connect(job)
         self._reports = Ledger.connect(job)
         self._reporting = threading.Lock()
         self._told: Incident | None = None
         self._stops: list[int] = []
+        self._next_chase_s = 0.0
         self._changed = threading.Condition()
         self._is_leaving = self._is_joining = False
         self._threads = [
@@ -122,6 +136,7 @@ class Member:
             PeersOutside: this process waits in a step, and another one was outside.
         """
         began_s = time.monotonic()
+        self.in_step = False
         with self._changed:
             self._is_joining = True  # from here on an old generation's end is no news
         while True:
@@ -227,6 +242,7 @@ class Member:
                 return None
             plan = self.ledger.plan(number)
             if plan is None:
+                self._chase(number, time.monotonic() - began_s)
                 if arrival.in_step and arrival.has_state and self.ledger.find(f"outside/{number}") is not None:
                     raise PeersOutside(number)
                 expected = dict(zip(ranks, self.ledger.incarnations(ranks), strict=True))
@@ -280,16 +296,57 @@ class Member:
             self._lost_store(error)
 
     def _tell(self) -> None:
-        """Say about once a second where this process is."""
+        """Say about once a second where this process is, and look whether somebody keeps it waiting."""
         try:
             ledger = Ledger.connect(self.job)
             while not self._is_leaving:
-                ledger.beat(
-                    self.rank, {"generation": self.generation, "committed": self.committed, "place": self.place}
-                )
+                own = self._beat()
+                ledger.beat(self.rank, own.to_dict())
+                self._look_after(ledger, own)
                 time.sleep(_BEAT_S)
         except dist.DistError as error:
             self._lost_store(error)
+
+    def _beat(self) -> Beat:
+        role = waiting.role
+        return Beat(
+            incarnation=self.job.incarnation,
+            generation=self.generation,
+            committed=self.committed,
+            place=self.place,
+            in_step=self.in_step,
+            waits_for="" if role is None else role.name,
+            waited_s=0.0 if role is None else time.monotonic() - waiting.since_s,
+            at_s=time.time(),
+        )
+
+    def _look_after(self, ledger: Ledger, own: Beat) -> None:
+        """End the generation, and the process that hangs, if this rank has waited for it too long."""
+        limit_s = self.step_times.limit_s(self.hangs)
+        if not own.waits_for or own.waited_s <= min(limit_s, self.hangs.outside_s):
+            return
+        beats = {rank: Beat.from_dict(each) for rank, each in ledger.beats(range(self.world_size)).items()}
+        for suspect in diagnose(beats, own, limit_s, self.hangs, time.time()):
+            incident = Incident(
+                kind="hang", cause=suspect.cause, rank=suspect.rank, incarnation=suspect.incarnation, step=own.committed
+            )
+            if self._end(own.generation, incident).reporter == f"rank {self.rank}":
+                ledger.ask_to_kill(suspect.rank, suspect.incarnation)
+
+    def _chase(self, number: int, waited_s: float) -> None:
+        """Ask for the end of survivors that do not come to be repaired: stopped, or stuck where nothing wakes them."""
+        limit_s = max(self.step_times.limit_s(self.hangs), self.hangs.floor_s)
+        if waited_s < limit_s or time.monotonic() < self._next_chase_s:
+            return
+        self._next_chase_s = time.monotonic() + limit_s
+        before = self._members_before(number)
+        arrived = self.ledger.arrivals(number, range(self.world_size))
+        for rank in range(self.world_size):
+            incarnation = self.ledger.incarnation(rank)
+            is_survivor = incarnation == before.get(rank, 0)
+            if is_survivor and rank not in arrived and self.ledger.find(f"stopped/{number}/{rank}") is None:
+                log.warning("rank %d does not come to be repaired within %.0f s: it is replaced", rank, limit_s)
+                self.ledger.ask_to_kill(rank, incarnation)
 
     def _lost_store(self, error: Exception) -> None:
         if not self._is_leaving:

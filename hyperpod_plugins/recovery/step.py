@@ -172,7 +172,7 @@ class StepTransaction:
 
     def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Compute in tolerant mode; an exception in healthy groups is this rank's own."""
-        self._member.place = f"computing step {self.step}"
+        self._member.place, self._member.in_step = f"computing step {self.step}", True
         try:
             with breaker.tolerant():
                 result = compute()
@@ -202,6 +202,8 @@ class StepTransaction:
         result = commit()
         self._synchronize()
         self._member.committed = self.step + 1
+        self._member.in_step = False
+        self._member.step_times.committed(time.monotonic())
         self._failures.clear()
         self._member.place = f"between steps {self.step - 1} and {self.step}"
         return result
