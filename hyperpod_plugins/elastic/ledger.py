@@ -25,6 +25,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.env import JobEnv
 
+GAVE_UP_KEY = "gave_up"
+"""Name of the value, an Incident, that a member leaves when nobody is to be replaced any more."""
+
 
 class Ledger:
     """One connection to the ledger of a job; not to be shared between threads that wait."""

@@ -2,18 +2,32 @@
 
 [Note: commit rule] A vote that completes on any rank proves that every rank had valid gradients. So if anybody has
 committed step t, every survivor that voted for t holds what it needs to commit it too, and does. Nothing that a
-peer may have committed is ever rolled back, and no step is applied twice.
+peer may have committed is ever rolled back, and no step is applied twice; only where a part of the state of
+step t is gone for good do all ranks return together, to a step of which it is whole.
 """
 
+import enum
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, Self
 
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.parallel.topology import Topology
+from hyperpod_plugins.recovery.buddies import buddies, restorable_steps
 
 NO_STATE = -1
+
+
+class Rung(enum.Enum):
+    """How far down the ladder of recovery a fault leads; the first that is possible is taken."""
+
+    RETRY = "nobody lost its state: the step is run again"
+    REPLACE = "each lost shard lives on another rank, which gives it to the replacement; no committed step is lost"
+    SNAPSHOT = "a lost shard lives nowhere: all ranks return to the newest snapshot that is whole"
+    CHECKPOINT = "no snapshot is whole: all ranks return to the last persistent checkpoint"
+    STOP = "nothing is left to return to: the job ends with an error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +44,10 @@ class Arrival:
     """Fingerprint of the process groups that it holds."""
     in_step: bool = True
     """Whether it waits at a step, so that it can go on there."""
+    snapshots: tuple[int, ...] = ()
+    """Steps of which it has a snapshot of itself."""
+    ward_snapshots: tuple[int, ...] = ()
+    """Steps of which it has a snapshot of the rank whose buddy it is."""
 
     def to_dict(self) -> dict[str, Any]:
         """For the ledger."""
@@ -38,7 +56,8 @@ class Arrival:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`."""
-        return cls(**values)
+        tuples = {name: tuple(value) for name, value in values.items() if name.endswith("snapshots")}
+        return cls(**{**values, **tuples})
 
     @property
     def has_state(self) -> bool:
@@ -55,19 +74,28 @@ class RecoveryPlan:
     roll_forward: tuple[int, ...]
     """Ranks that commit the step that they voted for."""
     sources: Mapping[int, int]
-    """Rank that gives its state, for each rank that needs one."""
+    """Rank that gives the state, or the snapshot, for each rank that needs one."""
+    steps_lost: int = 0
+    """Committed steps that have to be run again; above 0 on the rung SNAPSHOT only."""
+    is_return: bool = False
+    """Whether all ranks take their state from snapshots, those with a source after it has sent them theirs."""
+
+    @property
+    def rung(self) -> Rung:
+        """Which rung of the ladder this is."""
+        if self.is_return:
+            return Rung.SNAPSHOT
+        return Rung.REPLACE if self.sources else Rung.RETRY
 
 
 def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> RecoveryPlan:
     """Choose the common step, and a source for every rank without state; sources share the work evenly.
 
     Raises:
-        StateLost: no rank holds the state that a newcomer needs.
+        StateLost: a rank's state lives nowhere, and there is no snapshot to which all can return.
     """
     held = {rank: each for rank, each in arrivals.items() if each.has_state}
-    if not held:
-        raise StateLost("no rank that is left holds the training state")
-    step = max(each.committed for each in held.values())
+    step = max((each.committed for each in held.values()), default=NO_STATE)
     behind = {rank for rank, each in held.items() if each.committed < step}
     roll_forward = {rank for rank in behind if held[rank].prepared == step}
     whole = [rank for rank in held if rank not in behind or rank in roll_forward]
@@ -76,11 +104,50 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
     for rank in sorted(set(arrivals) - set(whole)):
         candidates = [other for other in topology.replicas_of(rank) if other in whole]
         if not candidates:
-            raise StateLost(
-                f"no rank that is left holds the shard of rank {rank}, whose other copies were on the ranks "
-                f"{list(topology.replicas_of(rank)) or '(none: replicate degree 1)'}"
-            )
+            return _return_to_snapshot(arrivals, topology, step, rank)
         source = min(candidates, key=lambda other: (load[other], other))
         load[source] += 1
         sources[rank] = source
     return RecoveryPlan(step=step, roll_forward=tuple(sorted(roll_forward)), sources=sources)
+
+
+def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
+    """The newest step to which all ranks could return, or `NO_STATE`."""
+    own = {rank: each.snapshots for rank, each in arrivals.items()}
+    kept = {rank: each.ward_snapshots for rank, each in arrivals.items()}
+    return max(restorable_steps(own, kept, buddies(topology)), default=NO_STATE)
+
+
+def _return_to_snapshot(arrivals: Mapping[int, Arrival], topology: Topology, step: int, lost: int) -> RecoveryPlan:
+    """Everybody goes back to the newest snapshot that is whole, since the state of rank `lost` is gone."""
+    newest, buddy_of = newest_snapshot(arrivals, topology), buddies(topology)
+    if newest == NO_STATE:
+        raise StateLost(_why_lost(arrivals, topology, step, lost, buddy_of))
+    return RecoveryPlan(
+        step=newest,
+        roll_forward=(),
+        sources={rank: buddy_of[rank] for rank, each in sorted(arrivals.items()) if newest not in each.snapshots},
+        steps_lost=max(0, step - newest),
+        is_return=True,
+    )
+
+
+def _why_lost(
+    arrivals: Mapping[int, Arrival], topology: Topology, step: int, lost: int, buddy_of: tuple[int, ...]
+) -> str:
+    others = list(topology.replicas_of(lost))
+    if step == NO_STATE:
+        replaced = "no rank that is left holds the training state"
+    else:
+        replaced = f"no rank that is left holds the shard of rank {lost} after step {step}, whose other copies were on "
+        replaced += f"the ranks {others}" if others else "no rank (replicate degree 1)"
+    own = {rank: each.snapshots for rank, each in arrivals.items()}
+    kept = {rank: each.ward_snapshots for rank, each in arrivals.items()}
+    taken = sorted(set(chain(*own.values(), *kept.values())))
+    if not taken:
+        return f"{replaced}; no rank that is left holds a snapshot (CheckpointlessRecovery(snapshot_every_steps=...))"
+    gone = [rank for rank, buddy in enumerate(buddy_of) if not (own.get(rank) or kept.get(buddy))]
+    missing = f"nothing is left of the ranks {gone}, whose buddies are {[buddy_of[rank] for rank in gone]}"
+    return (
+        f"{replaced}; no snapshot of the steps {taken} is whole: {missing if gone else 'the ranks hold different ones'}"
+    )

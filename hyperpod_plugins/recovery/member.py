@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -14,9 +14,10 @@ from torch._C._distributed_c10d import Store
 from hyperpod_plugins.comm import break_groups, breaker, reform, waiting
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
+from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import Action, MembershipPolicy, View, next_action
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import PeerLost, RecoveryTimeout
+from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
 from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, diagnose
 
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.004
 _REFORM_TIMEOUT_S = 20.0
 _BEAT_S = 1.0
+_FAREWELL_S = 10.0
 _LISTEN_S = 365 * 86400.0  # the wait costs nothing, and torch warns of each one that times out
 
 
@@ -120,7 +122,15 @@ class Member:
     def give_up(self, cause: str) -> None:
         """Tell the agents that nobody is to be replaced any more: the job ends with an error."""
         log.error("rank %d gives up: %s", self.rank, cause)
-        self.ledger.put("gave_up", f"rank {self.rank}: {cause}".encode())
+        mine = Incident(kind="exception", cause=cause, rank=self.rank, incarnation=self.job.incarnation)
+        self.ledger.put(GAVE_UP_KEY, mine.to_json().encode())
+
+    def _follow(self, giver: Incident) -> NoReturn:
+        """End after the process that gave up, so that its own error is the one that the launcher shows."""
+        deadline_s = time.monotonic() + _FAREWELL_S
+        while self.ledger.exit_of(giver.rank, giver.incarnation) is None and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        raise RecoveryError(f"the job has given up: {giver}")
 
     def join_next(self, arrival: Arrival, stopped: Callable[[int], None]) -> Generation:
         """Wait for all members of the next generation, connect to them, and mend the groups.
@@ -134,6 +144,7 @@ class Member:
         Raises:
             RecoveryTimeout: somebody did not come in time.
             PeersOutside: this process waits in a step, and another one was outside.
+            RecoveryError: another process has given up.
         """
         began_s = time.monotonic()
         self.in_step = False
@@ -243,6 +254,8 @@ class Member:
             plan = self.ledger.plan(number)
             if plan is None:
                 self._chase(number, time.monotonic() - began_s)
+                if (given_up := self.ledger.find(GAVE_UP_KEY)) is not None:
+                    self._follow(Incident.from_json(given_up))
                 if arrival.in_step and arrival.has_state and self.ledger.find(f"outside/{number}") is not None:
                     raise PeersOutside(number)
                 expected = dict(zip(ranks, self.ledger.incarnations(ranks), strict=True))

@@ -18,8 +18,11 @@ def stream_seed(seed: int, step: int, micro_step: int, data_rank: int) -> int:
 
 
 def seed_micro_step(seed: int, step: int, micro_step: int, data_rank: int) -> None:
-    """Set torch's (CPU and CUDA), Python's and NumPy's generators for one micro-step."""
+    """Set torch's (CPU, and the current CUDA device), Python's and NumPy's generators for one micro-step."""
     value = stream_seed(seed, step, micro_step, data_rank)
-    torch.manual_seed(value)
+    # Not `torch.manual_seed`: where CUDA has not been used it notes each call, with a stack trace, for later.
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)

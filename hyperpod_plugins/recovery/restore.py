@@ -45,21 +45,42 @@ class TrainingState:
         """CRC-32 of every tensor's bytes, in order; equal on replicas of one shard."""
         return _checksum(self._tensors().values())
 
-    def send(self, rank: int) -> None:
-        """Give everything to a global rank."""
-        tensors = self._tensors()
+    def header(self) -> bytes:
+        """What the tensors are, and what optimizers hold beside them, to be read with `weights_only`."""
         header = {
-            "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
+            "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in self._tensors().items()],
             "optimizers": [describe_optimizer(self.model, optimizer) for optimizer in self.optimizers],
             "checksum": self.checksum() if self._verify else 0,
         }
         buffer = io.BytesIO()
         torch.save(header, buffer)
+        return buffer.getvalue()
+
+    def copy_to(self, data: torch.Tensor) -> None:
+        """Copy the bytes of all tensors into `data`, which is one-dimensional, of bytes and `num_bytes()` long."""
+        tensors = list(self._tensors().values())
+        for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
+            part.copy_(tensor.reshape(-1).view(torch.uint8))
+
+    def copy_from(self, header: bytes, data: torch.Tensor, whose: str) -> None:
+        """Take the state that `header` and `copy_to` have recorded; `whose` it was, for the message.
+
+        Raises:
+            RecoveryError: the state is of another model, or its bits changed on the way.
+        """
+        tensors = list(self._make_room(header, whose).values())
+        with torch.no_grad():
+            for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
+                tensor.copy_(_typed(part, tensor))
+        self._check(header, whose)
+
+    def send(self, rank: int) -> None:
+        """Give everything to a global rank."""
         device = self._device()
-        payload = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
+        payload = torch.frombuffer(bytearray(self.header()), dtype=torch.uint8).to(device)
         dist.send(torch.tensor([payload.numel()], device=device), rank)
         dist.send(payload, rank)
-        for batch in _batches(tensors.values()):
+        for batch in _batches(self._tensors().values()):
             dist.send(torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in batch]), rank)
 
     def receive(self, rank: int) -> None:
@@ -73,26 +94,36 @@ class TrainingState:
         dist.recv(size, rank)
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
         dist.recv(payload, rank)
-        header = torch.load(io.BytesIO(payload.cpu().numpy().tobytes()), weights_only=True)
-        for index, optimizer in enumerate(self.optimizers):
-            self._make_state(index, optimizer, header)
-        tensors = self._tensors()
-        theirs = [(name, tuple(shape), dtype) for name, shape, dtype in header["tensors"]]
-        ours = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-        if theirs != ours:
-            different = [there[0] for there, here in zip(theirs, ours, strict=False) if there != here][:3]
-            raise RecoveryError(
-                f"rank {rank} holds other tensors than this process built (first differences: {different}; "
-                f"{len(theirs)} and {len(ours)} tensors). A replacement must run the same program with the same data."
-            )
+        header = payload.cpu().numpy().tobytes()
+        tensors = self._make_room(header, f"rank {rank}")
         with torch.no_grad():
             for batch in _batches(tensors.values()):
                 message = torch.empty(sum(tensor.nbytes for tensor in batch), dtype=torch.uint8, device=device)
                 dist.recv(message, rank)
                 for tensor, part in zip(batch, message.split([t.nbytes for t in batch]), strict=True):
-                    tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-        if self._verify and self.checksum() != header["checksum"]:
-            raise RecoveryError(f"the training state that rank {rank} sent arrived with other bits; it is not used")
+                    tensor.copy_(_typed(part, tensor))
+        self._check(header, f"rank {rank}")
+
+    def _make_room(self, header: bytes, whose: str) -> dict[str, torch.Tensor]:
+        """Make optimizer state as the header says, and return all tensors, to be filled."""
+        described = torch.load(io.BytesIO(header), weights_only=True)
+        for index, optimizer in enumerate(self.optimizers):
+            self._make_state(index, optimizer, described)
+        tensors = self._tensors()
+        theirs = [(name, tuple(shape), dtype) for name, shape, dtype in described["tensors"]]
+        ours = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+        if theirs != ours:
+            different = [there[0] for there, here in zip(theirs, ours, strict=False) if there != here][:3]
+            raise RecoveryError(
+                f"{whose} holds other tensors than this process built (first differences: {different}; "
+                f"{len(theirs)} and {len(ours)} tensors). A replacement must run the same program with the same data."
+            )
+        return tensors
+
+    def _check(self, header: bytes, whose: str) -> None:
+        expected = torch.load(io.BytesIO(header), weights_only=True)["checksum"] if self._verify else 0
+        if self._verify and self.checksum() != expected:
+            raise RecoveryError(f"the training state of {whose} arrived with other bits; it is not used")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Local tensors by name, the same order on every rank of a shard."""
@@ -142,6 +173,12 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
             stride=parameter.stride(),
         )
     return local
+
+
+def _typed(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Bytes as a tensor of another type, which must begin at a multiple of its size."""
+    is_aligned = part.storage_offset() % like.element_size() == 0
+    return (part if is_aligned else part.clone()).view(like.dtype).view(like.shape)
 
 
 def _state_device(parameter: torch.Tensor, shape: Sequence[int]) -> torch.device:

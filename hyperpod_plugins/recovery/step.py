@@ -22,8 +22,9 @@ from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.elastic import Incident
 from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.assign import NO_STATE, Arrival, RecoveryPlan, plan_recovery
+from hyperpod_plugins.recovery.assign import NO_STATE, Arrival, RecoveryPlan, newest_snapshot, plan_recovery
 from hyperpod_plugins.recovery.member import Generation, Member, PeersOutside
+from hyperpod_plugins.recovery.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class Repair:
     """Until all members were there and connected; the start of new processes is in this."""
     restored_s: float
     """Until all members had their state."""
+    steps_lost: int = 0
+    """Committed steps that are run again, because the state after them was lost with its last holder."""
 
     @property
     def total_s(self) -> float:
@@ -74,7 +77,19 @@ class Repair:
         """One line for people."""
         return (
             f"{self.incident}; repaired in {self.total_s:.2f} s (noticed {self.noticed_s:.2f}, assembled "
-            f"{self.assembled_s:.2f}, restored {self.restored_s:.2f}), 0 steps lost, going on after step {self.step}"
+            f"{self.assembled_s:.2f}, restored {self.restored_s:.2f}), {self.steps_lost} steps lost, "
+            f"going on after step {self.step}"
+        )
+
+
+class Returned(PeerLost):
+    """All ranks have returned to a snapshot: their tensors are those of an earlier step, the loop's position is not."""
+
+    def __init__(self, plan: RecoveryPlan) -> None:
+        super().__init__(
+            f"a part of the training state was lost with its last holder. All ranks have returned to the snapshot of "
+            f"step {plan.step}, and {plan.steps_lost} steps are to be run again. The strategy enters the loops again "
+            "from there; a loop of your own goes on with the data of that step."
         )
 
 
@@ -110,6 +125,7 @@ class StepTransaction:
         policy: RetryPolicy,
         device: torch.device,
         on_repair: Callable[[Repair], None],
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._member = member
         self._subject = subject
@@ -117,6 +133,7 @@ class StepTransaction:
         self._policy = policy
         self._device = device
         self._on_repair = on_repair
+        self._snapshots = snapshots
         self._prepared = NO_STATE
         self._commit: Callable[[], object] | None = None
         self._has_begun = False
@@ -134,6 +151,8 @@ class StepTransaction:
     def begin(self) -> None:
         """Begin a step whose `compute` comes in parts; a newcomer joins here, and a fault between steps is repaired."""
         self.join()
+        if self._snapshots is not None:
+            self._snapshots.offer(self.step, self._subject.describe)
         self._subject.begin(self.step)
         self._has_begun, self._early_error = True, None
 
@@ -227,6 +246,8 @@ class StepTransaction:
             began_s = time.time()
             incident = member.end_generation()
             self._count(incident, error)
+            if self._snapshots is not None:
+                self._snapshots.settle()
             member.place = f"waiting for the members of the next generation, at step {self.step}"
             description = self._subject.describe() if member.committed != NO_STATE else b""
             arrival = Arrival(
@@ -234,6 +255,8 @@ class StepTransaction:
                 committed=member.committed,
                 prepared=NO_STATE if commit is None else self._prepared,
                 in_step=not self._has_reentered,
+                snapshots=() if self._snapshots is None else self._snapshots.own_steps,
+                ward_snapshots=() if self._snapshots is None else self._snapshots.ward_steps,
             )
             try:
                 formed = member.join_next(arrival, lambda number, d=description: self._tell(number, d))
@@ -250,7 +273,7 @@ class StepTransaction:
             elif must_undo:
                 self._subject.undo()
             try:
-                self._subject.restore(plan, member.rank)
+                self._restore(plan, formed)
             except PeerLost:
                 continue
             break
@@ -265,9 +288,42 @@ class StepTransaction:
                 noticed_s=max(0.0, began_s - incident.at_s),
                 assembled_s=assembled_s - began_s,
                 restored_s=time.time() - assembled_s,
+                steps_lost=plan.steps_lost,
             )
         )
+        if plan.is_return:
+            self._end_for_return(plan)
+            raise Returned(plan)
         return outcome
+
+    def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
+        """Bring this rank to the plan's step. A `PeerLost` leaves it where it was."""
+        snapshots = self._snapshots
+        if not plan.is_return:
+            self._subject.restore(plan, self._member.rank)
+        if snapshots is None:
+            return
+        snapshots.keep(newest_snapshot(formed.arrivals, self._topology))
+        if plan.is_return:
+            try:
+                snapshots.deliver(plan.step, plan.sources)
+            except PeerLost:
+                # Whoever ends the generation for the return knows that all ranks have their snapshots.
+                ended = self._member.ledger.ended(formed.number)
+                if ended is None or ended.cause != _return_cause(plan):
+                    raise
+            snapshots.load(plan.step)
+
+    def _end_for_return(self, plan: RecoveryPlan) -> None:
+        """End the generation, since all ranks enter the loops again; stop where this has not helped before."""
+        member, snapshots = self._member, self._snapshots
+        assert snapshots is not None
+        lost_at = plan.step + plan.steps_lost
+        if snapshots.count_return(lost_at) >= self._policy.max_losses:
+            cause = f"the state after step {lost_at} was lost {self._policy.max_losses} times"
+            member.give_up(cause)
+            raise RecoveryError(f"{cause}. Look at the logs of the lost ranks; the step itself may kill them.")
+        member.ledger.end(member.generation, Incident(kind="request", cause=_return_cause(plan), step=plan.step))
 
     def _tell(self, number: int, description: bytes) -> None:
         if description and not self._has_reentered:
@@ -303,3 +359,7 @@ class StepTransaction:
         """Wait for the GPU, which runs behind: what has not arrived yet cannot be voted for, or written."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _return_cause(plan: RecoveryPlan) -> str:
+    return f"all ranks return to the snapshot of step {plan.step}"
