@@ -8,8 +8,8 @@ CUT    := -c constraints.txt
 .PHONY: demo test test-fast check bench docs clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/demo.stamp          ## train a small Llama on 4 processes, hybrid sharded and tensor parallel
-	$(BIN)/python examples/train_lm.py
+demo: $(VENV)/demo.stamp          ## train a small Llama on 4 processes, lose one in the middle, and end with the same bits
+	$(BIN)/python examples/show_recovery.py
 
 test: $(VENV)/test.stamp          ## every test
 	$(BIN)/python -m pytest

@@ -2,12 +2,14 @@
 
     python examples/train_lm.py                     # 4 processes on this machine, or one for each GPU
     torchrun --nproc-per-node 4 examples/train_lm.py
+    hyperpodrun --nproc-per-node 4 examples/train_lm.py                                # survives the loss of any rank
     python examples/train_lm.py --tensor-parallel-degree 1 --hybrid-shard-degree 2     # 2 replicas of 2 shards
 
 Nothing here is special to the strategy: an ordinary LightningModule around a model from transformers.
 """
 
 import argparse
+import json
 import math
 import sysconfig
 import time
@@ -18,12 +20,14 @@ from pathlib import Path
 import lightning.pytorch as L
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hyperpod_plugins.data import BatchSplit, TokenDataset, build_tokens
 from hyperpod_plugins.env import WorkerEnv
-from hyperpod_plugins.lightning import HyperPodStrategy, TokenDataConfig, TokenDataModule
+from hyperpod_plugins.lightning import FaultInjection, HyperPodStrategy, TokenDataConfig, TokenDataModule
+from hyperpod_plugins.recovery import TrainingState
 
 VOCABULARY = 256  # bytes
 PROMPT = "def "
@@ -129,7 +133,7 @@ def unigram_entropy(dataset: TokenDataset) -> float:
 
 
 @torch.no_grad()
-def generate(module: ByteLlama, num_bytes: int = 160, temperature: float = 0.7) -> str:
+def generate(module: ByteLlama, num_bytes: int = 100, temperature: float = 0.7) -> str:
     """Continue the prompt. Every rank runs the model and draws the same bytes."""
     generator = torch.Generator().manual_seed(0)
     text = torch.tensor([list(PROMPT.encode())], device=module.device)
@@ -152,6 +156,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed", "bf16-true"])
     parser.add_argument("--folder", type=Path, default=Path("runs/train_lm"), help="for token files and checkpoints")
     parser.add_argument("--resume", help="path of a checkpoint to go on from")
+    parser.add_argument("--fault", help="under hyperpodrun: lose a rank, such as kill:rank=3,step=50,phase=backward")
+    parser.add_argument("--report", type=Path, help="write the final loss and the checksum of each rank's state here")
     return parser.parse_args()
 
 
@@ -189,6 +195,7 @@ def main() -> None:
         callbacks=[
             Progress(global_batch_size * args.sequence_length),
             ModelCheckpoint(args.folder / "checkpoints", filename="{step}", every_n_train_steps=half),
+            *([FaultInjection(args.fault)] if args.fault else []),
         ],
     )
     module = ByteLlama(args.sequence_length, args.learning_rate, args.steps)
@@ -204,9 +211,14 @@ def main() -> None:
     trainer.print(f"{sum(p.numel() for p in module.parameters()) / 1e6:.1f} million parameters on {num_ranks} ranks")
     trainer.fit(module, datamodule=data, ckpt_path=args.resume)
 
+    val_loss = float(trainer.callback_metrics["val_loss"])
+    if args.report:
+        checksums: list = [0] * num_ranks
+        dist.all_gather_object(checksums, TrainingState(module, trainer.optimizers).checksum())
+        if trainer.is_global_zero:
+            args.report.write_text(json.dumps({"val_loss": val_loss, "checksums": checksums}))
     text = generate(module)
     unigram = unigram_entropy(TokenDataset(val_path, args.sequence_length))
-    val_loss = float(trainer.callback_metrics["val_loss"])
     trainer.print(
         f"\nmesh: {trainer.strategy.topology}\n"
         f"validation loss {val_loss:.2f} nats a byte ({val_loss / math.log(2):.2f} bits); "

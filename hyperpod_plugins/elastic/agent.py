@@ -30,7 +30,7 @@ from torch.distributed.elastic.utils.logging import get_logger
 from hyperpod_plugins.elastic.crew import Crew, Phase, Post
 from hyperpod_plugins.elastic.failures import cause, failure
 from hyperpod_plugins.elastic.incident import Incident
-from hyperpod_plugins.elastic.ledger import Ledger
+from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY, Ledger
 from hyperpod_plugins.elastic.logs import Sink
 from hyperpod_plugins.elastic.options import AgentOptions
 from hyperpod_plugins.elastic.restarts import RestartBudget
@@ -114,7 +114,10 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """`timeout` is torch's idea; ours is in the options, and the same."""
-        self._stop(death_sig)
+        for post, code in self._stop(death_sig):
+            if code != 0 and self.stopped is None and self._round.num_nodes > 1:
+                with contextlib.suppress(DistError):
+                    self._write_up(post, code)  # this node leaves and the others stay: they need not find out
         self._crew.close()
         if self.stopped is not None and (self._worker_group.group_world_size or 1) > 1:
             time.sleep(max(0.0, self._stopped_s + _NEWS_S - time.monotonic()))
@@ -152,14 +155,17 @@ class HyperPodAgent(SimpleElasticAgent):
             if code == 0:
                 self._ledger.put(f"{_FINISHED}/{post.global_rank}", b"1")
                 return
+            if self.stopped is not None:
+                self._blame(post, code)
+                return
             incident = self._write_up(post, code)
             refusal = self._refusal(post, code)
         except DistError as error:
             self._lose_store(error)
             return
         if refusal is not None:
-            self._failures[post.global_rank] = failure(post, code)
             self._stop_job(incident, refusal)
+            self._blame(post, code)
             return
         logger.warning(
             "rank %d (pid %d, incarnation %d) ended after %.1f s: %s; another takes its place",
@@ -186,6 +192,9 @@ class HyperPodAgent(SimpleElasticAgent):
     def _refusal(self, post: Post, code: int) -> str | None:
         budget = self._budgets.setdefault(post.global_rank, RestartBudget(self._options.restarts))
         refusal = budget.refusal(code, post.uptime_s, time.monotonic())
+        given_up = self._ledger.find(GAVE_UP_KEY)
+        if given_up is not None:
+            return f"the job has given up: {Incident.from_json(given_up)}"
         if refusal is None and any(other.phase is Phase.DONE for other in self._crew.posts):
             others = set(range(self._worker_group.workers[0].world_size)) - {post.global_rank}
             if all(self._ledger.find(f"{_FINISHED}/{rank}") is not None for rank in others):
@@ -233,11 +242,16 @@ class HyperPodAgent(SimpleElasticAgent):
         if self.stopped is None:
             self.stopped, self._stopped_s = incident, time.monotonic()
 
-    def _stop(self, number: signal.Signals) -> None:
+    def _stop(self, number: signal.Signals) -> list[tuple[Post, int]]:
         with self._inbox.deferred():
-            for post, code in self._crew.stop(number, self._options.shutdown_timeout_s, self._inbox):
-                if code > 0 and self.stopped is not None:  # not by our signal: it may be why others failed
-                    self._failures[post.global_rank] = failure(post, code)
+            ended = self._crew.stop(number, self._options.shutdown_timeout_s, self._inbox)
+            for post, code in ended:
+                if self.stopped is not None and code > 0:  # not by our signal: it may be why others failed
+                    self._blame(post, code)
+            return ended
+
+    def _blame(self, post: Post, code: int) -> None:
+        self._failures[post.global_rank] = failure(post, code)
 
     def _sinks(self, destination: LogsDest) -> list[Sink]:
         sinks = [Sink("stdout", sys.stdout), Sink("stderr", sys.stderr)]

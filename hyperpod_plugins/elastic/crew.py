@@ -70,6 +70,7 @@ class Crew:
         self._environ = environ
         self._zygote = ZygoteProcess(options, environ)
         self._tee = Tee()
+        self._cwd = os.getcwd()
         self._num_tickets = 0
         self._sinks: Sequence[Sink] = ()
         self.posts: Sequence[Post] = ()
@@ -173,7 +174,7 @@ class Crew:
                 target=self._program.target,
                 args=post.args,
                 environ=post.environ,
-                cwd=os.getcwd(),
+                cwd=self._cwd,
                 stdout=post.logs.stdout,
                 stderr=post.logs.stderr,
             )

@@ -33,11 +33,19 @@ from hyperpod_plugins.elastic.crew import Program
 from hyperpod_plugins.elastic.failures import story
 from hyperpod_plugins.elastic.options import AgentOptions
 from hyperpod_plugins.elastic.restarts import RestartPolicy
-from hyperpod_plugins.elastic.zygote_process import DEFAULT_PRELOAD, ZygoteOptions
+from hyperpod_plugins.elastic.zygote_process import ZygoteOptions
 from hyperpod_plugins.errors import ConfigError, HyperPodError, NotBuiltYetError
 
 _LOOP_S = 0.001
 """Sleep of torch's loop between two looks at the workers; ours waits inside the look, where a death wakes it."""
+
+_PRELOAD = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",  # the first step of an optimizer imports it, which takes a second
+    "numpy",
+)
+_LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")  # a program has one or the other
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -68,7 +76,7 @@ def get_parser() -> argparse.ArgumentParser:
         action=env,
         default="default",
         help="Comma-separated modules to import once, before workers are forked; `default` stands for "
-        f"{', '.join(DEFAULT_PRELOAD)}, where installed.",
+        f"{', '.join(_PRELOAD)}, and Lightning with our strategy where it is installed.",
     )
     ours.add_argument(
         "--spares", action=env, type=int, default=0, help="Forked processes kept waiting; saves a few milliseconds."
@@ -85,7 +93,9 @@ def modules_to_preload(text: str) -> tuple[str, ...]:
     modules: list[str] = []
     for name in filter(None, (part.strip() for part in text.split(","))):
         if name == "default":
-            modules += [each for each in DEFAULT_PRELOAD if _is_installed(each)]
+            modules += _PRELOAD
+            modules += [each for each in _LIGHTNINGS if _is_installed(each)][:1]
+            modules += ["hyperpod_plugins.lightning"] if modules[-1] in _LIGHTNINGS else []
         elif _is_installed(name):
             modules.append(name)
         else:

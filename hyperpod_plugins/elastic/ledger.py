@@ -25,6 +25,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.env import JobEnv
 
+ARMED_KEY = "armed"
+"""Name of the value that members leave when they have something to recover, and take part in doing so."""
 GAVE_UP_KEY = "gave_up"
 """Name of the value, an Incident, that a member leaves when nobody is to be replaced any more."""
 

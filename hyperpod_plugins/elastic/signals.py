@@ -33,7 +33,8 @@ class SignalInbox:
         self._num_interrupts = 0
         if threading.current_thread() is threading.main_thread():
             for number in (*NOTICES, *self._ending):
-                signal.signal(number, self._receive)
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks
+                    signal.signal(number, self._receive)
 
     def fileno(self) -> int:
         """Descriptor that becomes readable when a signal arrives."""

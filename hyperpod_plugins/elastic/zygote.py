@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hyperpod_plugins.elastic.forked import become, die_with
+from hyperpod_plugins.elastic.hidden import hide_lightning
 from hyperpod_plugins.elastic.wire import Lines, Start
 from hyperpod_plugins.errors import ConfigError
 
@@ -256,6 +257,7 @@ def main() -> None:
     began_s = time.monotonic()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
     preload(list(filter(None, modules.split(","))))
+    hide_lightning()
     gc.collect()
     gc.freeze()  # children never write to these objects' headers, so the pages stay shared
     agent = Lines(socket.socket(fileno=int(descriptor)))

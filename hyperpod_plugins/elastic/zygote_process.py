@@ -11,16 +11,6 @@ from dataclasses import dataclass
 
 from hyperpod_plugins.elastic.wire import Lines, Start
 
-DEFAULT_PRELOAD = (
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch._dynamo",  # the first step of an optimizer imports it, which takes a second
-    "numpy",
-    "lightning.pytorch",
-    "hyperpod_plugins.lightning",
-)
-"""Imported where installed; torch comes with the zygote itself."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZygoteOptions:

@@ -9,16 +9,24 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import PosixPath, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.membership import MembershipPolicy
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.flavour import Callback, LightningModule, Trainer
-from hyperpod_plugins.lightning.trainer_state import batches_done, begin_afresh, is_epoch_start, read_trainer
+from hyperpod_plugins.lightning.trainer_state import (
+    batches_done,
+    begin_afresh,
+    is_epoch_start,
+    read_trainer,
+    restore_last_saves,
+)
 from hyperpod_plugins.lightning.window import Window
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import (
@@ -26,12 +34,16 @@ from hyperpod_plugins.recovery import (
     Member,
     Repair,
     RetryPolicy,
+    Snapshot,
+    SnapshotPolicy,
+    Snapshots,
     StepTransaction,
     TrainingState,
     seed_micro_step,
 )
 
 log = logging.getLogger(__name__)
+_SNAPSHOT_EVERY_STEPS = 20  # where nothing else has the state of a rank
 
 
 class CheckpointlessRecovery(Callback):
@@ -49,6 +61,10 @@ class CheckpointlessRecovery(Callback):
         verify: compare checksums of the state that a replacement receives.
         step_keyed_random: draw random numbers as a function of the step, so that a repeated step and a replacement
             draw what was drawn before. Without it the job recovers, but not to the same bits where there is dropout.
+        snapshot_every_steps: steps from one buddy snapshot to the next, 0 for none. They are for shards of which no
+            replica is left: all ranks return to the last one, and redo at most so many steps. `"auto"` takes one every
+            20 steps where each shard exists once (replicate degree 1), and none where it has replicas.
+        snapshot_memory_fraction: largest part of a node's memory for the snapshots of all its ranks.
 
     Attributes:
         repairs: every fault that this process has seen repaired, in order.
@@ -63,6 +79,8 @@ class CheckpointlessRecovery(Callback):
         max_attempts: int = 3,
         verify: bool = False,
         step_keyed_random: bool = True,
+        snapshot_every_steps: int | Literal["auto"] = "auto",
+        snapshot_memory_fraction: float = 0.5,
     ) -> None:
         self.enabled = enabled
         self.membership = MembershipPolicy(replacement_timeout_s=replacement_timeout_s)
@@ -71,6 +89,17 @@ class CheckpointlessRecovery(Callback):
         self.verify = verify
         self.step_keyed_random = step_keyed_random
         self.repairs: list[Repair] = []
+        self._every: int | Literal["auto"] = snapshot_every_steps
+        self._snapshots = SnapshotPolicy(
+            every_steps=_SNAPSHOT_EVERY_STEPS if snapshot_every_steps == "auto" else snapshot_every_steps,
+            memory_fraction=snapshot_memory_fraction,
+            is_required=snapshot_every_steps != "auto",
+        )
+
+    def snapshots(self, topology: Topology) -> SnapshotPolicy:
+        """Which snapshots to take in a job of this topology."""
+        is_needed = self._every != "auto" or topology.replicate_degree == 1
+        return self._snapshots if is_needed and topology.world_size > 1 else SnapshotPolicy()
 
 
 class TrainerRecovery:
@@ -87,6 +116,9 @@ class TrainerRecovery:
         self._seed: Callable[[int, int], None] | None = None
         self._starts_epoch = False
         self._description = b""
+        self._snapshots: Snapshots | None = None
+        self._returned: Snapshot | None = None
+        self._entered_with: dict[str, Any] = {}
 
     @classmethod
     def of(cls, trainer: Trainer, *, rank: int, world_size: int) -> "TrainerRecovery | None":
@@ -123,9 +155,24 @@ class TrainerRecovery:
     # -- setting up ---------------------------------------------------------------------------------------------
 
     def begin_fit(
-        self, trainer: Trainer, module: LightningModule, topology: Topology, *, seed: int, device: torch.device
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        topology: Topology,
+        *,
+        seed: int,
+        device: torch.device,
+        snapshot_group: dist.ProcessGroup | None,
     ) -> None:
         """Make the transaction, once model and optimizers are there.
+
+        Args:
+            trainer: whose `fit` begins, or begins again after a fault.
+            module: sharded.
+            topology: of the job.
+            seed: of the random streams.
+            device: of this rank.
+            snapshot_group: group of all ranks for nothing but snapshots; None for no snapshots.
 
         Raises:
             ConfigError: manual optimization, whose steps cannot be run again.
@@ -137,6 +184,8 @@ class TrainerRecovery:
             )
         state = TrainingState(module, trainer.optimizers, verify=self.options.verify)
         self._window = Window(trainer, state)
+        if self._snapshots is None and snapshot_group is not None:
+            self._snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group)
         self._transaction = StepTransaction(
             self.member,
             self._window,
@@ -144,7 +193,9 @@ class TrainerRecovery:
             policy=self.options.retries,
             device=device,
             on_repair=self._repaired,
+            snapshots=self._snapshots,
         )
+        self.member.ledger.put(ARMED_KEY, b"1")
         data_rank = topology.data_rank(self.member.rank)
         if self.options.step_keyed_random:
             self._seed = lambda step, micro_step: seed_micro_step(seed, step, micro_step, data_rank)
@@ -190,7 +241,8 @@ class TrainerRecovery:
         """
         assert self._window is not None
         self.member.end_generation()
-        self._description = self._window.describe_outside()
+        self._returned = None if self._snapshots is None else self._snapshots.take_returned()
+        self._description = self._window.describe_outside() if self._returned is None else self._returned.trainer
         breaker.part()
         self._broadcasts = 0
         if self.member.committed == 0:
@@ -203,8 +255,7 @@ class TrainerRecovery:
         trainer._logger_connector.teardown()
         trainer._signal_connector.teardown()
 
-    def _stop_outside(self) -> None:
-        number = self.member.ledger.generation(at_least=self.member.generation)
+    def _stop_outside(self, number: int) -> None:
         self.member.stop(number, in_step=False, trainer=self._description)
 
     def join(self) -> None:
@@ -215,11 +266,11 @@ class TrainerRecovery:
     def state_of_peers(self) -> dict[str, Any]:
         """What a newcomer resumes from, once the others have stopped at a step: all but the tensors."""
         self.member.place = "waiting for the trainer's state"
-        if self._description:
-            self._stop_outside()
-        halt = self.member.wait_for_stops()
-        checkpoint = read_trainer(halt.trainer)
-        if halt.step == 0 and not halt.in_step:  # nothing has been trained: begin as everybody began
+        halt = self.member.wait_for_stops(stopped=self._stop_outside if self._description else None)
+        is_ours = self._returned is not None and halt.step == self._returned.step  # parts of it are this rank's alone
+        checkpoint = read_trainer(self._returned.trainer if self._returned and is_ours else halt.trainer)
+        self._entered_with = checkpoint
+        if halt.step == 0 and not (halt.in_step or is_ours):  # nothing has been trained: begin as everybody began
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
             return checkpoint
         self._skip_batches = batches_done(checkpoint)
@@ -231,6 +282,8 @@ class TrainerRecovery:
         assert self._window is not None
         if self._starts_epoch:
             trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run: it is not resumed
+        restore_last_saves(trainer, self._entered_with)
+        self._entered_with = {}
         loader = trainer.fit_loop._combined_loader
         self._window.starts_at([] if loader is None else loader._state_dicts())
 

@@ -84,6 +84,7 @@ class HyperPodStrategy(LaunchedStrategy):
         self._checkpoints = TrainerCheckpoints(in_background=background_checkpoints, are_trusted=trust_checkpoints)
         self._topology: Topology | None = None
         self._data_group: dist.ProcessGroup | None = None
+        self._snapshot_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
         self._recovery: TrainerRecovery | None = None
 
@@ -139,6 +140,9 @@ class HyperPodStrategy(LaunchedStrategy):
         if self._recovery is not None:  # a group that is made later would be missing in a newcomer
             role = GroupRole("checkpoint", is_strict=True)
             self._checkpoints.group = new_axis_group(role, range(self.world_size))
+            if self._recovery.options.snapshots(self._topology).every_steps:
+                role = GroupRole("snapshot", is_strict=True)
+                self._snapshot_group = new_axis_group(role, range(self.world_size))
         refuse_another_layout(self.lightning_module, self._device_mesh)
         refuse_weight_averaging(trainer)
         self.lightning_module._device_mesh = self._device_mesh
@@ -178,8 +182,14 @@ class HyperPodStrategy(LaunchedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
             if self._recovery is not None:
-                seed, device = self.config.random_seed, self.root_device
-                self._recovery.begin_fit(trainer, module, self.topology, seed=seed, device=device)
+                self._recovery.begin_fit(
+                    trainer,
+                    module,
+                    self.topology,
+                    seed=self.config.random_seed,
+                    device=self.root_device,
+                    snapshot_group=self._snapshot_group,
+                )
 
     # -- a step -------------------------------------------------------------------------------------------------
 

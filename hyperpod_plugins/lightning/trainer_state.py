@@ -17,6 +17,8 @@ import torch
 from hyperpod_plugins.lightning.flavour import Trainer
 
 _PROGRESS = ("total", "current")
+_SAVED_AT = "hyperpod:saved_at"
+_LAST_SAVED = "_last_global_step_saved"
 
 
 def describe_trainer(trainer: Trainer, *, micro_steps_open: int, loader_states: list[Any]) -> bytes:
@@ -38,6 +40,7 @@ def describe_trainer(trainer: Trainer, *, micro_steps_open: int, loader_states: 
     if loader_states:
         fit_loop["state_dict"]["combined_loader"] = loader_states
     checkpoint["loops"] = {"fit_loop": fit_loop}
+    checkpoint[_SAVED_AT] = [vars(callback).get(_LAST_SAVED, 0) for callback in trainer.checkpoint_callbacks]
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     return buffer.getvalue()
@@ -47,6 +50,13 @@ def read_trainer(data: bytes) -> dict[str, Any]:
     """Inverse of `describe_trainer`; only tensors, plain containers, numbers, strings and paths are read."""
     with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
         return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def restore_last_saves(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Tell callbacks that save checkpoints when they did last: it is not in their state, and all ranks must agree."""
+    for callback, step in zip(trainer.checkpoint_callbacks, checkpoint.get(_SAVED_AT, []), strict=False):
+        if _LAST_SAVED in vars(callback):
+            vars(callback)[_LAST_SAVED] = step
 
 
 def batches_done(checkpoint: dict[str, Any]) -> int:

@@ -56,7 +56,7 @@ class Arrival:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`."""
-        tuples = {name: tuple(value) for name, value in values.items() if name.endswith("snapshots")}
+        tuples: dict[str, Any] = {name: tuple(each) for name, each in values.items() if name.endswith("snapshots")}
         return cls(**{**values, **tuples})
 
     @property

@@ -180,11 +180,12 @@ class Member:
                 self.ledger.forget(f"trainer/{old}/{self.rank}")
         self._stops = [number]
 
-    def wait_for_stops(self, number: int | None = None) -> Halt:
+    def wait_for_stops(self, number: int | None = None, stopped: Callable[[int], None] | None = None) -> Halt:
         """Wait until every process that has state has stopped.
 
         Args:
             number: the generation that they are forming; None for the first that lasts.
+            stopped: called with the number of each generation that is tried, where this process has stopped too.
 
         Returns:
             Where the job stands.
@@ -194,8 +195,12 @@ class Member:
             PeerLost: the generation ended meanwhile (where `number` was given).
         """
         deadline_s = time.monotonic() + self.policy.replacement_timeout_s
+        told = -1
         while time.monotonic() < deadline_s:
-            here = self.ledger.generation() if number is None else number
+            here = self.ledger.generation(at_least=max(self.generation, told)) if number is None else number
+            if stopped is not None and here != told:
+                stopped(here)
+            told = here
             if number is not None and self.ledger.ended(number) is not None:
                 raise PeerLost(f"generation {number} ended before it was formed")
             stops = self._stops_of(here)

@@ -228,9 +228,9 @@ class Snapshots:
         num_bytes = self._state.num_bytes() if own is None else own.data.numel()
         texts = (0, 0) if own is None else (len(own.header), len(own.trainer))
         mine = torch.tensor([step, *texts, num_bytes])
-        all_ranks = torch.empty(self._group.size() * 4, dtype=torch.int64)
-        dist.all_gather_into_tensor(all_ranks, mine, group=self._group)
-        return all_ranks.view(-1, 4).tolist()
+        all_ranks = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(all_ranks, mine, group=self._group)
+        return [each.tolist() for each in all_ranks]
 
     def _pass_on(self, mine: torch.Tensor, place: torch.Tensor) -> None:
         """Send to the buddy while receiving from the ward, in messages of bounded size."""

@@ -1,0 +1,103 @@
+"""`hyperpod COMMAND`: what people ask of a job from a shell. Each command is a line of `COMMANDS`.
+
+hyperpod chaos --every 30 --seed 1 --kinds kill,stop --pid AGENT_PID
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from hyperpod_plugins.errors import HyperPodError
+from hyperpod_plugins.recovery.chaos import SIGNALS, ChaosPlan, choose_agents, processes, run_chaos
+from hyperpod_plugins.recovery.faults import FaultKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One of the commands."""
+
+    name: str
+    summary: str
+    """One line for `hyperpod --help`."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Does it; returns the exit code, and raises a `HyperPodError` where the user has to change something."""
+
+
+def _add_chaos_arguments(parser: argparse.ArgumentParser) -> None:
+    plan = ChaosPlan()
+    parser.add_argument("--every", type=float, default=plan.every_s, help="mean seconds between two faults")
+    parser.add_argument("--count", type=int, default=plan.count, help="faults in all")
+    parser.add_argument("--seed", type=int, default=plan.seed, help="the same seed draws the same faults")
+    parser.add_argument("--kinds", default=",".join(plan.kinds), help=f"comma-separated; some of {', '.join(SIGNALS)}")
+    parser.add_argument(
+        "--resume-after", type=float, default=plan.resume_s, help="seconds until a stopped worker goes on"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--pid", type=int, help="of the hyperpodrun whose workers are meant")
+    which.add_argument("--run-id", help="the job's --rdzv-id (default: the only job on this machine)")
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    kinds = tuple(filter(None, (kind.strip() for kind in arguments.kinds.split(","))))
+    plan = ChaosPlan(
+        every_s=arguments.every,
+        count=arguments.count,
+        seed=arguments.seed,
+        kinds=cast("tuple[FaultKind, ...]", kinds),
+        resume_s=arguments.resume_after,
+    )
+    agents = choose_agents(processes(), pid=arguments.pid, run_id=arguments.run_id)
+    _say(f"workers of hyperpodrun {', '.join(map(str, agents))}: a fault every {plan.every_s:g} s on average")
+    done = run_chaos(plan, agents, _say)
+    if done < plan.count:
+        _say(f"the job ended after {done} of {plan.count} faults")
+    return 0
+
+
+COMMANDS = (
+    Command(
+        name="chaos",
+        summary="kill or stop random workers of a running hyperpodrun job on this machine",
+        add_arguments=_add_chaos_arguments,
+        run=_chaos,
+    ),
+)
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    parser = argparse.ArgumentParser(prog="hyperpod", description="Tools for jobs that survive faults.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=command.summary,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code: 2 for bad input, as argparse has it."""
+    arguments = get_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except HyperPodError as error:
+        print(f"hyperpod {arguments.command}: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())
