@@ -23,6 +23,7 @@ from hyperpod_plugins.lightning.flavour import Callback, LightningModule, Traine
 from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
     begin_afresh,
+    is_epoch_end,
     is_epoch_start,
     read_trainer,
     restore_last_saves,
@@ -114,7 +115,7 @@ class TrainerRecovery:
         self._window: Window | None = None
         self._transaction: StepTransaction | None = None
         self._seed: Callable[[int, int], None] | None = None
-        self._starts_epoch = False
+        self._starts_epoch = self._ends_epoch = False
         self._description = b""
         self._snapshots: Snapshots | None = None
         self._returned: Snapshot | None = None
@@ -274,7 +275,7 @@ class TrainerRecovery:
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
             return checkpoint
         self._skip_batches = batches_done(checkpoint)
-        self._starts_epoch = is_epoch_start(checkpoint)
+        self._starts_epoch, self._ends_epoch = is_epoch_start(checkpoint), is_epoch_end(checkpoint)
         return checkpoint
 
     def on_train_start(self, trainer: Trainer) -> None:
@@ -282,6 +283,8 @@ class TrainerRecovery:
         assert self._window is not None
         if self._starts_epoch:
             trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run: it is not resumed
+        if self._ends_epoch:
+            trainer.fit_loop.epoch_loop.val_loop._has_run = True  # nothing is left of the epoch but its end
         restore_last_saves(trainer, self._entered_with)
         self._entered_with = {}
         loader = trainer.fit_loop._combined_loader

@@ -17,6 +17,7 @@ import torch
 from hyperpod_plugins.lightning.flavour import Trainer
 
 _PROGRESS = ("total", "current")
+_AT_EPOCH_END = "hyperpod:at_epoch_end"
 _SAVED_AT = "hyperpod:saved_at"
 _LAST_SAVED = "_last_global_step_saved"
 
@@ -37,6 +38,8 @@ def describe_trainer(trainer: Trainer, *, micro_steps_open: int, loader_states: 
         fit_loop = rewind(fit_loop, micro_steps_open)
     elif trainer.validating:
         fit_loop = before_validation(fit_loop)
+    elif ends_epoch(fit_loop):
+        fit_loop = before_epoch_end(fit_loop)
     if loader_states:
         fit_loop["state_dict"]["combined_loader"] = loader_states
     checkpoint["loops"] = {"fit_loop": fit_loop}
@@ -81,6 +84,30 @@ def before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
     batches["current"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     batches["is_last_batch"] = False
     return loop
+
+
+def ends_epoch(fit_loop: dict[str, Any]) -> bool:
+    """Whether the state was saved in the hooks at the end of an epoch."""
+    epochs = fit_loop["epoch_progress"]["total"]
+    return epochs["processed"] == epochs["started"] and epochs["completed"] < epochs["processed"]
+
+
+def before_epoch_end(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """State of the fit loop as if all batches of the epoch had been run, and its end had not begun.
+
+    From a state within those hooks Lightning would count the epoch twice.
+    """
+    loop = copy.deepcopy(fit_loop)
+    for scope in _PROGRESS:
+        loop["epoch_progress"][scope]["processed"] -= 1
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # Lightning takes one off while the hooks run
+    loop[_AT_EPOCH_END] = True
+    return loop
+
+
+def is_epoch_end(checkpoint: dict[str, Any]) -> bool:
+    """Whether the state lies after the last batch of an epoch, and before the hooks at its end."""
+    return _AT_EPOCH_END in checkpoint["loops"]["fit_loop"]
 
 
 def begin_afresh(trainer: Trainer) -> None:
