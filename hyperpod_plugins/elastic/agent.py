@@ -30,7 +30,7 @@ from torch.distributed.elastic.utils.logging import get_logger
 from hyperpod_plugins.elastic.crew import Crew, Phase, Post
 from hyperpod_plugins.elastic.failures import cause, failure
 from hyperpod_plugins.elastic.incident import Incident
-from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY, Ledger
+from hyperpod_plugins.elastic.ledger import ARMED_KEY, GAVE_UP_KEY, Ledger
 from hyperpod_plugins.elastic.logs import Sink
 from hyperpod_plugins.elastic.options import AgentOptions
 from hyperpod_plugins.elastic.restarts import RestartBudget
@@ -195,6 +195,8 @@ class HyperPodAgent(SimpleElasticAgent):
         given_up = self._ledger.find(GAVE_UP_KEY)
         if given_up is not None:
             return f"the job has given up: {Incident.from_json(given_up)}"
+        if self._ledger.find(ARMED_KEY) is None:
+            return "no worker takes part in recovery: the program does not use it, or had nothing to recover yet"
         if refusal is None and any(other.phase is Phase.DONE for other in self._crew.posts):
             others = set(range(self._worker_group.workers[0].world_size)) - {post.global_rank}
             if all(self._ledger.find(f"{_FINISHED}/{rank}") is not None for rank in others):

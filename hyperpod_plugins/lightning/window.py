@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torchmetrics import Metric
 
 from hyperpod_plugins.lightning.flavour import Trainer
 from hyperpod_plugins.lightning.trainer_state import describe_trainer
@@ -26,6 +27,7 @@ class Window:
         self._num_done = 0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._results: dict[str, dict[str, Any]] = {}
+        self._metrics: list[tuple[Metric, dict[str, Any]]] = []
         self._loaders_before: list[Any] = []
         self._loaders_now: list[Any] = []
         self.micro_step = 0
@@ -70,6 +72,7 @@ class Window:
         """Remember buffers and logged metrics."""
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._state.model.buffers()]
         self._results = {key: _attributes(metric) for key, metric in self._logged().items()}
+        self._metrics = [(part, _counts(part)) for part in self._state.model.modules() if isinstance(part, Metric)]
 
     def undo(self) -> None:
         """Forget gradients; put buffers and logged metrics back."""
@@ -85,6 +88,8 @@ class Window:
                 vars(logged[key]).update(self._results[key])
             else:
                 del logged[key]
+        for metric, counts in self._metrics:
+            vars(metric).update(counts)
         self._num_done = 0
 
     def describe(self) -> bytes:
@@ -120,3 +125,12 @@ def reset_sharding(model: nn.Module) -> None:
 def _attributes(metric: Any) -> dict[str, Any]:
     """What logging changes of a metric; it puts new tensors in the place of old ones, and never writes to them."""
     return dict(vars(metric))
+
+
+def _counts(metric: Metric) -> dict[str, Any]:
+    """What a torchmetrics object has counted; updates may write to its tensors and extend its lists."""
+    kept = {key: copy.copy(value) for key, value in vars(metric).items() if key in ("_computed", "_update_count")}
+    for key in metric._defaults:
+        value = vars(metric)[key]
+        kept[key] = value.detach().clone() if isinstance(value, torch.Tensor) else list(value)
+    return kept
