@@ -23,8 +23,10 @@ from hyperpod_plugins.lightning.flavour import Callback, LightningModule, Traine
 from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
     begin_afresh,
+    finish_epoch,
     is_epoch_end,
     is_epoch_start,
+    log_last_batch,
     read_trainer,
     restore_last_saves,
 )
@@ -117,6 +119,7 @@ class TrainerRecovery:
         self._seed: Callable[[int, int], None] | None = None
         self._starts_epoch = self._ends_epoch = False
         self._description = b""
+        self._is_stopped = False
         self._snapshots: Snapshots | None = None
         self._returned: Snapshot | None = None
         self._entered_with: dict[str, Any] = {}
@@ -242,8 +245,15 @@ class TrainerRecovery:
         """
         assert self._window is not None
         self.member.end_generation()
+        log_last_batch(trainer)
         self._returned = None if self._snapshots is None else self._snapshots.take_returned()
-        self._description = self._window.describe_outside() if self._returned is None else self._returned.trainer
+        self._is_stopped = True
+        if self._returned is not None:
+            self._description = self._returned.trainer
+        elif self._transaction is not None and self._transaction.has_left_step:
+            self._description = b""  # what it said when it stopped in the step still holds
+        else:
+            self._description = self._window.describe_outside()
         breaker.part()
         self._broadcasts = 0
         if self.member.committed == 0:
@@ -267,9 +277,12 @@ class TrainerRecovery:
     def state_of_peers(self) -> dict[str, Any]:
         """What a newcomer resumes from, once the others have stopped at a step: all but the tensors."""
         self.member.place = "waiting for the trainer's state"
-        halt = self.member.wait_for_stops(stopped=self._stop_outside if self._description else None)
+        halt = self.member.wait_for_stops(stopped=self._stop_outside if self._is_stopped else None)
         is_ours = self._returned is not None and halt.step == self._returned.step  # parts of it are this rank's alone
-        checkpoint = read_trainer(self._returned.trainer if self._returned and is_ours else halt.trainer)
+        description = self._returned.trainer if self._returned and is_ours else halt.trainer
+        checkpoint = read_trainer(description)
+        assert self._window is not None
+        self._window.entered_with = description
         self._entered_with = checkpoint
         if halt.step == 0 and not (halt.in_step or is_ours):  # nothing has been trained: begin as everybody began
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
@@ -284,16 +297,17 @@ class TrainerRecovery:
         if self._starts_epoch:
             trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run: it is not resumed
         if self._ends_epoch:
-            trainer.fit_loop.epoch_loop.val_loop._has_run = True  # nothing is left of the epoch but its end
+            finish_epoch(trainer)
+            self.join()  # the hooks at the epoch's end may communicate
         restore_last_saves(trainer, self._entered_with)
         self._entered_with = {}
+        self._skip_batches = 0  # every loader has been forwarded; one that is made later begins its epoch
         loader = trainer.fit_loop._combined_loader
         self._window.starts_at([] if loader is None else loader._state_dicts())
 
     def forwarded(self, loader: Any, trainer: Trainer) -> Any:
         """A loader for the rest of the epoch, where it cannot be told to start there."""
-        count, self._skip_batches = self._skip_batches, 0
-        return _Rest(loader, count, trainer) if count else loader
+        return _Rest(loader, self._skip_batches, trainer) if self._skip_batches else loader
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -332,6 +346,8 @@ class TrainerRecovery:
         self.member.leave()
 
     def _repaired(self, repair: Repair) -> None:
+        assert self._window is not None
+        self._window.entered_with = b""
         self.options.repairs.append(repair)
         if self.member.rank == min(set(range(self.member.world_size)) - set(repair.newcomers), default=0):
             log.warning("%s", repair)

@@ -13,12 +13,14 @@ from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from hyperpod_plugins.lightning.flavour import Trainer
 
 _PROGRESS = ("total", "current")
 _AT_EPOCH_END = "hyperpod:at_epoch_end"
 _SAVED_AT = "hyperpod:saved_at"
+_GROUPS = "hyperpod:param_groups"
 _LAST_SAVED = "_last_global_step_saved"
 
 
@@ -36,13 +38,14 @@ def describe_trainer(trainer: Trainer, *, micro_steps_open: int, loader_states: 
     fit_loop = checkpoint["loops"]["fit_loop"]
     if micro_steps_open:
         fit_loop = rewind(fit_loop, micro_steps_open)
-    elif trainer.validating:
+    elif trainer.validating or is_validation_due(trainer):
         fit_loop = before_validation(fit_loop)
     elif ends_epoch(fit_loop):
         fit_loop = before_epoch_end(fit_loop)
     if loader_states:
         fit_loop["state_dict"]["combined_loader"] = loader_states
     checkpoint["loops"] = {"fit_loop": fit_loop}
+    checkpoint[_GROUPS] = [[_hyperparameters(group) for group in each.param_groups] for each in trainer.optimizers]
     checkpoint[_SAVED_AT] = [vars(callback).get(_LAST_SAVED, 0) for callback in trainer.checkpoint_callbacks]
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
@@ -62,6 +65,46 @@ def restore_last_saves(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             vars(callback)[_LAST_SAVED] = step
 
 
+def give_hyperparameters(checkpoint: dict[str, Any], optimizers: list[Optimizer]) -> None:
+    """Give optimizers the learning rates, and all else in their groups, that the described trainer's had.
+
+    A scheduler's state does not hold them, and a scheduler goes on from what it finds. A rank that was interrupted
+    before (or after) the scheduler's step at which the described trainer was has others.
+    """
+    for optimizer, groups in zip(optimizers, checkpoint.get(_GROUPS, []), strict=False):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in values.items():
+                present = group.get(key)
+                if isinstance(present, torch.Tensor):
+                    present.copy_(torch.as_tensor(value))  # a compiled step holds on to this tensor
+                else:
+                    group[key] = value
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def log_last_batch(trainer: Trainer) -> None:
+    """Log what the present batch is to log, if it was interrupted in its last hooks: nobody comes back to that."""
+    if is_in_batch_end(trainer):
+        trainer._logger_connector.update_train_step_metrics()
+
+
+def is_in_batch_end(trainer: Trainer) -> bool:
+    """Whether a step has been run, and the hooks at the end of its batch have not."""
+    counts: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return trainer.training and counts.processed == counts.completed + 1
+
+
+def is_validation_due(trainer: Trainer) -> bool:
+    """Whether a validation follows the hooks in which the trainer is."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return (
+        is_in_batch_end(trainer) and fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+    )
+
+
 def batches_done(checkpoint: dict[str, Any]) -> int:
     """Batches of the epoch that lie before the state's position."""
     return checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"]
@@ -78,6 +121,9 @@ def before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
     Lightning begins an interrupted validation again, if its counts say that one batch was started and not processed.
     """
     loop = copy.deepcopy(fit_loop)
+    for scope in _PROGRESS:  # the batch before it may have been interrupted in its last hooks
+        counts = loop["epoch_loop.batch_progress"][scope]
+        counts["completed"] = counts["processed"]
     batches = loop["epoch_loop.val_loop.batch_progress"]
     done = batches["total"]["completed"] - batches["current"]["completed"]
     batches["total"] |= {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
@@ -100,7 +146,10 @@ def before_epoch_end(fit_loop: dict[str, Any]) -> dict[str, Any]:
     loop = copy.deepcopy(fit_loop)
     for scope in _PROGRESS:
         loop["epoch_progress"][scope]["processed"] -= 1
-    loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # Lightning takes one off while the hooks run
+    steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    state = loop["epoch_loop.state_dict"]
+    if state["_batches_that_stepped"] == steps - 1:  # Lightning takes one off while it logs the epoch
+        state["_batches_that_stepped"] += 1
     loop[_AT_EPOCH_END] = True
     return loop
 
@@ -108,6 +157,21 @@ def before_epoch_end(fit_loop: dict[str, Any]) -> dict[str, Any]:
 def is_epoch_end(checkpoint: dict[str, Any]) -> bool:
     """Whether the state lies after the last batch of an epoch, and before the hooks at its end."""
     return _AT_EPOCH_END in checkpoint["loops"]["fit_loop"]
+
+
+def finish_epoch(trainer: Trainer) -> None:
+    """Let a trainer that resumes after an epoch's last batch go on with the hooks at the epoch's end.
+
+    Lightning's loop over the batches has nothing to do then, and would take every later epoch for a resumed one.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def run(data_fetcher: Any) -> None:
+        del vars(loop)["run"]
+        loop.reset()
+        loop.on_iteration_done()
+
+    vars(loop)["run"] = run
 
 
 def begin_afresh(trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchmetrics import Metric
 
 from hyperpod_plugins.lightning.flavour import Trainer
-from hyperpod_plugins.lightning.trainer_state import describe_trainer
+from hyperpod_plugins.lightning.trainer_state import describe_trainer, give_hyperparameters, read_trainer
 from hyperpod_plugins.recovery import RecoveryPlan, TrainingState
 
 
@@ -32,6 +32,8 @@ class Window:
         self._loaders_now: list[Any] = []
         self.micro_step = 0
         """Index of the micro-step that is being computed."""
+        self.entered_with = b""
+        """Description with which the loops were entered, until this rank is among the others."""
 
     @property
     def is_empty(self) -> bool:
@@ -89,11 +91,13 @@ class Window:
             else:
                 del logged[key]
         for metric, counts in self._metrics:
-            vars(metric).update(counts)
+            vars(metric).update({key: _own(value) for key, value in counts.items()})
         self._num_done = 0
 
     def describe(self) -> bytes:
-        """The Trainer's state at the beginning of this step."""
+        """The Trainer's state at the beginning of this step, or where the loops were entered."""
+        if self.entered_with:
+            return self.entered_with
         num_open = max(1, len(self._closures))
         return describe_trainer(self._trainer, micro_steps_open=num_open, loader_states=self._loaders_before)
 
@@ -108,6 +112,8 @@ class Window:
                 self._state.send(target)
             elif rank == target:
                 self._state.receive(source)
+        if self.entered_with:
+            give_hyperparameters(read_trainer(self.entered_with), self._state.optimizers)
 
     def _logged(self) -> dict[str, Any]:
         return self._trainer.fit_loop.epoch_loop._results
@@ -129,8 +135,9 @@ def _attributes(metric: Any) -> dict[str, Any]:
 
 def _counts(metric: Metric) -> dict[str, Any]:
     """What a torchmetrics object has counted; updates may write to its tensors and extend its lists."""
-    kept = {key: copy.copy(value) for key, value in vars(metric).items() if key in ("_computed", "_update_count")}
-    for key in metric._defaults:
-        value = vars(metric)[key]
-        kept[key] = value.detach().clone() if isinstance(value, torch.Tensor) else list(value)
-    return kept
+    return {key: _own(vars(metric)[key]) for key in (*metric._defaults, "_computed", "_update_count")}
+
+
+def _own(value: Any) -> Any:
+    """A value that no update of a metric changes."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)

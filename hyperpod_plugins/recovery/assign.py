@@ -115,6 +115,8 @@ def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
     """The newest step to which all ranks could return, or `NO_STATE`."""
     own = {rank: each.snapshots for rank, each in arrivals.items()}
     kept = {rank: each.ward_snapshots for rank, each in arrivals.items()}
+    if not any(own.values()):
+        return NO_STATE
     return max(restorable_steps(own, kept, buddies(topology)), default=NO_STATE)
 
 
@@ -144,10 +146,12 @@ def _why_lost(
     own = {rank: each.snapshots for rank, each in arrivals.items()}
     kept = {rank: each.ward_snapshots for rank, each in arrivals.items()}
     taken = sorted(set(chain(*own.values(), *kept.values())))
-    if not taken:
-        return f"{replaced}; no rank that is left holds a snapshot (CheckpointlessRecovery(snapshot_every_steps=...))"
     gone = [rank for rank, buddy in enumerate(buddy_of) if not (own.get(rank) or kept.get(buddy))]
-    missing = f"nothing is left of the ranks {gone}, whose buddies are {[buddy_of[rank] for rank in gone]}"
-    return (
-        f"{replaced}; no snapshot of the steps {taken} is whole: {missing if gone else 'the ranks hold different ones'}"
-    )
+    if not taken:
+        back = "no rank that is left holds a snapshot (they are taken with snapshot_every_steps)"
+    elif gone:
+        back = f"of the snapshots of steps {taken} nothing is left of the ranks {gone}, whose buddies are "
+        back += str([buddy_of[rank] for rank in gone])
+    else:
+        back = f"of the snapshots of steps {taken} none is whole, for the ranks hold different ones"
+    return f"{replaced}; {back}. The job ends: start it again from the last persistent checkpoint."

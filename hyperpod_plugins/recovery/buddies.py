@@ -2,17 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from itertools import chain
+from itertools import chain, product
 
 from hyperpod_plugins.parallel.topology import Topology
 
 
 def buddies(topology: Topology, node_of: Callable[[int], int] | None = None) -> tuple[int, ...]:
-    """The rank that keeps the snapshots of each rank, by rank: a rotation of the ranks, ordered by node.
+    """The rank that keeps the snapshots of each rank, by rank.
 
-    Of all rotations it is the shortest that brings every snapshot to another node and to no replica of the same
-    shard, for what takes all replicas must not take the snapshot along. Where no rotation does both, another node
-    comes first; where no node can be left, another rank has to do.
+    Nodes form a ring, and the ranks within a node form one, too: a snapshot moves some nodes on, and some places
+    within the node; where nodes differ in size, all ranks form one ring. Of all such moves it is the shortest that
+    brings every snapshot to another node and to no replica of its own shard, for what takes all replicas must not take
+    the snapshot along. Where none does both, another node comes first; where there is one node, another rank.
 
     Args:
         topology: who is there, and who holds the same shard.
@@ -24,25 +25,29 @@ def buddies(topology: Topology, node_of: Callable[[int], int] | None = None) -> 
     node = node_of or topology.node_of
     order = sorted(range(topology.world_size), key=lambda rank: (node(rank), rank))
     nodes = [node(rank) for rank in order]
-    replica_id = {rank: topology.peers(rank, "replicate")[0] for rank in order}
-    size, largest = len(order), max(Counter(nodes).values())
+    shards = [topology.peers(rank, "replicate")[0] for rank in order]
+    if len(set(shards)) == 1:
+        shards = order  # everybody is a replica of everybody, and nothing can be left
+    sizes = set(Counter(nodes).values())
+    places = sizes.pop() if len(sizes) == 1 else 1  # in each node of the ring
+    num_nodes = len(order) // places
 
-    def leaves_node(shift: int) -> bool:
-        return all(nodes[at] != nodes[(at + shift) % size] for at in range(size))
+    def moved(at: int, move: tuple[int, int]) -> int:
+        return (at // places + move[0]) % num_nodes * places + (at + move[1]) % places
 
-    def leaves_shard(shift: int) -> bool:
-        return all(replica_id[order[at]] != replica_id[order[(at + shift) % size]] for at in range(size))
+    def leaves(what: list[int], move: tuple[int, int]) -> bool:
+        return all(what[at] != what[moved(at, move)] for at in range(len(order)))
 
-    between_nodes, any_shift = range(largest, size - largest + 1), range(1, size)  # no shorter one empties a node
+    moves = [move for move in product(range(num_nodes), range(places)) if move != (0, 0)]
     choices = (
-        (shift for shift in between_nodes if leaves_node(shift) and leaves_shard(shift)),
-        (shift for shift in between_nodes if leaves_node(shift)),
-        (shift for shift in any_shift if leaves_shard(shift)),
-        iter(any_shift),
+        (move for move in moves if leaves(nodes, move) and leaves(shards, move)),
+        (move for move in moves if leaves(nodes, move)),
+        (move for move in moves if leaves(shards, move)),
+        iter(moves),
     )
-    best = next(chain.from_iterable(choices), 0)
-    place = {rank: order[(at + best) % size] for at, rank in enumerate(order)}
-    return tuple(place[rank] for rank in range(size))
+    best = next(chain.from_iterable(choices), (0, 0))
+    buddy_of = {rank: order[moved(at, best)] for at, rank in enumerate(order)}
+    return tuple(buddy_of[rank] for rank in range(len(order)))
 
 
 def wards(buddy_of: tuple[int, ...]) -> tuple[int, ...]:

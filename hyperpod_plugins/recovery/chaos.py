@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.recovery.faults import FaultKind, draw_cause
+from hyperpod_plugins.recovery.causes import draw_cause
+from hyperpod_plugins.recovery.faults import FaultKind
 
 SIGNALS: dict[FaultKind, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 """What can be done to a process from outside."""

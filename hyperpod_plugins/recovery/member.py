@@ -17,7 +17,7 @@ from hyperpod_plugins.elastic.incident import IncidentKind
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import Action, MembershipPolicy, View, next_action
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout
+from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
 from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, diagnose
 
@@ -169,9 +169,21 @@ class Member:
             return formed
 
     def stop(self, number: int, *, in_step: bool, trainer: bytes) -> None:
-        """Tell newcomers of a generation that this process has stopped, and what its trainer knew then."""
-        self.ledger.put(f"trainer/{number}/{self.rank}", trainer)
-        note = {"incarnation": self.job.incarnation, "committed": self.committed, "in_step": in_step}
+        """Tell newcomers of a generation that this process has stopped, and what its trainer knew then.
+
+        Newcomers wait for everybody's word, also for that of one that has no state, or none that can be described:
+        such a one gives no bytes. What counts is what was said first.
+        """
+        if number in self._stops:
+            return
+        if trainer:
+            self.ledger.put(f"trainer/{number}/{self.rank}", trainer)
+        note = {
+            "incarnation": self.job.incarnation,
+            "committed": self.committed,
+            "in_step": in_step,
+            "is_described": bool(trainer),
+        }
         self.ledger.put(f"stopped/{number}/{self.rank}", json.dumps(note).encode())
         if not in_step:
             self.ledger.put(f"outside/{number}", b"1")
@@ -193,6 +205,7 @@ class Member:
         Raises:
             RecoveryTimeout: they did not stop in time.
             PeerLost: the generation ended meanwhile (where `number` was given).
+            StateLost: all processes are new, and none has state.
         """
         deadline_s = time.monotonic() + self.policy.replacement_timeout_s
         told = -1
@@ -206,9 +219,14 @@ class Member:
             stops = self._stops_of(here)
             known = self._members_before(here)
             lost = {r for r in range(self.world_size) if self.ledger.incarnation(r) != known.get(r, 0)}
+            if len(lost) == self.world_size:
+                cause = "all processes were lost, and with them the training state and its snapshots"
+                self.give_up(cause)
+                raise StateLost(f"{cause}. The job ends: start it again from the last persistent checkpoint.")
             if stops and all(rank in stops or rank in lost for rank in range(self.world_size)):
                 step = max(each["committed"] for each in stops.values())
-                outside, rank = min((not each["in_step"], r) for r, each in stops.items() if each["committed"] == step)
+                best = [r for r, each in stops.items() if each["committed"] == step and each["is_described"]]
+                outside, rank = min(((not stops[r]["in_step"], r) for r in best), default=(True, -1))
                 trainer = self.ledger.find(f"trainer/{here}/{rank}")
                 if trainer is not None:
                     return Halt(step=step, in_step=not outside, trainer=trainer)

@@ -126,7 +126,8 @@ class Snapshots:
         self._group = group
         self._rank = dist.get_rank()
         buddy_of = buddies(topology)
-        self.buddy, self.ward = buddy_of[self._rank], wards(buddy_of)[self._rank]
+        self._ward_of = wards(buddy_of)
+        self.buddy, self.ward = buddy_of[self._rank], self._ward_of[self._rank]
         ranks_here = topology.ranks_per_node or topology.world_size
         self._limit_bytes = int(policy.memory_fraction * host_memory_bytes() / ranks_here)
         is_pinned = torch.cuda.is_available()
@@ -201,7 +202,7 @@ class Snapshots:
             self._swap(step, own)
         except PeerLost as error:
             log.info("the snapshot of step %d is void, and the one before it counts: %s", step, error)
-        except Exception as error:  # nobody else would hear of it, and the peers would wait
+        except (RuntimeError, MemoryError) as error:  # nobody else would hear of it, and the peers would wait
             log.exception("the snapshot of step %d failed", step)
             break_groups(f"the snapshot of step {step} failed: {type(error).__name__}: {error}")
 
@@ -251,28 +252,40 @@ class Snapshots:
     # -- going back -----------------------------------------------------------------------------------------------
 
     def deliver(self, step: int, sources: Mapping[int, int]) -> None:
-        """Give those who lost theirs their snapshots of a step; returns when all have them.
+        """Give those who lost theirs their snapshots of a step, and those of their wards; all have them afterwards.
 
         Raises:
             PeerLost: somebody was lost meanwhile. No training state has been changed.
         """
         for rank, source in sorted(sources.items()):
             if self._rank == source:
-                snapshot = self._wards.find(step)
-                assert snapshot is not None
-                sizes = [len(snapshot.header), len(snapshot.trainer), snapshot.data.numel()]
-                dist.send(torch.tensor(sizes), rank, group=self._group)
-                for part in (_bytes(snapshot.header), _bytes(snapshot.trainer), *snapshot.data.split(MESSAGE_BYTES)):
-                    dist.send(part, rank, group=self._group)
+                self._send(self._wards, step, rank)
             elif self._rank == rank:
-                sizes = torch.empty(3, dtype=torch.int64)
-                dist.recv(sizes, source, group=self._group)
-                header, trainer = (torch.empty(int(size), dtype=torch.uint8) for size in sizes[:2])
-                data = self._own.room(int(sizes[2]), keep=NO_STATE)
-                for part in (header, trainer, *data.split(MESSAGE_BYTES)):
-                    dist.recv(part, source, group=self._group)
-                self._own.put(Snapshot(step=step, header=_raw(header), trainer=_raw(trainer), data=data))
+                self._receive(self._own, step, source)
+        for rank in sorted(sources):  # else the next fault could find nothing of a rank whose buddy is new
+            ward = self._ward_of[rank]
+            if self._rank == ward:
+                self._send(self._own, step, rank)
+            elif self._rank == rank:
+                self._receive(self._wards, step, ward)
         dist.all_reduce(torch.zeros(1), group=self._group)
+
+    def _send(self, shelf: Shelf, step: int, rank: int) -> None:
+        snapshot = shelf.find(step)
+        assert snapshot is not None
+        sizes = [len(snapshot.header), len(snapshot.trainer), snapshot.data.numel()]
+        dist.send(torch.tensor(sizes), rank, group=self._group)
+        for part in (_bytes(snapshot.header), _bytes(snapshot.trainer), *snapshot.data.split(MESSAGE_BYTES)):
+            dist.send(part, rank, group=self._group)
+
+    def _receive(self, shelf: Shelf, step: int, rank: int) -> None:
+        sizes = torch.empty(3, dtype=torch.int64)
+        dist.recv(sizes, rank, group=self._group)
+        header, trainer = (torch.empty(int(size), dtype=torch.uint8) for size in sizes[:2])
+        data = shelf.room(int(sizes[2]), keep=NO_STATE)
+        for part in (header, trainer, *data.split(MESSAGE_BYTES)):
+            dist.recv(part, rank, group=self._group)
+        shelf.put(Snapshot(step=step, header=_raw(header), trainer=_raw(trainer), data=data))
 
     def load(self, step: int) -> None:
         """Put this rank's parameters, buffers and optimizers back to where they were at a step.

@@ -140,6 +140,8 @@ class StepTransaction:
         self._early_error: Exception | None = None
         self._failures: Counter[tuple[str, int]] = Counter()
         self._has_reentered = member.committed != NO_STATE
+        self.has_left_step = False
+        """Whether this rank gave up its place in a step, for others were outside of one."""
         if member.committed == NO_STATE and not member.job.is_newcomer:
             member.committed = 0
 
@@ -150,7 +152,8 @@ class StepTransaction:
 
     def begin(self) -> None:
         """Begin a step whose `compute` comes in parts; a newcomer joins here, and a fault between steps is repaired."""
-        self.join()
+        if breaker.is_open:
+            self._recover(None)
         if self._snapshots is not None:
             self._snapshots.offer(self.step, self._subject.describe)
         self._subject.begin(self.step)
@@ -162,9 +165,16 @@ class StepTransaction:
             _, self._early_error = self._attempt(part)
 
     def join(self) -> None:
-        """Meet the others where no step begins, such as before a validation, if this rank is apart from them."""
-        if breaker.is_open:
-            self._recover(None)
+        """Meet the others where no step begins, such as before a validation, if this rank is apart from them.
+
+        Raises:
+            PeerLost: it is not, and somebody was lost just now; the way back leads through the loops.
+        """
+        if not breaker.is_open:
+            return
+        if self._member.committed != NO_STATE and not self._has_reentered:
+            raise PeerLost(f"a rank was lost outside of a step: {breaker.cause}")
+        self._recover(None)
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
         """One step: call `compute` until all ranks agree that it went well, then `commit` once with its result.
@@ -249,7 +259,8 @@ class StepTransaction:
             if self._snapshots is not None:
                 self._snapshots.settle()
             member.place = f"waiting for the members of the next generation, at step {self.step}"
-            description = self._subject.describe() if member.committed != NO_STATE else b""
+            is_described = member.committed != NO_STATE and outcome is None  # nobody begins in the middle of a step
+            description = self._subject.describe() if is_described else b""
             arrival = Arrival(
                 incarnation=member.job.incarnation,
                 committed=member.committed,
@@ -262,6 +273,7 @@ class StepTransaction:
                 formed = member.join_next(arrival, lambda number, d=description: self._tell(number, d))
             except PeersOutside as outside:
                 self._leave_step(outside, commit)
+                self.has_left_step = True
                 raise
             assembled_s = time.time()
             plan = self._plan(formed)
@@ -326,8 +338,8 @@ class StepTransaction:
         member.ledger.end(member.generation, Incident(kind="request", cause=_return_cause(plan), step=plan.step))
 
     def _tell(self, number: int, description: bytes) -> None:
-        if description and not self._has_reentered:
-            self._member.stop(number, in_step=True, trainer=description)
+        # Of those without a description, too: a newcomer waits for the word of everybody who is not new.
+        self._member.stop(number, in_step=not self._has_reentered, trainer=description)
 
     def _leave_step(self, outside: PeersOutside, commit: Callable[[], object] | None) -> None:
         """Commit what others have committed, before this rank enters the loops again."""

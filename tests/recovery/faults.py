@@ -1,0 +1,146 @@
+"""Faults at chosen points of a program that `hyperpodrun` starts, and the jobs of this folder.
+
+A fault is `[point, step, rank, action]`. It happens once in a job, whoever is in the rank's place then: a file remembers
+it. Actions: `kill` (SIGKILL), `raise` (once), `always` (raise, every time), `break` (cut all connections).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+class Transient(Exception):
+    """What a fault raises."""
+
+
+class Faults:
+    """The faults of this rank, from the environment of the job."""
+
+    def __init__(self):
+        self.rank = int(os.environ["RANK"])
+        self.folder = Path(os.environ["FAULTS_FOLDER"])
+        self.faults = [fault for fault in json.loads(os.environ.get("FAULTS", "[]")) if fault[2] == self.rank]
+
+    def at(self, point, step):
+        """Something may happen here."""
+        for fault in self.faults:
+            name, when, _, action = fault
+            if name != point or when != step:
+                continue
+            if action == "always":
+                raise Transient(f"fault at {point} of step {step}")
+            if not self._is_first("-".join(map(str, fault))):
+                continue
+            print(f"FAULT {action} at {point} of step {step} on rank {self.rank}", flush=True)
+            if action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if action == "raise":
+                raise Transient(f"fault at {point} of step {step}")
+            if action == "break":
+                from hyperpod_plugins.comm import break_groups
+
+                break_groups("a test cuts the connections")
+
+    def _is_first(self, name):
+        try:
+            (self.folder / f"fault-{name}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def note(self, **values):
+        """A line of this rank's record, which outlives the process."""
+        with (self.folder / f"record-{self.rank}.jsonl").open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+class Job:
+    """What a job left behind."""
+
+    def __init__(self, folder, code, output):
+        self.folder, self.code, self.output = folder, code, output
+
+    @property
+    def num_faults(self):
+        return len(list(self.folder.glob("fault-*")))
+
+    def records(self, kind, num_ranks=4):
+        """Lines of one kind that each rank wrote, in order."""
+        found = []
+        for rank in range(num_ranks):
+            path = self.folder / f"record-{rank}.jsonl"
+            lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            found.append([line for line in lines if line["kind"] == kind])
+        return found
+
+    def results(self, num_ranks=4):
+        import torch
+
+        paths = [self.folder / f"result-{rank}.pt" for rank in range(num_ranks)]
+        missing = [path.name for path in paths if not path.exists()]
+        assert not missing, f"{missing}\n{self.output[-12000:]}"
+        return [torch.load(path, weights_only=True) for path in paths]
+
+
+def start(script, folder, *, faults=(), num_ranks=4, environ=None, args=()):
+    """Start a job; its output goes to `folder/output`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = f"job-{uuid.uuid4().hex}"
+    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", str(num_ranks)]
+    with (folder / "output").open("w") as output:
+        agent = subprocess.Popen(
+            [*command, *args, str(HERE / script)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                "JOB_MARK": mark,
+                "OMP_NUM_THREADS": "1",
+                "FAULTS": json.dumps(list(faults)),
+                "FAULTS_FOLDER": str(folder),
+                **(environ or {}),
+            },
+        )
+    agent.mark = mark
+    return agent
+
+
+def run_job(script, folder, *, timeout_s=100.0, **options):
+    """Run a job to its end, and make sure that it leaves no process."""
+    agent = start(script, folder, **options)
+    output = folder / "output"
+    try:
+        code = agent.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"no end after {timeout_s} s\n{output.read_text()[-12000:]}") from None
+    finally:
+        agent.kill()
+        agent.wait(10)
+        left = _processes(agent.mark, patience_s=5.0)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert not left, f"the job left processes: {left}"
+    return Job(folder, code, output.read_text())
+
+
+def _processes(mark, patience_s):
+    """Live processes that inherited the mark of a job, once they had some time to go."""
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdecimal() and mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        if not found or time.monotonic() > deadline_s:
+            return found
+        time.sleep(0.05)

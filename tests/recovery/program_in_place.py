@@ -1,0 +1,104 @@
+# ruff: noqa: E402 (warnings are off before the imports that would give them)
+"""What `test_in_place.py` runs under `hyperpodrun`: a small network with dropout, validation, checkpoints, clipping."""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from hyperpod_plugins.lightning import CheckpointlessRecovery, FaultInjection, HyperPodStrategy
+from hyperpod_plugins.recovery import TrainingState
+
+torch.set_num_threads(1)
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.randn(16, generator=torch.Generator().manual_seed(index))
+
+
+class Mixer(nn.Module):
+    """Named as Llama's feed-forward part, so that the tensor plan finds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up_proj = nn.Linear(16, 32)
+        self.down_proj = nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.down_proj(torch.relu(self.up_proj(x)))
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(Mixer(), nn.Dropout(0.2), Mixer(), nn.LayerNorm(16))
+        self.losses = {}
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.net(batch) - batch).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.losses[self.trainer.global_step, batch_idx] = loss.item()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", (self.net(batch) - batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(Samples(), batch_size=2, shuffle=True)
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(Samples(), batch_size=4)
+
+
+def main(folder, degrees, micro_steps, faults):
+    recovery = CheckpointlessRecovery(hang_timeout_s=4.0, verify=True)
+    trainer = pl.Trainer(
+        strategy=HyperPodStrategy(**json.loads(degrees)),
+        accelerator="cpu",
+        devices=4,
+        max_steps=20,
+        accumulate_grad_batches=int(micro_steps),
+        gradient_clip_val=1.0,
+        val_check_interval=4 * int(micro_steps),
+        check_val_every_n_epoch=None,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            recovery,
+            pl.callbacks.ModelCheckpoint(f"{folder}/checkpoints", filename="{step}", every_n_train_steps=6),
+            *([FaultInjection(faults)] if faults else []),
+        ],
+    )
+    torch.manual_seed(1)
+    module = Module()
+    trainer.fit(module)
+    result = {
+        "state": TrainingState(module, trainer.optimizers).checksum(),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "val": float(trainer.callback_metrics["val"]),
+        "losses": [(*key, loss) for key, loss in sorted(module.losses.items())],
+        "repairs": [repair.incident.kind for repair in recovery.repairs],
+    }
+    Path(folder, f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

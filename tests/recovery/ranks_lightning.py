@@ -1,0 +1,233 @@
+"""A Lightning program that meets faults at every point of its life; run by `hyperpodrun` (see `faults.py`)."""
+
+import os
+import warnings
+
+warnings.filterwarnings("ignore")
+
+import lightning.pytorch as pl
+import torch
+from faults import Faults
+from lightning.pytorch.loggers import Logger
+from torch import nn
+from torchmetrics import MeanMetric
+
+from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
+from hyperpod_plugins.recovery import StepTransaction, TrainingState
+
+torch.set_num_threads(1)
+LAYOUTS = {
+    "hsdp": {"hybrid_shard_degree": 2},
+    "tensor": {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1},
+}
+WIDTH, VOCABULARY, SEQUENCE = 16, 32, 6
+faults = Faults()
+
+
+def option(name, default):
+    return type(default)(os.environ.get(name, default))
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, length, seed):
+        self.length, self.seed, self.module = length, seed, None
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.module is not None:
+            faults.at("dataloader", self.module.global_step)
+        generator = torch.Generator().manual_seed(1000 * self.seed + index)
+        return torch.randint(VOCABULARY, (SEQUENCE,), generator=generator)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.w1 = nn.Linear(WIDTH, 2 * WIDTH)
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.num_calls.add_(1)
+        return x + self.dropout(self.w2(torch.tanh(self.w1(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.mean = MeanMetric()
+
+    def loss(self, tokens):
+        logits = self.net(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+    def training_step(self, batch, index):
+        faults.at("forward", self.global_step)
+        if isinstance(batch, dict):
+            batch = torch.cat([batch["a"], batch["b"]])
+        loss = self.loss(batch)
+        self.mean(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, index):
+        if index == 1:
+            faults.at("sanity" if self.trainer.sanity_checking else "validation", self.global_step)
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def on_after_backward(self):
+        faults.at("backward", self.global_step)
+
+    def on_before_optimizer_step(self, optimizer):
+        faults.at("clip", self.global_step)
+
+    def lr_scheduler_step(self, scheduler, metric):
+        faults.at("scheduler", self.global_step)
+        super().lr_scheduler_step(scheduler, metric)
+
+    def on_train_batch_end(self, *_):
+        faults.at("batch end", self.global_step)
+
+    def on_train_epoch_end(self):
+        faults.at("epoch end", self.global_step)
+
+    def on_validation_end(self):
+        if not self.trainer.sanity_checking:
+            faults.at("validation end", self.global_step)
+
+    def on_train_end(self):
+        faults.at("train end", self.global_step)
+
+    def on_fit_start(self):
+        faults.at("fit start", self.global_step)
+
+    def on_save_checkpoint(self, checkpoint):
+        faults.at("checkpoint", self.global_step)
+
+    def configure_optimizers(self):
+        faults.at("setup", 0)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer.register_step_pre_hook(lambda *_: faults.at("optimizer", self.global_step))
+        if option("INTERVAL", "step") == "epoch":
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        else:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": option("INTERVAL", "step")}}
+
+    def train_dataloader(self):
+        data = Tokens(64, 1)
+        data.module = self
+        make = lambda batch_size, data: torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=True)  # noqa: E731
+        if option("LOADERS", 1) == 2:
+            return {"a": make(1, Tokens(32, 2)), "b": make(1, Tokens(32, 3))}
+        return make(2, data)
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(Tokens(16, 4), batch_size=1)
+
+
+class Record(Logger):
+    """Keeps what every rank logs."""
+
+    name, version = "record", 0
+
+    def log_metrics(self, metrics, step=None):
+        faults.note(kind="metrics", step=step, metrics={k: float(v).hex() for k, v in metrics.items()})
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+def instrument():
+    """Points inside the transaction, which has no hooks."""
+    vote, send, receive = StepTransaction._vote, TrainingState.send, TrainingState.receive
+
+    def voting(self):
+        faults.at("vote", self.step)
+        went_well = vote(self)
+        faults.at("voted", self.step)
+        from hyperpod_plugins.comm import breaker
+
+        return went_well and breaker.cause is None
+
+    def sending(self, rank):
+        faults.at("send", 0)
+        send(self, rank)
+
+    def receiving(self, rank):
+        faults.at("receive", 0)
+        receive(self, rank)
+        faults.at("received", 0)
+
+    StepTransaction._vote, TrainingState.send, TrainingState.receive = voting, sending, receiving
+
+
+def local(tensor):
+    whole = tensor.detach()
+    return (whole.to_local() if hasattr(whole, "to_local") else whole).clone()
+
+
+def main():
+    instrument()
+    pl.seed_everything(1, verbose=False)
+    module = Module()
+    recovery = CheckpointlessRecovery(verify=True, replacement_timeout_s=option("REPLACEMENT_S", 60.0))
+    accumulate = option("ACCUMULATE", 1)
+    checkpoints = pl.callbacks.ModelCheckpoint(
+        faults.folder / "checkpoints", filename="{step}", every_n_train_steps=6, save_top_k=-1
+    )
+    trainer = pl.Trainer(
+        strategy=HyperPodStrategy(**LAYOUTS[option("LAYOUT", "hsdp")], background_checkpoints=option("BACKGROUND", 0) > 0),
+        accelerator="cpu",
+        max_steps=option("STEPS", 24),
+        logger=Record(),
+        log_every_n_steps=1,
+        callbacks=[checkpoints, recovery],
+        val_check_interval=4 * accumulate,
+        num_sanity_val_steps=2,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=accumulate,
+    )
+    trainer.fit(module)
+    assert isinstance(module.net.output.weight, torch.distributed.tensor.DTensor)
+    (optimizer,) = trainer.optimizers
+    state = {name: local(value) for name, value in [*module.named_parameters(), *module.named_buffers()]}
+    for number, values in enumerate(optimizer.state.values()):
+        state |= {f"{number}.{key}": local(value) for key, value in values.items()}
+    result = {
+        "state": state,
+        "lr": optimizer.param_groups[0]["lr"],
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "repairs": len(recovery.repairs),
+        "lasted_s": [repair.total_s for repair in recovery.repairs],
+    }
+    torch.save(result, faults.folder / f"result-{faults.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

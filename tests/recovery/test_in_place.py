@@ -1,0 +1,118 @@
+"""Jobs that lose ranks again and again end as if nothing had happened: the same bits on every rank."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("program_in_place.py")
+PRELOAD = "torch,torch.distributed.fsdp,torch.distributed.tensor.parallel,torch._dynamo,lightning.pytorch"
+HSDP = json.dumps({"hybrid_shard_degree": 2})
+TENSOR = json.dumps(
+    {
+        "hybrid_shard_degree": 1,
+        "tensor_parallel_degree": 2,
+        "tensor_plan": {"*.up_proj": "colwise", "*.down_proj": "rowwise"},
+    }
+)
+
+pytestmark = pytest.mark.spawns
+
+
+def run(folder, degrees, micro_steps, faults, timeout_s=120):
+    """Run a job and return its exit code and what it printed; whatever happens, no process is left."""
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "4", "--preload", PRELOAD]
+    command = [*launcher, str(PROGRAM), str(folder), degrees, str(micro_steps), faults]
+    with tempfile.TemporaryFile("w+") as out:
+        job = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            code = job.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait(10)
+        out.seek(0)
+        return code, out.read()
+
+
+def results(folder, degrees, micro_steps, faults=""):
+    code, text = run(folder, degrees, micro_steps, faults)
+    assert code == 0, text[-8000:]
+    return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(4)], text
+
+
+@functools.cache
+def undisturbed(degrees, micro_steps):
+    with tempfile.TemporaryDirectory() as folder:
+        return results(folder, degrees, micro_steps)[0]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "micro_steps", "faults", "kinds"),
+    [
+        pytest.param(
+            HSDP,
+            1,
+            "kill:rank=3,step=0,phase=forward; kill:rank=0,step=3,phase=backward; "
+            "kill:rank=1,step=4,phase=validation; kill:rank=2,step=6,phase=checkpoint; "
+            "kill:rank=0,step=9,phase=batch_end; kill:rank=3,step=13,phase=dataloader; "
+            "kill:rank=1,step=16,phase=validation; kill:rank=2,step=19,phase=optimizer_step",
+            ["process"] * 8,
+            id="hsdp-every-phase",
+        ),
+        pytest.param(
+            TENSOR,
+            1,
+            "kill:rank=0,step=5,phase=forward; exception:rank=2,step=7,phase=backward; "
+            "kill:rank=3,step=11,phase=optimizer_step",
+            ["process", "exception", "process"],
+            id="tensor-parallel",
+        ),
+        pytest.param(
+            HSDP,
+            2,
+            "kill:rank=2,step=4,phase=forward; stop:rank=1,step=9,phase=forward; kill:rank=0,step=15,phase=batch_end",
+            ["process", "hang", "process"],
+            id="accumulation-and-a-stopped-rank",
+        ),
+        pytest.param(
+            HSDP,
+            1,
+            "kill:rank=0,step=6,phase=forward; kill:rank=1,step=6,phase=forward; kill:rank=2,step=12,phase=backward; "
+            "kill:rank=2,step=12,phase=forward,incarnation=1",
+            ["process"] * 3,
+            id="a-whole-replica-at-once-and-the-same-rank-twice",
+        ),
+    ],
+)
+def test_faults_change_nothing(tmp_path, degrees, micro_steps, faults, kinds):
+    disturbed, text = results(tmp_path, degrees, micro_steps, faults)
+    for rank, (there, here) in enumerate(zip(disturbed, undisturbed(degrees, micro_steps), strict=True)):
+        for name in ("state", "step", "epoch", "rate", "val"):
+            assert there[name] == here[name], (rank, name, text[-6000:])
+        expected = {(step, batch): loss for step, batch, loss in here["losses"]}
+        for step, batch, loss in there["losses"]:
+            assert loss == expected[step, batch], (rank, step, batch)
+    seen = max((each["repairs"] for each in disturbed), key=len)
+    assert len(seen) >= len(kinds) - 2, (seen, kinds)  # the rank that saw most was itself replaced at times
+
+
+def test_a_mistake_in_the_program_ends_the_job_with_its_own_traceback(tmp_path):
+    code, text = run(tmp_path, HSDP, 1, "exception:rank=1,step=7,phase=backward,repeat=true")
+    assert code == 1, text[-8000:]
+    assert "InjectedFault" in text
+    assert text.count("gives up") == 1

@@ -1,0 +1,293 @@
+"""Buddy snapshots: who keeps whose, what is restorable, two of each, and jobs that lose every copy of a shard."""
+
+import os
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from recovery.faults import run_job
+from torch import nn
+
+from hyperpod_plugins.comm import GroupRole, break_groups, new_axis_group, reform
+from hyperpod_plugins.errors import ConfigError, StateLost
+from hyperpod_plugins.parallel import Topology
+from hyperpod_plugins.recovery import (
+    NO_STATE,
+    Arrival,
+    Rung,
+    Snapshot,
+    SnapshotPolicy,
+    Snapshots,
+    TrainingState,
+    buddies,
+    plan_recovery,
+)
+from hyperpod_plugins.recovery.assign import newest_snapshot
+from hyperpod_plugins.recovery.buddies import restorable_steps, wards
+from hyperpod_plugins.recovery.snapshot import Shelf
+
+# -- who keeps whose --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [
+        (Topology(world_size=1), (0,)),
+        (Topology(world_size=4, shard_degree=4), (1, 2, 3, 0)),
+        (Topology(world_size=4, shard_degree=2), (1, 2, 3, 0)),
+        (Topology(world_size=4, shard_degree=4, ranks_per_node=2), (2, 3, 0, 1)),
+        # with two nodes, a whole node further lies the replica: one more
+        (Topology(world_size=8, shard_degree=4, ranks_per_node=4), (5, 6, 7, 4, 1, 2, 3, 0)),
+        (Topology(world_size=8, shard_degree=4, ranks_per_node=2), (2, 3, 4, 5, 6, 7, 0, 1)),
+        (Topology(world_size=8, shard_degree=2, ranks_per_node=2), (3, 2, 5, 4, 7, 6, 1, 0)),
+    ],
+)
+def test_the_shortest_move_that_leaves_node_and_shard_is_taken(topology, expected):
+    assert buddies(topology) == expected
+
+
+def topologies():
+    for world, shard, tensor, per_node in product(range(1, 17), (1, 2, 4, 8), (1, 2), (0, 1, 2, 3, 4, 8)):
+        if world % (shard * tensor) == 0:
+            yield Topology(world_size=world, shard_degree=shard, tensor_degree=tensor, ranks_per_node=per_node)
+
+
+@pytest.mark.parametrize("topology", list(topologies()), ids=str)
+def test_buddies_are_a_permutation_without_fixed_points_and_leave_the_node_where_that_is_possible(topology):
+    found = buddies(topology)
+    ranks = range(topology.world_size)
+    assert sorted(found) == list(ranks)
+    assert topology.world_size == 1 or all(found[rank] != rank for rank in ranks)
+    assert [found[ward] for ward in wards(found)] == list(ranks)
+    nodes = [topology.node_of(rank) for rank in ranks]
+    if 2 * max(nodes.count(node) for node in nodes) <= topology.world_size:
+        assert all(nodes[rank] != nodes[found[rank]] for rank in ranks)
+    if topology.ranks_per_node and topology.world_size % topology.ranks_per_node == 0 and topology.shard_degree > 1:
+        places = min(topology.ranks_per_node, topology.world_size)
+        if places > topology.tensor_degree:
+            assert all(found[rank] not in topology.replicas_of(rank) for rank in ranks)
+
+
+def test_nodes_of_different_sizes_keep_nothing_at_home():
+    node_of = [0, 1, 1, 1, 2, 2].__getitem__
+    found = buddies(Topology(world_size=6, shard_degree=6), node_of)
+    assert all(node_of(rank) != node_of(buddy) for rank, buddy in enumerate(found))
+
+
+def test_a_step_is_restorable_if_each_rank_or_its_buddy_has_it():
+    buddy_of = (1, 2, 0)
+    everybody = {0: (5, 10), 1: (5, 10), 2: (5, 10)}
+    assert restorable_steps(everybody, {}, buddy_of) == {5, 10}
+    assert restorable_steps({**everybody, 1: ()}, {2: (5,)}, buddy_of) == {5}
+    assert restorable_steps({**everybody, 1: ()}, {0: (5,)}, buddy_of) == set()
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+FULL = Topology(world_size=4, shard_degree=4)
+HYBRID = Topology(world_size=4, shard_degree=2)
+
+
+def survivor(committed, *steps):
+    return Arrival(incarnation=0, committed=committed, snapshots=steps, ward_snapshots=steps)
+
+
+def newcomer():
+    return Arrival(incarnation=1)
+
+
+def arrivals(committed, steps, lost):
+    return {rank: newcomer() if rank in lost else survivor(committed, *steps) for rank in range(4)}
+
+
+def test_one_lost_rank_of_a_full_sharding_returns_everybody_to_the_newest_snapshot():
+    plan = plan_recovery(arrivals(13, (5, 10), {1}), FULL)
+    assert (plan.rung, plan.step, plan.steps_lost) == (Rung.SNAPSHOT, 10, 3)
+    assert (dict(plan.sources), plan.roll_forward) == ({1: 2}, ())
+
+
+def test_a_live_replica_is_preferred_to_a_snapshot():
+    plan = plan_recovery(arrivals(13, (5, 10), {1}), HYBRID)
+    assert (plan.rung, plan.step, plan.steps_lost, dict(plan.sources)) == (Rung.REPLACE, 13, 0, {1: 3})
+
+
+def test_both_replicas_of_a_shard_come_from_their_buddies():
+    plan = plan_recovery(arrivals(13, (5, 10), {1, 3}), HYBRID)
+    assert (plan.rung, plan.step, dict(plan.sources)) == (Rung.SNAPSHOT, 10, {1: 2, 3: 0})
+
+
+def test_an_exchange_that_only_some_completed_does_not_count():
+    given = arrivals(13, (5, 10), {1})
+    given[2] = Arrival(incarnation=0, committed=13, snapshots=(5, 10), ward_snapshots=(5,))
+    assert plan_recovery(given, FULL).step == 5
+    assert newest_snapshot(given, FULL) == 5
+
+
+def test_nobody_is_lost_and_nothing_is_returned_to():
+    assert plan_recovery(arrivals(13, (5, 10), set()), FULL).rung is Rung.RETRY
+
+
+@pytest.mark.parametrize(
+    ("steps", "lost", "words"),
+    [
+        ((), {1}, "no rank that is left holds a snapshot"),
+        ((10,), {1, 2}, "nothing is left of the ranks [1], whose buddies are [2]"),
+        ((10,), {0, 1, 2, 3}, "no rank that is left holds the training state"),
+    ],
+)
+def test_the_end_of_the_ladder_says_why_each_rung_failed(steps, lost, words):
+    with pytest.raises(StateLost, match="last persistent checkpoint") as raised:
+        plan_recovery(arrivals(13, steps, lost), FULL)
+    assert words in str(raised.value)
+
+
+def test_an_arrival_survives_the_ledger():
+    import json
+
+    arrival = survivor(13, 5, 10)
+    assert Arrival.from_dict(json.loads(json.dumps(arrival.to_dict()))) == arrival
+
+
+@pytest.mark.parametrize("values", [{"every_steps": -1}, {"memory_fraction": 0.0}, {"memory_fraction": 1.5}])
+def test_impossible_policies_are_refused(values):
+    with pytest.raises(ConfigError):
+        SnapshotPolicy(**values)
+
+
+# -- two of each ------------------------------------------------------------------------------------------------------
+
+
+def taken(shelf, step, keep):
+    data = shelf.room(8, keep=keep)
+    data.fill_(step)
+    shelf.put(Snapshot(step=step, header=b"", trainer=b"", data=data))
+    return data
+
+
+def test_the_complete_snapshot_is_not_overwritten_while_the_next_is_taken():
+    shelf = Shelf(is_pinned=False)
+    first = taken(shelf, 5, keep=NO_STATE)
+    second = taken(shelf, 10, keep=5)
+    assert shelf.steps == (5, 10)
+    third = taken(shelf, 15, keep=5)  # the exchange of step 10 was interrupted
+    assert shelf.steps == (5, 15)
+    assert third.data_ptr() == second.data_ptr()
+    assert first.eq(5).all()
+    fourth = taken(shelf, 20, keep=15)
+    assert shelf.steps == (15, 20)
+    assert fourth.data_ptr() == first.data_ptr()
+    assert shelf.find(15).data.eq(15).all()
+
+
+def test_a_snapshot_of_another_size_gets_memory_of_its_own():
+    shelf = Shelf(is_pinned=False)
+    taken(shelf, 5, keep=NO_STATE)
+    assert shelf.room(16, keep=NO_STATE).numel() == 16
+    assert shelf.steps == ()
+
+
+def exchange(rank_that_breaks):
+    """Three ranks take snapshots, are interrupted in one, and one of them loses everything."""
+    torch.set_num_threads(1)
+    dist.init_process_group("hyperpod")
+    rank, topology = dist.get_rank(), Topology(world_size=3, shard_degree=3)
+    group = new_axis_group(GroupRole("snapshot", is_strict=True), range(3))
+    model = nn.Linear(4, 3 + rank)  # of another size on each rank
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = TrainingState(model, [optimizer], verify=True)
+
+    def make(policy):
+        return Snapshots(policy, state, topology, group)
+
+    snapshots = make(SnapshotPolicy(every_steps=5))
+    checksums = {}
+    for step in range(11):
+        checksums[step] = state.checksum()
+        snapshots.offer(step, lambda step=step: f"trainer {rank} at {step}".encode())
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+    snapshots.settle()
+    after_ten = snapshots.own_steps, snapshots.ward_steps
+    if rank == rank_that_breaks:
+        break_groups("a test")
+    snapshots.offer(15, lambda: b"")
+    snapshots.settle()
+    interrupted = snapshots.own_steps, snapshots.ward_steps
+
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    break_groups("a test")
+    reform(1, store=dist.PrefixStore("again", store), timeout_s=20)
+    if rank == 1:
+        snapshots = make(SnapshotPolicy(every_steps=5))
+        model.weight.data.zero_()
+        optimizer.state.clear()
+    snapshots.keep(10)
+    snapshots.deliver(10, {1: snapshots.buddy if rank == 1 else buddies(topology)[1]})
+    snapshots.load(10)
+    returned = snapshots.take_returned()
+    is_equal = state.checksum() == checksums[10]
+    too_much = make(SnapshotPolicy(every_steps=1, memory_fraction=1e-12))
+    too_much.offer(0, lambda: b"")
+    with pytest.raises(ConfigError, match="bytes of host memory"):
+        too_much.offer(1, lambda: b"")
+    left_out = make(SnapshotPolicy(every_steps=1, memory_fraction=1e-12, is_required=False))
+    for step in range(3):
+        left_out.offer(step, lambda: b"")
+    return after_ten, interrupted, is_equal, returned.trainer, snapshots.take_returned(), left_out.own_steps
+
+
+def test_ranks_keep_the_last_complete_snapshot_and_get_it_back():
+    for rank, found in enumerate(run_ranks(exchange, 0, world_size=3)):
+        after_ten, (own, of_ward), is_equal, trainer, again, left_out = found
+        assert after_ten == ((5, 10), (5, 10))
+        assert 10 in own
+        assert 10 in of_ward
+        assert is_equal
+        assert trainer == f"trainer {rank} at 10".encode()
+        assert again is None
+        assert left_out == ()
+
+
+# -- jobs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """Undisturbed jobs by layout, each run once."""
+    done = {}
+
+    def undisturbed(layout):
+        if layout not in done:
+            done[layout] = run(tmp_path_factory.mktemp(layout), layout).results()
+        return done[layout]
+
+    return undisturbed
+
+
+def run(folder, layout, *faults):
+    environ = {"LAYOUT": layout, "SNAPSHOT_EVERY": "5", "STEPS": "16"}
+    return run_job("ranks_snapshot.py", folder, faults=faults, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("layout", "faults", "num_redone"),
+    [
+        ("full", [["backward", 13, 1, "kill"]], 3),
+        ("hsdp", [["backward", 13, 0, "kill"], ["backward", 13, 2, "kill"]], 3),
+    ],
+    ids=["full sharding", "both replicas"],
+)
+def test_a_job_that_loses_every_copy_of_a_shard_returns_to_the_last_snapshot(
+    jobs, tmp_path, layout, faults, num_redone
+):
+    job = run(tmp_path, layout, *faults)
+    assert job.code == 0, job.output[-8000:]
+    assert job.num_faults == len(faults)
+    assert f"{num_redone} steps lost, going on after step {13 - num_redone}" in job.output
+    for found, expected in zip(job.results(), jobs(layout), strict=True):
+        assert (found["step"], found["epoch"], found["lr"]) == (expected["step"], expected["epoch"], expected["lr"])
+        assert found["state"].keys() == expected["state"].keys()
+        for name, value in expected["state"].items():
+            assert torch.equal(found["state"][name], value), name
