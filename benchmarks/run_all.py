@@ -9,7 +9,14 @@ from pathlib import Path
 from benchmarks import harness, report
 
 HERE = Path(__file__).parent
-DEADLINE_S = {"comm_overhead": 900, "throughput": 1800, "hsdp_traffic": 900, "data_restart": 900}
+DEADLINE_S = {
+    "comm_overhead": 900,
+    "throughput": 1800,
+    "hsdp_traffic": 900,
+    "data_restart": 900,
+    "recovery": 2700,
+    "membership_scale": 900,
+}
 COLUMNS = ("benchmark", "comparison", "contender", "against", "time ratio", "95 % interval")
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "train_lm.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE = EXAMPLES / "train_lm.py"
 
 
 def run(*command):
@@ -24,3 +25,9 @@ def test_the_demo_trains_on_whatever_ranks_there_are_and_prints_a_sample(tmp_pat
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     second = run(*torchrun, EXAMPLE, *size, "--steps", "2")
     assert "mesh: replicate 1 x shard 2 x tensor 1" in second
+
+
+@pytest.mark.spawns
+def test_the_show_loses_a_rank_and_ends_with_the_same_bits(tmp_path):
+    text = run(sys.executable, EXAMPLES / "show_recovery.py", "--steps", "6", "--folder", str(tmp_path))
+    assert "equal, bit for bit" in text

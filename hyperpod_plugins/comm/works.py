@@ -3,6 +3,7 @@
 # pybind11's overloads have no signature that a Python override could match.
 # pyright: reportIncompatibleMethodOverride=false
 
+import ctypes
 import re
 import time
 from collections.abc import Callable
@@ -24,6 +25,10 @@ _TRANSPORT_WORDS = re.compile(
     r"|peer|[Nn]etwork|onnect\b|onnectFullMesh|Read error|Write error|recv|Resource temporarily|EOF"
 )
 """What libraries say when a peer or the way to it is gone; anything else is a mistake in a program, and is raised."""
+
+_SLICE = timedelta(seconds=0.2)
+_HAS_CUDA = torch.cuda.is_available()
+_num_abandoned = 0
 
 pending: "WeakSet[ResilientWork]" = WeakSet()
 
@@ -96,7 +101,7 @@ class ResilientWork(dist.Work):
         if not self._role.is_strict:
             waiting.since_s, waiting.role = time.monotonic(), self._role
         try:
-            return inner.wait() if timeout == _FOREVER else inner.wait(timeout)
+            return _wait(inner) if timeout == _FOREVER else inner.wait(timeout)
         except RuntimeError as error:
             if not is_transport_error(error):
                 raise
@@ -145,6 +150,40 @@ class ResilientWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """The result, when it is there."""
         return _done() if self._inner is None else self._inner.get_future()
+
+
+def abandon(thing: dist.Work | dist.ProcessGroup) -> None:
+    """Never let go of a collective that does not end, or of its group: destroying them would wait for it."""
+    global _num_abandoned
+    _num_abandoned += 1
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def has_abandoned() -> bool:
+    """Whether some collective of an earlier generation may still sleep."""
+    return _num_abandoned > 0
+
+
+def _wait(inner: dist.Work) -> bool:
+    """Wait as long as the groups are whole.
+
+    [Note: slices] A gloo collective has been seen to sleep on after all its connections were cut. So a wait on the CPU
+    is made of short ones, and one that goes on after a break is left to itself: its thread keeps what it works on.
+
+    Raises:
+        RuntimeError: the collective failed, or the groups broke and it did not end.
+    """
+    if _HAS_CUDA:  # the wait of nccl makes a stream wait, not the caller, and abort ends it
+        return inner.wait()
+    while True:
+        try:
+            return inner.wait(_SLICE)
+        except RuntimeError:
+            if inner.is_completed():
+                return inner.wait()  # its own error, or none if it ended just now
+        if breaker.cause is not None:
+            abandon(inner)
+            raise dist.DistNetworkError(f"the groups are broken: {breaker.cause}")
 
 
 class FinishedWork(dist.Work):

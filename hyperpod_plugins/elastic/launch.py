@@ -33,6 +33,7 @@ from hyperpod_plugins.elastic.crew import Program
 from hyperpod_plugins.elastic.failures import story
 from hyperpod_plugins.elastic.options import AgentOptions
 from hyperpod_plugins.elastic.restarts import RestartPolicy
+from hyperpod_plugins.elastic.worker_environ import RESOLVER
 from hyperpod_plugins.elastic.zygote_process import ZygoteOptions
 from hyperpod_plugins.errors import ConfigError, HyperPodError, NotBuiltYetError
 
@@ -176,6 +177,7 @@ def run(args: argparse.Namespace) -> None:
         )
     config, python, _ = config_from_args(args)
     environ = dict(os.environ)  # noqa: TID251  (handed on to the workers, not read)
+    os.environ.setdefault("RES_OPTIONS", RESOLVER)  # noqa: TID251  (for the store that this process serves)
     # torch's sharing of the rendezvous store tells a newcomer nothing in the second round, and keeps a dead master.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # noqa: TID251  (written, and by now not inherited)
     fields = vars(config)  # torch 2.10 lacks some of them

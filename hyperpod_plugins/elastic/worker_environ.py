@@ -8,6 +8,10 @@ from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 
 
+RESOLVER = "timeout:1 attempts:1"
+"""Options of the C library's resolver, for `RES_OPTIONS`."""
+
+
 def worker_environ(
     group: WorkerGroup,
     worker: Worker,
@@ -47,7 +51,10 @@ def worker_environ(
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # a worker that hosted the store would take it along when it dies
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        # torchrun says 1: nccl's watchdog then ends every process whose peer is lost, and these are to live on.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        # torch's TCPStore asks for the name of whoever connects; a lost answer would stop everybody for 5 s.
+        "RES_OPTIONS": inherited.get("RES_OPTIONS", RESOLVER),
         **job.to_environ(),
     }
     if virtual:

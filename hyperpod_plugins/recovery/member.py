@@ -280,6 +280,8 @@ class Member:
                 if (given_up := self.ledger.find(GAVE_UP_KEY)) is not None:
                     self._follow(Incident.from_json(given_up))
                 if arrival.in_step and arrival.has_state and self.ledger.find(f"outside/{number}") is not None:
+                    gone = replace(arrival, incarnation=NO_STATE)  # it comes again, and as another
+                    self.ledger.arrive(number, self.rank, gone.to_dict())
                     raise PeersOutside(number)
                 expected = dict(zip(ranks, self.ledger.incarnations(ranks), strict=True))
                 arrived = self.ledger.arrivals(number, ranks)
@@ -299,9 +301,10 @@ class Member:
                     )
             if plan is not None:
                 arrivals = {int(rank): Arrival.from_dict(each) for rank, each in plan.items()}
-                if arrivals[self.rank].incarnation == self.job.incarnation:
+                mine = arrivals[self.rank]
+                if (mine.incarnation, mine.committed) == (arrival.incarnation, arrival.committed):
                     return Generation(number=number, arrivals=arrivals)
-                self._end(number, Incident(kind="request", cause="the plan names a process that is gone"))
+                self._end(number, Incident(kind="request", cause="the plan names a process as it was before"))
                 return None
             time.sleep(_POLL_S)
 

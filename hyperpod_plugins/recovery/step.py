@@ -230,7 +230,7 @@ class StepTransaction:
         self._member.place = f"committing step {self.step}"
         result = commit()
         self._synchronize()
-        self._member.committed = self.step + 1
+        self._member.committed, self._prepared = self.step + 1, NO_STATE
         self._member.in_step = False
         self._member.step_times.committed(time.monotonic())
         self._failures.clear()

@@ -1,3 +1,4 @@
+# ruff: noqa: E402 (warnings are off before the imports that would give them)
 """A Lightning program that meets faults at every point of its life; run by `hyperpodrun` (see `faults.py`)."""
 
 import os
@@ -134,7 +135,10 @@ class Module(pl.LightningModule):
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         else:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": option("INTERVAL", "step")}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": option("INTERVAL", "step")},
+        }
 
     def train_dataloader(self):
         data = Tokens(64, 1)
@@ -199,7 +203,9 @@ def main():
         faults.folder / "checkpoints", filename="{step}", every_n_train_steps=6, save_top_k=-1
     )
     trainer = pl.Trainer(
-        strategy=HyperPodStrategy(**LAYOUTS[option("LAYOUT", "hsdp")], background_checkpoints=option("BACKGROUND", 0) > 0),
+        strategy=HyperPodStrategy(
+            **LAYOUTS[option("LAYOUT", "hsdp")], background_checkpoints=option("BACKGROUND", 0) > 0
+        ),
         accelerator="cpu",
         max_steps=option("STEPS", 24),
         logger=Record(),

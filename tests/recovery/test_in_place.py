@@ -62,7 +62,7 @@ def undisturbed(degrees, micro_steps):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "micro_steps", "faults", "kinds"),
+    ("degrees", "micro_steps", "faults", "num_repairs"),
     [
         pytest.param(
             HSDP,
@@ -71,7 +71,7 @@ def undisturbed(degrees, micro_steps):
             "kill:rank=1,step=4,phase=validation; kill:rank=2,step=6,phase=checkpoint; "
             "kill:rank=0,step=9,phase=batch_end; kill:rank=3,step=13,phase=dataloader; "
             "kill:rank=1,step=16,phase=validation; kill:rank=2,step=19,phase=optimizer_step",
-            ["process"] * 8,
+            8,
             id="hsdp-every-phase",
         ),
         pytest.param(
@@ -79,14 +79,14 @@ def undisturbed(degrees, micro_steps):
             1,
             "kill:rank=0,step=5,phase=forward; exception:rank=2,step=7,phase=backward; "
             "kill:rank=3,step=11,phase=optimizer_step",
-            ["process", "exception", "process"],
+            3,
             id="tensor-parallel",
         ),
         pytest.param(
             HSDP,
             2,
             "kill:rank=2,step=4,phase=forward; stop:rank=1,step=9,phase=forward; kill:rank=0,step=15,phase=batch_end",
-            ["process", "hang", "process"],
+            3,
             id="accumulation-and-a-stopped-rank",
         ),
         pytest.param(
@@ -94,12 +94,12 @@ def undisturbed(degrees, micro_steps):
             1,
             "kill:rank=0,step=6,phase=forward; kill:rank=1,step=6,phase=forward; kill:rank=2,step=12,phase=backward; "
             "kill:rank=2,step=12,phase=forward,incarnation=1",
-            ["process"] * 3,
+            2,
             id="a-whole-replica-at-once-and-the-same-rank-twice",
         ),
     ],
 )
-def test_faults_change_nothing(tmp_path, degrees, micro_steps, faults, kinds):
+def test_faults_change_nothing(tmp_path, degrees, micro_steps, faults, num_repairs):
     disturbed, text = results(tmp_path, degrees, micro_steps, faults)
     for rank, (there, here) in enumerate(zip(disturbed, undisturbed(degrees, micro_steps), strict=True)):
         for name in ("state", "step", "epoch", "rate", "val"):
@@ -107,8 +107,7 @@ def test_faults_change_nothing(tmp_path, degrees, micro_steps, faults, kinds):
         expected = {(step, batch): loss for step, batch, loss in here["losses"]}
         for step, batch, loss in there["losses"]:
             assert loss == expected[step, batch], (rank, step, batch)
-    seen = max((each["repairs"] for each in disturbed), key=len)
-    assert len(seen) >= len(kinds) - 2, (seen, kinds)  # the rank that saw most was itself replaced at times
+    assert text.count("repaired in") >= num_repairs, text[-6000:]
 
 
 def test_a_mistake_in_the_program_ends_the_job_with_its_own_traceback(tmp_path):

@@ -1,0 +1,1 @@
+"""The jobs of `benchmarks/recovery.py`: one training program, written for each way to recover it."""

@@ -1,0 +1,181 @@
+"""Steps as transactions without Lightning: plain torch, FSDP2 through `parallelize`; run by `hyperpodrun`."""
+
+import io
+import sys
+
+import torch
+import torch.distributed as dist
+from faults import Faults
+from torch import nn
+
+from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.elastic.ledger import ARMED_KEY
+from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.env import JobEnv, WorkerEnv
+from hyperpod_plugins.parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
+from hyperpod_plugins.recovery import (
+    HangPolicy,
+    Member,
+    RetryPolicy,
+    StepTransaction,
+    TrainingState,
+    seed_micro_step,
+)
+
+NUM_STEPS, WIDTH, BATCH = 24, 8, 3
+torch.set_num_threads(1)
+faults = Faults()
+
+
+class Subject:
+    """A model, an optimizer and a scheduler."""
+
+    def __init__(self, state, scheduler):
+        self.state, self.scheduler = state, scheduler
+
+    def begin(self, step):
+        self.buffers = [(b, b.detach().clone()) for b in self.state.model.buffers()]
+
+    def undo(self):
+        for optimizer in self.state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, saved in self.buffers:
+                buffer.copy_(saved)
+
+    def describe(self):
+        buffer = io.BytesIO()
+        (optimizer,) = self.state.optimizers
+        torch.save({"scheduler": self.scheduler.state_dict(), "lr": optimizer.param_groups[0]["lr"]}, buffer)
+        return buffer.getvalue()
+
+    def load(self, description):
+        """As a newcomer; the learning rate of the rank that sends tensors may be one step behind the scheduler."""
+        self.described = torch.load(io.BytesIO(description), weights_only=True)
+        self.scheduler.load_state_dict(self.described["scheduler"])
+
+    def restore(self, plan, rank):
+        for target, source in sorted(plan.sources.items()):
+            if rank == source:
+                faults.at("send", plan.step)
+                self.state.send(target)
+            elif rank == target:
+                faults.at("receive", plan.step)
+                self.state.receive(source)
+                self.state.optimizers[0].param_groups[0]["lr"] = self.described["lr"]
+        faults.at("restored", plan.step)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.dropout = nn.Dropout(0.25)
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.num_calls += 1
+        for layer in self.layers:
+            x = self.dropout(torch.relu(layer(x)))
+        return x
+
+
+def local(tensor):
+    whole = tensor.detach()
+    return (whole.to_local() if hasattr(whole, "to_local") else whole).clone()
+
+
+def main():
+    env, job = WorkerEnv.from_environ(), JobEnv.from_environ()
+    member = Member(
+        job,
+        rank=env.global_rank,
+        world_size=env.world_size,
+        policy=MembershipPolicy(replacement_timeout_s=30.0),
+        hangs=HangPolicy(floor_s=3.0),
+    )
+    member.start()
+    dist.init_process_group("hyperpod")
+    config = ParallelConfig(hybrid_shard_degree=2)
+    topology = config.topology(env.world_size)
+    torch.manual_seed(0)
+    model = Net()
+    parallelize(model, build_mesh(topology, "cpu"), config)
+    faults.at("setup", job.incarnation)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    repairs = []
+    subject = Subject(TrainingState(model, [optimizer], verify=True), scheduler)
+    transaction = StepTransaction(
+        member,
+        subject,
+        topology,
+        policy=RetryPolicy(),
+        device=torch.device("cpu"),
+        on_repair=repairs.append,
+    )
+    if job.is_newcomer:
+        subject.load(member.wait_for_stops().trainer)
+    member.ledger.put(ARMED_KEY, b"1")
+    attempts = 0
+    while True:
+        transaction.begin()
+        step = transaction.step
+        if step == NUM_STEPS:
+            break
+
+        def compute(step=step):
+            nonlocal attempts
+            attempts += 1
+            seed_micro_step(5, step, 0, topology.data_rank(env.global_rank))
+            faults.at("forward", step)
+            data = torch.randn(BATCH, WIDTH)
+            loss = (model(data) - data).square().mean()
+            loss.backward()
+            faults.at("backward", step)
+            clip_grad_norm_(model.parameters(), 0.5)
+            faults.at("clip", step)
+            return loss.detach()
+
+        def commit(loss, step=step):
+            faults.at("optimizer", step)
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(loss)
+
+        loss = transaction.run(compute, commit)
+        faults.at("committed", step)
+        faults.note(kind="loss", step=step, loss=loss.hex(), lr=optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    assert breaker.cause is None
+    state = {name: local(value) for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    for number, values in enumerate(optimizer.state.values()):
+        state |= {f"{number}.{key}": local(value) for key, value in values.items()}
+    result = {
+        "state": state,
+        "lr": optimizer.param_groups[0]["lr"],
+        "repairs": [str(repair) for repair in repairs],
+        "attempts": attempts,
+    }
+    torch.save(result, faults.folder / f"result-{env.global_rank}.pt")
+    dist.barrier()
+    member.leave()
+    dist.destroy_process_group()
+
+
+def instrument():
+    """Points inside the transaction."""
+    vote = StepTransaction._vote
+
+    def voting(self):
+        faults.at("vote", self.step)
+        vote(self)
+        faults.at("voted", self.step)
+        return breaker.cause is None and not breaker.is_open
+
+    StepTransaction._vote = voting
+
+
+if __name__ == "__main__":
+    instrument()
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""`hyperpod`: bad input is explained; whom chaos would strike, and when."""
+
+import pytest
+
+from hyperpod_plugins.cli import main
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.recovery.chaos import ChaosPlan, Process, blows, choose_agents, workers_in
+
+ZYGOTE = (b"python", b"-m", b"hyperpod_plugins.elastic.zygote", b"7")
+
+
+def table_of(*lines):
+    """Processes from `(pid, parent, state, threads, command)`."""
+    return {
+        pid: Process(pid=pid, parent=parent, state=state, num_threads=threads, command=command)
+        for pid, parent, state, threads, command in lines
+    }
+
+
+JOBS = table_of(
+    (10, 1, "S", 3, (b"hyperpodrun", b"--rdzv-id=red", b"train.py")),
+    (11, 10, "S", 1, ZYGOTE),
+    (12, 11, "S", 9, ZYGOTE),
+    (13, 11, "R", 9, ZYGOTE),
+    (14, 11, "Z", 1, ZYGOTE),  # lost, and not buried yet
+    (15, 11, "S", 1, ZYGOTE),  # a spare
+    (20, 1, "S", 3, (b"hyperpodrun", b"--rdzv_id", b"blue", b"train.py")),
+    (21, 20, "S", 1, ZYGOTE),
+    (22, 21, "S", 1, ZYGOTE),  # has only begun
+    (30, 1, "S", 1, (b"python", b"other.py")),
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "COMMAND"),
+        (["chaos", "--kinds", "kill,exit"], "kinds=kill,exit"),
+        (["chaos", "--kinds", ""], "none"),
+        (["chaos", "--every", "0"], "every_s=0"),
+        (["chaos", "--count", "0"], "count=0"),
+        (["chaos", "--pid", "1"], "process 1 is no agent"),
+        (["chaos", "--run-id", "nobody's job"], "--rdzv-id=nobody's job"),
+        (["chaos", "--pid", "1", "--run-id", "x"], "not allowed with"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_says_why(arguments, told, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_workers_are_the_live_children_of_the_zygote():
+    assert workers_in(JOBS, [10]) == [12, 13]
+    assert workers_in(JOBS, [20]) == [22]
+    assert workers_in(JOBS, [10, 20]) == [12, 13]
+    assert workers_in(JOBS, [30]) == []
+
+
+def test_a_job_is_chosen_by_pid_or_name():
+    assert choose_agents(JOBS, pid=20) == [20]
+    assert choose_agents(JOBS, run_id="red") == [10]
+    assert choose_agents(JOBS, run_id="blue") == [20]
+    assert choose_agents({pid: each for pid, each in JOBS.items() if pid < 20}) == [10]
+    for asked in ({}, {"pid": 30}, {"pid": 11}, {"run_id": "train.py"}):
+        with pytest.raises(ConfigError):
+            choose_agents(JOBS, **asked)
+
+
+def test_the_schedule_of_chaos_is_reproducible_and_keeps_its_pace():
+    plan = ChaosPlan(every_s=10, count=500, seed=4, kinds=("kill", "stop"))
+    schedule = list(blows(plan))
+    assert schedule == list(blows(plan))
+    assert sum(blow.wait_s for blow in schedule) / 500 == pytest.approx(10, rel=0.15)
+    assert {blow.kind for blow in schedule} == {"kill", "stop"}
+    assert all(0 <= blow.choice < 1 for blow in schedule)
