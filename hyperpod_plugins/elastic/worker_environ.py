@@ -7,7 +7,6 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 
-
 RESOLVER = "timeout:1 attempts:1"
 """Options of the C library's resolver, for `RES_OPTIONS`."""
 

@@ -1,7 +1,7 @@
 """Faults at chosen points of a program that `hyperpodrun` starts, and the jobs of this folder.
 
-A fault is `[point, step, rank, action]`. It happens once in a job, whoever is in the rank's place then: a file remembers
-it. Actions: `kill` (SIGKILL), `raise` (once), `always` (raise, every time), `break` (cut all connections).
+A fault is `[point, step, rank, action]`. It happens once in a job, whoever is in the rank's place then: a file
+remembers it. Actions: `kill` (SIGKILL), `raise` (once), `always` (raise, every time), `break` (cut all connections).
 """
 
 import contextlib
