@@ -1,0 +1,118 @@
+"""The ledger on a real store: what is written once stays, and many writers agree."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.env import JobEnv
+
+
+@pytest.fixture
+def job():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job")
+    del store
+
+
+@pytest.fixture
+def ledger(job):
+    return Ledger.connect(job)
+
+
+def incident(cause, rank=0):
+    return Incident(kind="process", cause=cause, rank=rank)
+
+
+def test_the_first_word_on_a_generation_counts(job):
+    def end(number):
+        return Ledger.connect(job).end(3, incident(f"cause {number}", number))
+
+    with ThreadPoolExecutor(8) as pool:
+        said = list(pool.map(end, range(8)))
+    assert len(set(said)) == 1
+    assert Ledger.connect(job).ended(3) == said[0]
+
+
+def test_the_first_plan_counts(job):
+    def propose(number):
+        return Ledger.connect(job).propose(1, {"0": {"incarnation": number}})
+
+    with ThreadPoolExecutor(8) as pool:
+        plans = list(pool.map(propose, range(8)))
+    assert all(plan == plans[0] for plan in plans)
+    assert Ledger.connect(job).plan(1) == plans[0]
+
+
+def test_a_generation_lasts_until_its_end(ledger):
+    assert ledger.ended(0) is None
+    assert ledger.generation() == 0
+    for number in range(3):
+        ledger.end(number, incident("gone"))
+    assert ledger.generation() == 3
+    assert ledger.generation(at_least=2) == 3
+    assert ledger.generation(at_least=5) == 5
+    assert ledger.plan(3) is None
+
+
+def test_waiting_for_an_end(job, ledger):
+    began_s = time.monotonic()
+    assert ledger.wait_ended(0, timeout_s=0.2) is None
+    assert time.monotonic() - began_s < 5
+    writer = Ledger.connect(job)
+    threading.Timer(0.2, lambda: writer.end(0, incident("gone", 2))).start()
+    ended = ledger.wait_ended(0, timeout_s=20)
+    assert ended is not None
+    assert (ended.rank, ended.cause) == (2, "gone")
+
+
+def test_incarnations_and_exits(ledger):
+    assert ledger.incarnations(range(3)) == [0, 0, 0]
+    assert ledger.next_incarnation(1) == 1
+    assert ledger.next_incarnation(1) == 2
+    assert ledger.incarnations(range(3)) == [0, 2, 0]
+    gone = Incident(kind="process", cause="killed by SIGKILL", rank=1, incarnation=1)
+    ledger.record_exit(gone)
+    assert ledger.exit_of(1, 1) == gone
+    assert ledger.exit_of(1, 2) is None
+
+
+def test_an_arrival_can_be_replaced(ledger):
+    ledger.arrive(4, 0, {"incarnation": 0})
+    ledger.arrive(4, 1, {"incarnation": 3})
+    ledger.arrive(4, 0, {"incarnation": -1})
+    assert ledger.arrivals(4, range(3)) == {0: {"incarnation": -1}, 1: {"incarnation": 3}}
+    assert ledger.arrivals(5, range(3)) == {}
+
+
+def test_each_reader_sees_each_kill_once(job, ledger):
+    other = Ledger.connect(job)
+    ledger.ask_to_kill(2, 0)
+    assert ledger.new_kills() == [(2, 0)]
+    ledger.ask_to_kill(1, 4)
+    assert ledger.new_kills() == [(1, 4)]
+    assert ledger.new_kills() == []
+    assert other.new_kills() == [(2, 0), (1, 4)]
+
+
+def test_values(ledger):
+    assert ledger.find("name") is None
+    for value in (b"", b"\x00\xff" * 1000):
+        ledger.put("name", value)
+        assert ledger.find("name") == value
+        assert ledger.take("name", timeout_s=5) == value
+    ledger.forget("name")
+    assert ledger.find("name") is None
+    with pytest.raises(dist.DistError):
+        ledger.take("name", timeout_s=0.1)
+
+
+def test_jobs_do_not_see_each_other(job, ledger):
+    other = Ledger.connect(JobEnv(store_host=job.store_host, store_port=job.store_port, run_id="another"))
+    ledger.end(0, incident("gone"))
+    ledger.put("name", b"value")
+    assert other.ended(0) is None
+    assert other.find("name") is None
