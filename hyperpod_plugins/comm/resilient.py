@@ -19,6 +19,7 @@ from hyperpod_plugins.comm.delegating import DelegatingGroup
 from hyperpod_plugins.comm.roles import GroupRole
 from hyperpod_plugins.comm.traffic import Collective, counters
 from hyperpod_plugins.comm.works import (
+    FinishedWork,
     ResilientWork,
     drop_pending,
     is_transport_error,
@@ -146,7 +147,9 @@ class ResilientProcessGroup(DelegatingGroup):
                 raise
             self._notice(error)
             return self._issue_broken(error)
-        return work if breaker.is_open else ResilientWork(work, self._notice, self.role)
+        if isinstance(work, FinishedWork):
+            return work
+        return ResilientWork(work, self._notice, self.role, is_collective=kind not in ("send", "recv"))
 
     def _notice(self, error: BaseException) -> None:
         breaker.trip(f"{self.role.name}: {transport_message(error)}", cut_all)

@@ -82,11 +82,14 @@ waiting = Waiting()
 class ResilientWork(dist.Work):
     """A collective under way. A transport error in it breaks the groups; what that means is the breaker's phase."""
 
-    def __init__(self, inner: dist.Work, on_error: Callable[[BaseException], None], role: GroupRole) -> None:
+    def __init__(
+        self, inner: dist.Work, on_error: Callable[[BaseException], None], role: GroupRole, *, is_collective: bool
+    ) -> None:
         super().__init__()
         self._inner: dist.Work | None = inner
         self._on_error = on_error
         self._role = role
+        self._is_collective = is_collective
         pending.add(self)
 
     def drop(self) -> None:
@@ -101,7 +104,9 @@ class ResilientWork(dist.Work):
         if not self._role.is_strict:
             waiting.since_s, waiting.role = time.monotonic(), self._role
         try:
-            return _wait(inner) if timeout == _FOREVER else inner.wait(timeout)
+            if timeout != _FOREVER:
+                return inner.wait(timeout)
+            return _wait(inner) if self._is_collective else inner.wait()
         except RuntimeError as error:
             if not is_transport_error(error):
                 raise
@@ -169,6 +174,7 @@ def _wait(inner: dist.Work) -> bool:
 
     [Note: slices] A gloo collective has been seen to sleep on after all its connections were cut. So a wait on the CPU
     is made of short ones, and one that goes on after a break is left to itself: its thread keeps what it works on.
+    Not so the wait of a send or a receive: where one of those times out, gloo closes all connections of the group.
 
     Raises:
         RuntimeError: the collective failed, or the groups broke and it did not end.
