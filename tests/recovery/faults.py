@@ -124,7 +124,7 @@ def run_job(script, folder, *, timeout_s=100.0, **options):
     finally:
         agent.kill()
         agent.wait(10)
-        left = _processes(agent.mark, patience_s=5.0)
+        left = left_processes(agent.mark, patience_s=5.0)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -132,7 +132,7 @@ def run_job(script, folder, *, timeout_s=100.0, **options):
     return Job(folder, code, output.read_text())
 
 
-def _processes(mark, patience_s):
+def left_processes(mark, patience_s):
     """Live processes that inherited the mark of a job, once they had some time to go."""
     deadline_s = time.monotonic() + patience_s
     while True:

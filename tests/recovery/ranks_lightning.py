@@ -2,6 +2,7 @@
 """A Lightning program that meets faults at every point of its life; run by `hyperpodrun` (see `faults.py`)."""
 
 import os
+import time
 import warnings
 
 warnings.filterwarnings("ignore")
@@ -85,6 +86,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch, index):
         faults.at("forward", self.global_step)
+        time.sleep(option("STEP_S", 0.0))
         if isinstance(batch, dict):
             batch = torch.cat([batch["a"], batch["b"]])
         loss = self.loss(batch)

@@ -1,0 +1,150 @@
+"""Kill ranks of a job at random from outside, many times, and compare the end with that of an undisturbed job.
+
+    python tests/recovery/soak.py --kills 100 --seed 1
+
+Not collected by pytest. Prints one line a check, and exits with 1 if any failed: the same bits, no step logged with another
+value, survivors whose memory, descriptors and threads stay flat, no process left behind.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from faults import Job, left_processes, run_job, start
+
+SLOW_STEP_S = 0.05
+
+
+def workers(mark):
+    """Rank -> pid of its present process, from the environments of all processes of the job."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if not entry.name.isdecimal():
+                continue
+            environ = (entry / "environ").read_bytes()
+            if mark.encode() not in environ:
+                continue
+            status = dict(line.split(":\t", 1) for line in (entry / "status").read_text().splitlines() if ":\t" in line)
+            found[int(entry.name)] = int(status["PPid"])
+    zygotes = [pid for pid in found if sum(parent == pid for parent in found.values()) >= 4]
+    return [pid for pid, parent in found.items() if parent in zygotes and pid not in zygotes]
+
+
+def measure(pid):
+    """(resident MiB, descriptors, threads) of a process."""
+    status = dict(
+        line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
+    )
+    rss_mib = int(status["VmRSS"].split()[0]) / 1024
+    return rss_mib, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"])
+
+
+def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
+    """Kill one worker at a time, once all have trained since the last kill; returns what was measured of each process."""
+    history, kills = {}, 0
+    output = folder / "output"
+    while kills < num_kills and agent.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(chooser.uniform(*pause_s))
+        repaired = output.read_text().count("repaired in")
+        if repaired < kills:  # the last one is being repaired, and holds the only copy of nothing
+            continue
+        pids = workers(agent.mark)
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                history.setdefault(pid, []).append(measure(pid))
+        if len(pids) == 4:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chooser.choice(pids), signal.SIGKILL)
+                kills += 1
+                print(f"kill {kills}", flush=True)
+    return kills, history
+
+
+def growth(history):
+    """Largest growth of each measure between the first and the last quarter of one process's life."""
+    worst = [0.0, 0.0, 0.0]
+    for samples in history.values():
+        if len(samples) < 8:
+            continue
+        quarter = len(samples) // 4
+        early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+        for index in range(3):
+            change = statistics.median(x[index] for x in late) - statistics.median(x[index] for x in early)
+            worst[index] = max(worst[index], change)
+    return worst
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=1800.0)
+    args = parser.parse_args()
+    environ = {"STEPS": str(200 + 40 * args.kills), "STEP_S": str(SLOW_STEP_S), "REPLACEMENT_S": "120"}
+    failed = False
+
+    def check(name, is_good, detail=""):
+        nonlocal failed
+        failed |= not is_good
+        print(f"{'ok  ' if is_good else 'FAIL'} {name} {detail}", flush=True)
+
+    with tempfile.TemporaryDirectory() as place:
+        began_s = time.monotonic()
+        wanted = run_job("ranks_lightning.py", Path(place, "calm"), environ=environ, timeout_s=args.limit_s)
+        calm_s = time.monotonic() - began_s
+        folder = Path(place, "storm")
+        began_s = time.monotonic()
+        agent = start("ranks_lightning.py", folder, environ=environ)
+        try:
+            kills, history = torment(
+                agent, folder, args.kills, (0.3, 1.5), random.Random(args.seed), began_s + args.limit_s
+            )
+            code = agent.wait(args.limit_s)
+        finally:
+            agent.kill()
+            agent.wait(10)
+        storm_s = time.monotonic() - began_s
+        left = left_processes(agent.mark, patience_s=10.0)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        found = Job(folder, code, (folder / "output").read_text())
+        check("exit codes", wanted.code == code == 0, f"{wanted.code}, {code}")
+        check("kills", kills == args.kills, str(kills))
+        check("no process left", not left, str(left))
+        if code != 0:
+            print(found.output[-6000:])
+            return 1
+        for rank, (one, other) in enumerate(zip(wanted.results(), found.results(), strict=True)):
+            different = [name for name, value in one["state"].items() if not torch.equal(value, other["state"][name])]
+            check(f"bits of rank {rank}", not different and one["lr"] == other["lr"], str(different[:3]))
+        for rank, (one, other) in enumerate(zip(wanted.records("metrics"), found.records("metrics"), strict=True)):
+            known = {(line["step"], name): value for line in one for name, value in line["metrics"].items()}
+            wrong = [
+                (line["step"], name)
+                for line in other
+                for name, value in line["metrics"].items()
+                if name in ("loss_step", "val") and known.get((line["step"], name)) != value
+            ]
+            check(f"log of rank {rank}", not wrong, str(wrong[:3]))
+        rss_mib, descriptors, threads = growth(history)
+        check("memory flat", rss_mib < 30, f"{rss_mib:.1f} MiB more at most in {len(history)} processes")
+        check("descriptors flat", descriptors <= 4, f"{descriptors:.0f} more at most")
+        check("threads flat", threads <= 2, f"{threads:.0f} more at most")
+        lasted_s = [each for result in found.results() for each in result["lasted_s"]]
+        print(f"repairs: median {statistics.median(lasted_s):.2f} s, longest {max(lasted_s):.2f} s")
+        print(f"calm {calm_s:.0f} s, with {kills} kills {storm_s:.0f} s")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
