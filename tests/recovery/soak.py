@@ -2,7 +2,8 @@
 
     python tests/recovery/soak.py --kills 100 --seed 1
 
-Not collected by pytest. Prints one line a check, and exits with 1 if any failed: the same bits, no step logged with another
+Not collected by pytest. Prints one line a check, and exits with 1 if any failed: the same bits, no step logged with
+another
 value, survivors whose memory, descriptors and threads stay flat, no process left behind.
 """
 
@@ -49,7 +50,7 @@ def measure(pid):
 
 
 def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
-    """Kill one worker at a time, once all have trained since the last kill; returns what was measured of each process."""
+    """Kill one worker at a time, once all have trained since the last kill; returns what was measured of each process."""  # noqa: E501
     history, kills = {}, 0
     output = folder / "output"
     while kills < num_kills and agent.poll() is None and time.monotonic() < deadline_s:
