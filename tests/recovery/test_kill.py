@@ -9,6 +9,7 @@ from recovery.faults import run_job
 EVERYWHERE = [
     ["sanity", 0, 1, "kill"],
     ["forward", 1, 0, "kill"],
+    ["receive", 0, 0, "kill"],  # and again, while it is repaired
     ["backward", 2, 3, "kill"],
     ["clip", 3, 2, "kill"],
     ["validation", 4, 1, "kill"],
@@ -23,7 +24,6 @@ EVERYWHERE = [
     ["dataloader", 13, 3, "kill"],
     ["forward", 14, 0, "kill"],  # a whole replica
     ["forward", 14, 1, "kill"],
-    ["receive", 14, 0, "kill"],  # and again, while it is repaired
     ["batch end", 16, 2, "kill"],  # where a validation and the end of the epoch follow
     ["forward", 17, 0, "kill"],  # one of each shard and each replica
     ["forward", 17, 3, "kill"],
@@ -51,12 +51,7 @@ SPLIT = [
 ]
 SPLIT_OPTIONS = {"LAYOUT": "tensor", "LOADERS": "2", "INTERVAL": "epoch"}
 
-pytestmark = [
-    pytest.mark.spawns,
-    pytest.mark.skip(
-        reason="new, not run in full yet; one of eight runs ended with other bits on a loaded machine (open)"
-    ),
-]
+pytestmark = pytest.mark.spawns
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,7 @@ FAULTS = [
 ]
 PRELOAD = ("--preload", "torch,torch.distributed.fsdp")
 
-pytestmark = [
-    pytest.mark.spawns,
-    pytest.mark.skip(
-        reason="new, not run in full yet; one of eight runs ended with other bits on a loaded machine (open)"
-    ),
-]
+pytestmark = pytest.mark.spawns
 
 
 @pytest.fixture(scope="module")
