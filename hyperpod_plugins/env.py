@@ -84,6 +84,12 @@ class JobEnv:
     """Name of the job."""
     incarnation: int = 0
     """Which process in this rank's place: 0 for the founder, more for one that replaces a lost one."""
+    restart_count: int = 0
+    """How often the agents have started all processes again."""
+    agent_pid: int = 0
+    """Process whose end is to end this one; 0 where `hyperpodrun` sees to that."""
+    resume_from: str = ""
+    """Checkpoint that a program started again by its agents is to go on from; empty for what the program says."""
 
     @property
     def is_newcomer(self) -> bool:
@@ -96,6 +102,8 @@ class JobEnv:
             "HYPERPOD_STORE": f"{self.store_host}:{self.store_port}",
             "HYPERPOD_RUN_ID": self.run_id,
             "HYPERPOD_INCARNATION": str(self.incarnation),
+            "HYPERPOD_RESUME_FROM": self.resume_from,
+            **({"HYPERPOD_AGENT_PID": str(self.agent_pid)} if self.agent_pid else {}),
         }
 
     @classmethod
@@ -116,12 +124,20 @@ class JobEnv:
             store_port=int(port),
             run_id=environ.get("HYPERPOD_RUN_ID", ""),
             incarnation=_number(environ, "HYPERPOD_INCARNATION", 0),
+            restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            agent_pid=_number(environ, "HYPERPOD_AGENT_PID", 0),
+            resume_from=environ.get("HYPERPOD_RESUME_FROM", ""),
         )
 
 
 def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
     """Path of the SMP JSON file named by `HYPERPOD_CONFIG`, or None."""
     return environ.get("HYPERPOD_CONFIG") or None
+
+
+def events_folder(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Folder for the events of each process, from `HYPERPOD_EVENTS`, or None."""
+    return environ.get("HYPERPOD_EVENTS") or None
 
 
 def instance_type(environ: Mapping[str, str] = os.environ) -> str | None:

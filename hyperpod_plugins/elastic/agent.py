@@ -30,12 +30,14 @@ from torch.distributed.elastic.utils.logging import get_logger
 from hyperpod_plugins.elastic.crew import Crew, Phase, Post
 from hyperpod_plugins.elastic.failures import cause, failure
 from hyperpod_plugins.elastic.incident import Incident
-from hyperpod_plugins.elastic.ledger import ARMED_KEY, GAVE_UP_KEY, Ledger
+from hyperpod_plugins.elastic.ledger import ARMED_KEY, BEGUN_KEY, GAVE_UP_KEY, RESTART_KEY, Ledger
 from hyperpod_plugins.elastic.logs import Sink
 from hyperpod_plugins.elastic.options import AgentOptions
-from hyperpod_plugins.elastic.restarts import RestartBudget
+from hyperpod_plugins.elastic.rendezvous import SlotRendezvous
+from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget, RestartBudget
 from hyperpod_plugins.elastic.rounds import Meeting, posts_of
 from hyperpod_plugins.elastic.signals import SignalInbox
+from hyperpod_plugins.elastic.succession import write_up
 
 logger = get_logger(__name__)
 
@@ -67,6 +69,8 @@ class HyperPodAgent(SimpleElasticAgent):
         self._crew = Crew(options.program, options.zygote, dict(options.environ))
         self._meeting = Meeting()
         self._budgets: dict[int, RestartBudget] = {}
+        self._job_restarts = JobRestartBudget()
+        self._restart: JobRestart | None = None
         self._failures: dict[int, ProcessFailure] = {}
         self._reporter = ""
         self._generation = 0
@@ -79,7 +83,8 @@ class HyperPodAgent(SimpleElasticAgent):
     # -- what torch's loop calls ----------------------------------------------------------------------------------
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._round = self._meeting.begin(worker_group)
+        restart, self._restart = self._restart, None
+        self._round = self._meeting.begin(worker_group, restart.resume_from if restart is not None else "")
         self._ledger = Ledger.connect(self._round.job)
         self._generation = 0
         self._reporter = f"agent of node {self._round.node}"
@@ -110,21 +115,25 @@ class HyperPodAgent(SimpleElasticAgent):
                     return RunResult(state=WorkerState.HEALTHY)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._stop(signal.SIGTERM)
+        self._stop(signal.SIGTERM if self._restart is None else signal.SIGKILL)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """`timeout` is torch's idea; ours is in the options, and the same."""
         for post, code in self._stop(death_sig):
             if code != 0 and self.stopped is None and self._round.num_nodes > 1:
                 with contextlib.suppress(DistError):
-                    self._write_up(post, code)  # this node leaves and the others stay: they need not find out
+                    if not self._is_void(post):
+                        self._write_up(post, code)  # this node leaves and the others stay: they need not find out
         self._crew.close()
         if self.stopped is not None and (self._worker_group.group_world_size or 1) > 1:
             time.sleep(max(0.0, self._stopped_s + _NEWS_S - time.monotonic()))
 
     def _exit_barrier(self) -> None:
         """Wait until the workers of all nodes are done, for the stores are needed until then, and leave together."""
+        handler = self._worker_group.spec.rdzv_handler
         with contextlib.suppress(DistError):  # a node that has waited long enough may leave first, with its store
+            if isinstance(handler, SlotRendezvous):
+                handler.finish()
             self._await_all_nodes(_DONE, self._exit_barrier_timeout)
             self.leave_rendezvous()
             self._await_all_nodes(_LEFT, _LEAVE_S)
@@ -155,8 +164,12 @@ class HyperPodAgent(SimpleElasticAgent):
             if code == 0:
                 self._ledger.put(f"{_FINISHED}/{post.global_rank}", b"1")
                 return
+            if self._restart is not None:
+                return
             if self.stopped is not None:
                 self._blame(post, code)
+                return
+            if self._is_void(post):
                 return
             incident = self._write_up(post, code)
             refusal = self._refusal(post, code)
@@ -173,8 +186,11 @@ class HyperPodAgent(SimpleElasticAgent):
         )
         self._crew.replace(post, incident.incarnation + 1)
 
+    def _is_void(self, post: Post) -> bool:
+        """Whether another node has taken this one for lost, and its slot."""
+        return self._ledger.incarnation(post.global_rank) != post.incarnation
+
     def _write_up(self, post: Post, code: int) -> Incident:
-        """Tell in the order that nobody can misread: a reader of `exit` or `end` finds the place already void."""
         incident = Incident(
             kind="process",
             cause=cause(post, code),
@@ -182,11 +198,7 @@ class HyperPodAgent(SimpleElasticAgent):
             incarnation=post.incarnation,
             reporter=self._reporter,
         )
-        self._ledger.next_incarnation(post.global_rank)
-        self._ledger.record_exit(incident)
-        self._generation = self._ledger.generation(self._generation)
-        if self._generation == 0 or self._ledger.plan(self._generation) is not None:
-            self._ledger.end(self._generation, incident)
+        self._generation = write_up(self._ledger, incident, self._generation)
         return incident
 
     def _refusal(self, post: Post, code: int) -> str | None:
@@ -197,6 +209,8 @@ class HyperPodAgent(SimpleElasticAgent):
             return f"the job has given up: {Incident.from_json(given_up)}"
         if self._ledger.find(ARMED_KEY) is None:
             return "no worker takes part in recovery: the program does not use it, or had nothing to recover yet"
+        if code > 0 and self._ledger.find(BEGUN_KEY) is None:
+            return "it failed by itself before the first step"
         if refusal is None and any(other.phase is Phase.DONE for other in self._crew.posts):
             others = set(range(self._worker_group.workers[0].world_size)) - {post.global_rank}
             if all(self._ledger.find(f"{_FINISHED}/{rank}") is not None for rank in others):
@@ -212,18 +226,33 @@ class HyperPodAgent(SimpleElasticAgent):
             for wanted in self._ledger.new_kills():
                 here = [post for post in self._crew.posts if (post.global_rank, post.incarnation) == wanted]
                 self._crew.send(here, signal.SIGKILL)
-            stopped = self._ledger.find(_STOPPED)
+            stopped, restart = self._ledger.find(_STOPPED), self._ledger.find(RESTART_KEY)
         except DistError as error:
             self._lose_store(error)
             return
         if stopped is not None:
             self._end_with(Incident.from_json(stopped))
+        elif restart is not None and self._restart is None:
+            self._begin_again(JobRestart.from_json(restart))
 
     # -- the end of the job ---------------------------------------------------------------------------------------
 
+    def _begin_again(self, restart: JobRestart) -> None:
+        """Have torch's loop start all workers again, unless that has not helped before."""
+        refusal = self._job_restarts.refusal(restart)
+        if refusal is not None:
+            self._stop_job(restart.incident, refusal)
+            return
+        logger.warning("%s", restart)
+        self._restart = restart
+
     def _outcome(self) -> RunResult | None:
+        self._remaining_restarts = 0 if self._restart is None else 1  # of all workers together
         if self.stopped is not None:
+            self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED, failures=self._failures)
+        if self._restart is not None:
+            return RunResult(state=WorkerState.UNHEALTHY)
         if any(post.phase is not Phase.DONE for post in self._crew.posts):
             return None
         return RunResult(

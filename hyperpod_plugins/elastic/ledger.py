@@ -27,8 +27,12 @@ from hyperpod_plugins.env import JobEnv
 
 ARMED_KEY = "armed"
 """Name of the value that members leave when they have something to recover, and take part in doing so."""
+BEGUN_KEY = "begun"
+"""Name of the value that a member leaves when its first step begins."""
 GAVE_UP_KEY = "gave_up"
 """Name of the value, an Incident, that a member leaves when nobody is to be replaced any more."""
+RESTART_KEY = "restart"
+"""Name of the value, a `JobRestart`, that a member leaves when only a restart of all processes can help."""
 
 
 class Ledger:
@@ -48,7 +52,12 @@ class Ledger:
         """
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(job.store_host, job.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return cls(PrefixStore(f"hyperpod/{job.run_id}", store))
+        return cls.of(job.run_id, store)
+
+    @classmethod
+    def of(cls, run_id: str, store: Store) -> Self:
+        """The ledger of a job in a store that serves other ends, too."""
+        return cls(PrefixStore(f"hyperpod/{run_id}", store))
 
     def store(self, name: str) -> Store:
         """A part of the ledger's store for other uses, such as the meeting of process groups."""
@@ -150,6 +159,10 @@ class Ledger:
     def put(self, name: str, value: bytes) -> None:
         """Leave a value for others."""
         self._store.set(f"value/{name}", value)  # pyright: ignore[reportArgumentType]: bytes are taken, too
+
+    def put_first(self, name: str, value: bytes) -> None:
+        """Leave a value for others, unless somebody has."""
+        self._store.compare_set(f"value/{name}", "", value.decode())
 
     def take(self, name: str, timeout_s: float) -> bytes:
         """Read a value, waiting until somebody has left it.

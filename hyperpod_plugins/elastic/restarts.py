@@ -1,10 +1,13 @@
-"""When a lost worker is replaced, and when that has ceased to help; pure."""
+"""When a lost worker is replaced, when all are started again, and when that has ceased to help; pure."""
 
+import json
 import math
 import signal
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Self
 
+from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.errors import ConfigError
 
 GAVE_UP = 65
@@ -63,4 +66,49 @@ class RestartBudget:
         if self._early_faults >= self.policy.max_early_faults:
             return f"it failed {self._early_faults} times in a row within {self.policy.early_s:g} s of its start"
         self._restarts_s.append(now_s)
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRestart:
+    """A member's word that a part of the training state is gone, so that all processes must begin again."""
+
+    incident: Incident
+    resume_from: str = ""
+    """The last checkpoint; empty where there is none, and the program begins as it began."""
+    step: int = 0
+    """Optimizer steps in that checkpoint."""
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Inverse of `to_json`."""
+        values = json.loads(text)
+        incident = Incident(**values.pop("incident"))
+        return cls(incident=incident, **values)
+
+    def __str__(self) -> str:
+        """What happens now, in one sentence part."""
+        where = f"from {self.resume_from} (step {self.step})" if self.resume_from else "from the beginning"
+        return f"all processes start again {where}: {self.incident.cause}"
+
+
+@dataclass(slots=True)
+class JobRestartBudget:
+    """How often all processes were started again without getting further."""
+
+    max_restarts: int = 3
+    """Restarts from the same step."""
+    _step: int = -1
+    _count: int = 0
+
+    def refusal(self, restart: JobRestart) -> str | None:
+        """Why all are not to be started again; None counts one restart."""
+        self._count = self._count + 1 if restart.step == self._step else 1
+        self._step = restart.step
+        if self._count > self.max_restarts:
+            return f"all processes were started again {self.max_restarts} times from step {restart.step}"
         return None

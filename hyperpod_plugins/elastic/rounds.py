@@ -13,6 +13,7 @@ from torch.distributed.elastic.utils.api import macros
 from hyperpod_plugins.elastic.crew import Post
 from hyperpod_plugins.elastic.logs import ProcessLogs
 from hyperpod_plugins.elastic.options import AgentOptions
+from hyperpod_plugins.elastic.rendezvous import SlotRendezvous
 from hyperpod_plugins.elastic.worker_environ import worker_environ
 from hyperpod_plugins.env import JobEnv
 
@@ -28,6 +29,8 @@ class Round:
     node: int
     """Index of this node."""
     num_nodes: int
+    master: tuple[str, int] | None = None
+    """Host and port of the workers' own store; None where that of the ledger serves both ends."""
 
 
 class Meeting:
@@ -35,17 +38,33 @@ class Meeting:
 
     def __init__(self) -> None:
         self._server: TCPStore | None = None
+        self._former_server: TCPStore | None = None
         self._num_rounds = 0
 
-    def begin(self, group: WorkerGroup) -> Round:
-        """Agree on the store, the name of the job and the number of the round; call it on all nodes, once a round."""
+    def begin(self, group: WorkerGroup, resume_from: str) -> Round:
+        """Agree on the store, the name of the job and the number of the round; call it on all nodes, once a round.
+
+        Args:
+            group: what the rendezvous has settled.
+            resume_from: checkpoint to begin from, empty for none; what node 0 says counts.
+        """
         handler, node = group.spec.rdzv_handler, group.group_rank
         if group.store is None or node is None or group.master_addr is None or group.master_port is None:
             raise AssertionError("torch's agent asked for workers before its rendezvous was complete")
+        if isinstance(handler, SlotRendezvous) and handler.job is not None:
+            return Round(
+                job=handler.job,
+                number=handler.round_number,
+                node=node,
+                num_nodes=group.group_world_size or 1,
+                master=(group.master_addr, group.master_port),
+            )
         store = PrefixStore("hyperpod", group.store)
         host, port = group.master_addr, group.master_port
         if not handler.use_agent_store:
-            # One server a round: neither workers nor the ledger meet keys of an earlier one.
+            # One server a round: neither workers nor the ledger meet keys of an earlier one. Other nodes may still read
+            # in the former one why it ended.
+            self._former_server = self._server
             self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if node == 0 else None
             served = self._server.port if self._server is not None else None
             info = RendezvousStoreInfo.build(node, store, group.spec.local_addr, served)
@@ -55,9 +74,15 @@ class Meeting:
             again = f".{uuid.uuid4().hex[:8]}" if self._num_rounds and handler.use_agent_store else ""
             store.set("run_id", f"{handler.get_run_id()}{again}")
             store.set("round", str(self._num_rounds))
+            store.set("resume_from", resume_from)
         number = int(store.get("round"))
         self._num_rounds = number + 1
-        job = JobEnv(store_host=host, store_port=port, run_id=store.get("run_id").decode())
+        job = JobEnv(
+            store_host=host,
+            store_port=port,
+            run_id=store.get("run_id").decode(),
+            resume_from=store.get("resume_from").decode(),
+        )
         return Round(job=job, number=number, node=node, num_nodes=group.group_world_size or 1)
 
 
@@ -72,6 +97,7 @@ def posts_of(group: WorkerGroup, settled: Round, options: AgentOptions) -> tuple
             num_rounds=settled.number,
             max_restarts=options.restarts.max_restarts,
             virtual=options.virtual_local_rank,
+            master=settled.master,
         )
         for worker in group.workers
     }
@@ -84,6 +110,7 @@ def posts_of(group: WorkerGroup, settled: Round, options: AgentOptions) -> tuple
             global_rank=worker.global_rank,
             args=tuple(macros.substitute(list(options.program.args), str(worker.local_rank))),
             environ=environs[worker.local_rank],
+            incarnation=settled.job.incarnation,
             prefix=_prefix(group, worker, options.log_line_prefix_template),
             founder_logs=logs,
             logs=logs,

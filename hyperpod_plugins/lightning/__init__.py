@@ -1,8 +1,8 @@
 """The Lightning adapter: translate and delegate."""
 
+from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.datamodule import TokenDataConfig, TokenDataModule
 from hyperpod_plugins.lightning.faults import FaultInjection
-from hyperpod_plugins.lightning.recovery import CheckpointlessRecovery
 from hyperpod_plugins.lightning.strategy import HyperPodStrategy
 
 __all__ = ["CheckpointlessRecovery", "FaultInjection", "HyperPodStrategy", "TokenDataConfig", "TokenDataModule"]

@@ -2,7 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 from hyperpod_plugins.errors import ConfigError, PeerLost
 from hyperpod_plugins.lightning.flavour import LightningModule
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
+from hyperpod_plugins.recovery import SavedCheckpoints
 
 
 class TrainerCheckpoints:
@@ -28,6 +31,8 @@ class TrainerCheckpoints:
         self._writer: CheckpointWriter | None = None
         self.group: dist.ProcessGroup | None = None
         """Group of all ranks for nothing but checkpoints; None to have one made when it is needed."""
+        self.saved: SavedCheckpoints | None = None
+        """Where this rank writes down which checkpoints there are; None on ranks that do not."""
 
     def save(
         self,
@@ -62,6 +67,9 @@ class TrainerCheckpoints:
             model_state=state,
             background=self._in_background,
         )
+        saved = self.saved
+        if saved is not None and has_optimizers:
+            self._writer.when_written(partial(saved.add, str(Path(path).absolute()), checkpoint["global_step"]))
 
     def _forget_interrupted(self) -> None:
         """Let go of a save in the background whose peer was lost: the job has been repaired since, the save has not."""
@@ -96,12 +104,19 @@ class TrainerCheckpoints:
         )
         return {**extra, "state_dict": {}, "optimizer_states": [{} for _ in optimizers]}
 
-    def remove(self, remove: Callable[[], None]) -> None:
-        """Call `remove` once the checkpoint that is being written is complete, without waiting for it."""
+    def remove(self, path: str | PathLike[str], remove: Callable[[], None]) -> None:
+        """Call `remove`, which removes `path`, once the checkpoint that is being written is complete; do not wait."""
+        if self.saved is not None:
+            self.saved.discard(str(Path(path).absolute()))
         if self._writer is None:
             remove()
         else:
             self._writer.when_written(remove)
+
+    def wait(self) -> None:
+        """Wait for a checkpoint that is still being written."""
+        if self._writer is not None:
+            self._writer.wait()
 
     def close(self) -> None:
         """Wait for a checkpoint that is still being written, and let go of the writer."""

@@ -31,9 +31,13 @@ STATE_OF_PEERS = "hyperpod:peers"
 class FromPeers(Launcher):
     """Calls what the Trainer wants called; in a newcomer, and after a fault, `fit` resumes from the other ranks."""
 
-    def __init__(self, leave_loops: Callable[[], bool]) -> None:
-        """`leave_loops` prepares for another call of `fit`; False where there is no way to go on."""
+    def __init__(self, leave_loops: Callable[[bool], bool]) -> None:
+        """`leave_loops` prepares for another call of `fit`, and hears whether the last one had a checkpoint's path.
+
+        It says False where there is no way to go on.
+        """
         self._leave_loops = leave_loops
+        self._has_resumed = False
 
     @property
     @override
@@ -52,11 +56,14 @@ class FromPeers(Launcher):
         is_fit = job is not None and function.__name__ == "_fit_impl"
         if is_fit and job is not None and job.is_newcomer:
             args = (*args[:4], STATE_OF_PEERS, *args[5:])
+        elif is_fit and job is not None and job.resume_from and not self._has_resumed:
+            args = (*args[:4], job.resume_from, *args[5:])  # the agents have started all processes again
+        self._has_resumed = self._has_resumed or is_fit
         while True:
             try:
                 return function(*args, **kwargs)
             except PeerLost:
-                if not is_fit or not self._leave_loops():
+                if not is_fit or not self._leave_loops(args[4] not in (None, STATE_OF_PEERS)):
                     raise
                 args = (*args[:4], STATE_OF_PEERS, *args[5:])
 
@@ -112,8 +119,8 @@ class LaunchedStrategy(ModelParallelStrategy):
         if self._launcher is None and JobEnv.from_environ() is not None:
             self._launcher = FromPeers(self._leave_loops)
 
-    def _leave_loops(self) -> bool:
-        """Prepare for another call of `fit`."""
+    def _leave_loops(self, from_checkpoint: bool) -> bool:
+        """Prepare for another call of `fit`; `from_checkpoint` says whether the last one had a path."""
         raise NotImplementedError
 
     def _join(self) -> None:

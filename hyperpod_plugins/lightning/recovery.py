@@ -1,25 +1,26 @@
-"""Checkpointless recovery for a Trainer: the callback with the user's choices, and what the strategy asks of it."""
+"""Checkpointless recovery for a Trainer: what the strategy asks of it, at each point of a fit."""
 
 # Lightning's loops and connectors have no public spelling.
 # pyright: reportPrivateUsage=false
 
 import io
-import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import PosixPath, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
-from hyperpod_plugins.elastic.membership import MembershipPolicy
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.flavour import Callback, LightningModule, Trainer
+from hyperpod_plugins.errors import ConfigError, StateLost
+from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
+from hyperpod_plugins.lightning.flavour import LightningModule, Trainer
+from hyperpod_plugins.lightning.rest import RestOfEpoch
 from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
     begin_afresh,
@@ -33,12 +34,11 @@ from hyperpod_plugins.lightning.trainer_state import (
 from hyperpod_plugins.lightning.window import Window
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import (
-    HangPolicy,
+    NO_STATE,
     Member,
     Repair,
-    RetryPolicy,
+    SavedCheckpoints,
     Snapshot,
-    SnapshotPolicy,
     Snapshots,
     StepTransaction,
     TrainingState,
@@ -49,62 +49,6 @@ log = logging.getLogger(__name__)
 _SNAPSHOT_EVERY_STEPS = 20  # where nothing else has the state of a rank
 
 
-class CheckpointlessRecovery(Callback):
-    """Repair the job in place when a process is lost or a step fails, without reading a checkpoint.
-
-    Needs an agent that replaces lost processes: start the program with `hyperpodrun`. There, recovery is on without
-    this callback too, with the defaults below. Under another launcher this callback does nothing but warn.
-
-    Args:
-        enabled: False leaves everything to the launcher, which restarts all processes.
-        replacement_timeout_s: longest wait for a replacement, in seconds; then the job ends with an error.
-        hang_timeout_s: shortest wait of the other ranks, in a collective of a step, after which the rank that they wait
-            for is replaced; ten times the job's median step time if that is longer. Outside of steps 900 s hold.
-        max_attempts: attempts at one step that may end with the same rank's exception before it is raised.
-        verify: compare checksums of the state that a replacement receives.
-        step_keyed_random: draw random numbers as a function of the step, so that a repeated step and a replacement
-            draw what was drawn before. Without it the job recovers, but not to the same bits where there is dropout.
-        snapshot_every_steps: steps from one buddy snapshot to the next, 0 for none. They are for shards of which no
-            replica is left: all ranks return to the last one, and redo at most so many steps. `"auto"` takes one every
-            20 steps where each shard exists once (replicate degree 1), and none where it has replicas.
-        snapshot_memory_fraction: largest part of a node's memory for the snapshots of all its ranks.
-
-    Attributes:
-        repairs: every fault that this process has seen repaired, in order.
-    """
-
-    def __init__(
-        self,
-        *,
-        enabled: bool = True,
-        replacement_timeout_s: float = 300.0,
-        hang_timeout_s: float = 30.0,
-        max_attempts: int = 3,
-        verify: bool = False,
-        step_keyed_random: bool = True,
-        snapshot_every_steps: int | Literal["auto"] = "auto",
-        snapshot_memory_fraction: float = 0.5,
-    ) -> None:
-        self.enabled = enabled
-        self.membership = MembershipPolicy(replacement_timeout_s=replacement_timeout_s)
-        self.hangs = HangPolicy(floor_s=hang_timeout_s)
-        self.retries = RetryPolicy(max_attempts=max_attempts)
-        self.verify = verify
-        self.step_keyed_random = step_keyed_random
-        self.repairs: list[Repair] = []
-        self._every: int | Literal["auto"] = snapshot_every_steps
-        self._snapshots = SnapshotPolicy(
-            every_steps=_SNAPSHOT_EVERY_STEPS if snapshot_every_steps == "auto" else snapshot_every_steps,
-            memory_fraction=snapshot_memory_fraction,
-            is_required=snapshot_every_steps != "auto",
-        )
-
-    def snapshots(self, topology: Topology) -> SnapshotPolicy:
-        """Which snapshots to take in a job of this topology."""
-        is_needed = self._every != "auto" or topology.replicate_degree == 1
-        return self._snapshots if is_needed and topology.world_size > 1 else SnapshotPolicy()
-
-
 class TrainerRecovery:
     """Membership, transaction and trainer state of one strategy's process."""
 
@@ -112,6 +56,9 @@ class TrainerRecovery:
         self.options = options
         self.member = Member(job, rank=rank, world_size=world_size, policy=options.membership, hangs=options.hangs)
         self.member.start()
+        self.saved = SavedCheckpoints(Ledger.connect(job)) if rank == 0 else None
+        """Where rank 0 writes down which checkpoints there are."""
+        self._begins_at = NO_STATE
         self._broadcasts = 0
         self._skip_batches = 0
         self._window: Window | None = None
@@ -167,6 +114,7 @@ class TrainerRecovery:
         seed: int,
         device: torch.device,
         snapshot_group: dist.ProcessGroup | None,
+        save: Callable[[dict[str, Any]], str],
     ) -> None:
         """Make the transaction, once model and optimizers are there.
 
@@ -177,6 +125,7 @@ class TrainerRecovery:
             seed: of the random streams.
             device: of this rank.
             snapshot_group: group of all ranks for nothing but snapshots; None for no snapshots.
+            save: writes what Lightning collects for a checkpoint, on all ranks together, before the job ends.
 
         Raises:
             ConfigError: manual optimization, whose steps cannot be run again.
@@ -187,7 +136,7 @@ class TrainerRecovery:
                 "cannot be run again. Use automatic optimization, or CheckpointlessRecovery(enabled=False)."
             )
         state = TrainingState(module, trainer.optimizers, verify=self.options.verify)
-        self._window = Window(trainer, state)
+        self._window = Window(trainer, state, save)
         if self._snapshots is None and snapshot_group is not None:
             self._snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group)
         self._transaction = StepTransaction(
@@ -222,7 +171,7 @@ class TrainerRecovery:
 
         Only what is shared before the first step is recorded: run ids, folders of logs.
         """
-        if not breaker.is_open and self.member.committed > 0:
+        if not breaker.is_open and self.member.committed > max(0, self._begins_at):
             return broadcast()
         name = f"broadcast/{self._broadcasts}"
         self._broadcasts += 1
@@ -237,13 +186,19 @@ class TrainerRecovery:
             self.member.ledger.put(name, buffer.getvalue())
         return shared
 
-    def leave_loops(self, trainer: Trainer) -> None:
+    def leave_loops(self, trainer: Trainer, *, from_checkpoint: bool) -> None:
         """After a fault outside a step: be apart from the others, until the loops have been entered again.
 
         This rank keeps its tensors, and loses its place in the loops; all get a common one from the trainer that has
         come furthest.
+
+        Args:
+            trainer: whose loops.
+            from_checkpoint: whether it was to begin from one.
         """
         assert self._window is not None
+        if from_checkpoint and self._begins_at == NO_STATE and not self.is_newcomer:
+            self.member.begin_again(StateLost("a process was lost while the checkpoint was being loaded"))
         self.member.end_generation()
         log_last_batch(trainer)
         self._returned = None if self._snapshots is None else self._snapshots.take_returned()
@@ -269,10 +224,20 @@ class TrainerRecovery:
     def _stop_outside(self, number: int) -> None:
         self.member.stop(number, in_step=False, trainer=self._description)
 
-    def join(self) -> None:
+    def join(self, trainer: Trainer) -> None:
         """Meet the others before a validation."""
         if self._transaction is not None:
+            self._find_beginning(trainer)
             self._transaction.join()
+
+    def _find_beginning(self, trainer: Trainer) -> None:
+        """Count steps from where a checkpoint has brought the trainer, once that is known."""
+        if self._begins_at != NO_STATE or self.is_apart or self.member.committed > 0:
+            return
+        job = self.member.job
+        self._begins_at = self.member.committed = trainer.global_step
+        if self.saved is not None and job.resume_from:
+            self.saved.add(job.resume_from, trainer.global_step)
 
     def state_of_peers(self) -> dict[str, Any]:
         """What a newcomer resumes from, once the others have stopped at a step: all but the tensors."""
@@ -291,14 +256,20 @@ class TrainerRecovery:
         self._starts_epoch, self._ends_epoch = is_epoch_start(checkpoint), is_epoch_end(checkpoint)
         return checkpoint
 
+    def resume_from(self, checkpoint: dict[str, Any]) -> None:
+        """Go on where a persistent checkpoint was written, also where a loader cannot be told to."""
+        if "loops" in checkpoint:
+            self._skip_batches = batches_done(checkpoint)
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Loops have been restored, and no batch has been fetched."""
         assert self._window is not None
+        self._find_beginning(trainer)
         if self._starts_epoch:
             trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run: it is not resumed
         if self._ends_epoch:
             finish_epoch(trainer)
-            self.join()  # the hooks at the epoch's end may communicate
+            self.join(trainer)  # the hooks at the epoch's end may communicate
         restore_last_saves(trainer, self._entered_with)
         self._entered_with = {}
         self._skip_batches = 0  # every loader has been forwarded; one that is made later begins its epoch
@@ -307,7 +278,7 @@ class TrainerRecovery:
 
     def forwarded(self, loader: Any, trainer: Trainer) -> Any:
         """A loader for the rest of the epoch, where it cannot be told to start there."""
-        return _Rest(loader, self._skip_batches, trainer) if self._skip_batches else loader
+        return RestOfEpoch(loader, self._skip_batches, trainer) if self._skip_batches else loader
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -351,25 +322,3 @@ class TrainerRecovery:
         self.options.repairs.append(repair)
         if self.member.rank == min(set(range(self.member.world_size)) - set(repair.newcomers), default=0):
             log.warning("%s", repair)
-
-
-class _Rest:
-    """The rest of a loader's epoch, the first time; whole epochs after that."""
-
-    def __init__(self, loader: Any, count: int, trainer: Trainer) -> None:
-        self._loader = loader
-        self._count = count
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        # Lazily: Lightning calls `iter`, then tells the sampler which epoch it is.
-        count, self._count = self._count, 0
-        if count >= self._trainer.num_training_batches:  # nothing is left, and Lightning keeps this iterator for later
-            count = 0
-        yield from itertools.islice(iter(self._loader), count, None)

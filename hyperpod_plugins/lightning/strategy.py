@@ -22,7 +22,6 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
 from hyperpod_plugins.lightning.collectives import reduced
 from hyperpod_plugins.lightning.flavour import Precision, Trainer, TrainerFn, optimizers_to_device
-from hyperpod_plugins.lightning.launch import STATE_OF_PEERS, LaunchedStrategy
 from hyperpod_plugins.lightning.module import (
     forbid_inference_mode,
     refuse_another_layout,
@@ -34,6 +33,7 @@ from hyperpod_plugins.lightning.module import (
 )
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
+from hyperpod_plugins.lightning.saving import SavingStrategy
 from hyperpod_plugins.memory import delayed_init, materialize
 from hyperpod_plugins.memory.allocator import AllocatorWatch
 from hyperpod_plugins.parallel import (
@@ -44,11 +44,10 @@ from hyperpod_plugins.parallel import (
     loss_parallel_context,
     parallelize,
 )
-from hyperpod_plugins.parallel.checkpoint_state import model_tensors
 from hyperpod_plugins.parallel.shard import reshard, sharded_parts, without_replica_sync
 
 
-class HyperPodStrategy(LaunchedStrategy):
+class HyperPodStrategy(SavingStrategy):
     """Hybrid sharding (HSDP on FSDP2) and tensor parallelism for any LightningModule.
 
     The module needs no change: the strategy parallelises it after `configure_model`. A module that shards itself
@@ -78,15 +77,14 @@ class HyperPodStrategy(LaunchedStrategy):
         timeout_s: float = 1800.0,
         **options: Any,
     ) -> None:
-        super().__init__(comm=comm or CommOptions(), timeout_s=timeout_s)
+        checkpoints = TrainerCheckpoints(in_background=background_checkpoints, are_trusted=trust_checkpoints)
+        super().__init__(checkpoints, comm=comm or CommOptions(), timeout_s=timeout_s)
         self.config = ParallelConfig.of(config_path() if config is None else config, **options)
         self._precision_was_chosen = "precision" in options or self.config.precision != ParallelConfig().precision
-        self._checkpoints = TrainerCheckpoints(in_background=background_checkpoints, are_trusted=trust_checkpoints)
         self._topology: Topology | None = None
         self._data_group: dist.ProcessGroup | None = None
         self._snapshot_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
-        self._recovery: TrainerRecovery | None = None
 
     # -- who and where ------------------------------------------------------------------------------------------
 
@@ -129,6 +127,7 @@ class HyperPodStrategy(LaunchedStrategy):
         if self._recovery is None:
             env = self._env
             self._recovery = TrainerRecovery.of(trainer, rank=env.global_rank, world_size=env.world_size)
+            self._checkpoints.saved = None if self._recovery is None else self._recovery.saved
         self._join()
         if self._recovery is not None and self._recovery.is_apart:
             self._recovery.without_barriers(trainer)
@@ -189,6 +188,7 @@ class HyperPodStrategy(LaunchedStrategy):
                     seed=self.config.random_seed,
                     device=self.root_device,
                     snapshot_group=self._snapshot_group,
+                    save=self._save_before_end,
                 )
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -290,14 +290,15 @@ class HyperPodStrategy(LaunchedStrategy):
     def on_validation_start(self) -> None:
         """The validation of a process that is apart from the others begins where theirs does."""
         if self._recovery is not None:
-            self._recovery.join()
+            assert self.lightning_module is not None
+            self._recovery.join(self.lightning_module.trainer)
 
     @override
-    def _leave_loops(self) -> bool:
+    def _leave_loops(self, from_checkpoint: bool) -> bool:
         if self._recovery is None or not self._recovery.is_fitting:
             return False
         assert self.lightning_module is not None
-        self._recovery.leave_loops(self.lightning_module.trainer)
+        self._recovery.leave_loops(self.lightning_module.trainer, from_checkpoint=from_checkpoint)
         return True
 
     @override
@@ -342,49 +343,6 @@ class HyperPodStrategy(LaunchedStrategy):
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)
-
-    # -- checkpoints --------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's parts of the module's tensors, not copied; hooks may leave some out or replace them."""
-        assert self.lightning_module is not None
-        return dict(model_tensors(self.lightning_module))
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` writes the optimizers itself, shard by shard."""
-        return {}
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a sharded checkpoint, a folder named `filepath`, on all ranks together."""
-        assert self.lightning_module is not None
-        self._checkpoints.save(
-            self.broadcast(filepath),
-            checkpoint,
-            module=self.lightning_module,
-            optimizers=self.optimizers,
-            storage_options=storage_options,
-        )
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a sharded checkpoint of any degrees, or a checkpoint file that another strategy wrote."""
-        assert self.lightning_module is not None
-        if self._recovery is not None and checkpoint_path == STATE_OF_PEERS:
-            return self._recovery.state_of_peers()
-        path = Path(self.broadcast(checkpoint_path))
-        if path.is_file():
-            return super().load_checkpoint(path, weights_only=weights_only)
-        return self._checkpoints.load(
-            path, module=self.lightning_module, optimizers=self.optimizers, weights_only=weights_only
-        )
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, once the one that is being written in its place is complete."""
-        self._checkpoints.remove(partial(super().remove_checkpoint, filepath))
 
     @override
     def teardown(self) -> None:

@@ -58,6 +58,11 @@ def read_trainer(data: bytes) -> dict[str, Any]:
         return torch.load(io.BytesIO(data), weights_only=True)
 
 
+def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:
+    """What Lightning saves beside tensors, of a described trainer."""
+    return {name: value for name, value in described.items() if name not in (_SAVED_AT, _GROUPS)}
+
+
 def restore_last_saves(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Tell callbacks that save checkpoints when they did last: it is not in their state, and all ranks must agree."""
     for callback, step in zip(trainer.checkpoint_callbacks, checkpoint.get(_SAVED_AT, []), strict=False):

@@ -13,16 +13,17 @@ from torch.distributed.fsdp import FSDPModule
 from torchmetrics import Metric
 
 from hyperpod_plugins.lightning.flavour import Trainer
-from hyperpod_plugins.lightning.trainer_state import describe_trainer, give_hyperparameters, read_trainer
+from hyperpod_plugins.lightning.trainer_state import as_checkpoint, describe_trainer, give_hyperparameters, read_trainer
 from hyperpod_plugins.recovery import RecoveryPlan, TrainingState
 
 
 class Window:
     """The `Subject` of a Trainer's transactions."""
 
-    def __init__(self, trainer: Trainer, state: TrainingState) -> None:
+    def __init__(self, trainer: Trainer, state: TrainingState, save: Callable[[dict[str, Any]], str]) -> None:
         self._trainer = trainer
         self._state = state
+        self._save = save
         self._closures: list[Callable[[], Any]] = []
         self._num_done = 0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -114,6 +115,10 @@ class Window:
                 self._state.receive(source)
         if self.entered_with:
             give_hyperparameters(read_trainer(self.entered_with), self._state.optimizers)
+
+    def save(self, step: int) -> str:
+        """Write the state at the beginning of this step as a checkpoint that `fit` can go on from."""
+        return self._save(as_checkpoint(read_trainer(self.describe())))
 
     def _logged(self) -> dict[str, Any]:
         return self._trainer.fit_loop.epoch_loop._results

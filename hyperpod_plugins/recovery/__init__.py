@@ -1,13 +1,16 @@
 """Surviving faults in process: the step as a transaction, and the way back to a common step."""
 
+from hyperpod_plugins.recovery.assembly import Generation, PeersOutside
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival, RecoveryPlan, Rung, plan_recovery
 from hyperpod_plugins.recovery.buddies import buddies
+from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints
 from hyperpod_plugins.recovery.detect import HangPolicy
-from hyperpod_plugins.recovery.member import Generation, Member, PeersOutside
+from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.random import seed_micro_step, stream_seed
+from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned
 from hyperpod_plugins.recovery.restore import TrainingState
 from hyperpod_plugins.recovery.snapshot import Snapshot, SnapshotPolicy, Snapshots
-from hyperpod_plugins.recovery.step import Repair, RetryPolicy, Returned, StepTransaction, Subject
+from hyperpod_plugins.recovery.step import StepTransaction, Subject
 
 __all__ = [
     "Arrival",
@@ -21,6 +24,7 @@ __all__ = [
     "RetryPolicy",
     "Returned",
     "Rung",
+    "SavedCheckpoints",
     "Snapshot",
     "SnapshotPolicy",
     "Snapshots",

@@ -48,6 +48,8 @@ class Arrival:
     """Steps of which it has a snapshot of itself."""
     ward_snapshots: tuple[int, ...] = ()
     """Steps of which it has a snapshot of the rank whose buddy it is."""
+    ends: str = ""
+    """Why the job must not go on, where this process says so: all save what they have, and end."""
 
     def to_dict(self) -> dict[str, Any]:
         """For the ledger."""
@@ -79,10 +81,14 @@ class RecoveryPlan:
     """Committed steps that have to be run again; above 0 on the rung SNAPSHOT only."""
     is_return: bool = False
     """Whether all ranks take their state from snapshots, those with a source after it has sent them theirs."""
+    ends: str = ""
+    """Why the job ends here instead of going on; empty where it goes on."""
 
     @property
     def rung(self) -> Rung:
         """Which rung of the ladder this is."""
+        if self.ends:
+            return Rung.STOP
         if self.is_return:
             return Rung.SNAPSHOT
         return Rung.REPLACE if self.sources else Rung.RETRY
@@ -96,6 +102,7 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
     """
     held = {rank: each for rank, each in arrivals.items() if each.has_state}
     step = max((each.committed for each in held.values()), default=NO_STATE)
+    ends = next((each.ends for _, each in sorted(arrivals.items()) if each.ends), "")
     behind = {rank for rank, each in held.items() if each.committed < step}
     roll_forward = {rank for rank in behind if held[rank].prepared == step}
     whole = [rank for rank in held if rank not in behind or rank in roll_forward]
@@ -104,11 +111,11 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
     for rank in sorted(set(arrivals) - set(whole)):
         candidates = [other for other in topology.replicas_of(rank) if other in whole]
         if not candidates:
-            return _return_to_snapshot(arrivals, topology, step, rank)
+            return _return_to_snapshot(arrivals, topology, step, rank, ends)
         source = min(candidates, key=lambda other: (load[other], other))
         load[source] += 1
         sources[rank] = source
-    return RecoveryPlan(step=step, roll_forward=tuple(sorted(roll_forward)), sources=sources)
+    return RecoveryPlan(step=step, roll_forward=tuple(sorted(roll_forward)), sources=sources, ends=ends)
 
 
 def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
@@ -120,7 +127,9 @@ def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
     return max(restorable_steps(own, kept, buddies(topology)), default=NO_STATE)
 
 
-def _return_to_snapshot(arrivals: Mapping[int, Arrival], topology: Topology, step: int, lost: int) -> RecoveryPlan:
+def _return_to_snapshot(
+    arrivals: Mapping[int, Arrival], topology: Topology, step: int, lost: int, ends: str
+) -> RecoveryPlan:
     """Everybody goes back to the newest snapshot that is whole, since the state of rank `lost` is gone."""
     newest, buddy_of = newest_snapshot(arrivals, topology), buddies(topology)
     if newest == NO_STATE:
@@ -131,6 +140,7 @@ def _return_to_snapshot(arrivals: Mapping[int, Arrival], topology: Topology, ste
         sources={rank: buddy_of[rank] for rank, each in sorted(arrivals.items()) if newest not in each.snapshots},
         steps_lost=max(0, step - newest),
         is_return=True,
+        ends=ends,
     )
 
 
@@ -154,4 +164,4 @@ def _why_lost(
         back += str([buddy_of[rank] for rank in gone])
     else:
         back = f"of the snapshots of steps {taken} none is whole, for the ranks hold different ones"
-    return f"{replaced}; {back}. The job ends: start it again from the last persistent checkpoint."
+    return f"{replaced}; {back}"

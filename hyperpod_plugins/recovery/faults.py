@@ -223,6 +223,8 @@ class Injector:
         self._happened.add(index)
         if self._job is None:
             return True
+        if self._job.restart_count:  # all processes have begun again: what was to happen has
+            return False
         ledger, name = Ledger.connect(self._job), f"fault/{self._rank}/{index}"
         if ledger.find(name) is not None:
             return False

@@ -1,12 +1,12 @@
 """This process as a member of the job: what it tells the others, and what it hears from them while it computes."""
 
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -14,50 +14,22 @@ from torch._C._distributed_c10d import Store
 from hyperpod_plugins.comm import break_groups, breaker, reform, waiting
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
+from hyperpod_plugins.elastic.leash import end_with
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
-from hyperpod_plugins.elastic.membership import Action, MembershipPolicy, View, next_action
-from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout, StateLost
+from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.env import JobEnv, events_folder
+from hyperpod_plugins.errors import PeerLost, StateLost
+from hyperpod_plugins.observability import EventFile, listen
+from hyperpod_plugins.recovery.assembly import Assembly, Generation
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
 from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, diagnose
+from hyperpod_plugins.recovery.farewell import begin_again, follow
+from hyperpod_plugins.recovery.halt import Halt, Stops
 
 log = logging.getLogger(__name__)
-_POLL_S = 0.004
 _REFORM_TIMEOUT_S = 20.0
 _BEAT_S = 1.0
-_FAREWELL_S = 10.0
 _LISTEN_S = 365 * 86400.0  # the wait costs nothing, and torch warns of each one that times out
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """The members of a generation, as they arrived."""
-
-    number: int
-    arrivals: Mapping[int, Arrival]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Halt:
-    """Where the job stands when all that have state have stopped."""
-
-    step: int
-    """Steps that all will have committed."""
-    in_step: bool
-    """Whether the trainer below waits in a step; it was outside of one otherwise, and so was everybody else."""
-    trainer: bytes
-    """State of one trainer that has committed the steps: of one in a step if there is one, for it has come furthest."""
-
-
-class PeersOutside(PeerLost):
-    """Another rank was not inside a step when the fault came, so nobody can go on within one."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(
-            f"generation {number} cannot begin within a step, for another rank was outside of one. The strategy enters "
-            "the loops again from the last committed step; a loop of your own must do the same."
-        )
-        self.number = number
 
 
 class Member:
@@ -88,10 +60,13 @@ class Member:
         self._reports = Ledger.connect(job)
         self._reporting = threading.Lock()
         self._told: Incident | None = None
-        self._stops: list[int] = []
-        self._next_chase_s = 0.0
+        self._stops = Stops(self.ledger, rank=rank, incarnation=job.incarnation, world_size=world_size, policy=policy)
+        self._assembly = Assembly(
+            self.ledger, rank=rank, world_size=world_size, policy=policy, patience_s=self._patience_s
+        )
         self._changed = threading.Condition()
         self._is_leaving = self._is_joining = False
+        self._end_listening: Callable[[], None] = lambda: None
         self._threads = [
             threading.Thread(target=target, name=f"hyperpod{target.__name__}", daemon=True)
             for target in (self._listen, self._tell)
@@ -99,9 +74,14 @@ class Member:
 
     def start(self) -> None:
         """Begin to listen. A newcomer's groups stay detached until it has joined."""
+        if self.job.agent_pid:
+            end_with(self.job.agent_pid)
         if self.job.is_newcomer:
             breaker.detach()
         breaker.when_broken(self._report)
+        folder = events_folder()
+        if folder is not None:
+            self._end_listening = listen(EventFile(Path(folder, f"rank-{self.rank}.jsonl")))
         for thread in self._threads:
             thread.start()
 
@@ -111,6 +91,7 @@ class Member:
             self._is_leaving = True
             self._changed.notify_all()
         breaker.forget(self._report)
+        self._end_listening()
 
     def fail(self, kind: IncidentKind, cause: str) -> None:
         """End the generation because of something that this rank did, and break its groups."""
@@ -125,12 +106,13 @@ class Member:
         mine = Incident(kind="exception", cause=cause, rank=self.rank, incarnation=self.job.incarnation)
         self.ledger.put(GAVE_UP_KEY, mine.to_json().encode())
 
-    def _follow(self, giver: Incident) -> NoReturn:
-        """End after the process that gave up, so that its own error is the one that the launcher shows."""
-        deadline_s = time.monotonic() + _FAREWELL_S
-        while self.ledger.exit_of(giver.rank, giver.incarnation) is None and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-        raise RecoveryError(f"the job has given up: {giver}")
+    def follow(self) -> NoReturn:
+        """End after the process that gives up."""
+        follow(self.ledger)
+
+    def begin_again(self, lost: StateLost) -> NoReturn:
+        """Have all processes started again from the last checkpoint."""
+        begin_again(self.ledger, self.job, self.rank, lost)
 
     def join_next(self, arrival: Arrival, stopped: Callable[[int], None]) -> Generation:
         """Wait for all members of the next generation, connect to them, and mend the groups.
@@ -153,7 +135,7 @@ class Member:
         while True:
             number = self.ledger.generation(at_least=self.generation)
             stopped(number)
-            formed = self._assemble(number, arrival, began_s)
+            formed = self._assembly.meet(number, arrival, began_s)
             if formed is None:
                 continue
             try:
@@ -174,23 +156,7 @@ class Member:
         Newcomers wait for everybody's word, also for that of one that has no state, or none that can be described:
         such a one gives no bytes. What counts is what was said first.
         """
-        if number in self._stops:
-            return
-        if trainer:
-            self.ledger.put(f"trainer/{number}/{self.rank}", trainer)
-        note = {
-            "incarnation": self.job.incarnation,
-            "committed": self.committed,
-            "in_step": in_step,
-            "is_described": bool(trainer),
-        }
-        self.ledger.put(f"stopped/{number}/{self.rank}", json.dumps(note).encode())
-        if not in_step:
-            self.ledger.put(f"outside/{number}", b"1")
-        for old in self._stops:
-            if old != number:
-                self.ledger.forget(f"trainer/{old}/{self.rank}")
-        self._stops = [number]
+        self._stops.tell(number, committed=self.committed, in_step=in_step, trainer=trainer)
 
     def wait_for_stops(self, number: int | None = None, stopped: Callable[[int], None] | None = None) -> Halt:
         """Wait until every process that has state has stopped.
@@ -205,50 +171,12 @@ class Member:
         Raises:
             RecoveryTimeout: they did not stop in time.
             PeerLost: the generation ended meanwhile (where `number` was given).
-            StateLost: all processes are new, and none has state.
+            StateLost: all processes are new, none has state, and no agent starts them again.
         """
-        deadline_s = time.monotonic() + self.policy.replacement_timeout_s
-        told = -1
-        while time.monotonic() < deadline_s:
-            here = self.ledger.generation(at_least=max(self.generation, told)) if number is None else number
-            if stopped is not None and here != told:
-                stopped(here)
-            told = here
-            if number is not None and self.ledger.ended(number) is not None:
-                raise PeerLost(f"generation {number} ended before it was formed")
-            stops = self._stops_of(here)
-            known = self._members_before(here)
-            lost = {r for r in range(self.world_size) if self.ledger.incarnation(r) != known.get(r, 0)}
-            if len(lost) == self.world_size:
-                cause = "all processes were lost, and with them the training state and its snapshots"
-                self.give_up(cause)
-                raise StateLost(f"{cause}. The job ends: start it again from the last persistent checkpoint.")
-            if stops and all(rank in stops or rank in lost for rank in range(self.world_size)):
-                step = max(each["committed"] for each in stops.values())
-                best = [r for r, each in stops.items() if each["committed"] == step and each["is_described"]]
-                outside, rank = min(((not stops[r]["in_step"], r) for r in best), default=(True, -1))
-                trainer = self.ledger.find(f"trainer/{here}/{rank}")
-                if trainer is not None:
-                    return Halt(step=step, in_step=not outside, trainer=trainer)
-            time.sleep(_POLL_S)
-        raise RecoveryTimeout(
-            f"rank {self.rank} waits for the state of the others, but they did not all stop within "
-            f"{self.policy.replacement_timeout_s:.0f} s. Are some of them hanging?"
-        )
-
-    def _stops_of(self, number: int) -> dict[int, dict[str, Any]]:
-        """Notes of those that have stopped and are still alive."""
-        notes = {rank: self.ledger.find(f"stopped/{number}/{rank}") for rank in range(self.world_size)}
-        found = {rank: json.loads(note) for rank, note in notes.items() if note is not None}
-        return {rank: note for rank, note in found.items() if self.ledger.incarnation(rank) == note["incarnation"]}
-
-    def _members_before(self, number: int) -> dict[int, int]:
-        """Incarnations of the last generation that was formed before `number`; all founders where there was none."""
-        for earlier in range(number - 1, 0, -1):
-            plan = self.ledger.plan(earlier)
-            if plan is not None:
-                return {int(rank): each["incarnation"] for rank, each in plan.items()}
-        return {}
+        try:
+            return self._stops.wait(number, self.generation, stopped)
+        except StateLost as lost:
+            self.begin_again(lost)
 
     def meeting_store(self) -> Store:
         """Where members of a generation find each other."""
@@ -266,47 +194,6 @@ class Member:
             return incident
         exits = [self.ledger.exit_of(rank, self.ledger.incarnation(rank) - 1) for rank in sorted(lost)]
         return next((replace(known, at_s=min(known.at_s, incident.at_s)) for known in exits if known), incident)
-
-    def _assemble(self, number: int, arrival: Arrival, began_s: float) -> Generation | None:
-        """Wait until the plan of a generation names this process; None if it ends before."""
-        ranks = range(self.world_size)
-        self.ledger.arrive(number, self.rank, arrival.to_dict())
-        while True:
-            if self.ledger.ended(number) is not None:
-                return None
-            plan = self.ledger.plan(number)
-            if plan is None:
-                self._chase(number, time.monotonic() - began_s)
-                if (given_up := self.ledger.find(GAVE_UP_KEY)) is not None:
-                    self._follow(Incident.from_json(given_up))
-                if arrival.in_step and arrival.has_state and self.ledger.find(f"outside/{number}") is not None:
-                    gone = replace(arrival, incarnation=NO_STATE)  # it comes again, and as another
-                    self.ledger.arrive(number, self.rank, gone.to_dict())
-                    raise PeersOutside(number)
-                expected = dict(zip(ranks, self.ledger.incarnations(ranks), strict=True))
-                arrived = self.ledger.arrivals(number, ranks)
-                view = View(
-                    expected=expected,
-                    arrived={rank: each["incarnation"] for rank, each in arrived.items()},
-                    waited_s=time.monotonic() - began_s,
-                )
-                action = next_action(view, self.policy)
-                if action is Action.FORM:
-                    plan = self.ledger.propose(number, {str(rank): arrived[rank] for rank in ranks})
-                elif action is Action.GIVE_UP:
-                    raise RecoveryTimeout(
-                        f"generation {number} could not be formed within {self.policy.replacement_timeout_s:.0f} s: "
-                        f"nobody came for the ranks {list(view.missing)}. See why their agents could not start a "
-                        "process, or allow more time with replacement_timeout_s."
-                    )
-            if plan is not None:
-                arrivals = {int(rank): Arrival.from_dict(each) for rank, each in plan.items()}
-                mine = arrivals[self.rank]
-                if (mine.incarnation, mine.committed) == (arrival.incarnation, arrival.committed):
-                    return Generation(number=number, arrivals=arrivals)
-                self._end(number, Incident(kind="request", cause="the plan names a process as it was before"))
-                return None
-            time.sleep(_POLL_S)
 
     def _report(self, cause: str) -> None:
         """Tell the others; called in whatever thread noticed the break."""
@@ -372,20 +259,8 @@ class Member:
             if self._end(own.generation, incident).reporter == f"rank {self.rank}":
                 ledger.ask_to_kill(suspect.rank, suspect.incarnation)
 
-    def _chase(self, number: int, waited_s: float) -> None:
-        """Ask for the end of survivors that do not come to be repaired: stopped, or stuck where nothing wakes them."""
-        limit_s = max(self.step_times.limit_s(self.hangs), self.hangs.floor_s)
-        if waited_s < limit_s or time.monotonic() < self._next_chase_s:
-            return
-        self._next_chase_s = time.monotonic() + limit_s
-        before = self._members_before(number)
-        arrived = self.ledger.arrivals(number, range(self.world_size))
-        for rank in range(self.world_size):
-            incarnation = self.ledger.incarnation(rank)
-            is_survivor = incarnation == before.get(rank, 0)
-            if is_survivor and rank not in arrived and self.ledger.find(f"stopped/{number}/{rank}") is None:
-                log.warning("rank %d does not come to be repaired within %.0f s: it is replaced", rank, limit_s)
-                self.ledger.ask_to_kill(rank, incarnation)
+    def _patience_s(self) -> float:
+        return max(self.step_times.limit_s(self.hangs), self.hangs.floor_s)
 
     def _lost_store(self, error: Exception) -> None:
         if not self._is_leaving:

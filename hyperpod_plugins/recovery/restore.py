@@ -135,7 +135,7 @@ class TrainingState:
         for index, optimizer in enumerate(self.optimizers):
             for name, tensor in optimizer_tensors(self.model, optimizer).items():
                 found[f"optimizer.{index}.{name}"] = _local(tensor)
-        return found
+        return dict(sorted(found.items()))  # an optimizer's own order depends on whether its state was loaded
 
     def _make_state(self, index: int, optimizer: Optimizer, header: dict[str, Any]) -> None:
         parameters = dict(self.model.named_parameters())

@@ -12,85 +12,26 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.elastic import Incident
-from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
+from hyperpod_plugins.elastic.ledger import BEGUN_KEY
+from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout, StateLost
+from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel.topology import Topology
+from hyperpod_plugins.recovery.assembly import Generation, PeersOutside
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival, RecoveryPlan, newest_snapshot, plan_recovery
-from hyperpod_plugins.recovery.member import Generation, Member, PeersOutside
+from hyperpod_plugins.recovery.member import Member
+from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned
 from hyperpod_plugins.recovery.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
-    """When to stop trying."""
-
-    max_attempts: int = 3
-    """Attempts at one step that may end with the same rank's exception before it counts as the program's mistake."""
-    max_losses: int = 8
-    """Processes that may be lost in one step before it counts as the program's mistake."""
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        for name, value in (("max_attempts", self.max_attempts), ("max_losses", self.max_losses)):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, but is {value}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repair:
-    """A fault that was repaired, with the seconds that each stage took on this rank."""
-
-    incident: Incident
-    step: int
-    """Steps committed when the job went on."""
-    generation: int
-    newcomers: tuple[int, ...]
-    """Ranks that a new process took."""
-    rolled_forward: bool
-    """Whether this rank committed a step that it had only voted for."""
-    noticed_s: float
-    """From the incident's report until this rank stopped computing; clocks of different machines may differ."""
-    assembled_s: float
-    """Until all members were there and connected; the start of new processes is in this."""
-    restored_s: float
-    """Until all members had their state."""
-    steps_lost: int = 0
-    """Committed steps that are run again, because the state after them was lost with its last holder."""
-
-    @property
-    def total_s(self) -> float:
-        """From the incident's report until the step could begin again."""
-        return self.noticed_s + self.assembled_s + self.restored_s
-
-    def __str__(self) -> str:
-        """One line for people."""
-        return (
-            f"{self.incident}; repaired in {self.total_s:.2f} s (noticed {self.noticed_s:.2f}, assembled "
-            f"{self.assembled_s:.2f}, restored {self.restored_s:.2f}), {self.steps_lost} steps lost, "
-            f"going on after step {self.step}"
-        )
-
-
-class Returned(PeerLost):
-    """All ranks have returned to a snapshot: their tensors are those of an earlier step, the loop's position is not."""
-
-    def __init__(self, plan: RecoveryPlan) -> None:
-        super().__init__(
-            f"a part of the training state was lost with its last holder. All ranks have returned to the snapshot of "
-            f"step {plan.step}, and {plan.steps_lost} steps are to be run again. The strategy enters the loops again "
-            "from there; a loop of your own goes on with the data of that step."
-        )
 
 
 class Subject(Protocol):
@@ -110,6 +51,10 @@ class Subject(Protocol):
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Give this rank's state to those whose source it is, or take it from one's own source."""
+        ...
+
+    def save(self, step: int) -> str:
+        """Write a persistent checkpoint, on all ranks together, before the job ends; returns its path."""
         ...
 
 
@@ -136,7 +81,7 @@ class StepTransaction:
         self._snapshots = snapshots
         self._prepared = NO_STATE
         self._commit: Callable[[], object] | None = None
-        self._has_begun = False
+        self._has_begun = self._has_told = False
         self._early_error: Exception | None = None
         self._failures: Counter[tuple[str, int]] = Counter()
         self._has_reentered = member.committed != NO_STATE
@@ -154,6 +99,9 @@ class StepTransaction:
         """Begin a step whose `compute` comes in parts; a newcomer joins here, and a fault between steps is repaired."""
         if breaker.is_open:
             self._recover(None)
+        if not self._has_told:
+            self._member.ledger.put(BEGUN_KEY, b"1")
+            self._has_told = True
         if self._snapshots is not None:
             self._snapshots.offer(self.step, self._subject.describe)
         self._subject.begin(self.step)
@@ -255,7 +203,7 @@ class StepTransaction:
         while True:
             began_s = time.time()
             incident = member.end_generation()
-            self._count(incident, error)
+            ends = self._count(incident, error)
             if self._snapshots is not None:
                 self._snapshots.settle()
             member.place = f"waiting for the members of the next generation, at step {self.step}"
@@ -268,6 +216,7 @@ class StepTransaction:
                 in_step=not self._has_reentered,
                 snapshots=() if self._snapshots is None else self._snapshots.own_steps,
                 ward_snapshots=() if self._snapshots is None else self._snapshots.ward_steps,
+                ends=ends,
             )
             try:
                 formed = member.join_next(arrival, lambda number, d=description: self._tell(number, d))
@@ -275,6 +224,9 @@ class StepTransaction:
                 self._leave_step(outside, commit)
                 self.has_left_step = True
                 raise
+            except RecoveryTimeout as late:
+                member.give_up(ends or str(late))
+                raise error if ends and error is not None else late from None
             assembled_s = time.time()
             plan = self._plan(formed)
             incident = member.first_cause(incident, plan.sources)
@@ -286,23 +238,26 @@ class StepTransaction:
                 self._subject.undo()
             try:
                 self._restore(plan, formed)
+                if plan.ends:
+                    self._end(plan, ends, error)
             except PeerLost:
                 continue
             break
         member.committed, self._prepared, self._has_reentered = plan.step, NO_STATE, False
-        self._on_repair(
-            Repair(
-                incident=incident,
-                step=plan.step,
-                generation=formed.number,
-                newcomers=tuple(plan.sources),
-                rolled_forward=outcome is not None,
-                noticed_s=max(0.0, began_s - incident.at_s),
-                assembled_s=assembled_s - began_s,
-                restored_s=time.time() - assembled_s,
-                steps_lost=plan.steps_lost,
-            )
+        repair = Repair(
+            incident=incident,
+            step=plan.step,
+            generation=formed.number,
+            rung=plan.rung,
+            newcomers=tuple(plan.sources),
+            rolled_forward=outcome is not None,
+            noticed_s=max(0.0, began_s - incident.at_s),
+            assembled_s=assembled_s - began_s,
+            restored_s=time.time() - assembled_s,
+            steps_lost=plan.steps_lost,
         )
+        record(repair.event())
+        self._on_repair(repair)
         if plan.is_return:
             self._end_for_return(plan)
             raise Returned(plan)
@@ -352,20 +307,47 @@ class StepTransaction:
     def _plan(self, formed: Generation) -> RecoveryPlan:
         try:
             return plan_recovery(formed.arrivals, self._topology)
-        except RecoveryError as error:
-            self._member.give_up(str(error))
-            raise
+        except StateLost as lost:
+            self._member.begin_again(lost)
 
-    def _count(self, incident: Incident, error: Exception | None) -> None:
-        """Stop where the same step fails again and again: that is the program, not the machine."""
+    def _end(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> NoReturn:
+        """Save what all ranks hold, for they are complete once more, and end.
+
+        Raises:
+            PeerLost: somebody was lost meanwhile.
+            RecoveryError: or the exception of the program that ends the job.
+        """
+        saved = ""
+        if plan.step and not plan.is_return:
+            try:
+                saved = f"; step {plan.step} was saved as {self._subject.save(plan.step)}"
+            except PeerLost:
+                raise
+            except Exception:  # the job's own error is the one to show
+                log.exception(
+                    "the checkpoint of step %d, the last before the job ends, could not be written", plan.step
+                )
+        if not ends:
+            self._member.follow()
+        record(
+            Event(name="recovery.stop", at_s=time.time(), details={"cause": ends, "step": plan.step, "saved": saved})
+        )
+        self._member.give_up(ends + saved)
+        if error is not None:
+            raise error
+        raise RecoveryError(f"{ends}. Look at the logs of the lost ranks; the step itself may kill them.")
+
+    def _count(self, incident: Incident, error: Exception | None) -> str:
+        """Why to stop, where the same step fails again and again: that is the program, not the machine."""
         self._failures[incident.kind, incident.rank] += 1
         if error is not None and self._failures["exception", self._member.rank] >= self._policy.max_attempts:
-            self._member.give_up(f"{type(error).__name__} in step {self.step}, {self._policy.max_attempts} times")
-            raise error
+            return f"{type(error).__name__} in step {self.step}, {self._policy.max_attempts} times"
         if incident.kind == "process" and self._failures["process", incident.rank] >= self._policy.max_losses:
-            cause = f"rank {incident.rank} was lost {self._policy.max_losses} times in step {self.step}"
-            self._member.give_up(cause)
-            raise RecoveryError(f"{cause} ({incident.cause}). Look at its log; the step itself may kill it.")
+            return (
+                f"rank {incident.rank} was lost {self._policy.max_losses} times in step {self.step}, the last time "
+                f"because: {incident.cause}"
+            )
+        return ""
 
     def _synchronize(self) -> None:
         """Wait for the GPU, which runs behind: what has not arrived yet cannot be voted for, or written."""

@@ -2,6 +2,7 @@
 """What `test_in_place.py` runs under `hyperpodrun`: a small network with dropout, validation, checkpoints, clipping."""
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -65,7 +66,7 @@ class Module(pl.LightningModule):
         return torch.utils.data.DataLoader(Samples(), batch_size=4)
 
 
-def main(folder, degrees, micro_steps, faults):
+def main(folder, degrees, micro_steps, faults, resume_from=None):
     recovery = CheckpointlessRecovery(hang_timeout_s=4.0, verify=True)
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(**json.loads(degrees)),
@@ -81,13 +82,16 @@ def main(folder, degrees, micro_steps, faults):
         enable_model_summary=False,
         callbacks=[
             recovery,
-            pl.callbacks.ModelCheckpoint(f"{folder}/checkpoints", filename="{step}", every_n_train_steps=6),
+            pl.callbacks.ModelCheckpoint(
+                f"{folder}/checkpoints", filename="{step}", every_n_train_steps=6, save_top_k=-1
+            ),
             *([FaultInjection(faults)] if faults else []),
         ],
     )
     torch.manual_seed(1)
     module = Module()
-    trainer.fit(module)
+    Path(folder, f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+    trainer.fit(module, ckpt_path=resume_from)
     result = {
         "state": TrainingState(module, trainer.optimizers).checksum(),
         "step": trainer.global_step,

@@ -1,5 +1,6 @@
 """Jobs that lose ranks again and again end as if nothing had happened: the same bits on every rank."""
 
+import contextlib
 import functools
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -25,10 +27,10 @@ TENSOR = json.dumps(
 pytestmark = pytest.mark.spawns
 
 
-def run(folder, degrees, micro_steps, faults, timeout_s=120):
+def run(folder, degrees, micro_steps, faults, *more, timeout_s=120, meanwhile=lambda: None):
     """Run a job and return its exit code and what it printed; whatever happens, no process is left."""
     launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "4", "--preload", PRELOAD]
-    command = [*launcher, str(PROGRAM), str(folder), degrees, str(micro_steps), faults]
+    command = [*launcher, str(PROGRAM), str(folder), degrees, str(micro_steps), faults, *more]
     with tempfile.TemporaryFile("w+") as out:
         job = subprocess.Popen(
             command,
@@ -38,6 +40,7 @@ def run(folder, degrees, micro_steps, faults, timeout_s=120):
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         try:
+            meanwhile()
             code = job.wait(timeout_s)
         except subprocess.TimeoutExpired:
             code = None
@@ -49,8 +52,8 @@ def run(folder, degrees, micro_steps, faults, timeout_s=120):
         return code, out.read()
 
 
-def results(folder, degrees, micro_steps, faults=""):
-    code, text = run(folder, degrees, micro_steps, faults)
+def results(folder, degrees, micro_steps, faults="", *more, **options):
+    code, text = run(folder, degrees, micro_steps, faults, *more, **options)
     assert code == 0, text[-8000:]
     return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(4)], text
 
@@ -59,6 +62,15 @@ def results(folder, degrees, micro_steps, faults=""):
 def undisturbed(degrees, micro_steps):
     with tempfile.TemporaryDirectory() as folder:
         return results(folder, degrees, micro_steps)[0]
+
+
+def assert_same_end(disturbed, undisturbed):
+    for rank, (there, here) in enumerate(zip(disturbed, undisturbed, strict=True)):
+        for name in ("state", "step", "epoch", "rate", "val"):
+            assert there[name] == here[name], (rank, name)
+        expected = {(step, batch): loss for step, batch, loss in here["losses"]}
+        for step, batch, loss in there["losses"]:
+            assert loss == expected[step, batch], (rank, step, batch)
 
 
 @pytest.mark.parametrize(
@@ -101,12 +113,7 @@ def undisturbed(degrees, micro_steps):
 )
 def test_faults_change_nothing(tmp_path, degrees, micro_steps, faults, num_repairs):
     disturbed, text = results(tmp_path, degrees, micro_steps, faults)
-    for rank, (there, here) in enumerate(zip(disturbed, undisturbed(degrees, micro_steps), strict=True)):
-        for name in ("state", "step", "epoch", "rate", "val"):
-            assert there[name] == here[name], (rank, name, text[-6000:])
-        expected = {(step, batch): loss for step, batch, loss in here["losses"]}
-        for step, batch, loss in there["losses"]:
-            assert loss == expected[step, batch], (rank, step, batch)
+    assert_same_end(disturbed, undisturbed(degrees, micro_steps))
     assert text.count("repaired in") >= num_repairs, text[-6000:]
 
 
@@ -115,3 +122,31 @@ def test_a_mistake_in_the_program_ends_the_job_with_its_own_traceback(tmp_path):
     assert code == 1, text[-8000:]
     assert "InjectedFault" in text
     assert text.count("gives up") == 1
+    # What all ranks held was saved before, and training goes on from it as if nothing had happened.
+    saved = tmp_path / "checkpoints" / "emergency-step=7.ckpt"
+    assert f"step 7 was saved as {saved}" in text, text[-8000:]
+    assert_same_end(results(tmp_path, HSDP, 1, "", str(saved))[0], undisturbed(HSDP, 1))
+
+
+def kill_once_stopped(folder):
+    """Kill all processes of a job, once all have stopped, so that none can mend anything before."""
+    deadline_s = time.monotonic() + 60.0
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError):
+            pids = [int(Path(folder, f"pid{rank}").read_text()) for rank in range(4)]
+            states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+            if states == ["T"] * 4:
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+                return
+        time.sleep(0.05)
+    pytest.fail("the processes did not all stop")
+
+
+@pytest.mark.parametrize("step", [pytest.param(3, id="before-a-checkpoint"), pytest.param(9, id="after-a-checkpoint")])
+def test_all_processes_lost_at_once_begin_again(tmp_path, step):
+    faults = "; ".join(f"stop:rank={rank},step={step},phase=forward" for rank in range(4))
+    there, text = results(tmp_path, HSDP, 1, faults, meanwhile=lambda: kill_once_stopped(tmp_path))
+    where = "from the beginning" if step == 3 else f"from {tmp_path}/checkpoints/step=6.ckpt (step 6)"
+    assert f"all processes start again {where}" in text, text[-8000:]
+    assert_same_end(there, undisturbed(HSDP, 1))

@@ -138,7 +138,7 @@ def test_nobody_is_lost_and_nothing_is_returned_to():
     ],
 )
 def test_the_end_of_the_ladder_says_why_each_rung_failed(steps, lost, words):
-    with pytest.raises(StateLost, match="last persistent checkpoint") as raised:
+    with pytest.raises(StateLost) as raised:
         plan_recovery(arrivals(13, steps, lost), FULL)
     assert words in str(raised.value)
 

@@ -1,0 +1,90 @@
+"""The words of the story in `step.py`: when to stop trying, what was repaired, what calls the loops back."""
+
+from dataclasses import dataclass
+
+from hyperpod_plugins.elastic import Incident
+from hyperpod_plugins.errors import ConfigError, PeerLost
+from hyperpod_plugins.observability import Event
+from hyperpod_plugins.recovery.assign import RecoveryPlan, Rung
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """When to stop trying."""
+
+    max_attempts: int = 3
+    """Attempts at one step that may end with the same rank's exception before it counts as the program's mistake."""
+    max_losses: int = 8
+    """Processes that may be lost in one step before it counts as the program's mistake."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, value in (("max_attempts", self.max_attempts), ("max_losses", self.max_losses)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, but is {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """A fault that was repaired, with the seconds that each stage took on this rank."""
+
+    incident: Incident
+    step: int
+    """Steps committed when the job went on."""
+    generation: int
+    rung: Rung
+    """How far down the ladder the fault led."""
+    newcomers: tuple[int, ...]
+    """Ranks that a new process took."""
+    rolled_forward: bool
+    """Whether this rank committed a step that it had only voted for."""
+    noticed_s: float
+    """From the incident's report until this rank stopped computing; clocks of different machines may differ."""
+    assembled_s: float
+    """Until all members were there and connected; the start of new processes is in this."""
+    restored_s: float
+    """Until all members had their state."""
+    steps_lost: int = 0
+    """Committed steps that are run again, because the state after them was lost with its last holder."""
+
+    @property
+    def total_s(self) -> float:
+        """From the incident's report until the step could begin again."""
+        return self.noticed_s + self.assembled_s + self.restored_s
+
+    def event(self) -> Event:
+        """The rung of the ladder as an event."""
+        return Event(
+            name=f"recovery.{self.rung.name.lower()}",
+            at_s=self.incident.at_s,
+            duration_s=self.total_s,
+            details={
+                "cause": str(self.incident),
+                "step": self.step,
+                "steps_lost": self.steps_lost,
+                "generation": self.generation,
+                "newcomers": " ".join(map(str, self.newcomers)),
+                "noticed_s": self.noticed_s,
+                "assembled_s": self.assembled_s,
+                "restored_s": self.restored_s,
+            },
+        )
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.incident}; repaired in {self.total_s:.2f} s (noticed {self.noticed_s:.2f}, assembled "
+            f"{self.assembled_s:.2f}, restored {self.restored_s:.2f}), {self.steps_lost} steps lost, "
+            f"going on after step {self.step}"
+        )
+
+
+class Returned(PeerLost):
+    """All ranks have returned to a snapshot: their tensors are those of an earlier step, the loop's position is not."""
+
+    def __init__(self, plan: RecoveryPlan) -> None:
+        super().__init__(
+            f"a part of the training state was lost with its last holder. All ranks have returned to the snapshot of "
+            f"step {plan.step}, and {plan.steps_lost} steps are to be run again. The strategy enters the loops again "
+            "from there; a loop of your own goes on with the data of that step."
+        )

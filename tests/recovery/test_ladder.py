@@ -1,0 +1,86 @@
+"""The last rungs, as far as no process is needed: which checkpoint, how often, and who says so."""
+
+import json
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget
+from hyperpod_plugins.observability import Event, EventFile, listen, record
+from hyperpod_plugins.parallel.topology import Topology
+from hyperpod_plugins.recovery import Arrival, Rung, plan_recovery
+from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints, known_checkpoints, newest_checkpoint
+
+HSDP = Topology(world_size=4, shard_degree=2)
+
+
+def restart(step, path="/ckpt"):
+    return JobRestart(incident=Incident(kind="process", cause="all died"), resume_from=path, step=step)
+
+
+def test_a_job_that_gets_further_may_begin_again_as_often_as_it_likes():
+    budget = JobRestartBudget(max_restarts=2)
+    assert [budget.refusal(restart(step)) for step in (5, 5, 9, 9, 12)] == [None] * 5
+
+
+def test_a_job_that_gets_no_further_stops():
+    budget = JobRestartBudget(max_restarts=2)
+    assert [budget.refusal(restart(5)) for _ in range(2)] == [None, None]
+    assert "2 times from step 5" in budget.refusal(restart(5))
+
+
+@pytest.mark.parametrize(("path", "words"), [("/a/b.ckpt", "from /a/b.ckpt (step 7)"), ("", "from the beginning")])
+def test_a_restart_survives_the_ledger_and_says_where_it_begins(path, words):
+    first = restart(7, path)
+    assert JobRestart.from_json(first.to_json()) == first
+    assert words in str(first)
+
+
+def test_who_asks_first_for_a_restart_is_heard():
+    ledger = Ledger(HashStore())
+    ledger.put_first("restart", b"first")
+    ledger.put_first("restart", b"second")
+    assert ledger.find("restart") == b"first"
+
+
+def test_the_newest_checkpoint_is_the_last_that_is_still_there(tmp_path):
+    ledger = Ledger(HashStore())
+    saved = SavedCheckpoints(ledger)
+    assert newest_checkpoint(known_checkpoints(ledger)) == ("", 0)
+    paths = [tmp_path / name for name in ("a", "b", "c")]
+    for step, path in enumerate(paths):
+        path.mkdir()
+        saved.add(str(path), step)
+    assert newest_checkpoint(known_checkpoints(ledger)) == (str(paths[2]), 2)
+    paths[2].rmdir()  # by somebody else
+    assert newest_checkpoint(known_checkpoints(ledger)) == (str(paths[1]), 1)
+    saved.discard(str(paths[1]))
+    saved.add(str(paths[0]), 8)  # overwritten
+    assert newest_checkpoint(known_checkpoints(ledger)) == (str(paths[0]), 8)
+
+
+def test_one_process_that_must_end_ends_the_job_after_all_have_their_state():
+    arrivals = {rank: Arrival(incarnation=0, committed=7, prepared=-1) for rank in range(3)}
+    arrivals[3] = Arrival(incarnation=1)
+    arrivals[1] = Arrival(incarnation=0, committed=7, ends="ValueError in step 7, 3 times")
+    plan = plan_recovery({rank: Arrival.from_dict(each.to_dict()) for rank, each in arrivals.items()}, HSDP)
+    assert (plan.rung, plan.step, dict(plan.sources)) == (Rung.STOP, 7, {3: 1})
+    assert plan.ends == "ValueError in step 7, 3 times"
+
+
+def test_events_reach_listeners_and_files_until_they_stop_listening(tmp_path):
+    heard, path = [], tmp_path / "events" / "rank-0.jsonl"
+
+    def fails(event):
+        raise RuntimeError("of the listener alone")
+
+    ends = [listen(each) for each in (fails, heard.append, EventFile(path))]
+    event = Event(name="recovery.retry", at_s=1.5, duration_s=0.25, details={"step": 3})
+    record(event)
+    for end in ends:
+        end()
+    record(event)
+    assert heard == [event]
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line) == {"name": "recovery.retry", "at_s": 1.5, "duration_s": 0.25, "details": {"step": 3}}
