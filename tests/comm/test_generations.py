@@ -1,0 +1,161 @@
+"""Groups that were broken and formed again, under code that holds on to them: compiled steps, FSDP2, DTensor."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hyperpod_plugins import comm
+from hyperpod_plugins.comm import break_groups, reform
+from hyperpod_plugins.errors import CommError, PeerLost
+
+pytestmark = pytest.mark.spawns
+
+
+def meeting_store():
+    return dist.PrefixStore("meeting", dist.distributed_c10d._get_default_store())
+
+
+def break_and_reform(generation):
+    """Rank 0 breaks its groups; the others notice in the next collective."""
+    if dist.get_rank() == 0:
+        break_groups("a test")
+    with pytest.raises(PeerLost):
+        dist.barrier()
+    reform(generation, store=meeting_store(), timeout_s=20.0)
+
+
+def start():
+    comm.register()
+    dist.init_process_group("hyperpod")
+    torch.set_num_threads(1)
+
+
+def compiled_code():
+    start()
+    world = dist.group.WORLD
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def mixed(x):
+        return funcol.all_reduce(x * 2, "sum", world) + funcol.all_gather_tensor(x, 0, world).sum()
+
+    x = torch.arange(3.0) + dist.get_rank()
+    results = [mixed(x)]
+    for generation in (1, 2):
+        break_and_reform(generation)
+        results.append(mixed(x))
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return [each.tolist() for each in results], frames
+
+
+def test_compiled_code_goes_on_in_later_generations_without_being_compiled_again(run_ranks):
+    for results, num_graphs in run_ranks(compiled_code, world_size=2):
+        assert results[1] == results[0]
+        assert results[2] == results[0]
+        assert num_graphs == 1
+
+
+def compiled_training():
+    """A compiled FSDP2 model, whose third step is broken in the middle and run again."""
+    start()
+    rank, losses = dist.get_rank(), []
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh)
+    model.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def compute(step, breaks):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = (model(x) - x).square().mean()
+        if breaks and rank == 0:
+            break_groups("a test, in the middle of a step")
+        loss.backward()
+        return loss.detach()
+
+    for step in range(5):
+        if step == 2:
+            with comm.breaker.tolerant():
+                compute(step, breaks=True)
+                dist.all_reduce(torch.zeros(1))  # the vote
+                assert comm.breaker.cause is not None
+            reform(1, store=meeting_store(), timeout_s=20.0)
+            optimizer.zero_grad()
+        losses.append(compute(step, breaks=False).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    undisturbed = losses_without_a_break(rank)
+    return losses, undisturbed
+
+
+def losses_without_a_break(rank):
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(5):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_compiled_model_that_was_broken_in_a_step_trains_on_with_the_same_losses(run_ranks):
+    for losses, undisturbed in run_ranks(compiled_training, world_size=2):
+        assert losses == pytest.approx(undisturbed, rel=1e-6)
+
+
+def blocked_peer():
+    """Rank 1 waits in a collective that rank 0 never enters; rank 0 breaks its groups from another thread."""
+    start()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+        break_groups("a test")
+        return True
+    with pytest.raises(PeerLost):
+        dist.all_reduce(torch.ones(1))
+    return comm.breaker.cause is not None
+
+
+def test_a_blocked_peer_is_woken(run_ranks):
+    assert run_ranks(blocked_peer, world_size=2, timeout_s=60.0) == [True, True]
+
+
+def tensors_over_meshes():
+    start()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    before = tensor.full_tensor()
+    break_and_reform(1)
+    return before.tolist(), tensor.full_tensor().tolist(), tensor.sum().full_tensor().item()
+
+
+def test_tensors_over_a_mesh_are_whole_again(run_ranks):
+    for before, after, total in run_ranks(tensors_over_meshes, world_size=2):
+        assert after == before
+        assert total == 28.0
+
+
+def stale_generation():
+    start()
+    break_and_reform(3)
+    with pytest.raises(CommError, match="numbers only grow"):
+        reform(2, store=meeting_store(), timeout_s=5.0)
+    return True
+
+
+def test_a_generation_that_is_over_is_refused(run_ranks):
+    assert run_ranks(stale_generation, world_size=2, timeout_s=60.0) == [True, True]
