@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
-    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
     from lightning.pytorch.utilities.model_helpers import is_overridden
 else:
     _uses_old_name = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
@@ -93,6 +93,7 @@ else:
     ModelParallelStrategy = _get(f"{_pl}.strategies", "ModelParallelStrategy")
     ParallelStrategy = _get(f"{_pl}.strategies", "ParallelStrategy")
     TrainerFn = _get(f"{_pl}.trainer.states", "TrainerFn")
+    TrainerStatus = _get(f"{_pl}.trainer.states", "TrainerStatus")
     is_overridden = _get(f"{_pl}.utilities.model_helpers", "is_overridden")
 
 __all__ = [
@@ -110,6 +111,7 @@ __all__ = [
     "TorchElasticEnvironment",
     "Trainer",
     "TrainerFn",
+    "TrainerStatus",
     "WeightAveraging",
     "init_dist_connection",
     "is_overridden",

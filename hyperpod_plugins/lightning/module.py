@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torchmetrics import Metric
 
 from hyperpod_plugins.errors import ConfigError, few
-from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, WeightAveraging, is_overridden
+from hyperpod_plugins.lightning.flavour import Callback, LightningModule, Trainer, WeightAveraging, is_overridden
 from hyperpod_plugins.parallel.topology import AXES, Topology
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -31,6 +31,20 @@ def refuse_another_layout(module: LightningModule, mesh: DeviceMesh) -> None:
             f"this {type(module).__name__} was sharded as {was} by an earlier Trainer, and this one asks for {wanted}. "
             "Use the same degrees, or give this Trainer a new module (ckpt_path loads what the earlier one saved)."
         )
+
+
+def looks_at_old_gradients(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether a hook may want the gradients of the step before when this one's forward has been run.
+
+    Lightning drops them only then. Without such a hook they can go before it, and their memory with them.
+    """
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    return (
+        not module.automatic_optimization
+        or is_overridden("optimizer_zero_grad", module)
+        or is_overridden("on_before_zero_grad", module)
+        or any(is_overridden("on_before_zero_grad", callback, parent=Callback) for callback in callbacks)
+    )
 
 
 def refuse_other_types(module: LightningModule, precision: str) -> None:

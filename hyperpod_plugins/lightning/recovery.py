@@ -19,7 +19,7 @@ from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
-from hyperpod_plugins.lightning.flavour import LightningModule, Trainer
+from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, TrainerStatus
 from hyperpod_plugins.lightning.rest import RestOfEpoch
 from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
@@ -59,6 +59,7 @@ class TrainerRecovery:
         self.saved = SavedCheckpoints(Ledger.connect(job)) if rank == 0 else None
         """Where rank 0 writes down which checkpoints there are."""
         self._begins_at = NO_STATE
+        self._owes = ""
         self._broadcasts = 0
         self._skip_batches = 0
         self._window: Window | None = None
@@ -114,7 +115,7 @@ class TrainerRecovery:
         seed: int,
         device: torch.device,
         snapshot_group: dist.ProcessGroup | None,
-        save: Callable[[dict[str, Any]], str],
+        save: Callable[[dict[str, Any], str], str],
     ) -> None:
         """Make the transaction, once model and optimizers are there.
 
@@ -125,7 +126,8 @@ class TrainerRecovery:
             seed: of the random streams.
             device: of this rank.
             snapshot_group: group of all ranks for nothing but snapshots; None for no snapshots.
-            save: writes what Lightning collects for a checkpoint, on all ranks together, before the job ends.
+            save: writes what Lightning collects for a checkpoint as a path, on all ranks together; the path may be
+                empty in an emergency.
 
         Raises:
             ConfigError: manual optimization, whose steps cannot be run again.
@@ -148,6 +150,7 @@ class TrainerRecovery:
             on_repair=self._repaired,
             snapshots=self._snapshots,
         )
+        self._transaction.owes = self._owes
         self.member.ledger.put(ARMED_KEY, b"1")
         data_rank = topology.data_rank(self.member.rank)
         if self.options.step_keyed_random:
@@ -256,6 +259,15 @@ class TrainerRecovery:
         self._starts_epoch, self._ends_epoch = is_epoch_start(checkpoint), is_epoch_end(checkpoint)
         return checkpoint
 
+    def interrupted(self, path: str) -> None:
+        """A checkpoint was not written; it will be when all ranks are there again."""
+        self._owes = path
+
+    def finish(self, trainer: Trainer) -> None:
+        """Meet the others at the end of a fit, for a rank that was lost there comes back to get its state."""
+        if self._transaction is not None and trainer.state.status != TrainerStatus.INTERRUPTED and self.is_apart:
+            self._transaction.join()
+
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Go on where a persistent checkpoint was written, also where a loader cannot be told to."""
         if "loops" in checkpoint:
@@ -318,7 +330,7 @@ class TrainerRecovery:
 
     def _repaired(self, repair: Repair) -> None:
         assert self._window is not None
-        self._window.entered_with = b""
+        self._window.entered_with, self._owes = b"", ""
         self.options.repairs.append(repair)
         if self.member.rank == min(set(range(self.member.world_size)) - set(repair.newcomers), default=0):
             log.warning("%s", repair)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from hyperpod_plugins.comm import CommOptions
+from hyperpod_plugins.errors import PeerLost
 from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
 from hyperpod_plugins.lightning.launch import STATE_OF_PEERS, LaunchedStrategy
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
@@ -40,21 +41,26 @@ class SavingStrategy(LaunchedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a sharded checkpoint, a folder named `filepath`, on all ranks together."""
         assert self.lightning_module is not None
-        self._checkpoints.save(
-            self.broadcast(filepath),
-            checkpoint,
-            module=self.lightning_module,
-            optimizers=self.optimizers,
-            storage_options=storage_options,
-        )
+        try:
+            self._checkpoints.save(
+                self.broadcast(filepath),
+                checkpoint,
+                module=self.lightning_module,
+                optimizers=self.optimizers,
+                storage_options=storage_options,
+            )
+        except PeerLost:
+            if self._recovery is not None:
+                self._recovery.interrupted(str(filepath))
+            raise
 
-    def _save_before_end(self, checkpoint: dict[str, Any]) -> str:
-        """Write what would be lost with the job, beside its other checkpoints; returns the path."""
+    def _save_again(self, checkpoint: dict[str, Any], path: str) -> str:
+        """Write a checkpoint that was interrupted; without a path one beside the others, before the job ends."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         folders = [vars(callback).get("dirpath") for callback in trainer.checkpoint_callbacks]
         folder = Path(next((folder for folder in folders if folder), trainer.default_root_dir))
-        path = self.broadcast(str(folder / f"emergency-step={checkpoint['global_step']}.ckpt"))
+        path = self.broadcast(path or str(folder / f"emergency-step={checkpoint['global_step']}.ckpt"))
         parts = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": [{} for _ in self.optimizers]}
         self.save_checkpoint({**checkpoint, **parts}, path)
         self._checkpoints.wait()

@@ -24,6 +24,7 @@ from hyperpod_plugins.lightning.collectives import reduced
 from hyperpod_plugins.lightning.flavour import Precision, Trainer, TrainerFn, optimizers_to_device
 from hyperpod_plugins.lightning.module import (
     forbid_inference_mode,
+    looks_at_old_gradients,
     refuse_another_layout,
     refuse_other_types,
     refuse_weight_averaging,
@@ -85,6 +86,7 @@ class HyperPodStrategy(SavingStrategy):
         self._data_group: dist.ProcessGroup | None = None
         self._snapshot_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
+        self._drops_gradients = False
 
     # -- who and where ------------------------------------------------------------------------------------------
 
@@ -179,6 +181,7 @@ class HyperPodStrategy(SavingStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
+            self._drops_gradients = not looks_at_old_gradients(trainer, module)
             optimizers_to_device(self.optimizers, self.root_device)
             if self._recovery is not None:
                 self._recovery.begin_fit(
@@ -188,7 +191,7 @@ class HyperPodStrategy(SavingStrategy):
                     seed=self.config.random_seed,
                     device=self.root_device,
                     snapshot_group=self._snapshot_group,
-                    save=self._save_before_end,
+                    save=self._save_again,
                 )
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -198,6 +201,9 @@ class HyperPodStrategy(SavingStrategy):
         """Run the module's step; the loss may be computed from logits that are split over the vocabulary."""
         if self._recovery is not None:
             self._recovery.seed()
+        if self._drops_gradients and self._begins_window:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
         with loss_parallel_context(self.config):
             return super().training_step(*args, **kwargs)
 
@@ -265,6 +271,12 @@ class HyperPodStrategy(SavingStrategy):
     def _unsynchronised(self, closure: Callable[[], Any]) -> Any:
         with self.block_backward_sync():
             return closure()
+
+    @property
+    def _begins_window(self) -> bool:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     @property
     def _accumulates(self) -> bool:
@@ -345,8 +357,16 @@ class HyperPodStrategy(SavingStrategy):
         return bool(votes)
 
     @override
+    def on_train_end(self) -> None:
+        """Nobody leaves before all have come through the hooks at the end."""
+        if self._recovery is not None and self._recovery.is_fitting:
+            self.barrier()
+
+    @override
     def teardown(self) -> None:
         """Wait for a checkpoint that is still being written."""
+        if self._recovery is not None and self.lightning_module is not None:
+            self._recovery.finish(self.lightning_module.trainer)
         try:
             self._checkpoints.close()
         finally:

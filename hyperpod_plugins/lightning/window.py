@@ -20,7 +20,7 @@ from hyperpod_plugins.recovery import RecoveryPlan, TrainingState
 class Window:
     """The `Subject` of a Trainer's transactions."""
 
-    def __init__(self, trainer: Trainer, state: TrainingState, save: Callable[[dict[str, Any]], str]) -> None:
+    def __init__(self, trainer: Trainer, state: TrainingState, save: Callable[[dict[str, Any], str], str]) -> None:
         self._trainer = trainer
         self._state = state
         self._save = save
@@ -116,9 +116,9 @@ class Window:
         if self.entered_with:
             give_hyperparameters(read_trainer(self.entered_with), self._state.optimizers)
 
-    def save(self, step: int) -> str:
+    def save(self, path: str) -> str:
         """Write the state at the beginning of this step as a checkpoint that `fit` can go on from."""
-        return self._save(as_checkpoint(read_trainer(self.describe())))
+        return self._save(as_checkpoint(read_trainer(self.describe())), path)
 
     def _logged(self) -> dict[str, Any]:
         return self._trainer.fit_loop.epoch_loop._results

@@ -50,6 +50,8 @@ class Arrival:
     """Steps of which it has a snapshot of the rank whose buddy it is."""
     ends: str = ""
     """Why the job must not go on, where this process says so: all save what they have, and end."""
+    owes: str = ""
+    """Path of a checkpoint of the committed step that was interrupted."""
 
     def to_dict(self) -> dict[str, Any]:
         """For the ledger."""
@@ -83,6 +85,8 @@ class RecoveryPlan:
     """Whether all ranks take their state from snapshots, those with a source after it has sent them theirs."""
     ends: str = ""
     """Why the job ends here instead of going on; empty where it goes on."""
+    owes: str = ""
+    """Path of a checkpoint that was interrupted, and is to be written again before the job goes on."""
 
     @property
     def rung(self) -> Rung:
@@ -103,6 +107,7 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
     held = {rank: each for rank, each in arrivals.items() if each.has_state}
     step = max((each.committed for each in held.values()), default=NO_STATE)
     ends = next((each.ends for _, each in sorted(arrivals.items()) if each.ends), "")
+    owes = next((each.owes for _, each in sorted(arrivals.items()) if each.owes), "")
     behind = {rank for rank, each in held.items() if each.committed < step}
     roll_forward = {rank for rank in behind if held[rank].prepared == step}
     whole = [rank for rank in held if rank not in behind or rank in roll_forward]
@@ -115,7 +120,7 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
         source = min(candidates, key=lambda other: (load[other], other))
         load[source] += 1
         sources[rank] = source
-    return RecoveryPlan(step=step, roll_forward=tuple(sorted(roll_forward)), sources=sources, ends=ends)
+    return RecoveryPlan(step=step, roll_forward=tuple(sorted(roll_forward)), sources=sources, ends=ends, owes=owes)
 
 
 def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:

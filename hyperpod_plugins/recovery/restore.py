@@ -42,8 +42,8 @@ class TrainingState:
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def checksum(self) -> int:
-        """CRC-32 of every tensor's bytes, in order; equal on replicas of one shard."""
-        return _checksum(self._tensors().values())
+        """CRC-32 of every tensor's bytes, in the order of their names; equal on replicas of one shard."""
+        return _checksum(tensor for _, tensor in sorted(self._tensors().items()))
 
     def header(self) -> bytes:
         """What the tensors are, and what optimizers hold beside them, to be read with `weights_only`."""
@@ -135,7 +135,7 @@ class TrainingState:
         for index, optimizer in enumerate(self.optimizers):
             for name, tensor in optimizer_tensors(self.model, optimizer).items():
                 found[f"optimizer.{index}.{name}"] = _local(tensor)
-        return dict(sorted(found.items()))  # an optimizer's own order depends on whether its state was loaded
+        return found
 
     def _make_state(self, index: int, optimizer: Optimizer, header: dict[str, Any]) -> None:
         parameters = dict(self.model.named_parameters())

@@ -53,8 +53,15 @@ class Subject(Protocol):
         """Give this rank's state to those whose source it is, or take it from one's own source."""
         ...
 
-    def save(self, step: int) -> str:
-        """Write a persistent checkpoint, on all ranks together, before the job ends; returns its path."""
+    def save(self, path: str) -> str:
+        """Write a persistent checkpoint, on all ranks together.
+
+        Args:
+            path: empty for the place of a checkpoint that is written before the job ends.
+
+        Returns:
+            The path.
+        """
         ...
 
 
@@ -87,6 +94,8 @@ class StepTransaction:
         self._has_reentered = member.committed != NO_STATE
         self.has_left_step = False
         """Whether this rank gave up its place in a step, for others were outside of one."""
+        self.owes = ""
+        """Path of a checkpoint of this step that was interrupted; it is written when all ranks are there again."""
         if member.committed == NO_STATE and not member.job.is_newcomer:
             member.committed = 0
 
@@ -217,6 +226,7 @@ class StepTransaction:
                 snapshots=() if self._snapshots is None else self._snapshots.own_steps,
                 ward_snapshots=() if self._snapshots is None else self._snapshots.ward_steps,
                 ends=ends,
+                owes=self.owes,
             )
             try:
                 formed = member.join_next(arrival, lambda number, d=description: self._tell(number, d))
@@ -238,12 +248,11 @@ class StepTransaction:
                 self._subject.undo()
             try:
                 self._restore(plan, formed)
-                if plan.ends:
-                    self._end(plan, ends, error)
+                self._settle(plan, ends, error)
             except PeerLost:
                 continue
             break
-        member.committed, self._prepared, self._has_reentered = plan.step, NO_STATE, False
+        member.committed, self._prepared, self._has_reentered, self.owes = plan.step, NO_STATE, False, ""
         repair = Repair(
             incident=incident,
             step=plan.step,
@@ -299,7 +308,9 @@ class StepTransaction:
     def _leave_step(self, outside: PeersOutside, commit: Callable[[], object] | None) -> None:
         """Commit what others have committed, before this rank enters the loops again."""
         halt = self._member.wait_for_stops(outside.number)
-        if commit is not None and halt.step == self._prepared:
+        if commit is None:
+            return  # nothing was computed since the last commit
+        if halt.step == self._prepared:
             self._finish(commit)
         else:
             self._subject.undo()
@@ -310,6 +321,13 @@ class StepTransaction:
         except StateLost as lost:
             self._member.begin_again(lost)
 
+    def _settle(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> None:
+        """Write the checkpoint that was interrupted, and end where the job must not go on."""
+        if plan.owes and not plan.is_return:
+            self._save(plan.step, plan.owes)
+        if plan.ends:
+            self._end(plan, ends, error)
+
     def _end(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> NoReturn:
         """Save what all ranks hold, for they are complete once more, and end.
 
@@ -317,16 +335,8 @@ class StepTransaction:
             PeerLost: somebody was lost meanwhile.
             RecoveryError: or the exception of the program that ends the job.
         """
-        saved = ""
-        if plan.step and not plan.is_return:
-            try:
-                saved = f"; step {plan.step} was saved as {self._subject.save(plan.step)}"
-            except PeerLost:
-                raise
-            except Exception:  # the job's own error is the one to show
-                log.exception(
-                    "the checkpoint of step %d, the last before the job ends, could not be written", plan.step
-                )
+        path = self._save(plan.step, "") if plan.step and not plan.is_return else ""
+        saved = f"; step {plan.step} was saved as {path}" if path else ""
         if not ends:
             self._member.follow()
         record(
@@ -336,6 +346,16 @@ class StepTransaction:
         if error is not None:
             raise error
         raise RecoveryError(f"{ends}. Look at the logs of the lost ranks; the step itself may kill them.")
+
+    def _save(self, step: int, path: str) -> str:
+        """Write a checkpoint now that all ranks have their state; returns its path, empty where that failed."""
+        try:
+            return self._subject.save(path)
+        except PeerLost:
+            raise
+        except Exception:  # what the job goes on with, or ends with, is not this
+            log.exception("the checkpoint of step %d could not be written", step)
+            return ""
 
     def _count(self, incident: Incident, error: Exception | None) -> str:
         """Why to stop, where the same step fails again and again: that is the program, not the machine."""

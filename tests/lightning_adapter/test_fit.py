@@ -303,6 +303,26 @@ def fit_sharded_by_the_module(options):
     return {"losses": module.losses, "state": whole_state(module.net)}
 
 
+def fit_that_looks_at_gradients(options, *, in_a_hook):
+    """Whether gradients of the step before are still there in the forward pass; a hook may want to see them."""
+
+    import lightning.pytorch as pl
+
+    class Looks(make_module_class()):
+        def training_step(self, batch, index):
+            self.seen.append(any(parameter.grad is not None for parameter in self.parameters()))
+            return super().training_step(batch, index)
+
+    class InAHook(pl.Callback):
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            pass
+
+    module = Looks()
+    module.seen = []
+    make_trainer(options, callbacks=[InAHook()] if in_a_hook else []).fit(module)
+    return {"losses": module.losses, "state": whole_state(module.net), "seen": module.seen}
+
+
 def fit_twice(options):
     """Two fits of one module and one strategy each: the second goes on with the parameters of the first."""
     module = make_module_class()()
@@ -324,6 +344,8 @@ CASES = {
     "by hand": fit_by_hand,
     "built late": fit_built_late,
     "sharded by the module": fit_sharded_by_the_module,
+    "gradients seen": partial(fit_that_looks_at_gradients, in_a_hook=True),
+    "gradients not seen": partial(fit_that_looks_at_gradients, in_a_hook=False),
     "twice": fit_twice,
 }
 
@@ -398,6 +420,14 @@ def test_frozen_and_unused_parameters_keep_their_values(results, layout):
     for name in ("tok_embeddings.weight", "layers.0.w1.bias", "unused.weight"):
         assert torch.equal(state[name], start[name])
     assert not torch.equal(state["layers.0.w1.weight"], start["layers.0.w1.weight"])
+
+
+@pytest.mark.spawns
+def test_gradients_are_dropped_before_the_forward_pass_unless_a_hook_may_look_at_them(results):
+    for found in of_every_rank(results, "hsdp 2x2", "gradients not seen"):
+        assert found["seen"] == [False] * NUM_STEPS
+    for found in of_every_rank(results, "hsdp 2x2", "gradients seen"):
+        assert found["seen"] == [False] + [True] * (NUM_STEPS - 1)
 
 
 @pytest.mark.spawns
