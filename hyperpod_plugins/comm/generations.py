@@ -29,6 +29,7 @@ def reform(
     store: Store,
     timeout_s: float,
     members: Mapping[str, Sequence[int]] | None = None,
+    is_last: bool = False,
 ) -> None:
     """Build new inner groups under all living groups, and mend the breaker. All members call it at the same time.
 
@@ -37,12 +38,16 @@ def reform(
         store: where the members meet; all name the same.
         timeout_s: longest wait for another member. Collectives keep the timeout of their group.
         members: global ranks of each group, by the name of its role; groups that are not named keep theirs.
+        is_last: leave groups that are not named as they are, without connections: what is left of the job only wants
+            to save before it ends.
 
     Raises:
         PeerLost: a member did not come. The groups are broken then; try again with a higher number.
     """
     rank = dist.get_rank()
     for name, group in live_groups().items():
+        if is_last and name not in (members or {}):
+            continue
         ranks = list((members or {}).get(name, dist.get_process_group_ranks(group)))
         try:
             _reconnect(group, generation, ranks.index(rank), ranks, store, timeout_s)

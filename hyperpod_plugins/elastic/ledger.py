@@ -2,26 +2,35 @@
 
     key                       value                             written by
     incarnation/RANK          number of the process in a place  the agent, before it starts one
+    replacements              how many processes were replaced  the agent, after that
+    replacement/NUMBER        RANK                              the agent, after that
     exit/RANK/INCARNATION     Incident                          the agent that saw the process end
     end/GENERATION            Incident                          whoever knows first (compare and set)
-    arrive/GENERATION/RANK    an arrival (JSON)                 each process that wants to be a member
-    plan/GENERATION           all arrivals (JSON)               whoever sees them complete (compare and set)
+    arrive/GENERATION/RANK    an arrival (text)                 each process that wants to be a member
+    arrived/GENERATION        how many have arrived             each of them, after that
+    plan/GENERATION           all arrivals (packed)             whoever sees them complete (compare and set)
     kill/NUMBER               "RANK INCARNATION"                whoever wants a stuck process ended
     beat/RANK                 JSON                              each process, about once a second
     value/NAME                bytes                             anybody
+    count/NAME                a counter                         anybody
 
 A generation is over when its `end` exists. The next one is formed by the first `plan`; both are written once and never
 changed, so everybody acts on the same. Nothing here decides; see `membership.py`.
+
+A call makes one to three requests of the store, however many ranks it is about, unless it says otherwise.
 """
 
 import contextlib
 import json
+import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from hyperpod_plugins.elastic import bulk
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.env import JobEnv
 
@@ -42,6 +51,8 @@ class Ledger:
         """Use `store`, whose keys belong to this job alone."""
         self._store = store
         self._kills_seen = 0
+        self._replacements_seen = 0
+        self._replaced: dict[int, int] = {}
 
     @classmethod
     def connect(cls, job: JobEnv, timeout_s: float = 30.0) -> Self:
@@ -70,12 +81,23 @@ class Ledger:
         return self._store.add(f"incarnation/{rank}", 0)
 
     def incarnations(self, ranks: Sequence[int]) -> list[int]:
-        """`incarnation` of several ranks."""
-        return [self.incarnation(rank) for rank in ranks]
+        """`incarnation` of several ranks; asks for those that have changed since the last call on this connection."""
+        total = self._store.add("replacements", 0)
+        keys = [f"replacement/{number}" for number in range(self._replacements_seen + 1, total + 1)]
+        found = bulk.read_all(self._store, keys)
+        if len(found) < len(keys):  # an agent is just about to say which rank it was, or was lost just then
+            return [self.incarnation(rank) for rank in ranks]
+        for rank in {int(text) for text in found.values()}:
+            self._replaced[rank] = self.incarnation(rank)
+        self._replacements_seen = total
+        return [self._replaced.get(rank, 0) for rank in ranks]
 
     def next_incarnation(self, rank: int) -> int:
         """Count one more process in this rank's place; what an earlier one said is void from now on."""
-        return self._store.add(f"incarnation/{rank}", 1)
+        incarnation = self._store.add(f"incarnation/{rank}", 1)
+        # In this order: who knows of the replacement finds the new number.
+        self._store.set(f"replacement/{self._store.add('replacements', 1)}", str(rank))
+        return incarnation
 
     def record_exit(self, incident: Incident) -> None:
         """Say how a process ended."""
@@ -110,23 +132,48 @@ class Ledger:
             generation += 1
         return generation
 
-    def arrive(self, generation: int, rank: int, arrival: Mapping[str, Any]) -> None:
-        """Say that this process wants to be a member of a generation."""
-        self._store.set(f"arrive/{generation}/{rank}", json.dumps(arrival))
+    def wait_planned(self, generation: int, timeout_s: float) -> bool:
+        """Wait until a generation has a plan, for at most `timeout_s` seconds; whether it has one."""
+        with contextlib.suppress(RuntimeError):  # a timeout; a lost connection shows in the next call
+            self._store.wait([f"plan/{generation}"], timedelta(seconds=timeout_s))
+        return self._store.check([f"plan/{generation}"])
 
-    def arrivals(self, generation: int, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Who has arrived so far."""
-        texts = {rank: self._read(f"arrive/{generation}/{rank}") for rank in ranks}
-        return {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+    def arrive(self, generation: int, rank: int, arrival: str) -> int:
+        """Say that this process wants to be a member of a generation, and what it brings.
 
-    def propose(self, generation: int, plan: Mapping[str, Any]) -> dict[str, Any]:
+        Returns:
+            How many have said so. When it is all ranks it is time to look; some may have been replaced since.
+        """
+        self._store.set(f"arrive/{generation}/{rank}", arrival)
+        return self._store.add(f"arrived/{generation}", 1)
+
+    def withdraw(self, generation: int, rank: int, arrival: str) -> None:
+        """Put an arrival that nobody waits for in the place of one's own."""
+        self._store.set(f"arrive/{generation}/{rank}", arrival)
+        self._store.add(f"arrived/{generation}", -1)
+
+    def num_arrived(self, generation: int) -> int:
+        """What the last to arrive was told."""
+        return self._store.add(f"arrived/{generation}", 0)
+
+    def all_arrived(self, generation: int, ranks: Sequence[int]) -> bool:
+        """Whether some process has arrived in the place of each rank."""
+        return self._store.check([f"arrive/{generation}/{rank}" for rank in ranks])
+
+    def arrivals(self, generation: int, ranks: Sequence[int]) -> dict[int, str]:
+        """Who has arrived so far; takes more requests where some have not."""
+        keys = {f"arrive/{generation}/{rank}": rank for rank in ranks}
+        return {keys[key]: text.decode() for key, text in bulk.read_all(self._store, list(keys)).items()}
+
+    def propose(self, generation: int, members: Mapping[int, str]) -> dict[int, str]:
         """Propose the members of a generation; returns the plan that counts, which is the first proposed."""
-        return json.loads(self._store.compare_set(f"plan/{generation}", "", json.dumps(plan)))
+        packed: Any = _pack(members)  # bytes are taken, too
+        return _unpack(self._store.compare_set(f"plan/{generation}", "", packed))
 
-    def plan(self, generation: int) -> dict[str, Any] | None:
-        """The plan of a generation, once there is one."""
-        text = self._read(f"plan/{generation}")
-        return None if text is None else json.loads(text)
+    def plan(self, generation: int) -> dict[int, str] | None:
+        """The plan of a generation, once there is one: what each member brings."""
+        packed = bulk.read(self._store, f"plan/{generation}")
+        return None if packed is None else _unpack(packed)
 
     # -- requests and news --------------------------------------------------------------------------------------
 
@@ -153,8 +200,8 @@ class Ledger:
 
     def beats(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         """What each process told last."""
-        texts = {rank: self._read(f"beat/{rank}") for rank in ranks}
-        return {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+        keys = {f"beat/{rank}": rank for rank in ranks}
+        return {keys[key]: json.loads(text) for key, text in bulk.read_all(self._store, list(keys)).items()}
 
     def put(self, name: str, value: bytes) -> None:
         """Leave a value for others."""
@@ -176,11 +223,38 @@ class Ledger:
 
     def find(self, name: str) -> bytes | None:
         """Read a value if it is there."""
-        return self._store.get(f"value/{name}") if self._store.check([f"value/{name}"]) else None
+        return bulk.read(self._store, f"value/{name}")
+
+    def has_all(self, names: Sequence[str]) -> bool:
+        """Whether all these values are there."""
+        return self._store.check([f"value/{name}" for name in names])
+
+    def find_all(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Read those values that are there, and that nobody forgets meanwhile; more requests where some are not."""
+        found = bulk.read_all(self._store, [f"value/{name}" for name in names])
+        return {key.removeprefix("value/"): value for key, value in found.items()}
+
+    def count(self, name: str, more: int = 0) -> int:
+        """Add to a counter, which begins at 0; returns what it is now."""
+        return self._store.add(f"count/{name}", more)
 
     def forget(self, name: str) -> None:
         """Drop a value that nobody needs any more."""
         self._store.delete_key(f"value/{name}")
 
     def _read(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        value = bulk.read(self._store, key)
+        return None if value is None else value.decode()
+
+
+def _pack(members: Mapping[int, str]) -> bytes:
+    """Most members bring the same, so: for each thing brought, who brings it."""
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, brought in sorted(members.items()):
+        ranks[brought].append(rank)
+    return zlib.compress(json.dumps(ranks).encode(), level=1)
+
+
+def _unpack(packed: bytes) -> dict[int, str]:
+    ranks: dict[str, list[int]] = json.loads(zlib.decompress(packed))
+    return {rank: brought for brought, those in ranks.items() for rank in those}

@@ -115,7 +115,7 @@ class TrainerRecovery:
         seed: int,
         device: torch.device,
         snapshot_group: dist.ProcessGroup | None,
-        save: Callable[[dict[str, Any], str], str],
+        save: Callable[[dict[str, Any], str, bool], str],
     ) -> None:
         """Make the transaction, once model and optimizers are there.
 
@@ -126,8 +126,8 @@ class TrainerRecovery:
             seed: of the random streams.
             device: of this rank.
             snapshot_group: group of all ranks for nothing but snapshots; None for no snapshots.
-            save: writes what Lightning collects for a checkpoint as a path, on all ranks together; the path may be
-                empty in an emergency.
+            save: writes what Lightning collects for a checkpoint as a path, on all ranks together, or alone; the path
+                may be empty in an emergency.
 
         Raises:
             ConfigError: manual optimization, whose steps cannot be run again.

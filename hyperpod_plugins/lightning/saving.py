@@ -40,29 +40,37 @@ class SavingStrategy(LaunchedStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a sharded checkpoint, a folder named `filepath`, on all ranks together."""
-        assert self.lightning_module is not None
         try:
-            self._checkpoints.save(
-                self.broadcast(filepath),
-                checkpoint,
-                module=self.lightning_module,
-                optimizers=self.optimizers,
-                storage_options=storage_options,
-            )
+            self._write(checkpoint, self.broadcast(filepath), storage_options)
         except PeerLost:
             if self._recovery is not None:
                 self._recovery.interrupted(str(filepath))
             raise
 
-    def _save_again(self, checkpoint: dict[str, Any], path: str) -> str:
-        """Write a checkpoint that was interrupted; without a path one beside the others, before the job ends."""
+    def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        assert self.lightning_module is not None
+        self._checkpoints.save(
+            path,
+            checkpoint,
+            module=self.lightning_module,
+            optimizers=self.optimizers,
+            storage_options=storage_options,
+        )
+
+    def _save_again(self, checkpoint: dict[str, Any], path: str, is_alone: bool) -> str:
+        """Write a checkpoint that was interrupted; without a path one beside the others, before the job ends.
+
+        Where only some ranks are left no group works but that of checkpoints, and each knows the path by itself.
+        """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         folders = [vars(callback).get("dirpath") for callback in trainer.checkpoint_callbacks]
         folder = Path(next((folder for folder in folders if folder), trainer.default_root_dir))
-        path = self.broadcast(path or str(folder / f"emergency-step={checkpoint['global_step']}.ckpt"))
+        path = path or str(folder / f"emergency-step={checkpoint['global_step']}.ckpt")
+        if not is_alone:
+            path = self.broadcast(path)
         parts = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": [{} for _ in self.optimizers]}
-        self.save_checkpoint({**checkpoint, **parts}, path)
+        self._write({**checkpoint, **parts}, path)
         self._checkpoints.wait()
         return path
 

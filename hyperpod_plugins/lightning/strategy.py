@@ -35,6 +35,7 @@ from hyperpod_plugins.lightning.module import (
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.lightning.saving import SavingStrategy
+from hyperpod_plugins.lightning.window import SAVING_GROUP
 from hyperpod_plugins.memory import delayed_init, materialize
 from hyperpod_plugins.memory.allocator import AllocatorWatch
 from hyperpod_plugins.parallel import (
@@ -139,7 +140,7 @@ class HyperPodStrategy(SavingStrategy):
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
         self._data_group = build_data_group(self._topology)
         if self._recovery is not None:  # a group that is made later would be missing in a newcomer
-            role = GroupRole("checkpoint", is_strict=True)
+            role = GroupRole(SAVING_GROUP, is_strict=True)
             self._checkpoints.group = new_axis_group(role, range(self.world_size))
             if self._recovery.options.snapshots(self._topology).every_steps:
                 role = GroupRole("snapshot", is_strict=True)

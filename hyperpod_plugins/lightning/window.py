@@ -16,11 +16,16 @@ from hyperpod_plugins.lightning.flavour import Trainer
 from hyperpod_plugins.lightning.trainer_state import as_checkpoint, describe_trainer, give_hyperparameters, read_trainer
 from hyperpod_plugins.recovery import RecoveryPlan, TrainingState
 
+SAVING_GROUP = "checkpoint"
+"""Name of the role of the group that checkpoints are written over."""
+
 
 class Window:
     """The `Subject` of a Trainer's transactions."""
 
-    def __init__(self, trainer: Trainer, state: TrainingState, save: Callable[[dict[str, Any], str], str]) -> None:
+    def __init__(
+        self, trainer: Trainer, state: TrainingState, save: Callable[[dict[str, Any], str, bool], str]
+    ) -> None:
         self._trainer = trainer
         self._state = state
         self._save = save
@@ -116,9 +121,11 @@ class Window:
         if self.entered_with:
             give_hyperparameters(read_trainer(self.entered_with), self._state.optimizers)
 
-    def save(self, path: str) -> str:
+    saving_group = SAVING_GROUP
+
+    def save(self, path: str, *, is_alone: bool) -> str:
         """Write the state at the beginning of this step as a checkpoint that `fit` can go on from."""
-        return self._save(as_checkpoint(read_trainer(self.describe())), path)
+        return self._save(as_checkpoint(read_trainer(self.describe())), path, is_alone)
 
     def _logged(self) -> dict[str, Any]:
         return self._trainer.fit_loop.epoch_loop._results

@@ -7,10 +7,10 @@ from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints
 from hyperpod_plugins.recovery.detect import HangPolicy
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.random import seed_micro_step, stream_seed
-from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned
+from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, Subject
 from hyperpod_plugins.recovery.restore import TrainingState
 from hyperpod_plugins.recovery.snapshot import Snapshot, SnapshotPolicy, Snapshots
-from hyperpod_plugins.recovery.step import StepTransaction, Subject
+from hyperpod_plugins.recovery.step import StepTransaction
 
 __all__ = [
     "Arrival",

@@ -1,21 +1,29 @@
-"""How processes agree on the members of the next generation: each arrives, and the first plan that is complete counts."""
+"""How processes agree on the members of the next generation: each arrives, and the first plan that is complete counts.
 
+[Note: who looks] To see whether all are there, somebody must read what each has said. With thousands of processes not
+all of them can, so each arrival is counted, and the one that finds the count full looks. The count says no more
+than that: it is too high where a process was replaced after it had arrived, and too low for the moment between
+an arrival and its count. Should nobody look who ought to (it died, it hangs), others do: whatever the count, a few
+of all those that wait look each second. Everybody else waits for the plan; see `doorbell.py`.
+"""
+
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import Action, MembershipPolicy, View, next_action
 from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
-from hyperpod_plugins.recovery.halt import has_stopped, members_before
+from hyperpod_plugins.recovery.doorbell import Doorbell
+from hyperpod_plugins.recovery.farewell import follow
+from hyperpod_plugins.recovery.halt import has_stopped, is_outside, members_before
+from hyperpod_plugins.recovery.pace import pause_s, turn_s
 
 log = logging.getLogger(__name__)
-_POLL_S = 0.004
-_FAREWELL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +32,15 @@ class Generation:
 
     number: int
     arrivals: Mapping[int, Arrival]
+
+
+class NobodyCame(RecoveryTimeout):
+    """Those that are left know of each other, and that the others do not come."""
+
+    def __init__(self, formed: Generation, cause: str) -> None:
+        super().__init__(cause)
+        self.formed = formed
+        """Of some ranks only, whose groups have no connections."""
 
 
 class PeersOutside(PeerLost):
@@ -43,14 +60,16 @@ class Assembly:
     def __init__(
         self,
         ledger: Ledger,
+        doorbell: Doorbell,
         *,
         rank: int,
         world_size: int,
         policy: MembershipPolicy,
         patience_s: Callable[[], float],
     ) -> None:
-        """Use `ledger`; a survivor that does not come within `patience_s()` seconds is taken for stuck."""
+        """Use `ledger` in the thread that waits; a survivor that does not come for `patience_s()` seconds is stuck."""
         self._ledger = ledger
+        self._doorbell = doorbell
         self._rank = rank
         self._world_size = world_size
         self._policy = policy
@@ -66,68 +85,108 @@ class Assembly:
             began_s: when it began to wait, on the monotonic clock.
 
         Raises:
-            RecoveryTimeout: somebody did not come in time.
+            NobodyCame: the others did not come in time.
             PeersOutside: this process waits in a step, and another one was outside.
-            RecoveryError: another process has given up.
+            RecoveryError: another process has given up, or has taken this one's place.
         """
-        ledger, ranks = self._ledger, range(self._world_size)
-        ledger.arrive(number, self._rank, arrival.to_dict())
-        while True:
-            if ledger.ended(number) is not None:
-                return None
+        ledger = self._ledger
+        if ledger.incarnation(self._rank) > arrival.incarnation:
+            raise self._replaced()
+        count = ledger.arrive(number, self._rank, to_text(arrival))
+        look_s = time.monotonic() if count >= self._world_size else time.monotonic() + turn_s(self._rank, count)
+        while ledger.ended(number) is None:
             plan = ledger.plan(number)
+            now_s = time.monotonic()
             if plan is None:
-                self._chase(number, time.monotonic() - began_s)
-                if (given_up := ledger.find(GAVE_UP_KEY)) is not None:
-                    self._follow(Incident.from_json(given_up))
-                if arrival.in_step and arrival.has_state and ledger.find(f"outside/{number}") is not None:
-                    gone = replace(arrival, incarnation=NO_STATE)  # it comes again, and as another
-                    ledger.arrive(number, self._rank, gone.to_dict())
-                    raise PeersOutside(number)
-                expected = dict(zip(ranks, ledger.incarnations(ranks), strict=True))
-                arrived = ledger.arrivals(number, ranks)
-                view = View(
-                    expected=expected,
-                    arrived={rank: each["incarnation"] for rank, each in arrived.items()},
-                    waited_s=time.monotonic() - began_s,
-                )
-                action = next_action(view, self._policy)
-                if action is Action.FORM:
-                    plan = ledger.propose(number, {str(rank): arrived[rank] for rank in ranks})
-                elif action is Action.GIVE_UP:
-                    raise RecoveryTimeout(
-                        f"generation {number} could not be formed within {self._policy.replacement_timeout_s:.0f} s: "
-                        f"nobody came for the ranks {list(view.missing)}. See why their agents could not start a "
-                        "process, or allow more time with replacement_timeout_s."
-                    )
+                self._heed(number, arrival)
+                if now_s >= look_s or now_s - began_s > self._policy.replacement_timeout_s:
+                    plan = self._look(number, now_s - began_s)
+                    look_s = now_s + turn_s(self._rank, ledger.num_arrived(number))
             if plan is not None:
-                arrivals = {int(rank): Arrival.from_dict(each) for rank, each in plan.items()}
-                mine = arrivals[self._rank]
-                if (mine.incarnation, mine.committed) == (arrival.incarnation, arrival.committed):
-                    return Generation(number=number, arrivals=arrivals)
-                cause = "the plan names a process as it was before"
-                ledger.end(number, Incident(kind="request", cause=cause, reporter=f"rank {self._rank}"))
+                return self._accept(number, arrival, plan)
+            self._doorbell.wait(number, pause_s(self._rank, self._world_size, now_s - began_s))
+        return None
+
+    def _heed(self, number: int, arrival: Arrival) -> None:
+        """Leave if there will be no generation, or none that begins in a step."""
+        ledger = self._ledger
+        if ledger.find(GAVE_UP_KEY) is not None:
+            follow(ledger)
+        if arrival.in_step and arrival.has_state and is_outside(ledger, number):
+            # It comes again, and as another.
+            ledger.withdraw(number, self._rank, to_text(replace(arrival, incarnation=NO_STATE)))
+            raise PeersOutside(number)
+
+    def _look(self, number: int, waited_s: float) -> Mapping[int, str] | None:
+        """Read who is there, if that may be all, or if it is time to do without somebody; the plan if all are."""
+        ledger, ranks = self._ledger, range(self._world_size)
+        is_late = waited_s > min(self._policy.replacement_timeout_s, self._patience_s())
+        if not is_late and not ledger.all_arrived(number, ranks):
+            return None
+        expected = dict(zip(ranks, ledger.incarnations(ranks), strict=True))
+        said = ledger.arrivals(number, ranks)
+        arrived = {rank: each.incarnation for rank, each in from_texts(said).items()}
+        view = View(expected=expected, arrived=arrived, waited_s=waited_s)
+        match next_action(view, self._policy):
+            case Action.FORM:
+                return ledger.propose(number, said)
+            case Action.GIVE_UP:
+                cause = (
+                    f"generation {number} could not be formed within {self._policy.replacement_timeout_s:.0f} s: "
+                    f"nobody came for the ranks {list(view.missing)}. See why their agents could not start a "
+                    "process, or allow more time with replacement_timeout_s."
+                )
+                there = {rank: each for rank, each in from_texts(said).items() if rank not in view.missing}
+                return ledger.propose(
+                    number, {rank: to_text(replace(each, ends=cause)) for rank, each in there.items()}
+                )
+            case Action.WAIT:
+                self._chase(number, view)
                 return None
-            time.sleep(_POLL_S)
 
-    def _follow(self, giver: Incident) -> NoReturn:
-        """End after the process that gave up, so that its own error is the one that the launcher shows."""
-        deadline_s = time.monotonic() + _FAREWELL_S
-        while self._ledger.exit_of(giver.rank, giver.incarnation) is None and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-        raise RecoveryError(f"the job has given up: {giver}")
+    def _accept(self, number: int, arrival: Arrival, plan: Mapping[int, str]) -> Generation | None:
+        """Take part in a plan, unless it names what this process was before it came again."""
+        arrivals = from_texts(plan)
+        if self._rank not in arrivals:
+            raise RecoveryError("the job ends: the others have waited for this process for too long")
+        mine = arrivals[self._rank]
+        if (mine.incarnation, mine.committed) == (arrival.incarnation, arrival.committed):
+            formed = Generation(number=number, arrivals=arrivals)
+            if len(arrivals) < self._world_size:
+                raise NobodyCame(formed, mine.ends)
+            return formed
+        if mine.incarnation > arrival.incarnation:
+            raise self._replaced()
+        cause = "the plan names a process as it was before"
+        self._ledger.end(number, Incident(kind="request", cause=cause, reporter=f"rank {self._rank}"))
+        return None
 
-    def _chase(self, number: int, waited_s: float) -> None:
+    def _replaced(self) -> RecoveryError:
+        return RecoveryError(
+            f"another process has taken the place of rank {self._rank}, whose node was silent for too long. This one "
+            "ends; nothing is to be done."
+        )
+
+    def _chase(self, number: int, view: View) -> None:
         """Ask for the end of survivors that do not come to be repaired: stopped, or stuck where nothing wakes them."""
         limit_s, ledger = self._patience_s(), self._ledger
-        if waited_s < limit_s or time.monotonic() < self._next_chase_s:
+        if view.waited_s < limit_s or time.monotonic() < self._next_chase_s:
             return
         self._next_chase_s = time.monotonic() + limit_s
         before = members_before(ledger, number)
-        arrived = ledger.arrivals(number, range(self._world_size))
-        for rank in range(self._world_size):
-            incarnation = ledger.incarnation(rank)
+        for rank, incarnation in view.expected.items():
             is_survivor = incarnation == before.get(rank, 0)
-            if is_survivor and rank not in arrived and not has_stopped(ledger, number, rank):
+            if is_survivor and rank not in view.arrived and not has_stopped(ledger, number, rank):
                 log.warning("rank %d does not come to be repaired within %.0f s: it is replaced", rank, limit_s)
                 ledger.ask_to_kill(rank, incarnation)
+
+
+def to_text(arrival: Arrival) -> str:
+    """For the ledger; what is equal has the same text."""
+    return json.dumps(arrival.to_dict())
+
+
+def from_texts(texts: Mapping[int, str]) -> dict[int, Arrival]:
+    """Inverse of `to_text`; most are equal, and those are read once."""
+    known = {text: Arrival.from_dict(json.loads(text)) for text in set(texts.values())}
+    return {rank: known[text] for rank, text in texts.items()}

@@ -104,13 +104,9 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
     Raises:
         StateLost: a rank's state lives nowhere, and there is no snapshot to which all can return.
     """
-    held = {rank: each for rank, each in arrivals.items() if each.has_state}
-    step = max((each.committed for each in held.values()), default=NO_STATE)
+    step, roll_forward, whole = _common_step(arrivals)
     ends = next((each.ends for _, each in sorted(arrivals.items()) if each.ends), "")
     owes = next((each.owes for _, each in sorted(arrivals.items()) if each.owes), "")
-    behind = {rank for rank, each in held.items() if each.committed < step}
-    roll_forward = {rank for rank in behind if held[rank].prepared == step}
-    whole = [rank for rank in held if rank not in behind or rank in roll_forward]
     load: Counter[int] = Counter()
     sources: dict[int, int] = {}
     for rank in sorted(set(arrivals) - set(whole)):
@@ -120,7 +116,26 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
         source = min(candidates, key=lambda other: (load[other], other))
         load[source] += 1
         sources[rank] = source
-    return RecoveryPlan(step=step, roll_forward=tuple(sorted(roll_forward)), sources=sources, ends=ends, owes=owes)
+    return RecoveryPlan(step=step, roll_forward=roll_forward, sources=sources, ends=ends, owes=owes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Farewell:
+    """What those that are left save before the job ends, because nobody came for the others."""
+
+    step: int
+    """Steps that the saved state has committed."""
+    roll_forward: tuple[int, ...]
+    """Ranks that commit the step that they voted for."""
+    savers: tuple[int, ...]
+    """Ranks that hold the state after that step; none if a shard is held by nobody, so that nothing can be saved."""
+
+
+def plan_farewell(arrivals: Mapping[int, Arrival], topology: Topology) -> Farewell:
+    """Choose the common step of those that are left, and see whether together they hold every shard."""
+    step, roll_forward, whole = _common_step(arrivals)
+    is_held = all({rank, *topology.replicas_of(rank)} & set(whole) for rank in range(topology.world_size))
+    return Farewell(step=step, roll_forward=roll_forward, savers=tuple(whole) if is_held else ())
 
 
 def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
@@ -130,6 +145,15 @@ def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
     if not any(own.values()):
         return NO_STATE
     return max(restorable_steps(own, kept, buddies(topology)), default=NO_STATE)
+
+
+def _common_step(arrivals: Mapping[int, Arrival]) -> tuple[int, tuple[int, ...], list[int]]:
+    """Steps that anybody has committed, who commits the last of them now, and who has that state then."""
+    held = {rank: each for rank, each in sorted(arrivals.items()) if each.has_state}
+    step = max((each.committed for each in held.values()), default=NO_STATE)
+    behind = {rank for rank, each in held.items() if each.committed < step}
+    roll_forward = tuple(rank for rank in held if rank in behind and held[rank].prepared == step)
+    return step, roll_forward, [rank for rank in held if rank not in behind or rank in roll_forward]
 
 
 def _return_to_snapshot(

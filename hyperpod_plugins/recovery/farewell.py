@@ -33,13 +33,13 @@ def begin_again(ledger: Ledger, job: JobEnv, rank: int, lost: StateLost) -> NoRe
     raise lost
 
 
-def follow(ledger: Ledger) -> NoReturn:
+def follow(ledger: Ledger, patience_s: float = _FAREWELL_S) -> NoReturn:
     """End after the process that gives up, so that its own error is the one that the launcher shows.
 
     Raises:
         RecoveryError: always.
     """
-    deadline_s = time.monotonic() + _FAREWELL_S
+    deadline_s = time.monotonic() + patience_s
     giver: Incident | None = None
     while time.monotonic() < deadline_s:
         given_up = ledger.find(GAVE_UP_KEY)

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -23,12 +23,14 @@ from hyperpod_plugins.observability import EventFile, listen
 from hyperpod_plugins.recovery.assembly import Assembly, Generation
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
 from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, diagnose
+from hyperpod_plugins.recovery.doorbell import Doorbell
 from hyperpod_plugins.recovery.farewell import begin_again, follow
 from hyperpod_plugins.recovery.halt import Halt, Stops
 
 log = logging.getLogger(__name__)
 _REFORM_TIMEOUT_S = 20.0
 _BEAT_S = 1.0
+_APART_S = 0.01
 _LISTEN_S = 365 * 86400.0  # the wait costs nothing, and torch warns of each one that times out
 
 
@@ -62,7 +64,12 @@ class Member:
         self._told: Incident | None = None
         self._stops = Stops(self.ledger, rank=rank, incarnation=job.incarnation, world_size=world_size, policy=policy)
         self._assembly = Assembly(
-            self.ledger, rank=rank, world_size=world_size, policy=policy, patience_s=self._patience_s
+            self.ledger,
+            Doorbell(lambda: Ledger.connect(job)),
+            rank=rank,
+            world_size=world_size,
+            policy=policy,
+            patience_s=self._patience_s,
         )
         self._changed = threading.Condition()
         self._is_leaving = self._is_joining = False
@@ -106,9 +113,23 @@ class Member:
         mine = Incident(kind="exception", cause=cause, rank=self.rank, incarnation=self.job.incarnation)
         self.ledger.put(GAVE_UP_KEY, mine.to_json().encode())
 
-    def follow(self) -> NoReturn:
-        """End after the process that gives up."""
-        follow(self.ledger)
+    def follow(self, patience_s: float = 10.0) -> NoReturn:
+        """End after the process that gives up, which may take it `patience_s` seconds."""
+        follow(self.ledger, patience_s)
+
+    def gather(self, number: int, group: str, ranks: Sequence[int]) -> None:
+        """Connect some members of one group, by the name of its role, for a last save; all others stay apart.
+
+        Raises:
+            PeerLost: one of them did not come.
+        """
+        reform(
+            number,
+            store=self.meeting_store(),
+            timeout_s=_REFORM_TIMEOUT_S,
+            members={group: ranks},
+            is_last=True,
+        )
 
     def begin_again(self, lost: StateLost) -> NoReturn:
         """Have all processes started again from the last checkpoint."""
@@ -124,7 +145,7 @@ class Member:
             stopped: called with the number of each generation that is tried, before this process arrives there.
 
         Raises:
-            RecoveryTimeout: somebody did not come in time.
+            NobodyCame: the others did not come in time.
             PeersOutside: this process waits in a step, and another one was outside.
             RecoveryError: another process has given up.
         """
@@ -224,11 +245,10 @@ class Member:
     def _tell(self) -> None:
         """Say about once a second where this process is, and look whether somebody keeps it waiting."""
         try:
-            ledger = Ledger.connect(self.job)
             while not self._is_leaving:
                 own = self._beat()
-                ledger.beat(self.rank, own.to_dict())
-                self._look_after(ledger, own)
+                self._reports.beat(self.rank, own.to_dict())
+                self._look_after(own)
                 time.sleep(_BEAT_S)
         except dist.DistError as error:
             self._lost_store(error)
@@ -246,18 +266,19 @@ class Member:
             at_s=time.time(),
         )
 
-    def _look_after(self, ledger: Ledger, own: Beat) -> None:
+    def _look_after(self, own: Beat) -> None:
         """End the generation, and the process that hangs, if this rank has waited for it too long."""
         limit_s = self.step_times.limit_s(self.hangs)
-        if not own.waits_for or own.waited_s <= min(limit_s, self.hangs.outside_s):
+        turn_s = self.rank * _APART_S  # the first to look ends the wait of all
+        if not own.waits_for or own.waited_s <= min(limit_s, self.hangs.outside_s) + turn_s:
             return
-        beats = {rank: Beat.from_dict(each) for rank, each in ledger.beats(range(self.world_size)).items()}
+        beats = {rank: Beat.from_dict(each) for rank, each in self._reports.beats(range(self.world_size)).items()}
         for suspect in diagnose(beats, own, limit_s, self.hangs, time.time()):
             incident = Incident(
                 kind="hang", cause=suspect.cause, rank=suspect.rank, incarnation=suspect.incarnation, step=own.committed
             )
             if self._end(own.generation, incident).reporter == f"rank {self.rank}":
-                ledger.ask_to_kill(suspect.rank, suspect.incarnation)
+                self._reports.ask_to_kill(suspect.rank, suspect.incarnation)
 
     def _patience_s(self) -> float:
         return max(self.step_times.limit_s(self.hangs), self.hangs.floor_s)

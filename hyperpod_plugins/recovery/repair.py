@@ -1,6 +1,7 @@
-"""The words of the story in `step.py`: when to stop trying, what was repaired, what calls the loops back."""
+"""The words of the story in `step.py`: what is trained, when to stop trying, what was repaired, what calls back."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from hyperpod_plugins.elastic import Incident
 from hyperpod_plugins.errors import ConfigError, PeerLost
@@ -88,3 +89,38 @@ class Returned(PeerLost):
             f"step {plan.step}, and {plan.steps_lost} steps are to be run again. The strategy enters the loops again "
             "from there; a loop of your own goes on with the data of that step."
         )
+
+
+class Subject(Protocol):
+    """What is trained, as far as a transaction must know it."""
+
+    def begin(self, step: int) -> None:
+        """Remember, until the step is committed, whatever `compute` changes beside gradients."""
+        ...
+
+    def undo(self) -> None:
+        """Drop gradients, and put back what `begin` remembered: as if `compute` had never run."""
+        ...
+
+    def describe(self) -> bytes:
+        """What newcomers need before they can come: loops, schedulers, the data position."""
+        ...
+
+    def restore(self, plan: RecoveryPlan, rank: int) -> None:
+        """Give this rank's state to those whose source it is, or take it from one's own source."""
+        ...
+
+    saving_group: str
+    """Name of the role of the group over which `save` works."""
+
+    def save(self, path: str, *, is_alone: bool) -> str:
+        """Write a persistent checkpoint, on all ranks together.
+
+        Args:
+            path: empty for the place of a checkpoint that is written before the job ends.
+            is_alone: only some ranks are left, and no group but `saving_group` works.
+
+        Returns:
+            The path.
+        """
+        ...

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,49 +20,26 @@ import torch.distributed as dist
 from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.elastic import Incident
 from hyperpod_plugins.elastic.ledger import BEGUN_KEY
-from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout, StateLost
-from hyperpod_plugins.observability import Event, record
+from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
+from hyperpod_plugins.observability import record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.assembly import Generation, PeersOutside
-from hyperpod_plugins.recovery.assign import NO_STATE, Arrival, RecoveryPlan, newest_snapshot, plan_recovery
+from hyperpod_plugins.recovery.assembly import Generation, NobodyCame, PeersOutside
+from hyperpod_plugins.recovery.assign import (
+    NO_STATE,
+    Arrival,
+    RecoveryPlan,
+    newest_snapshot,
+    plan_farewell,
+    plan_recovery,
+)
+from hyperpod_plugins.recovery.ending import Ending
 from hyperpod_plugins.recovery.member import Member
-from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned
+from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, Subject
 from hyperpod_plugins.recovery.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Subject(Protocol):
-    """What is trained, as far as a transaction must know it."""
-
-    def begin(self, step: int) -> None:
-        """Remember, until the step is committed, whatever `compute` changes beside gradients."""
-        ...
-
-    def undo(self) -> None:
-        """Drop gradients, and put back what `begin` remembered: as if `compute` had never run."""
-        ...
-
-    def describe(self) -> bytes:
-        """What newcomers need before they can come: loops, schedulers, the data position."""
-        ...
-
-    def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Give this rank's state to those whose source it is, or take it from one's own source."""
-        ...
-
-    def save(self, path: str) -> str:
-        """Write a persistent checkpoint, on all ranks together.
-
-        Args:
-            path: empty for the place of a checkpoint that is written before the job ends.
-
-        Returns:
-            The path.
-        """
-        ...
 
 
 class StepTransaction:
@@ -86,6 +63,7 @@ class StepTransaction:
         self._device = device
         self._on_repair = on_repair
         self._snapshots = snapshots
+        self._ending = Ending(member, subject)
         self._prepared = NO_STATE
         self._commit: Callable[[], object] | None = None
         self._has_begun = self._has_told = False
@@ -234,9 +212,8 @@ class StepTransaction:
                 self._leave_step(outside, commit)
                 self.has_left_step = True
                 raise
-            except RecoveryTimeout as late:
-                member.give_up(ends or str(late))
-                raise error if ends and error is not None else late from None
+            except NobodyCame as late:
+                self._part(late, error, commit)
             assembled_s = time.time()
             plan = self._plan(formed)
             incident = member.first_cause(incident, plan.sources)
@@ -321,41 +298,22 @@ class StepTransaction:
         except StateLost as lost:
             self._member.begin_again(lost)
 
+    def _part(self, late: NobodyCame, error: Exception | None, commit: Callable[[], R] | None) -> NoReturn:
+        """End, since nobody comes for those that are lost; those that are left have their common step before."""
+        plan = plan_farewell(late.formed.arrivals, self._topology)
+        if self._member.rank in plan.roll_forward:
+            assert commit is not None
+            self._finish(commit)
+        elif commit is not None:
+            self._subject.undo()
+        self._ending.part(late, plan, error)
+
     def _settle(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> None:
         """Write the checkpoint that was interrupted, and end where the job must not go on."""
         if plan.owes and not plan.is_return:
-            self._save(plan.step, plan.owes)
+            self._ending.save(plan.step, plan.owes)
         if plan.ends:
-            self._end(plan, ends, error)
-
-    def _end(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> NoReturn:
-        """Save what all ranks hold, for they are complete once more, and end.
-
-        Raises:
-            PeerLost: somebody was lost meanwhile.
-            RecoveryError: or the exception of the program that ends the job.
-        """
-        path = self._save(plan.step, "") if plan.step and not plan.is_return else ""
-        saved = f"; step {plan.step} was saved as {path}" if path else ""
-        if not ends:
-            self._member.follow()
-        record(
-            Event(name="recovery.stop", at_s=time.time(), details={"cause": ends, "step": plan.step, "saved": saved})
-        )
-        self._member.give_up(ends + saved)
-        if error is not None:
-            raise error
-        raise RecoveryError(f"{ends}. Look at the logs of the lost ranks; the step itself may kill them.")
-
-    def _save(self, step: int, path: str) -> str:
-        """Write a checkpoint now that all ranks have their state; returns its path, empty where that failed."""
-        try:
-            return self._subject.save(path)
-        except PeerLost:
-            raise
-        except Exception:  # what the job goes on with, or ends with, is not this
-            log.exception("the checkpoint of step %d could not be written", step)
-            return ""
+            self._ending.end(plan, ends, error)
 
     def _count(self, incident: Incident, error: Exception | None) -> str:
         """Why to stop, where the same step fails again and again: that is the program, not the machine."""

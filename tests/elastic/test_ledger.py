@@ -39,11 +39,12 @@ def test_the_first_word_on_a_generation_counts(job):
 
 def test_the_first_plan_counts(job):
     def propose(number):
-        return Ledger.connect(job).propose(1, {"0": {"incarnation": number}})
+        return Ledger.connect(job).propose(1, {0: f"proposed by {number}", 1: "proposed by all"})
 
     with ThreadPoolExecutor(8) as pool:
         plans = list(pool.map(propose, range(8)))
     assert all(plan == plans[0] for plan in plans)
+    assert plans[0].keys() == {0, 1}
     assert Ledger.connect(job).plan(1) == plans[0]
 
 
@@ -80,12 +81,73 @@ def test_incarnations_and_exits(ledger):
     assert ledger.exit_of(1, 2) is None
 
 
-def test_an_arrival_can_be_replaced(ledger):
-    ledger.arrive(4, 0, {"incarnation": 0})
-    ledger.arrive(4, 1, {"incarnation": 3})
-    ledger.arrive(4, 0, {"incarnation": -1})
-    assert ledger.arrivals(4, range(3)) == {0: {"incarnation": -1}, 1: {"incarnation": 3}}
+def test_every_reader_learns_of_each_replacement(job):
+    agent, readers = Ledger.connect(job), [Ledger.connect(job) for _ in range(2)]
+    assert readers[0].incarnations(range(4)) == [0, 0, 0, 0]
+    agent.next_incarnation(2)
+    assert readers[0].incarnations([2, 3]) == [1, 0]
+    agent.next_incarnation(2)
+    agent.next_incarnation(0)
+    for reader in readers:
+        assert reader.incarnations(range(4)) == [1, 0, 2, 0]
+        assert reader.incarnations([2]) == [2]
+
+
+def test_a_replacement_that_an_agent_could_not_tell_in_full_is_seen(job, ledger):
+    # It was lost in the middle of `next_incarnation`, and another agent has told of another rank since.
+    raw = ledger.store("").underlying_store
+    raw.add("incarnation/1", 1)
+    raw.add("replacements", 1)
+    for _ in range(2):
+        assert ledger.incarnations(range(3)) == [0, 1, 0]
+    Ledger.connect(job).next_incarnation(2)
+    assert ledger.incarnations(range(3)) == [0, 1, 1]
+
+
+def test_a_plan_can_be_awaited(job, ledger):
+    assert not ledger.wait_planned(1, timeout_s=0.1)
+    writer = Ledger.connect(job)
+    threading.Timer(0.2, lambda: writer.propose(1, {0: "here"})).start()
+    assert ledger.wait_planned(1, timeout_s=20)
+    assert ledger.plan(1) == {0: "here"}
+
+
+def test_arrivals_are_counted(ledger):
+    assert ledger.arrive(4, 0, "first") == 1
+    assert ledger.arrive(4, 2, "other") == 2
+    assert ledger.arrivals(4, range(4)) == {0: "first", 2: "other"}
+    assert not ledger.all_arrived(4, range(3))
+    ledger.withdraw(4, 0, "gone")
+    assert ledger.num_arrived(4) == 1
+    assert ledger.arrive(4, 0, "again") == 2
+    assert ledger.arrive(4, 1, "late") == 3
+    assert ledger.arrivals(4, range(3)) == {0: "again", 1: "late", 2: "other"}
+    assert ledger.all_arrived(4, range(3))
     assert ledger.arrivals(5, range(3)) == {}
+    assert ledger.num_arrived(5) == 0
+
+
+def test_many_keys_are_read_at_once(ledger):
+    kept = [f"name {number}" for number in range(40) if number % 7 and number not in range(20, 30)]
+    for name in kept:
+        ledger.put(name, name.encode())
+    assert ledger.find_all([f"name {number}" for number in range(40)]) == {name: name.encode() for name in kept}
+    assert ledger.has_all(kept)
+    assert not ledger.has_all([*kept, "name 0"])
+    assert ledger.find_all([]) == {}
+
+
+def test_counters(job, ledger):
+    assert ledger.count("name") == 0
+    assert ledger.count("name", 2) == 2
+    assert Ledger.connect(job).count("name", -3) == -1
+    assert ledger.count("other") == 0
+
+
+def test_beats(ledger):
+    ledger.beat(1, {"place": "here"})
+    ledger.beat(1, {"place": "there"})
+    assert ledger.beats(range(3)) == {1: {"place": "there"}}
 
 
 def test_each_reader_sees_each_kill_once(job, ledger):

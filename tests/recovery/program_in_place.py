@@ -4,6 +4,7 @@
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -66,8 +67,12 @@ class Module(pl.LightningModule):
         return torch.utils.data.DataLoader(Samples(), batch_size=4)
 
 
-def main(folder, degrees, micro_steps, faults, resume_from=None):
-    recovery = CheckpointlessRecovery(hang_timeout_s=4.0, verify=True)
+def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeout_s="60"):
+    if float(replacement_timeout_s) < 60 and int(os.environ["HYPERPOD_INCARNATION"]):
+        time.sleep(300)  # this newcomer does not come in time
+    recovery = CheckpointlessRecovery(
+        hang_timeout_s=4.0, verify=True, replacement_timeout_s=float(replacement_timeout_s)
+    )
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(**json.loads(degrees)),
         accelerator="cpu",
@@ -91,7 +96,7 @@ def main(folder, degrees, micro_steps, faults, resume_from=None):
     torch.manual_seed(1)
     module = Module()
     Path(folder, f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
-    trainer.fit(module, ckpt_path=resume_from)
+    trainer.fit(module, ckpt_path=resume_from or None)
     result = {
         "state": TrainingState(module, trainer.optimizers).checksum(),
         "step": trainer.global_step,
