@@ -43,7 +43,13 @@ def run_job(commands: Sequence[Command], setting: Setting, timeout_s: float, *, 
         JobFailed: the deadline passed, or too few processes were done; with the tails of the logs.
     """
     folder = Path(setting.folder)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **setting.to_environ()}
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",  # torch's store asks for names; a lost answer must not cost one job 5 s
+        **setting.to_environ(),
+    }
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for index, command in enumerate(commands):

@@ -102,6 +102,13 @@ def hyperpodrun(_: Path) -> list[Command]:
     return [Command(argv=[*argv, str(PROGRAMS / "program_hyperpod.py")])]
 
 
+def torchrun_hyperpod(_: Path) -> list[Command]:
+    """Stock torchrun with our rendezvous, one node a rank: the lost node's worker starts afresh, the other waits."""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
+    argv += ["--rdzv-backend=hyperpod", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
+    return [Command(argv=[*argv, str(PROGRAMS / "program_hyperpod.py")]) for _ in range(WORLD_SIZE)]
+
+
 WAYS = (
     Way(name="torchrun + checkpoint", program="torchrun", commands=torchrun),
     Way(
@@ -129,5 +136,5 @@ WAYS = (
         package="nvidia_resiliency_ext",
     ),
     Way(name="hyperpodrun", program="hyperpod", commands=hyperpodrun, is_ours=True),
-    # Ours under stock torchrun, one node a rank, belongs here once the rendezvous `hyperpod` is there.
+    Way(name="torchrun, rendezvous hyperpod", program="hyperpod", commands=torchrun_hyperpod),
 )

@@ -17,22 +17,25 @@ class Doorbell:
     """
 
     def __init__(self, connect: Callable[[], Ledger]) -> None:
-        """Use a connection of one's own, made with `connect` at the first wait."""
+        """Make a connection of one's own with `connect`, in good time: a server is slow while it takes in new ones."""
         self._connect = connect
         self._changed = threading.Condition()
         self._wanted = self._rung = self._awaited = 0
         self._turn = 0
+        self._begin()
 
     def wait(self, generation: int, timeout_s: float) -> None:
         """Until there is a plan of a generation, from 1 on, or for `timeout_s` seconds."""
         with self._changed:
             self._wanted = generation
-            if self._turn == 0 or self._awaited not in (0, generation):
-                # None yet, or one that waits for a generation that ended without a plan.
-                self._turn, self._awaited = self._turn + 1, 0
-                threading.Thread(target=self._run, args=(self._turn,), name="hyperpod_bell", daemon=True).start()
+            if self._awaited not in (0, generation):  # that one has ended without a plan
+                self._begin()
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._rung == generation, timeout_s)
+
+    def _begin(self) -> None:
+        self._turn, self._awaited = self._turn + 1, 0
+        threading.Thread(target=self._run, args=(self._turn,), name="hyperpod_bell", daemon=True).start()
 
     def _run(self, turn: int) -> None:
         try:

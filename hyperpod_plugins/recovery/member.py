@@ -206,7 +206,8 @@ class Member:
     def end_generation(self) -> Incident:
         """Make sure that the present generation has ended, and tell what ended it."""
         if self.committed == NO_STATE and self.generation == 0 and self.job.is_newcomer:
-            return self.ledger.ended(0) or Incident(kind="request", cause="a newcomer joins")
+            known = self.ledger.exit_of(self.rank, self.job.incarnation - 1)  # why this process is here
+            return known or Incident(kind="request", cause="a newcomer joins", reporter=f"rank {self.rank}")
         return self._end(self.generation, Incident(kind="collective", cause=breaker.cause or "", step=self.committed))
 
     def first_cause(self, incident: Incident, lost: Iterable[int]) -> Incident:

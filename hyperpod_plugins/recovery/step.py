@@ -276,7 +276,8 @@ class StepTransaction:
             cause = f"the state after step {lost_at} was lost {self._policy.max_losses} times"
             member.give_up(cause)
             raise RecoveryError(f"{cause}. Look at the logs of the lost ranks; the step itself may kill them.")
-        member.ledger.end(member.generation, Incident(kind="request", cause=_return_cause(plan), step=plan.step))
+        wish = Incident(kind="request", cause=_return_cause(plan), step=plan.step, reporter=f"rank {member.rank}")
+        member.ledger.end(member.generation, wish)
 
     def _tell(self, number: int, description: bytes) -> None:
         # Of those without a description, too: a newcomer waits for the word of everybody who is not new.
