@@ -74,6 +74,20 @@ def register_strategy(strategies: ModuleType) -> None:
         registry.register(STRATEGY_NAME, make, description="Hybrid sharding and tensor parallelism that recover")
 
 
+def rendezvous_creator() -> Callable[[Any], Any]:
+    """For torchrun: what makes the rendezvous `hyperpod` (entry-point group `torchrun.handlers`).
+
+    torch asks for it whenever its rendezvous package is imported; ours is imported when it is used.
+    """
+    return _create_rendezvous
+
+
+def _create_rendezvous(parameters: Any) -> Any:
+    from hyperpod_plugins.elastic.rendezvous import create_rendezvous
+
+    return create_rendezvous(parameters)
+
+
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "torch.distributed.distributed_c10d": announce_backends,
     "lightning.pytorch.strategies": register_strategy,

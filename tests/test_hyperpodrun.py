@@ -38,6 +38,7 @@ job, rank = JobEnv.from_environ(), int(os.environ["RANK"])
 ledger = Ledger.connect(job)
 if "UNARMED" not in os.environ:
     ledger.put("armed", b"1")
+    ledger.put("begun", b"1")
 def say(*words):
     print("@", rank, job.incarnation, *words, flush=True)
 def wait(name, timeout_s=60):
@@ -397,7 +398,7 @@ def test_workers_find_the_environment_that_torchrun_would_give_them(launch, tmp_
                 assert environ.pop(name)
             environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # torchrun's note to its own agent
         assert {name: ours.pop(name) for name in [*ours] if name.startswith("HYPERPOD_")}.keys() == {
-            *("HYPERPOD_STORE", "HYPERPOD_RUN_ID", "HYPERPOD_INCARNATION")
+            *("HYPERPOD_STORE", "HYPERPOD_RUN_ID", "HYPERPOD_INCARNATION", "HYPERPOD_RESUME_FROM")
         }
         for name in ("RES_OPTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):  # ours on purpose, see worker_environ.py
             ours.pop(name, None), theirs.pop(name, None)
@@ -472,6 +473,18 @@ def test_arguments(monkeypatch):
     args = get_parser().parse_args(["--nnodes=2", "--master-addr=a", "train.py"])
     use_local_rendezvous(args)
     assert (args.rdzv_backend, args.master_port) == ("static", 29500)
+    for options, backend in (
+        (["--nnodes=2", "--rdzv-endpoint=a:1"], "hyperpod"),
+        (["--nnodes=1:4", "--rdzv-endpoint=a:1"], "hyperpod"),
+        (["--nnodes=2", "--rdzv-endpoint=a:1", "--rdzv-backend=c10d"], "c10d"),
+        (["--nnodes=2", "--rdzv-endpoint=a:1", "--rdzv-backend=static"], "static"),
+        (["--nnodes=1", "--rdzv-endpoint=a:1"], "static"),
+        (["--nnodes=2"], "static"),
+        (["--standalone"], "c10d"),
+    ):
+        args = get_parser().parse_args([*options, "train.py"])
+        use_local_rendezvous(args)
+        assert args.rdzv_backend == backend, options
     with pytest.raises(ConfigError, match="--no-python and --module"):
         program_of(get_parser().parse_args(["--no-python", "--module", "train"]))
 

@@ -5,7 +5,8 @@ A death takes this path, within milliseconds: the kernel tells the zygote, the z
 been formed), and the zygote forks the replacement. Workers are free to notice earlier; whoever writes the end
 of a generation first is believed.
 
-All agents talk to the store of the agent of node 0, so no worker's death takes it along.
+All agents talk to a store that one of them serves, so no worker's death takes it along. A lost node is another matter:
+whether its place can be filled depends on the rendezvous; see `rendezvous.py`.
 """
 
 import contextlib
@@ -43,6 +44,8 @@ logger = get_logger(__name__)
 
 _POLL_S = 0.05
 """How often the ledger is asked for processes to kill, and whether the job is over."""
+_POLL_PER_NODE_S = 0.0005
+"""The same where there are many nodes, which share one ledger: 1,000 ask twice a second each."""
 _LEAVE_S = 5.0
 """How long nodes wait for each other's farewell when all their workers are done."""
 _NEWS_S = 0.5
@@ -221,7 +224,7 @@ class HyperPodAgent(SimpleElasticAgent):
         """Kill whom others want killed, and hear whether another node has ended the job."""
         if time.monotonic() < self._next_poll_s:
             return
-        self._next_poll_s = time.monotonic() + _POLL_S
+        self._next_poll_s = time.monotonic() + max(_POLL_S, self._round.num_nodes * _POLL_PER_NODE_S)
         try:
             for wanted in self._ledger.new_kills():
                 here = [post for post in self._crew.posts if (post.global_rank, post.incarnation) == wanted]
@@ -266,7 +269,7 @@ class HyperPodAgent(SimpleElasticAgent):
             self._ledger.put(_STOPPED, reason.to_json().encode())
 
     def _lose_store(self, error: Exception) -> None:
-        cause = f"the agent of node 0, which serves the store of the job, is gone ({error})"
+        cause = f"the agent that serves the store of the job is gone ({error})"
         self._end_with(Incident(kind="agent", cause=cause, reporter=self._reporter))
 
     def _end_with(self, incident: Incident) -> None:

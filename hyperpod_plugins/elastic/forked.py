@@ -2,7 +2,6 @@
 
 import builtins
 import contextlib
-import ctypes
 import os
 import pkgutil
 import runpy
@@ -16,16 +15,6 @@ from typing import Literal
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hyperpod_plugins.elastic.wire import Start
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with(parent_pid: int) -> None:
-    """Have the kernel end this process when its parent ends, however that ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent_pid:  # it ended before the kernel knew
-        os._exit(1)
 
 
 def become(start: Start, mask: Iterable[int]) -> None:

@@ -23,15 +23,23 @@ from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousParameters,
+    registry,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
+from hyperpod_plugins._autoload import rendezvous_creator
 from hyperpod_plugins.elastic.agent import HyperPodAgent
 from hyperpod_plugins.elastic.crew import Program
 from hyperpod_plugins.elastic.failures import story
+from hyperpod_plugins.elastic.limits import allow_connections
 from hyperpod_plugins.elastic.options import AgentOptions
+from hyperpod_plugins.elastic.rendezvous import NAME as SLOTS
 from hyperpod_plugins.elastic.restarts import RestartPolicy
 from hyperpod_plugins.elastic.worker_environ import RESOLVER
 from hyperpod_plugins.elastic.zygote_process import ZygoteOptions
@@ -56,6 +64,8 @@ def get_parser() -> argparse.ArgumentParser:
     parser.description = "torchrun that replaces a lost worker and lets the others go on"
     if parser.get_default("max_restarts") == 0:  # neither torch nor PET_MAX_RESTARTS has another number
         parser.set_defaults(max_restarts=RestartPolicy().max_restarts)
+    if parser.get_default("rdzv_backend") == "static":  # to be told from a choice of it; see `use_local_rendezvous`
+        parser.set_defaults(rdzv_backend=None)
     if parser.get_default("master_port") == 29500:  # of torch 2.10, where it does not tell whether somebody chose it
         parser.set_defaults(master_port=None)
     ours = parser.add_argument_group("hyperpodrun")
@@ -111,7 +121,13 @@ def _is_installed(name: str) -> bool:
 
 
 def use_local_rendezvous(args: argparse.Namespace) -> None:
-    """Let a single node find itself, on a free port: `--standalone`, or no rendezvous option at all."""
+    """Let a single node find itself, on a free port: `--standalone`, or no rendezvous option at all.
+
+    Several nodes with an endpoint use the rendezvous `hyperpod`, unless the user chose another.
+    """
+    if args.rdzv_backend is None:
+        has_others = parse_min_max_nnodes(args.nnodes)[1] > 1
+        args.rdzv_backend = SLOTS if args.rdzv_endpoint and has_others else "static"
     is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (is_static and parse_min_max_nnodes(args.nnodes)[1] == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
@@ -143,6 +159,7 @@ def rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
 def worker_spec(config: LaunchConfig, program: Program) -> WorkerSpec:
     """What torch wants to know about the workers of this node."""
     parameters = rendezvous_parameters(config)
+    rendezvous_handler_registry.register(SLOTS, rendezvous_creator())  # where torch has not read our entry point
     host = port = None
     if parameters.backend == "static":
         host, port = parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=-1)
@@ -201,6 +218,7 @@ def run(args: argparse.Namespace) -> None:
         stderr_filters=tuple(fields.get("duplicate_stderr_filters") or ()),
         virtual_local_rank=fields.get("virtual_local_rank", False),
     )
+    allow_connections()
     spec = worker_spec(config, program)
     agent = HyperPodAgent(spec, options)
     is_over = True
@@ -230,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(story(error), file=sys.stderr)  # noqa: T201
     except SignalException as error:
         return 128 + error.sigval
-    except HyperPodError as error:
+    except (HyperPodError, RendezvousError) as error:
         print(f"hyperpodrun: {error}", file=sys.stderr)  # noqa: T201
     else:
         return 0

@@ -20,6 +20,7 @@ def worker_environ(
     num_rounds: int,
     max_restarts: int,
     virtual: bool,
+    master: tuple[str, int] | None = None,
 ) -> dict[str, str]:
     """The whole environment of one worker.
 
@@ -31,7 +32,9 @@ def worker_environ(
         num_rounds: how often all workers have been started together before.
         max_restarts: what the user allows, for programs that look.
         virtual: show each worker its own GPU alone, as number 0 (`--virtual-local-rank`).
+        master: host and port of the workers' own store; None where that of the ledger serves both ends.
     """
+    host, port = master or (job.store_host, job.store_port)
     environ = {
         **inherited,
         "RANK": str(worker.global_rank),
@@ -43,8 +46,8 @@ def worker_environ(
         "WORLD_SIZE": str(worker.world_size),
         "GROUP_WORLD_SIZE": str(group.group_world_size),
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
-        "MASTER_ADDR": job.store_host,
-        "MASTER_PORT": str(job.store_port),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
         # Counts restarts of all workers together, which replacing one is not; HYPERPOD_INCARNATION tells those.
         "TORCHELASTIC_RESTART_COUNT": str(num_rounds),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),

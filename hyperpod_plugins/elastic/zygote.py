@@ -31,8 +31,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hyperpod_plugins.elastic.forked import become, die_with
+from hyperpod_plugins.elastic.forked import become
 from hyperpod_plugins.elastic.hidden import hide_lightning
+from hyperpod_plugins.elastic.leash import die_with
 from hyperpod_plugins.elastic.wire import Lines, Start
 from hyperpod_plugins.errors import ConfigError
 

@@ -7,7 +7,7 @@ _LONGEST_S = 1.0
 """Where fewer processes would allow more polls, but the wait has been long."""
 _PART_OF_WAIT = 0.05
 _LOOK_S = 1.0
-"""From one look of all processes together at everything to the next."""
+"""About the time from one look at everything to the next, by whichever process."""
 _GOLDEN = 0.6180339887
 
 

@@ -1,16 +1,14 @@
 """From events to seconds lost."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from benchmarks import recovery
-from benchmarks.membership_scale import PROTOCOLS, Seat
+from benchmarks.membership_scale import CASES, Seat
 from benchmarks.recovery_jobs import peers
 from benchmarks.recovery_jobs.timeline import Outcome, medians, outcome_of, speed_up, step_time
-from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.env import JobEnv
 
 
@@ -96,15 +94,14 @@ def test_a_peer_that_is_not_installed_is_reported(monkeypatch, tmp_path):
     assert recovery.lines_of(records)[0][1:] == ["-"] * (len(recovery.COLUMNS) - 1)
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_members_of_both_protocols_see_one_plan(protocol):
+@pytest.mark.parametrize("case", CASES)
+def test_simulated_members_see_one_plan(case):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job")
-
-    def sit(rank):
-        seat = Seat(ledger=Ledger.connect(job), rank=rank, world_size=3, deadline_s=time.monotonic() + 20)
-        return PROTOCOLS[protocol](seat, 1)
-
+    seats = [Seat.of(job, rank, 3, 60.0) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        sizes = list(pool.map(sit, range(3), timeout=30))
-    assert len(set(sizes)) == 1
+        list(pool.map(lambda seat: CASES[case](seat, 1), seats, timeout=90))
+    plans = [seat.ledger.plan(1) for seat in seats]
+    assert plans[0] is not None
+    assert plans[0].keys() == set(range(3))
+    assert plans == [plans[0]] * 3

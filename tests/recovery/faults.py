@@ -1,7 +1,8 @@
 """Faults at chosen points of a program that `hyperpodrun` starts, and the jobs of this folder.
 
 A fault is `[point, step, rank, action]`. It happens once in a job, whoever is in the rank's place then: a file
-remembers it. Actions: `kill` (SIGKILL), `raise` (once), `always` (raise, every time), `break` (cut all connections).
+remembers it. Actions: `kill` (SIGKILL), `raise` (once), `always` (raise, every time), `break` (cut all connections),
+`node` (SIGKILL for the agent of this rank's node), `freeze` (SIGSTOP for all processes of this node).
 """
 
 import contextlib
@@ -15,6 +16,10 @@ import uuid
 from pathlib import Path
 
 HERE = Path(__file__).parent
+HYPERPODRUN = "hyperpod_plugins.elastic.launch"
+TORCHRUN = "torch.distributed.run"
+PRELOAD = ("--preload", "torch,torch.distributed.fsdp")
+"""For programs without Lightning, which takes seconds to import."""
 
 
 class Transient(Exception):
@@ -40,6 +45,11 @@ class Faults:
             if not self._is_first("-".join(map(str, fault))):
                 continue
             print(f"FAULT {action} at {point} of step {step} on rank {self.rank}", flush=True)
+            if action == "node":
+                os.kill(agent_pid(), signal.SIGKILL)
+                time.sleep(60)
+            if action == "freeze":
+                freeze(os.environ["JOB_MARK"])
             if action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if action == "raise":
@@ -60,6 +70,20 @@ class Faults:
         """A line of this rank's record, which outlives the process."""
         with (self.folder / f"record-{self.rank}.jsonl").open("a") as file:
             file.write(json.dumps(values) + "\n")
+
+
+def agent_pid():
+    """The agent of this process: its parent under torchrun, the parent of its zygote under hyperpodrun."""
+    parent = os.getppid()
+    if "HYPERPOD_AGENT_PID" in os.environ:
+        return parent
+    return int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def freeze(mark):
+    """Stop all processes with a mark: no connection breaks, and no more is heard of them, as of a machine unplugged."""
+    for pid in sorted(left_processes(mark, patience_s=0.0), key=lambda pid: pid == os.getpid()):
+        os.kill(pid, signal.SIGSTOP)
 
 
 class Job:
@@ -90,11 +114,11 @@ class Job:
         return [torch.load(path, weights_only=True) for path in paths]
 
 
-def start(script, folder, *, faults=(), num_ranks=4, environ=None, args=()):
+def start(script, folder, *, faults=(), num_ranks=4, environ=None, args=(), launcher=HYPERPODRUN):
     """Start a job; its output goes to `folder/output`."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = f"job-{uuid.uuid4().hex}"
-    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", str(num_ranks)]
+    command = [sys.executable, "-m", launcher, "--nproc-per-node", str(num_ranks)]
     with (folder / "output").open("w") as output:
         agent = subprocess.Popen(
             [*command, *args, str(HERE / script)],

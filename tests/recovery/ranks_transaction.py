@@ -1,6 +1,7 @@
 """Steps as transactions without Lightning: plain torch, FSDP2 through `parallelize`; run by `hyperpodrun`."""
 
 import io
+import os
 import sys
 
 import torch
@@ -87,6 +88,7 @@ def local(tensor):
 
 def main():
     env, job = WorkerEnv.from_environ(), JobEnv.from_environ()
+    faults.note(kind="process", pid=os.getpid(), incarnation=job.incarnation)
     member = Member(
         job,
         rank=env.global_rank,

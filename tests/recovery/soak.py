@@ -90,7 +90,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=1800.0)
     args = parser.parse_args()
-    environ = {"STEPS": str(200 + 40 * args.kills), "STEP_S": str(SLOW_STEP_S), "REPLACEMENT_S": "120"}
+    environ = {"STEPS": str(200 + 14 * args.kills), "STEP_S": str(SLOW_STEP_S), "REPLACEMENT_S": "120"}
     failed = False
 
     def check(name, is_good, detail=""):

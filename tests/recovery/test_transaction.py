@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from recovery.faults import run_job
+from recovery.faults import PRELOAD, run_job
 
 FAULTS = [
     ["forward", 1, 0, "kill"],
@@ -21,20 +21,16 @@ FAULTS = [
     ["receive", 21, 1, "kill"],  # while it is repaired
     ["forward", 21, 1, "kill"],
 ]
-PRELOAD = ("--preload", "torch,torch.distributed.fsdp")
 
 pytestmark = pytest.mark.spawns
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    def run(name, faults):
-        folder = tmp_path_factory.mktemp(name)
-        job = run_job("ranks_transaction.py", folder, faults=faults, args=PRELOAD, timeout_s=120)
-        assert job.code == 0, job.output[-8000:]
-        return job
-
-    return run("undisturbed", []), run("disturbed", FAULTS)
+def jobs(undisturbed, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("disturbed")
+    job = run_job("ranks_transaction.py", folder, faults=FAULTS, args=PRELOAD, timeout_s=120)
+    assert job.code == 0, job.output[-8000:]
+    return undisturbed, job
 
 
 def test_every_fault_happened(jobs):

@@ -1,0 +1,140 @@
+"""The thread of an agent that keeps its slot, and sees to it that vacant ones become known."""
+
+import threading
+import time
+
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.utils.logging import get_logger
+
+from hyperpod_plugins.elastic.endpoint import Endpoint
+from hyperpod_plugins.elastic.inherited import Brood, Failed
+from hyperpod_plugins.elastic.ledger import RESTART_KEY, Ledger
+from hyperpod_plugins.elastic.roster import Roster, name_of_round
+from hyperpod_plugins.elastic.slots import Claim, Holding, Pulse, Seat, SlotPolicy, watched
+from hyperpod_plugins.elastic.succession import can_absorb, renew, vacate
+
+logger = get_logger(__name__)
+
+
+class Keeper:
+    """Beats, looks at the beats of others, and listens to what concerns this node."""
+
+    def __init__(self, node: str, endpoint: Endpoint, policy: SlotPolicy, run_id: str) -> None:
+        """Nothing happens before `start`."""
+        self.node = node
+        self.seat: Seat | None = None
+        self.error: Exception | None = None
+        """Why the store cannot be reached any more."""
+        self._endpoint = endpoint
+        self._policy = policy
+        self._run_id = run_id
+        self._pulse = Pulse(policy.max_missed_beats)
+        self._dead_end: Seat | None = None
+        self._brood = Brood()
+        self._failed: Failed | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hyperpod-slots", daemon=True)
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._roster = Roster(self._endpoint.connect())
+        self._roster.beat(self.node)
+        self._turn_to(self._roster.round())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Beat no more."""
+        self._end.set()
+        self._brood.wake()
+        if self._thread.is_alive():
+            self._thread.join(2 * self._policy.beat_s)
+
+    def is_lost(self, node: str) -> bool:
+        """Whether another node has fallen silent."""
+        return node != self.node and self._pulse.is_lost(node)
+
+    def failure(self, seat: Seat) -> Failed | None:
+        """The first of the workers of a seat to fail, as far as that is known."""
+        return self._failed if self._failed is not None and self._failed.seat is seat else None
+
+    @property
+    def must_restart(self) -> bool:
+        """Whether the workers of this node are to end, and the node to ask for a slot again."""
+        return self.seat is not None and (self.error is not None or self._dead_end is self.seat)
+
+    def _run(self) -> None:
+        try:
+            while not self._end.is_set():
+                self._watch(time.monotonic() + self._policy.beat_s)
+                self._look()
+        except (DistError, RendezvousConnectionError) as error:
+            self.error = error
+
+    def _watch(self, until_s: float) -> None:
+        """Spend the time until the next look on the workers, where they are torchrun's."""
+        while time.monotonic() < until_s and not self._end.is_set():
+            failed = self._brood.watch(until_s)
+            if failed is None:
+                continue
+            before = self.failure(failed.seat)
+            if before is None and can_absorb(self._ledger):
+                self._brood.doom()
+            if before is None or not before.how:
+                self._failed = failed
+
+    def _look(self) -> None:
+        roster, seat = self._roster, self.seat
+        roster.beat(self.node)
+        number = roster.round(at_least=self._number)
+        if number != self._number:
+            self._turn_to(number)
+        self._endpoint.serve_round(number, roster)
+        claims = roster.claims(number)
+        holders = [claim.node for claim in claims or () if claim.holding is Holding.HELD]
+        nodes = roster.candidates(number) if claims is None else holders
+        self._pulse.look(roster.beats(watched(nodes, self.node)))
+        if claims is not None:
+            self._clear(number, claims)
+        if seat is None:
+            return
+        closing = roster.closing()
+        is_over = number > seat.number or (closing is not None and not closing.is_success)
+        if is_over or (claims is not None and not self._keep(seat, claims[seat.slot])):
+            self._dead_end = seat
+        elif seat.ranks:
+            self._serve(seat)
+
+    def _turn_to(self, number: int) -> None:
+        self._number = number
+        self._ledger = Ledger.of(name_of_round(self._run_id, number), self._endpoint.connect())
+
+    def _clear(self, number: int, claims: tuple[Claim, ...]) -> None:
+        """Vacate the slots of nodes that have fallen silent."""
+        for slot, claim in enumerate(claims):
+            if claim.holding is Holding.HELD and self.is_lost(claim.node):
+                seat = Seat(number=number, slot=slot, num_slots=len(claims), claim=claim)
+                cause = f"nothing is heard of the agent {claim.node}"
+                if vacate(self._roster, self._ledger, seat, cause, f"agent {self.node}"):
+                    logger.warning("slot %d is vacant: %s", slot, cause)
+
+    def _keep(self, seat: Seat, last: Claim) -> bool:
+        """Whether the slot is still this node's; one that others took for lost is taken back."""
+        if (last.node, last.number) != (seat.claim.node, seat.claim.number):
+            if self.seat is seat:
+                logger.warning("slot %d went to %s, for this node was silent for too long", seat.slot, last.node)
+            return False
+        if last.holding is Holding.VACANT and self.seat is seat:
+            return self._roster.swap(seat.number, seat.slot, last, last.become(Holding.HELD))
+        return True
+
+    def _serve(self, seat: Seat) -> None:
+        """Do what members ask of agents, where the agent is torchrun's; ours has done it by now."""
+        self._brood.adopt(seat)
+        for rank, incarnation in self._ledger.new_kills():
+            if rank in seat.ranks and incarnation == seat.incarnation:
+                self._brood.kill(seat, rank)
+        if self._dead_end is not seat and self._ledger.find(RESTART_KEY) is not None:
+            renew(self._roster, self._ledger, seat.number, self.node)
+            self._brood.doom()
+            self._dead_end = seat

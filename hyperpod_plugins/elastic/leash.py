@@ -1,0 +1,28 @@
+"""How a process ends with the one that started it, however that ends."""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel end this process when its parent ends, however that ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent_pid:  # it ended before the kernel knew
+        os._exit(1)
+
+
+def end_with(agent_pid: int) -> None:
+    """Have a worker of torchrun end when its agent does; torchrun itself lets it run on.
+
+    Raises:
+        SystemExit: the agent has ended already.
+    """
+    if os.getppid() == agent_pid:
+        die_with(agent_pid)
+    elif not Path(f"/proc/{agent_pid}").exists():
+        raise SystemExit(f"the agent that started this worker (pid {agent_pid}) is gone, so the worker ends.")

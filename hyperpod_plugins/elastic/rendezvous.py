@@ -1,0 +1,256 @@
+"""The rendezvous `hyperpod`: nodes hold slots, and whoever takes a vacant one over joins the running job.
+
+    torchrun --rdzv-backend=hyperpod --rdzv-endpoint=HOST:PORT --nnodes=2 --nproc-per-node=8 train.py
+    hyperpodrun                      --rdzv-endpoint=HOST:PORT --nnodes=2 --nproc-per-node=8 train.py
+
+To torch's agent this is a rendezvous like others, except that it never hears of a change that the running members can
+absorb. Under torchrun nothing else of ours runs in the agent, so the handler also hands the way to the ledger down to
+the workers, and its thread ends those that others found hanging.
+
+    application.py    how a node comes to a slot        slots.py     what it decides, and who counts as lost; pure
+    keeper.py         how it keeps it                   roster.py    what the agents write down about each other
+"""
+
+import atexit
+import contextlib
+import os
+import socket
+import time
+import uuid
+from dataclasses import replace
+
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.utils.logging import get_logger
+
+from hyperpod_plugins.elastic.agents_store import AgentsStore
+from hyperpod_plugins.elastic.application import Application
+from hyperpod_plugins.elastic.endpoint import Endpoint, open_endpoint
+from hyperpod_plugins.elastic.incident import Incident
+from hyperpod_plugins.elastic.inherited import Failed, hand_down, prepare
+from hyperpod_plugins.elastic.keeper import Keeper
+from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
+from hyperpod_plugins.elastic.roster import Closing, name_of_round
+from hyperpod_plugins.elastic.slots import Holding, Seat, SlotPolicy, policy_from
+from hyperpod_plugins.elastic.succession import can_absorb, vacate, write_up_node
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import ConfigError
+
+logger = get_logger(__name__)
+
+NAME = "hyperpod"
+_POLL_S = 0.1
+_SERVED_S = 60.0
+"""Longest wait for the workers' store of a round."""
+_FAREWELL_S = 5.0
+"""Longest that the agent that serves the store waits for the others to leave before it."""
+
+
+class SlotRendezvous(RendezvousHandler):
+    """Gives this node a slot."""
+
+    def __init__(self, endpoint: Endpoint, policy: SlotPolicy, run_id: str) -> None:
+        """Nobody is asked before `next_rendezvous`."""
+        self._endpoint = endpoint
+        self._policy = policy
+        self._run_id = run_id
+        self._node = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex[:8]}"
+        self._keeper = Keeper(self._node, endpoint, policy, run_id)
+        self._application: Application | None = None
+        self._is_done = self._is_shut = False
+        self._failed: Failed | None = None
+        self.job: JobEnv | None = None
+        """Where the ledger of this round is, and the number of this node's workers in their places."""
+
+    # -- what torch's agent calls -----------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        """Name of this rendezvous."""
+        return NAME
+
+    def get_run_id(self) -> str:
+        """Name of the job."""
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """An agent serves the workers' store: a worker that did would take it along when it dies."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for a slot, and take it.
+
+        Raises:
+            RendezvousTimeoutError: too few nodes came.
+            RendezvousClosedError: the job has failed, or is nearly done.
+            SystemExit: the job is done, and this node was not needed.
+            RendezvousConnectionError: the store is not served, or serves another job.
+        """
+        former, self._keeper.seat = self._keeper.seat, None
+        self._failed = None if former is None else self._keeper.failure(former)
+        try:
+            seat = self._apply().find_seat(former)
+            port = self._await_port(seat.number)
+        except DistError as error:
+            raise RendezvousConnectionError(
+                f"the store at {self._endpoint.host}:{self._endpoint.port} does not answer any more ({error}). The "
+                "agent that served it is gone, and the job with it: start all nodes again."
+            ) from error
+        self._keeper.seat = seat
+        store = AgentsStore(
+            self._endpoint.connect(), seat.number, seat.num_slots, on_size=self._open, on_done=self.finish
+        )
+        return RendezvousInfo(store, seat.slot, seat.num_slots, RendezvousStoreInfo(self._endpoint.host, port))
+
+    def num_nodes_waiting(self) -> int:
+        """1 where the workers of this node must start again; 0 as long as those that run can take newcomers in."""
+        return int(self._keeper.must_restart)
+
+    def is_closed(self) -> bool:
+        """Whether the job has ended."""
+        return self._apply().roster.closing() is not None
+
+    def set_closed(self) -> None:
+        """End the job."""
+        self._apply().roster.close(Closing(cause=f"the agent {self._node} closed it", is_success=True))
+
+    def shutdown(self) -> bool:
+        """Leave for good; the job is over if the workers of this node are done, or failed and are not started again."""
+        atexit.unregister(self._release)
+        if self._application is None or self._is_shut:
+            return True
+        self._is_shut = True
+        with contextlib.suppress(DistError):  # whoever served the store may have left first
+            if self._is_done:
+                self._application.roster.close(Closing(cause="its workers are done", is_success=True))
+            elif self._keeper.seat is not None:
+                self._give_up(self._keeper.seat)
+            self._application.roster.leave(self._node)
+            self._see_others_off()
+        self._keeper.stop()
+        return True
+
+    # -- what our own agent uses beside -------------------------------------------------------------------------------
+
+    @property
+    def round_number(self) -> int:
+        """How often all workers have been started together before."""
+        return self._apply().number
+
+    def finish(self) -> None:
+        """Say that the workers of this node have come to a good end, so that nobody need take their place."""
+        seat = self._keeper.seat
+        if seat is not None and not self._is_done:
+            self._is_done = True
+            self._apply().roster.swap(seat.number, seat.slot, seat.claim, seat.claim.become(Holding.DONE))
+
+    # -- the beginning ------------------------------------------------------------------------------------------
+
+    def _apply(self) -> Application:
+        if self._application is None:
+            self._application = Application(self._keeper, self._endpoint, self._policy, self._run_id)
+            atexit.register(self._release)
+        return self._application
+
+    def _await_port(self, number: int) -> int:
+        deadline_s = time.monotonic() + _SERVED_S
+        while (port := self._apply().roster.port(number)) is None:
+            if time.monotonic() > deadline_s:
+                raise RendezvousTimeoutError(
+                    f"no agent of {self._endpoint.host} has served the workers of round {number} a store within "
+                    f"{_SERVED_S:.0f} s. Is that host overloaded?"
+                )
+            time.sleep(_POLL_S)
+        return port
+
+    def _open(self, num_workers: int) -> None:
+        """Void the places of those who were here before, and tell the workers that are about to start.
+
+        Raises:
+            ConfigError: other nodes start another number of workers.
+        """
+        seat, application = self._keeper.seat, self._apply()
+        assert seat is not None
+        agreed = application.roster.size(seat.number, num_workers)
+        if agreed != num_workers:
+            cause = (
+                f"the agent {self._node} is to start {num_workers} workers, but the others start {agreed} each. Ranks "
+                "follow from slots: give all nodes the same --nproc-per-node."
+            )
+            if not can_absorb(application.ledger):
+                application.roster.close(Closing(cause=cause, is_success=False))
+            self._release()
+            raise ConfigError(cause)
+        first = seat.slot * num_workers
+        ranks, incarnation = range(first, first + num_workers), 0
+        if seat.predecessor:
+            logger.warning("this node takes slot %d over from %s", seat.slot, seat.predecessor)
+            incarnation = write_up_node(application.ledger, ranks, self._loss(seat))
+        end = application.roster.round_end(seat.number - 1)
+        self.job = JobEnv(
+            store_host=self._endpoint.host,
+            store_port=self._endpoint.port,
+            run_id=name_of_round(self._run_id, seat.number),
+            incarnation=incarnation,
+            resume_from="" if end is None else end.resume_from,
+        )
+        self._keeper.seat = replace(seat, ranks=ranks, incarnation=incarnation)
+        hand_down(replace(self.job, agent_pid=os.getpid()))
+
+    def _loss(self, seat: Seat) -> Incident:
+        if seat.predecessor == self._node:
+            failed = self._failed if self._failed is not None and self._failed.how else None
+            how = "one of them failed" if failed is None else f"rank {failed.rank} {failed.how}"
+            cause = f"torchrun ended all workers of node {seat.slot}: {how}"
+            rank = -1 if failed is None else failed.rank
+            return Incident(kind="process", cause=cause, rank=rank, reporter=seat.reporter)
+        return Incident(kind="agent", cause=f"the agent {seat.predecessor} is gone", reporter=seat.reporter)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _give_up(self, seat: Seat) -> None:
+        """Tell everybody that the workers of this node failed and are not started again."""
+        application = self._apply()
+        cause = f"workers of node {seat.slot} failed, and its agent does not start them again"
+        application.roster.close(Closing(cause=cause, is_success=False))
+        if seat.ranks:
+            incident = Incident(
+                kind="agent", cause=cause, rank=seat.ranks[0], incarnation=seat.incarnation, reporter=seat.reporter
+            )
+            application.ledger.record_exit(incident)
+            application.ledger.put(GAVE_UP_KEY, incident.to_json().encode())
+
+    def _see_others_off(self) -> None:
+        """Serve the store until all that use it have left."""
+        application, deadline_s = self._apply(), time.monotonic() + _FAREWELL_S
+        roster, number = application.roster, application.number
+        nodes = {*roster.candidates(number), *(claim.node for claim in roster.claims(number) or ())}
+        while self._endpoint.server is not None and nodes and time.monotonic() < deadline_s:
+            nodes = {node for node in nodes.difference(roster.left()) if not self._keeper.is_lost(node)}
+            time.sleep(_POLL_S)
+
+    def _release(self) -> None:
+        """Let others have the slot at once; called when this process ends without `shutdown`."""
+        seat, self._keeper.seat = self._keeper.seat, None
+        if seat is not None and not self._is_done and self._application is not None:
+            with contextlib.suppress(DistError):
+                vacate(self._application.roster, self._application.ledger, seat, "its agent has left", seat.reporter)
+
+
+def create_rendezvous(parameters: RendezvousParameters) -> SlotRendezvous:
+    """The rendezvous of this node, from torchrun's arguments.
+
+    Raises:
+        ConfigError: `--rdzv-conf` holds something impossible.
+        RendezvousConnectionError: this node is told to serve the store, and cannot.
+    """
+    prepare()
+    policy = policy_from(parameters.config, parameters.min_nodes, parameters.max_nodes)
+    return SlotRendezvous(open_endpoint(parameters, policy.join_timeout_s), policy, parameters.run_id)

@@ -1,0 +1,231 @@
+"""What the agents of a job write down about each other, in the c10d store of the rendezvous; nothing here decides.
+
+    key                       value                              written by
+    job                       name of the job                    the first agent (compare and set)
+    beat/NODE                 count                              that node's agent, about once a second
+    over/ROUND                RoundEnd                           whoever needs another round (compare and set)
+    candidates/ROUND/NUMBER   name of a node                     each agent that wants to take part
+    founders/ROUND            names, in the order of slots       whoever sees enough of them (compare and set)
+    slot/ROUND/SLOT           Claim, if not the founder's        see `slots.py` (compare and set)
+    changes/ROUND/NUMBER      SLOT                               whoever has changed its claim
+    size/ROUND                workers a node                     the first agent to know (compare and set)
+    port/ROUND                port of the workers' store         the agent that serves the stores
+    closed                    Closing                            whoever ends the job (compare and set)
+    left/NUMBER               name of a node                     each agent that needs the store no more
+    LIST/count                how many there are of a list       whoever adds to it, before it does
+
+A round is the time between two common starts of all workers; most jobs have one.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from hyperpod_plugins.elastic import bulk
+from hyperpod_plugins.elastic.restarts import JobRestart
+from hyperpod_plugins.elastic.slots import Claim, Holding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundEnd:
+    """Why all workers begin again."""
+
+    cause: str
+    resume_from: str = ""
+    """Checkpoint to go on from; empty for what the program says."""
+    step: int = -1
+    """Optimizer steps in it; -1 where no member asked for this."""
+    count: int = 0
+    """How many rounds in a row have ended for another start from this step."""
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+    @classmethod
+    def of(cls, restart: JobRestart, before: Self | None) -> Self:
+        """What a member asked for, after a round that ended like `before`."""
+        count = before.count + 1 if before is not None and before.step == restart.step else 1
+        return cls(cause=str(restart), resume_from=restart.resume_from, step=restart.step, count=count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """Why nobody can join any more."""
+
+    cause: str
+    is_success: bool
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+
+def name_of_round(run_id: str, number: int) -> str:
+    """Name of the job in the ledger of a round: generations begin at 0 again in each."""
+    return f"{run_id}.{number}" if number else run_id
+
+
+_LOOKS_AT_ALL = 30
+"""Every so many looks at the slots are at all of them: whoever changed one may have died before it said so."""
+
+
+class Roster:
+    """One connection to the roster; not to be shared between threads."""
+
+    def __init__(self, store: Store) -> None:
+        """Use the part of `store` that is the rendezvous's own."""
+        self._store = PrefixStore("hyperpod/rendezvous", store)
+        self._lists: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        self._claims: dict[int, list[Claim]] = {}
+        self._num_looks = 0
+
+    def job(self, run_id: str) -> str:
+        """The job that this store serves, which is `run_id` if there was none."""
+        return self._first("job", run_id)
+
+    # -- nodes --------------------------------------------------------------------------------------------------
+
+    def beat(self, node: str) -> None:
+        """Say that a node is alive."""
+        self._store.add(f"beat/{node}", 1)
+
+    def beats(self, nodes: Iterable[str]) -> dict[str, int]:
+        """How often each heart has beaten; all must have."""
+        names = list(nodes)
+        if not names:
+            return {}
+        counts = self._store.multi_get([f"beat/{node}" for node in names])
+        return {node: int(count) for node, count in zip(names, counts, strict=True)}
+
+    def leave(self, node: str) -> None:
+        """Say that a node needs the store no more."""
+        self._append("left", node)
+
+    def left(self) -> Sequence[str]:
+        """Who has said so."""
+        return self._list("left")
+
+    def close(self, closing: Closing) -> Closing:
+        """End the job, unless somebody has; returns the first word."""
+        return Closing.from_json(self._first("closed", closing.to_json()))
+
+    def closing(self) -> Closing | None:
+        """Why the job has ended, or None while it lasts."""
+        text = self._read("closed")
+        return None if text is None else Closing.from_json(text)
+
+    # -- rounds -------------------------------------------------------------------------------------------------
+
+    def round(self, at_least: int = 0) -> int:
+        """The first round, from `at_least` on, that is not over: it may be running, or about to begin."""
+        number = at_least
+        while self._store.check([f"over/{number}"]):
+            number += 1
+        return number
+
+    def end_round(self, number: int, end: RoundEnd) -> RoundEnd:
+        """Have all workers begin again; returns the first word on why."""
+        return RoundEnd.from_json(self._first(f"over/{number}", end.to_json()))
+
+    def round_end(self, number: int) -> RoundEnd | None:
+        """Why a round is over; None while it lasts, and for one before the first."""
+        text = self._read(f"over/{number}")
+        return None if text is None else RoundEnd.from_json(text)
+
+    def stand(self, number: int, node: str) -> None:
+        """Say that a node, whose heart beats, wants to take part in a round."""
+        self._append(f"candidates/{number}", node)
+
+    def candidates(self, number: int) -> Sequence[str]:
+        """Who does, in the order in which they came."""
+        return self._list(f"candidates/{number}")
+
+    def settle(self, number: int, nodes: Sequence[str]) -> None:
+        """Begin a round with these nodes, unless it has begun."""
+        self._first(f"founders/{number}", json.dumps(nodes))
+
+    def claims(self, number: int) -> tuple[Claim, ...] | None:
+        """The slots of a round, None before it has begun; asks for those that have changed since the last call."""
+        if number not in self._claims:
+            text = self._read(f"founders/{number}")
+            if text is None:
+                return None
+            self._claims[number] = [Claim(node=node) for node in json.loads(text)]
+        claims = self._claims[number]
+        changed = {int(slot) for slot in self._news(f"changes/{number}")}
+        self._num_looks += 1
+        if self._num_looks % _LOOKS_AT_ALL == 0:
+            changed = set(range(len(claims)))
+        keys = {f"slot/{number}/{slot}": slot for slot in changed}
+        for key, text in bulk.read_all(self._store, list(keys)).items():
+            claims[keys[key]] = Claim.from_json(text)
+        return tuple(claims)
+
+    def swap(self, number: int, slot: int, old: Claim, new: Claim) -> bool:
+        """Put one claim in the place of another; False if that was no longer the last."""
+        key = f"slot/{number}/{slot}"
+        if old.number == 0 and old.holding is Holding.HELD:
+            self._first(key, old.to_json())  # the founder's claim, which nobody had to write down before
+        is_mine = self._store.compare_set(key, old.to_json(), new.to_json()).decode() == new.to_json()
+        self._append(f"changes/{number}", str(slot))
+        return is_mine
+
+    def size(self, number: int, num_workers: int) -> int:
+        """Workers a node, as the first to say it said."""
+        return int(self._first(f"size/{number}", str(num_workers)))
+
+    def agreed_size(self, number: int) -> int | None:
+        """The same, or None if nobody has said it."""
+        text = self._read(f"size/{number}")
+        return None if text is None else int(text)
+
+    def serve(self, number: int, port: int) -> None:
+        """Say where the workers' store of a round is."""
+        self._store.set(f"port/{number}", str(port))
+
+    def port(self, number: int) -> int | None:
+        """The port of that store, once it is served."""
+        text = self._read(f"port/{number}")
+        return None if text is None else int(text)
+
+    def _first(self, key: str, value: str) -> str:
+        return self._store.compare_set(key, "", value).decode()
+
+    def _read(self, key: str) -> str | None:
+        value = bulk.read(self._store, key)
+        return None if value is None else value.decode()
+
+    def _append(self, name: str, value: str) -> None:
+        self._store.set(f"{name}/{self._store.add(f'{name}/count', 1)}", value)
+
+    def _news(self, name: str) -> list[str]:
+        """What was added to a list since the last call.
+
+        One that is being added just now comes with a later call, or never, if whoever adds it dies just now.
+        """
+        count, known = self._store.add(f"{name}/count", 0), self._lists[name]
+        places = {f"{name}/{place}": place for place in range(1, count + 1) if place not in known}
+        found = {places[key]: value.decode() for key, value in bulk.read_all(self._store, list(places)).items()}
+        known.update(found)
+        return list(found.values())
+
+    def _list(self, name: str) -> list[str]:
+        """All that was added to a list, in order."""
+        self._news(name)
+        known = self._lists[name]
+        return [known[place] for place in sorted(known)]

@@ -1,0 +1,236 @@
+"""Places for nodes: who holds which, and what a node does that wants one; pure.
+
+A job has as many slots as nodes took part when it began, and each slot the same ranks for as long as it lasts. A node
+holds a slot while its heart beats. One that has fallen silent is vacant, and whoever claims it next counts the claim.
+"""
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
+
+from hyperpod_plugins.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotPolicy:
+    """How many nodes take part, and how long to wait for them; torch's names for the same are in `--rdzv-conf`."""
+
+    min_nodes: int
+    """Fewest nodes to begin with."""
+    max_nodes: int
+    """Most nodes; with so many a round begins at once."""
+    join_timeout_s: float = 600.0
+    """Longest wait for enough nodes (`join_timeout`)."""
+    last_call_s: float = 30.0
+    """Wait for more nodes once there are enough (`last_call_timeout`)."""
+    beat_s: float = 1.0
+    """Time between two heartbeats (`keep_alive_interval`)."""
+    max_missed_beats: float = 5
+    """Looks, `beat_s` apart, at the same heartbeat that show a loss (`keep_alive_max_attempt`)."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ConfigError(
+                f"--nnodes={self.min_nodes}:{self.max_nodes} is not possible. Give MIN:MAX with MIN >= 1."
+            )
+        if min(self.join_timeout_s, self.beat_s, self.max_missed_beats) <= 0 or self.last_call_s < 0:
+            raise ConfigError(
+                f"join_timeout={self.join_timeout_s}, keep_alive_interval={self.beat_s} and keep_alive_max_attempt="
+                f"{self.max_missed_beats} of --rdzv-conf must be positive, and last_call_timeout={self.last_call_s} "
+                "not negative."
+            )
+
+
+def policy_from(options: Mapping[str, Any], min_nodes: int, max_nodes: int) -> SlotPolicy:
+    """The policy that `--rdzv-conf` and `--nnodes` ask for; what else `options` holds is for others.
+
+    Raises:
+        ConfigError: something impossible.
+    """
+    names = {
+        "join_timeout": "join_timeout_s",
+        "last_call_timeout": "last_call_s",
+        "keep_alive_interval": "beat_s",
+        "keep_alive_max_attempt": "max_missed_beats",
+    }
+    try:
+        given = {name: float(options[theirs]) for theirs, name in names.items() if theirs in options}
+    except ValueError as error:
+        raise ConfigError(f"{', '.join(names)} of --rdzv-conf must be numbers: {error}") from None
+    return SlotPolicy(min_nodes=min_nodes, max_nodes=max_nodes, **given)
+
+
+class Holding(enum.Enum):
+    """What a slot's last claim permits."""
+
+    HELD = "its node is alive: nobody else may claim the slot"
+    VACANT = "its node is gone, or has left: anybody may claim the slot"
+    DONE = "its workers have come to a good end: nobody will need the slot"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """The last word on a slot."""
+
+    node: str
+    """Name of the node that holds it, or held it last."""
+    number: int = 0
+    """Claims of this slot before: 0 for the founder's."""
+    holding: Holding = Holding.HELD
+
+    def to_json(self) -> str:
+        """One line of JSON, the same for equal claims."""
+        return json.dumps({**asdict(self), "holding": self.holding.name})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Inverse of `to_json`."""
+        values = json.loads(text)
+        return cls(node=values["node"], number=values["number"], holding=Holding[values["holding"]])
+
+    def become(self, holding: Holding) -> Self:
+        """The same claim, with another word on it."""
+        return replace(self, holding=holding)
+
+    def next(self, node: str) -> Self:
+        """The claim of whoever takes the slot after this one."""
+        return replace(self, node=node, number=self.number + 1, holding=Holding.HELD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seat:
+    """The slot that a node got in a round."""
+
+    number: int
+    """Of the round."""
+    slot: int
+    num_slots: int
+    claim: Claim
+    predecessor: str = ""
+    """Who held it before; empty for a founder."""
+    ranks: range = range(0)
+    """Global ranks of its workers; none before they are about to start."""
+    incarnation: int = 0
+    """Number of those workers in their places."""
+
+    @property
+    def reporter(self) -> str:
+        """How its agent signs what it reports."""
+        return f"agent of node {self.slot}"
+
+
+class Step(enum.Enum):
+    """What a node does that wants a slot."""
+
+    WAIT = "look again in a moment"
+    PROPOSE = "propose to begin with the nodes that are here"
+    ENTER = "begin in the slot that one was given"
+    CLAIM = "take a slot over while the others go on"
+    RENEW = "have all nodes begin again, for the running program cannot take newcomers in"
+    REFUSE = "the others are done, and would not hear of a newcomer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What a node sees that wants a slot."""
+
+    node: str
+    """Its own name."""
+    candidates: tuple[str, ...] = ()
+    """Nodes that are here, in the order in which they came."""
+    called_s: float = 0.0
+    """Seconds since this node saw that they are enough."""
+    claims: tuple[Claim, ...] | None = None
+    """The slots; None before the round has begun."""
+    has_entered: bool = False
+    """Whether workers of this node have run in this round."""
+    can_absorb: bool = False
+    """Whether the running program takes newcomers in."""
+
+    @property
+    def own_slot(self) -> int | None:
+        """The slot that this node holds."""
+        for slot, claim in enumerate(self.claims or ()):
+            if claim.node == self.node and claim.holding is Holding.HELD:
+                return slot
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A step, and the slot that it is about."""
+
+    step: Step
+    slot: int = -1
+
+
+def next_step(view: View, policy: SlotPolicy) -> Decision:
+    """Decide; the table of cases is in `tests/elastic/test_slots.py`."""
+    if view.claims is None:
+        return Decision(Step.PROPOSE if _is_time(view, policy) else Step.WAIT)
+    slot = view.own_slot
+    if slot is not None and not view.has_entered:
+        return Decision(Step.ENTER, slot)
+    if slot is None:
+        vacant = (number for number, claim in enumerate(view.claims) if claim.holding is Holding.VACANT)
+        slot = next(vacant, None)
+    if slot is None:
+        may_grow = len(view.claims) < policy.max_nodes and not view.can_absorb
+        return Decision(Step.RENEW if may_grow and not _some_are_done(view.claims) else Step.WAIT)
+    if _some_are_done(view.claims):
+        return Decision(Step.REFUSE, slot)
+    return Decision(Step.CLAIM if view.can_absorb else Step.RENEW, slot)
+
+
+def founders(candidates: Sequence[str], policy: SlotPolicy) -> tuple[str, ...]:
+    """Who gets which slot when a round begins: those who came first, in the order of their names' first part, the host.
+
+    So the ranks of a host are the same each time, wherever the scheduler starts the same hosts.
+    """
+    return tuple(sorted(candidates[: policy.max_nodes], key=lambda node: node.partition("/")[0]))
+
+
+def watched(nodes: Sequence[str], node: str, count: int = 3) -> list[str]:
+    """Whose hearts a node listens to: those that come after it, all around.
+
+    So each is heard by several others, however many there are; and where those are lost together with it, by others
+    as soon as they are off the list.
+    """
+    start = nodes.index(node) + 1 if node in nodes else 0
+    return [each for each in (*nodes[start:], *nodes[:start]) if each != node][:count]
+
+
+def _is_time(view: View, policy: SlotPolicy) -> bool:
+    here = len(view.candidates)
+    return here >= policy.max_nodes or (here >= policy.min_nodes and view.called_s >= policy.last_call_s)
+
+
+def _some_are_done(claims: tuple[Claim, ...]) -> bool:
+    return any(claim.holding is Holding.DONE for claim in claims)
+
+
+@dataclass(slots=True)
+class Pulse:
+    """Who has fallen silent, counted in one's own looks.
+
+    So no clock of another machine is asked, and a pause of the reader itself, who then looks once and not five times,
+    takes nobody for dead.
+    """
+
+    max_missed: float
+    _seen: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    def look(self, beats: Mapping[str, int]) -> None:
+        """Take in the beats counted so far, of exactly the nodes that matter now."""
+        seen: dict[str, tuple[int, int]] = {}
+        for node, count in beats.items():
+            last, missed = self._seen.get(node, (-1, 0))
+            seen[node] = (count, missed + 1 if count == last else 0)
+        self._seen = seen
+
+    def is_lost(self, node: str) -> bool:
+        """Whether a node's heart has not beaten for too many looks."""
+        return self._seen.get(node, (-1, 0))[1] >= self.max_missed

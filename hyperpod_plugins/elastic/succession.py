@@ -1,0 +1,89 @@
+"""What is written down when processes or nodes are gone, in an order that nobody can misread.
+
+First that the places of processes are void, then how they ended, then that the generation is over: a reader of `exit`
+or `end` finds the place void already.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hyperpod_plugins.elastic.incident import Incident
+from hyperpod_plugins.elastic.ledger import ARMED_KEY, GAVE_UP_KEY, RESTART_KEY, Ledger
+from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget
+from hyperpod_plugins.elastic.roster import Closing, Roster, RoundEnd
+from hyperpod_plugins.elastic.slots import Holding, Seat
+
+
+def can_absorb(ledger: Ledger) -> bool:
+    """Whether the members of a job take newcomers in: they say so, and have not given up since."""
+    return ledger.find(ARMED_KEY) is not None and not any(map(ledger.find, (GAVE_UP_KEY, RESTART_KEY)))
+
+
+def end_running(ledger: Ledger, incident: Incident, at_least: int = 0) -> int:
+    """End the generation that is running, unless somebody has; returns the first that has not ended, or that one.
+
+    One that is still being formed is left alone: those who form it know already.
+    """
+    generation = ledger.generation(at_least)
+    if generation == 0 or ledger.plan(generation) is not None:
+        ledger.end(generation, incident)
+    return generation
+
+
+def write_up(ledger: Ledger, incident: Incident, at_least: int = 0) -> int:
+    """Void the place of the process that `incident` is about; returns what `end_running` does."""
+    ledger.next_incarnation(incident.rank)
+    ledger.record_exit(incident)
+    return end_running(ledger, incident, at_least)
+
+
+def write_up_node(ledger: Ledger, ranks: Sequence[int], incident: Incident) -> int:
+    """Void the places of all processes of a node; returns the number that all their successors get.
+
+    Args:
+        ledger: of the round.
+        ranks: of the node.
+        incident: what happened to it; the incarnation is filled in, and the rank where it is none of the node's.
+    """
+    before = ledger.incarnations(ranks)
+    number = max(before) + 1
+    for rank, incarnation in zip(ranks, before, strict=True):
+        while ledger.next_incarnation(rank) < number:
+            pass
+        for gone in range(incarnation, number):
+            ledger.record_exit(replace(incident, rank=rank, incarnation=gone))
+    first = ranks.index(incident.rank) if incident.rank in ranks else 0
+    end_running(ledger, replace(incident, rank=ranks[first], incarnation=before[first]))
+    return number
+
+
+def vacate(roster: Roster, ledger: Ledger, seat: Seat, cause: str, reporter: str) -> bool:
+    """Let others have a slot, and wake those who wait for its workers; False if the claim was no longer the last.
+
+    The places of its ranks are void when somebody comes for them, so a node that was only slow loses nothing but the
+    attempt at one step.
+    """
+    if not roster.swap(seat.number, seat.slot, seat.claim, seat.claim.become(Holding.VACANT)):
+        return False
+    if can_absorb(ledger):
+        rank = seat.slot * (roster.agreed_size(seat.number) or 0)
+        end_running(ledger, Incident(kind="agent", cause=cause, rank=rank, reporter=reporter))
+    return True
+
+
+def renew(roster: Roster, ledger: Ledger, number: int, node: str) -> None:
+    """End a round: a member wants all to begin again, or `node` wants to take part and cannot do so otherwise.
+
+    Where beginning again from the same checkpoint has not helped, the job ends.
+    """
+    wanted = ledger.find(RESTART_KEY)
+    if wanted is None:
+        roster.end_round(number, RoundEnd(cause=f"the agent {node} is to take part"))
+        return
+    restart, most = JobRestart.from_json(wanted), JobRestartBudget().max_restarts
+    end = RoundEnd.of(restart, roster.round_end(number - 1))
+    if end.count <= most:
+        roster.end_round(number, end)
+    else:
+        cause = f"all processes were started again {most} times from step {end.step}; {restart.incident.cause}"
+        roster.close(Closing(cause=cause, is_success=False))

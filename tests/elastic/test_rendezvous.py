@@ -1,0 +1,409 @@
+"""The rendezvous `hyperpod` with threads for agents: slots are given, kept, vacated, taken over."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.utils.store import barrier
+
+from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.endpoint import Endpoint
+from hyperpod_plugins.elastic.inherited import Brood
+from hyperpod_plugins.elastic.ledger import ARMED_KEY, RESTART_KEY
+from hyperpod_plugins.elastic.rendezvous import SlotRendezvous, create_rendezvous
+from hyperpod_plugins.elastic.restarts import JobRestart
+from hyperpod_plugins.elastic.slots import Claim, Holding, Seat, SlotPolicy
+from hyperpod_plugins.errors import ConfigError
+
+PATIENCE_S = 30.0
+
+
+class Nodes:
+    """Agents of one job, of which each is a handler and no more."""
+
+    def __init__(self, store):
+        self.store = store
+        self.endpoint = Endpoint("127.0.0.1", 1, connect=lambda: store, server=store)
+        self.handlers = []
+        self.pool = ThreadPoolExecutor(8)
+
+    def node(self, min_nodes=2, max_nodes=2, run_id="job", **policy):
+        policy = {"last_call_s": 0.1, "beat_s": 0.03, "max_missed_beats": 10, "join_timeout_s": PATIENCE_S, **policy}
+        handler = SlotRendezvous(self.endpoint, SlotPolicy(min_nodes=min_nodes, max_nodes=max_nodes, **policy), run_id)
+        self.handlers.append(handler)
+        return handler
+
+    def enter(self, *handlers, size=2):
+        """Let torch's agents find each other and assign ranks; what each would start."""
+        return [each.result(PATIENCE_S) for each in [self.pool.submit(begin, handler, size) for handler in handlers]]
+
+    def submit(self, handler, size=2):
+        return self.pool.submit(begin, handler, size)
+
+    @staticmethod
+    def vanish(handler):
+        """As if its machine had been unplugged."""
+        handler._keeper.stop()
+
+    def close(self):
+        for handler in self.handlers:
+            handler._keeper.stop()
+        self.pool.shutdown(cancel_futures=True)
+
+
+def begin(handler, size):
+    """What torch's agent does with a rendezvous: (slot, slots, first rank, world size)."""
+    info = handler.next_rendezvous()
+    info.store.set(
+        f"torchelastic/role_info/{info.rank}",
+        json.dumps({"role": "default", "rank": info.rank, "local_world_size": size}).encode(),
+    )
+    if info.rank == 0:
+        roles = info.store.multi_get([f"torchelastic/role_info/{slot}" for slot in range(info.world_size)])
+        assert {json.loads(role)["local_world_size"] for role in roles} == {size}
+    first, world, _, _ = json.loads(info.store.get(f"torchelastic/assigned_ranks/{info.rank}"))
+    return info.rank, info.world_size, first, world
+
+
+def ledger_of(store, run_id="job"):
+    return Ledger.of(run_id, store)
+
+
+def await_(condition):
+    until_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def nodes():
+    nodes = Nodes(dist.HashStore())
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def pair(nodes):
+    """Two nodes of two workers that have begun, in the order of their slots, and the ledger of a job that recovers."""
+    handlers = [nodes.node(), nodes.node()]
+    found = nodes.enter(*handlers)
+    ledger = ledger_of(nodes.store)
+    ledger.put(ARMED_KEY, b"1")
+    return [handler for _, handler in sorted(zip(found, handlers, strict=True), key=lambda each: each[0][0])], ledger
+
+
+def test_ranks_follow_from_slots(nodes):
+    found = nodes.enter(*(nodes.node(min_nodes=3, max_nodes=3) for _ in range(3)), size=4)
+    assert sorted(found) == [(0, 3, 0, 12), (1, 3, 4, 12), (2, 3, 8, 12)]
+
+
+def test_workers_learn_the_way_to_the_ledger(pair):
+    handlers, _ = pair
+    assert handlers[0].job.to_environ().items() <= os.environ.items()
+    assert os.environ["HYPERPOD_INCARNATION"] == "0"
+    assert os.environ["HYPERPOD_AGENT_PID"] == str(os.getpid())
+
+
+def test_a_round_begins_with_fewer_after_the_last_call(nodes):
+    found = nodes.enter(nodes.node(1, 3), nodes.node(1, 3))
+    assert {size for _, size, _, _ in found} <= {2, 1}
+    assert max(size for _, size, _, _ in found) == 2
+
+
+def test_too_few_nodes_are_no_job(nodes):
+    handler = nodes.node(join_timeout_s=0.2)
+    with pytest.raises(RendezvousTimeoutError, match="only 1 of 2 nodes"):
+        handler.next_rendezvous()
+    assert handler.shutdown()
+    assert nodes.enter(nodes.node(), nodes.node())[0][1] == 2  # the one that left has not ended the job
+
+
+def test_a_spare_takes_over_the_slot_of_a_node_that_fell_silent(nodes, pair):
+    (_, lost), ledger = pair
+    ledger.end(0, Incident(kind="request", cause="a test"))
+    ledger.propose(1, {rank: "" for rank in range(4)})
+    spare = nodes.submit(nodes.node())
+    time.sleep(0.3)
+    assert not spare.done()
+    assert [handler.num_nodes_waiting() for handler in pair[0]] == [0, 0]
+    nodes.vanish(lost)
+    assert spare.result(PATIENCE_S) == (1, 2, 2, 4)
+    assert ledger.incarnations(range(4)) == [0, 0, 1, 1]
+    assert os.environ["HYPERPOD_INCARNATION"] == "1"
+    assert {ledger.exit_of(rank, 0).kind for rank in (2, 3)} == {"agent"}
+    assert (ledger.ended(1).kind, ledger.ended(1).rank) == ("agent", 2)
+    assert ledger.generation() == 2
+    assert pair[0][0].num_nodes_waiting() == 0
+
+
+def test_a_vacancy_is_made_known_before_anybody_fills_it(nodes, pair):
+    (_, lost), ledger = pair
+    nodes.vanish(lost)
+    await_(lambda: ledger.ended(0) is not None)
+    assert ledger.ended(0).kind == "agent"
+    assert ledger.incarnations(range(4)) == [0, 0, 0, 0]  # they are void when somebody comes for them
+    assert nodes.enter(nodes.node()) == [(1, 2, 2, 4)]
+    assert ledger.incarnations(range(4)) == [0, 0, 1, 1]
+
+
+def test_a_node_that_leaves_gives_its_slot_back_at_once(nodes, pair):
+    (_, left), ledger = pair
+    left._release()
+    assert ledger.ended(0).cause == "its agent has left"
+    assert nodes.enter(nodes.node()) == [(1, 2, 2, 4)]
+
+
+def test_an_agent_whose_workers_died_keeps_its_slot(nodes, pair):
+    (_, torchrun), ledger = pair
+    for number in (1, 2):
+        assert nodes.enter(torchrun) == [(1, 2, 2, 4)]
+        assert ledger.incarnations(range(4)) == [0, 0, number, number]
+        assert ledger.exit_of(2, number - 1).kind == "process"
+    assert torchrun.job.incarnation == 2
+    assert ledger.generation() == 1  # nobody has formed generation 1 yet
+    assert pair[0][0].num_nodes_waiting() == 0
+
+
+def test_successors_are_newer_than_all_that_were_there(nodes, pair):
+    (_, torchrun), ledger = pair
+    ledger.next_incarnation(3)  # our own agent has replaced this one before
+    nodes.enter(torchrun)
+    assert ledger.incarnations(range(4)) == [0, 0, 2, 2]
+    assert [ledger.exit_of(rank, number) is not None for rank, number in ((2, 0), (2, 1), (3, 1))] == [True] * 3
+
+
+def test_a_node_that_was_only_slow_loses_nothing_but_a_step(nodes, pair):
+    (_, slow), ledger = pair
+    claim = slow._keeper.seat.claim
+    look = slow._keeper._look
+    slow._keeper._look = lambda: None
+    await_(lambda: ledger.ended(0) is not None)
+    slow._keeper._look = look
+    roster = slow._application.roster
+    await_(lambda: roster.claims(0)[1] == claim)
+    time.sleep(0.1)
+    assert slow.num_nodes_waiting() == 0
+    assert ledger.incarnations(range(4)) == [0, 0, 0, 0]
+
+
+def test_a_node_that_was_replaced_ends_its_workers(nodes, pair):
+    (_, slow), ledger = pair
+    look = slow._keeper._look
+    slow._keeper._look = lambda: None
+    assert nodes.enter(nodes.node()) == [(1, 2, 2, 4)]
+    slow._keeper._look = look
+    await_(lambda: slow.num_nodes_waiting() == 1)
+    again = nodes.submit(slow)
+    time.sleep(0.3)
+    assert not again.done()  # it is the spare now
+    nodes.vanish(nodes.handlers[-1])
+    assert again.result(PATIENCE_S) == (1, 2, 2, 4)
+    assert ledger.incarnations(range(4)) == [0, 0, 2, 2]
+
+
+def test_programs_that_do_not_recover_begin_again_together(nodes):
+    handlers = [nodes.node(), nodes.node()]
+    nodes.enter(*handlers)
+    first = nodes.submit(handlers[0])
+    await_(lambda: handlers[1].num_nodes_waiting() == 1)
+    second = nodes.submit(handlers[1])
+    assert {each.result(PATIENCE_S)[0] for each in (first, second)} == {0, 1}
+    assert {handler.round_number for handler in handlers} == {1}
+    assert {handler.job.run_id for handler in handlers} == {"job.1"}
+    assert {handler.job.incarnation for handler in handlers} == {0}
+    ports = {handler._application.roster.port(number) for handler in handlers for number in (0, 1)}
+    assert len(ports) == 2
+    assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0]
+
+
+def test_a_newcomer_makes_them_begin_again_with_more(nodes):
+    first = nodes.node(1, 2)
+    assert nodes.enter(first) == [(0, 1, 0, 2)]
+    second = nodes.submit(nodes.node(1, 2))
+    await_(lambda: first.num_nodes_waiting() == 1)
+    assert {nodes.enter(first)[0][1], second.result(PATIENCE_S)[1]} == {2}
+
+
+def test_members_can_have_all_begin_again_from_a_checkpoint(nodes, pair):
+    handlers, ledger = pair
+    incident = Incident(kind="process", cause="all copies of a shard are gone")
+    restart = JobRestart(incident=incident, resume_from="/checkpoints/7", step=7)
+    ledger.put(RESTART_KEY, restart.to_json().encode())
+    await_(lambda: all(handler.num_nodes_waiting() == 1 for handler in handlers))
+    nodes.enter(*handlers)
+    assert {handler.job.resume_from for handler in handlers} == {"/checkpoints/7"}
+    assert {handler.job.run_id for handler in handlers} == {"job.1"}
+
+
+def test_unequal_nodes_are_refused_and_say_so(nodes):
+    handlers = [nodes.node(), nodes.node()]
+    wanted = [nodes.submit(handler, size) for handler, size in zip(handlers, (2, 3), strict=True)]
+    errors = [each.exception(PATIENCE_S) for each in wanted]
+    [error] = [error for error in errors if error is not None]
+    assert isinstance(error, ConfigError)
+    assert "--nproc-per-node" in str(error)
+    [other] = [handler for handler, error in zip(handlers, errors, strict=True) if error is None]
+    await_(lambda: other.num_nodes_waiting() == 1)
+    with pytest.raises(RendezvousClosedError, match="--nproc-per-node"):
+        other.next_rendezvous()
+
+
+def test_an_unequal_newcomer_does_not_harm_the_others(nodes, pair):
+    (first, lost), _ = pair
+    nodes.vanish(lost)
+    with pytest.raises(ConfigError, match="--nproc-per-node"):
+        begin(nodes.node(), 3)
+    assert nodes.enter(nodes.node()) == [(1, 2, 2, 4)]
+    assert first.num_nodes_waiting() == 0
+
+
+def test_the_end_of_a_job(nodes, pair):
+    handlers, _ = pair
+    spare = nodes.submit(nodes.node())
+    infos = [handler._application.roster.claims(0) for handler in handlers]
+    assert infos[0] == infos[1]
+    for handler in handlers:
+        handler.finish()
+    with ThreadPoolExecutor() as pool:
+        assert all(pool.map(lambda handler: handler.shutdown(), handlers))
+    assert isinstance(spare.exception(PATIENCE_S), SystemExit)
+    assert spare.exception().code == 0
+    assert handlers[0].is_closed()
+
+
+def test_nobody_takes_over_when_others_are_done(nodes, pair):
+    (first, lost), ledger = pair
+    first.finish()
+    nodes.vanish(lost)
+    with pytest.raises(RendezvousClosedError, match="are done"):
+        begin(nodes.node(), 2)
+    assert ledger.incarnations(range(4)) == [0, 0, 0, 0]
+
+
+def test_workers_that_are_not_started_again_end_the_job(nodes, pair):
+    (first, failed), ledger = pair
+    ended = nodes.pool.submit(failed.shutdown)
+    await_(lambda: first.num_nodes_waiting() == 1)
+    assert ledger.exit_of(2, 0).kind == "agent"
+    with pytest.raises(RendezvousClosedError, match="workers of node 1 failed"):
+        first.next_rendezvous()
+    assert first.shutdown()
+    assert ended.result(PATIENCE_S)
+
+
+def test_the_last_meeting_of_torch_agents_is_overheard(nodes):
+    handler = nodes.node(1, 1)
+    info = handler.next_rendezvous()
+    info.store.set("torchelastic/role_info/0", json.dumps({"local_world_size": 1}).encode())
+    barrier(info.store, 1, "torchelastic/agent/terminal_state", PATIENCE_S)
+    assert [claim.holding for claim in handler._application.roster.claims(0)] == [Holding.DONE]
+
+
+def test_an_endpoint_serves_one_job(nodes):
+    nodes.enter(nodes.node(1, 1))
+    with pytest.raises(RendezvousConnectionError, match="serves the job 'job', not 'another'"):
+        nodes.node(1, 1, run_id="another").next_rendezvous()
+
+
+def parameters(endpoint, nodes=1, **config):
+    return RendezvousParameters("hyperpod", endpoint, "job", nodes, nodes, **{"keep_alive_interval": "0.05", **config})
+
+
+def test_torchrun_finds_it_and_a_node_serves_the_store(monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+    handler = rendezvous_handler_registry.create_handler(parameters("localhost:0"))
+    try:
+        info = handler.next_rendezvous()
+        assert handler.use_agent_store
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        assert "TORCH_ELASTIC_WORKER_IDENTICAL" not in os.environ  # with it, nobody hears how many workers there are
+        where = info.bootstrap_store_info
+        store = dist.TCPStore(where.master_addr, where.master_port, is_master=False, wait_for_workers=False)
+        store.set("a worker", "is here")
+        assert info.store.check(["a worker"]) is False
+    finally:
+        handler._keeper.stop()
+
+
+def test_nodes_of_a_host_share_one_store():
+    handlers = [create_rendezvous(parameters("localhost:0", nodes=2))]
+    endpoint = f"localhost:{handlers[0]._endpoint.port}"
+    handlers += [create_rendezvous(parameters(endpoint, nodes=2)) for _ in range(2)]
+    assert [handler._endpoint.server is not None for handler in handlers] == [True, False, False]
+    with ThreadPoolExecutor() as pool:
+        try:
+            found = [pool.submit(begin, handler, 1) for handler in handlers[:2]]
+            assert {each.result(PATIENCE_S)[0] for each in found} == {0, 1}
+            spare = pool.submit(handlers[2].next_rendezvous)
+            ended = []
+            for handler in handlers[:2]:
+                handler.finish()
+                ended.append(pool.submit(handler.shutdown))
+            assert isinstance(spare.exception(PATIENCE_S), SystemExit)
+            ended.append(pool.submit(handlers[2].shutdown))
+            assert all(each.result(PATIENCE_S) for each in ended)
+        finally:
+            for handler in handlers:
+                handler._keeper.stop()
+
+
+@pytest.mark.parametrize("wrong", [{"join_timeout": "soon"}, {"keep_alive_interval": "0"}])
+def test_wrong_options_are_refused(wrong):
+    with pytest.raises(ConfigError, match="--rdzv-conf"):
+        create_rendezvous(parameters("localhost:0", **wrong))
+
+
+def test_the_workers_of_torchrun_are_watched():
+    """The handler's process is their parent; torchrun learns from the kernel itself."""
+    seat = Seat(number=0, slot=0, num_slots=1, claim=Claim(node="a"), ranks=range(4), incarnation=3)
+    brood = Brood()
+    program = "import sys, time; print(flush=True); sys.stdin.read(); sys.exit({})"
+    workers = []
+    try:
+        for rank, code in enumerate((0, 7, 0, 0)):
+            environ = {**os.environ, "RANK": str(rank), "HYPERPOD_INCARNATION": "3"}
+            command = [sys.executable, "-S", "-c", program.format(code)]
+            workers.append(
+                subprocess.Popen(command, env=environ, stdin=-1, stdout=subprocess.PIPE, start_new_session=True)
+            )
+            assert workers[rank].stdout.readline()
+        brood.adopt(seat)
+        brood.adopt(seat)
+
+        workers[0].stdin.close()
+        assert brood.watch(time.monotonic() + 0.3) is None  # a good end is none of its business
+        workers[1].stdin.close()
+        failed = brood.watch(time.monotonic() + PATIENCE_S)
+        assert (failed.rank, failed.how, failed.seat) == (1, "ended with exit code 7", seat)
+        brood.kill(replace(seat), 2)  # of another seat
+        brood.kill(seat, 2)
+        failed = brood.watch(time.monotonic() + PATIENCE_S)
+        assert (failed.rank, failed.how) == (2, "was killed by SIGKILL")
+        brood.doom()
+        assert brood.watch(time.monotonic() + PATIENCE_S) is None
+        assert brood.watch(time.monotonic() + PATIENCE_S).rank == 3
+        # All this took no news from torchrun, which waits for the same processes.
+        assert [worker.wait(PATIENCE_S) for worker in workers] == [0, 7, -signal.SIGKILL, -signal.SIGKILL]
+        brood.wake()
+        assert brood.watch(time.monotonic() + PATIENCE_S) is None
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+            worker.stdin.close()
+            worker.stdout.close()

@@ -1,0 +1,172 @@
+"""What a node does that wants a slot: tables, and a law."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperpod_plugins.elastic.slots import (
+    Claim,
+    Decision,
+    Holding,
+    Pulse,
+    SlotPolicy,
+    Step,
+    View,
+    founders,
+    next_step,
+    policy_from,
+    watched,
+)
+from hyperpod_plugins.errors import ConfigError
+
+POLICY = SlotPolicy(min_nodes=2, max_nodes=3, last_call_s=10.0)
+
+
+def held(*nodes):
+    return tuple(Claim(node=node) for node in nodes)
+
+
+def vacant(claims, *slots):
+    return tuple(claim.become(Holding.VACANT) if slot in slots else claim for slot, claim in enumerate(claims))
+
+
+def done(claims, *slots):
+    return tuple(claim.become(Holding.DONE) if slot in slots else claim for slot, claim in enumerate(claims))
+
+
+@pytest.mark.parametrize(
+    ("here", "called_s", "step"),
+    [
+        pytest.param("a", 0.0, Step.WAIT, id="too few"),
+        pytest.param("ab", 0.0, Step.WAIT, id="enough, and more may come"),
+        pytest.param("ab", 9.9, Step.WAIT, id="last call"),
+        pytest.param("ab", 10.0, Step.PROPOSE, id="nobody else came"),
+        pytest.param("abc", 0.0, Step.PROPOSE, id="no more are wanted"),
+        pytest.param("abcd", 0.0, Step.PROPOSE, id="more than wanted"),
+        pytest.param("a", 99.0, Step.WAIT, id="there were enough, and one was lost"),
+    ],
+)
+def test_the_beginning_of_a_round(here, called_s, step):
+    view = View(node="a", candidates=tuple(here), called_s=called_s)
+    assert next_step(view, POLICY) == Decision(step)
+
+
+ALL = held("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("node", "claims", "has_entered", "can_absorb", "decision"),
+    [
+        pytest.param("b", ALL, False, False, Decision(Step.ENTER, 1), id="founder"),
+        pytest.param("b", ALL, True, True, Decision(Step.CLAIM, 1), id="its workers were lost"),
+        pytest.param("b", ALL, True, False, Decision(Step.RENEW, 1), id="its workers were lost, nobody recovers"),
+        pytest.param("b", done(ALL, 0), True, True, Decision(Step.REFUSE, 1), id="its workers were lost at the end"),
+        pytest.param("b", done(ALL, 0), True, False, Decision(Step.REFUSE, 1), id="the same, nobody recovers"),
+        pytest.param("d", ALL, False, True, Decision(Step.WAIT), id="spare"),
+        pytest.param("d", ALL, False, False, Decision(Step.WAIT), id="spare, nobody recovers"),
+        pytest.param("d", vacant(ALL, 1, 2), False, True, Decision(Step.CLAIM, 1), id="vacancies"),
+        pytest.param("d", vacant(ALL, 2), False, False, Decision(Step.RENEW, 2), id="a vacancy, nobody recovers"),
+        pytest.param("d", vacant(done(ALL, 0), 2), False, True, Decision(Step.REFUSE, 2), id="a vacancy at the end"),
+        pytest.param("d", done(ALL, 0, 1, 2), False, True, Decision(Step.WAIT), id="all is done"),
+        pytest.param("d", held("a", "b"), False, True, Decision(Step.WAIT), id="the job may grow, but not yet"),
+        pytest.param("d", held("a", "b"), False, False, Decision(Step.RENEW, -1), id="all begin again with more"),
+        pytest.param("d", done(held("a", "b"), 0), False, False, Decision(Step.WAIT), id="too late for that"),
+        pytest.param("c", vacant(ALL, 2), True, True, Decision(Step.CLAIM, 2), id="it was taken for lost"),
+        pytest.param("c", held("a", "b", "d"), True, True, Decision(Step.WAIT), id="and replaced"),
+    ],
+)
+def test_a_running_round(node, claims, has_entered, can_absorb, decision):
+    view = View(node=node, claims=claims, has_entered=has_entered, can_absorb=can_absorb)
+    found = next_step(view, POLICY)
+    assert found.step is decision.step
+    assert found.slot == decision.slot or decision.step is Step.RENEW
+
+
+HOLDINGS = st.sampled_from(Holding)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), HOLDINGS), min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_no_slot_is_taken_from_a_living_node(slots, has_entered, can_absorb):
+    claims = tuple(Claim(node=node, holding=holding) for node, holding in slots)
+    decision = next_step(View(node="a", claims=claims, has_entered=has_entered, can_absorb=can_absorb), POLICY)
+    if decision.step in (Step.ENTER, Step.CLAIM):
+        claim = claims[decision.slot]
+        assert claim.node == "a" or claim.holding is Holding.VACANT
+        assert claim.holding is not Holding.DONE
+        assert can_absorb or decision.step is Step.ENTER
+
+
+def test_claims_are_counted_and_written_down():
+    first = Claim(node="a")
+    second = first.become(Holding.VACANT).next("b")
+    assert (second.node, second.number, second.holding) == ("b", 1, Holding.HELD)
+    for claim in (first, second, second.become(Holding.DONE)):
+        assert Claim.from_json(claim.to_json()) == claim
+
+
+def test_founders_are_those_who_came_first_in_the_order_of_their_hosts():
+    came = ("n2/7/x", "n1/9/y", "n1/3/z", "n0/1/w")
+    assert founders(came, POLICY) == ("n1/9/y", "n1/3/z", "n2/7/x")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node", "found"),
+    [
+        ("abcdef", "b", "cde"),
+        ("abcdef", "e", "fab"),
+        ("abc", "b", "ca"),
+        ("ab", "b", "a"),
+        ("a", "a", ""),
+        ("abcd", "spare", "abc"),
+        ("", "spare", ""),
+    ],
+)
+def test_whom_a_node_listens_to(nodes, node, found):
+    assert watched(list(nodes), node) == list(found)
+
+
+@given(st.integers(2, 12), st.data())
+def test_every_lost_node_is_found_out_by_one_that_is_left(num_nodes, data):
+    nodes = list(range(num_nodes))
+    lost = data.draw(st.sets(st.sampled_from(nodes), max_size=num_nodes - 1))
+    left = list(nodes)
+    for _ in nodes:
+        heard = {each for node in nodes if node not in lost for each in watched(left, node)}
+        left = [node for node in left if not (node in lost and node in heard)]
+    assert set(left) == set(nodes) - lost
+
+
+@pytest.mark.parametrize(
+    ("beats", "lost"),
+    [
+        ([1, 2, 3, 4], False),
+        ([1, 1, 1], False),
+        ([1, 1, 1, 1], True),
+        ([1, 1, 1, 2, 2, 2], False),
+        ([1, 1, 1, 1, 2], False),
+        ([5, 90, 90, 90], False),
+    ],
+)
+def test_silence_is_counted_in_looks(beats, lost):
+    pulse = Pulse(max_missed=3)
+    for count in beats:
+        pulse.look({"a": count})
+    assert pulse.is_lost("a") is lost
+    assert not pulse.is_lost("b")
+    pulse.look({"b": 1})
+    assert not pulse.is_lost("a")  # it does not matter any more
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"min_nodes": 3}, {"min_nodes": 0}, {"beat_s": 0}, {"last_call_s": -1}, {"max_missed_beats": 0}]
+)
+def test_impossible_policies_are_refused(wrong):
+    with pytest.raises(ConfigError, match=r"--nnodes|--rdzv-conf"):
+        SlotPolicy(**{"min_nodes": 1, "max_nodes": 2, **wrong})
+
+
+def test_options_of_the_command_line():
+    policy = policy_from({"last_call_timeout": "5", "keep_alive_interval": 0.5, "is_host": "1"}, 1, 4)
+    assert policy == SlotPolicy(min_nodes=1, max_nodes=4, last_call_s=5.0, beat_s=0.5)
+    with pytest.raises(ConfigError, match="--rdzv-conf"):
+        policy_from({"join_timeout": "soon"}, 1, 1)

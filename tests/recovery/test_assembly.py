@@ -1,0 +1,243 @@
+"""How processes agree on a generation: threads as members on one store, with the disturbances of a real job."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
+from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import RecoveryError, RecoveryTimeout
+from hyperpod_plugins.recovery import NO_STATE, Arrival, PeersOutside
+from hyperpod_plugins.recovery.assembly import Assembly, from_texts, to_text
+from hyperpod_plugins.recovery.doorbell import Doorbell
+from hyperpod_plugins.recovery.halt import Stops
+
+SURVIVOR = Arrival(incarnation=0, committed=7, prepared=8)
+NEWCOMER = Arrival(incarnation=1)
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(params=["tcp", "hash"])
+def connect(request):
+    """Makes one more connection to the ledger of one job."""
+    if request.param == "hash":
+        shared = dist.HashStore()
+        yield lambda: Ledger(shared)
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job = JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job")
+        yield lambda: Ledger.connect(job)
+        del store
+
+
+@pytest.fixture
+def play(connect):
+    """Makes a process of some rank meet the others in generation 1, in a thread."""
+    with ThreadPoolExecutor(16) as pool:
+
+        def begin(rank, arrival=SURVIVOR, *, world_size=3, timeout_s=DEADLINE_S, patience_s=DEADLINE_S):
+            assembly = Assembly(
+                connect(),
+                Doorbell(connect),
+                rank=rank,
+                world_size=world_size,
+                policy=MembershipPolicy(replacement_timeout_s=timeout_s),
+                patience_s=lambda: patience_s,
+            )
+            return pool.submit(assembly.meet, 1, arrival, time.monotonic())
+
+        yield begin
+
+
+def until(condition):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def plan_of(futures):
+    """The plan that all of them have seen."""
+    formed = [future.result(DEADLINE_S) for future in futures]
+    assert all(each == formed[0] for each in formed)
+    assert formed[0].number == 1
+    return formed[0].arrivals
+
+
+def test_arrivals_pass_through_the_ledger():
+    arrivals = {0: SURVIVOR, 1: replace(SURVIVOR, snapshots=(4, 8), ward_snapshots=(4,)), 2: NEWCOMER, 3: SURVIVOR}
+    assert from_texts({rank: to_text(each) for rank, each in arrivals.items()}) == arrivals
+
+
+def test_all_arrive(play):
+    arrivals = [replace(SURVIVOR, committed=rank) for rank in range(12)]
+    plan = plan_of([play(rank, each, world_size=12) for rank, each in enumerate(arrivals)])
+    assert plan == dict(enumerate(arrivals))
+
+
+def test_whoever_arrives_after_the_plan_finds_it(play, connect):
+    ledger = connect()
+    for rank in (0, 2):
+        ledger.arrive(1, rank, to_text(SURVIVOR))
+    plan = plan_of([play(1)])
+    assert plan_of([play(0)]) == plan
+
+
+def test_a_process_is_replaced_after_it_arrived(play, connect):
+    agent = connect()
+    agent.arrive(1, 2, to_text(SURVIVOR))
+    agent.next_incarnation(2)
+    waiting = [play(0), play(1)]
+    until(lambda: agent.num_arrived(1) == 3)  # full, and not complete
+    plan = plan_of([*waiting, play(2, NEWCOMER)])
+    assert plan == {0: SURVIVOR, 1: SURVIVOR, 2: NEWCOMER}
+
+
+def test_a_process_is_replaced_while_the_others_come(play, connect):
+    agent = connect()
+    first = play(0)
+    agent.arrive(1, 2, to_text(SURVIVOR))
+    agent.next_incarnation(2)
+    second = play(2, NEWCOMER)
+    until(lambda: agent.num_arrived(1) == 3)
+    assert plan_of([first, second, play(1)])[2] == NEWCOMER
+
+
+def test_the_one_that_should_look_is_gone(play, connect):
+    waiting = [play(0), play(1)]
+    until(lambda: connect().num_arrived(1) == 2)
+    assert connect().arrive(1, 2, to_text(SURVIVOR)) == 3  # and never looks
+    assert plan_of(waiting) == dict.fromkeys(range(3), SURVIVOR)
+
+
+def test_an_arrival_that_was_not_counted_is_seen(play, connect):
+    connect().withdraw(1, 2, to_text(SURVIVOR))  # the count is one too low from here on
+    assert plan_of([play(0), play(1)]) == dict.fromkeys(range(3), SURVIVOR)
+    assert connect().num_arrived(1) == 1
+
+
+def test_all_look_at_once(play, connect):
+    ghost = connect()
+    for _ in range(8):
+        ghost.arrive(1, 0, to_text(SURVIVOR))
+    assert plan_of([play(rank, world_size=8) for rank in range(8)]) == dict.fromkeys(range(8), SURVIVOR)
+
+
+def test_survivors_in_a_step_come_again_where_one_is_outside(play, connect):
+    waiting = [play(0), play(1)]
+    ledger = connect()
+    until(lambda: ledger.num_arrived(1) == 2)
+    Stops(ledger, rank=2, incarnation=0, world_size=3, policy=MembershipPolicy()).tell(
+        1, committed=7, in_step=False, trainer=b""
+    )
+    for each in waiting:
+        with pytest.raises(PeersOutside) as caught:
+            each.result(DEADLINE_S)
+        assert caught.value.number == 1
+    assert ledger.num_arrived(1) == 0
+    assert {each.incarnation for each in from_texts(ledger.arrivals(1, range(3))).values()} == {NO_STATE}
+    outside = replace(SURVIVOR, in_step=False, prepared=NO_STATE)
+    assert plan_of([play(rank, outside) for rank in range(3)]) == dict.fromkeys(range(3), outside)
+
+
+def test_a_newcomer_does_not_mind_who_is_outside(play, connect):
+    ledger = connect()
+    ledger.next_incarnation(2)
+    ledger.put("outside/1", b"1")
+    outside = replace(SURVIVOR, in_step=False)
+    assert plan_of([play(0, outside), play(1, outside), play(2, NEWCOMER)])[2] == NEWCOMER
+
+
+def test_a_plan_that_names_what_a_process_was_ends_the_generation(play, connect):
+    ledger = connect()
+    ledger.propose(1, dict.fromkeys(range(3), to_text(replace(SURVIVOR, committed=5))))
+    assert play(0).result(DEADLINE_S) is None
+    assert ledger.ended(1).reporter == "rank 0"
+
+
+def test_a_process_whose_place_was_taken_ends_alone(play, connect):
+    agent = connect()
+    waiting = play(2)
+    until(lambda: agent.num_arrived(1) == 1)
+    agent.next_incarnation(2)
+    plan = plan_of([play(0), play(1), play(2, NEWCOMER)])
+    assert plan[2] == NEWCOMER
+    for late in (waiting, play(2)):
+        with pytest.raises(RecoveryError, match="taken the place of rank 2"):
+            late.result(DEADLINE_S)
+    assert agent.ended(1) is None
+
+
+def test_a_generation_that_ends_is_left(play, connect):
+    waiting = [play(0), play(1)]
+    until(lambda: connect().num_arrived(1) == 2)
+    connect().end(1, Incident(kind="request", cause="test"))
+    assert [each.result(DEADLINE_S) for each in waiting] == [None, None]
+
+
+def test_a_job_that_has_given_up_is_left(play, connect):
+    waiting = [play(0), play(1)]
+    ledger = connect()
+    until(lambda: ledger.num_arrived(1) == 2)
+    giver = Incident(kind="exception", cause="it is hopeless", rank=2)
+    ledger.record_exit(giver)
+    ledger.put(GAVE_UP_KEY, giver.to_json().encode())
+    for each in waiting:
+        with pytest.raises(RecoveryError, match="it is hopeless"):
+            each.result(DEADLINE_S)
+
+
+def test_who_did_not_come_is_named(play, connect):
+    connect().next_incarnation(2)
+    connect().arrive(1, 2, to_text(SURVIVOR))  # one that has been replaced
+    with pytest.raises(RecoveryTimeout, match=r"ranks \[1, 2\]"):
+        play(0, timeout_s=0.2).result(DEADLINE_S)
+
+
+def test_only_survivors_that_do_not_come_are_chased(play, connect):
+    ledger = connect()
+    policy = MembershipPolicy()
+    Stops(ledger, rank=1, incarnation=0, world_size=4, policy=policy).tell(1, committed=7, in_step=True, trainer=b"")
+    ledger.next_incarnation(2)
+    waiting = play(0, world_size=4, patience_s=0.1)
+    wanted = []
+    until(lambda: wanted.extend(ledger.new_kills()) or wanted)
+    ledger.end(1, Incident(kind="request", cause="test"))
+    assert waiting.result(DEADLINE_S) is None
+    assert set(wanted + ledger.new_kills()) == {(3, 0)}
+
+
+def test_the_bell_rings_when_there_is_a_plan(connect):
+    bell, ledger = Doorbell(connect), connect()
+    bell.wait(1, timeout_s=0.05)  # nobody rings
+    threading.Timer(0.2, lambda: connect().propose(1, {})).start()
+    began_s = time.monotonic()
+    bell.wait(1, timeout_s=DEADLINE_S)
+    assert time.monotonic() - began_s < DEADLINE_S
+    assert ledger.plan(1) == {}
+    bell.wait(1, timeout_s=DEADLINE_S)  # it has rung, so this is no wait
+
+
+def test_the_bell_rings_after_a_generation_that_was_never_formed(connect):
+    bell = Doorbell(connect)
+    bell.wait(1, timeout_s=0.2)
+    for number in (2, 3):
+        bell.wait(number, timeout_s=0.05)
+        connect().propose(number, {})
+        began_s = time.monotonic()
+        bell.wait(number, timeout_s=DEADLINE_S)
+        assert time.monotonic() - began_s < DEADLINE_S
+
+
+def test_equal_arrivals_are_told_once():
+    texts = {rank: to_text(SURVIVOR) for rank in range(100)}
+    store = dist.HashStore()
+    assert Ledger(store).propose(1, texts) == texts
+    assert len(store.get("plan/1")) < 2 * len(json.dumps(list(range(100))))

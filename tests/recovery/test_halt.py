@@ -1,0 +1,127 @@
+"""Where a job stands: what newcomers, and those that come again, read of those that have stopped."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
+from hyperpod_plugins.recovery.halt import Halt, Note, Stops, furthest, members_before
+
+WORLD_SIZE = 3
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+@pytest.fixture
+def ledger(store):
+    ledger = Ledger(store)
+    ledger.end(0, Incident(kind="process", cause="lost", rank=2))
+    return ledger
+
+
+def stops(store, rank, incarnation=0, timeout_s=60.0):
+    policy = MembershipPolicy(replacement_timeout_s=timeout_s)
+    return Stops(Ledger(store), rank=rank, incarnation=incarnation, world_size=WORLD_SIZE, policy=policy)
+
+
+def note(committed, *, in_step=True, is_described=True):
+    return Note(incarnation=0, committed=committed, in_step=in_step, is_described=is_described)
+
+
+@pytest.mark.parametrize(
+    ("notes", "rank"),
+    [
+        pytest.param({}, None, id="nobody"),
+        pytest.param({0: note(3), 1: note(3)}, 0, id="the first"),
+        pytest.param({0: note(3), 1: note(4)}, 1, id="the one that has committed most"),
+        pytest.param({0: note(4, in_step=False), 1: note(4)}, 1, id="in a step rather than outside"),
+        pytest.param({0: note(4, in_step=False), 1: note(3)}, 0, id="outside, but further"),
+        pytest.param({0: note(4, is_described=False), 1: note(3)}, None, id="the furthest cannot be described"),
+        pytest.param({0: note(4, is_described=False), 1: note(4)}, 1, id="another one can"),
+    ],
+)
+def test_furthest(notes, rank):
+    assert furthest(notes) == rank
+
+
+def test_a_newcomer_waits_for_all_survivors(store, ledger):
+    ledger.next_incarnation(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stops(store, 2, incarnation=1).wait, None, 0, None)
+        stops(store, 0).tell(1, committed=7, in_step=True, trainer=b"seven")
+        assert not waiting.done()
+        stops(store, 1).tell(1, committed=8, in_step=True, trainer=b"eight")
+        assert waiting.result(60) == Halt(step=8, in_step=True, trainer=b"eight")
+
+
+def test_what_is_said_first_counts(store, ledger):
+    ledger.next_incarnation(2)
+    first = stops(store, 0)
+    first.tell(1, committed=7, in_step=True, trainer=b"seven")
+    first.tell(1, committed=9, in_step=False, trainer=b"nine")
+    stops(store, 1).tell(1, committed=7, in_step=True, trainer=b"")
+    assert stops(store, 2).wait(1, 0, None) == Halt(step=7, in_step=True, trainer=b"seven")
+    assert ledger.find("outside/1") is None
+
+
+def test_the_word_of_one_that_was_lost_since_is_void(store, ledger):
+    ledger.next_incarnation(2)
+    stops(store, 0).tell(1, committed=9, in_step=True, trainer=b"nine")
+    stops(store, 1).tell(1, committed=8, in_step=True, trainer=b"eight")
+    ledger.next_incarnation(0)
+    assert stops(store, 2).wait(1, 0, None) == Halt(step=8, in_step=True, trainer=b"eight")
+
+
+def test_an_uncounted_word_is_heard(store, ledger):
+    ledger.next_incarnation(2)
+    for rank in (0, 1):
+        stops(store, rank).tell(1, committed=7, in_step=True, trainer=b"seven")
+        ledger.count("stopped/1", -1)
+    assert stops(store, 2).wait(1, 0, None).step == 7
+
+
+def test_whoever_waits_stops_too_in_each_generation(store, ledger):
+    ledger.next_incarnation(2)
+    tried = []
+
+    def stopped(number):
+        tried.append(number)
+        if number == 1:
+            ledger.end(1, Incident(kind="process", cause="lost again", rank=0))
+        else:
+            for rank in (0, 1):
+                stops(store, rank).tell(2, committed=7, in_step=False, trainer=b"seven")
+
+    assert stops(store, 2).wait(None, 0, stopped) == Halt(step=7, in_step=False, trainer=b"seven")
+    assert tried == [1, 2]
+
+
+def test_members_before(ledger):
+    assert members_before(ledger, 2) == {}
+    ledger.propose(1, {0: '{"incarnation": 0}', 1: '{"incarnation": 4}'})
+    assert members_before(ledger, 2) == members_before(ledger, 5) == {0: 0, 1: 4}
+    assert members_before(ledger, 1) == {}
+
+
+def test_all_are_lost(store, ledger):
+    for rank in range(WORLD_SIZE):
+        ledger.next_incarnation(rank)
+    with pytest.raises(StateLost):
+        stops(store, 2).wait(None, 0, None)
+
+
+def test_a_generation_that_ends_is_left(store, ledger):
+    ledger.end(1, Incident(kind="process", cause="lost again", rank=0))
+    with pytest.raises(PeerLost):
+        stops(store, 2).wait(1, 0, None)
+
+
+def test_survivors_that_do_not_stop(store, ledger):
+    with pytest.raises(RecoveryTimeout):
+        stops(store, 2, timeout_s=0.1).wait(1, 0, None)
