@@ -10,7 +10,7 @@ from hyperpod_plugins.comm import wires
 from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.groups import connect, inner_spec
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup, cut_all, live_groups
-from hyperpod_plugins.comm.works import abandon, drop_pending, has_abandoned, is_transport_error
+from hyperpod_plugins.comm.works import drop_pending, is_transport_error, let_go
 from hyperpod_plugins.errors import PeerLost
 
 
@@ -72,5 +72,4 @@ def _reconnect(
     former = group.replace_inner(inner, generation=generation, global_ranks=ranks)
     if former is not None:
         wires.release(former)
-        if has_abandoned():
-            abandon(former)
+        let_go(former)

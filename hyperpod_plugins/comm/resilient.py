@@ -149,7 +149,9 @@ class ResilientProcessGroup(DelegatingGroup):
             return self._issue_broken(error)
         if isinstance(work, FinishedWork):
             return work
-        return ResilientWork(work, self._notice, self.role, is_collective=kind not in ("send", "recv"))
+        assert self._inner is not None
+        is_collective = kind not in ("send", "recv")
+        return ResilientWork(work, self._inner, self._notice, self.role, is_collective=is_collective)
 
     def _notice(self, error: BaseException) -> None:
         breaker.trip(f"{self.role.name}: {transport_message(error)}", cut_all)

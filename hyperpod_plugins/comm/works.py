@@ -28,7 +28,9 @@ _TRANSPORT_WORDS = re.compile(
 
 _SLICE = timedelta(seconds=0.2)
 _HAS_CUDA = torch.cuda.is_available()
-_num_abandoned = 0
+_PATIENCE_S = 0.3
+_unfinished: dict[dist.ProcessGroup, list[dist.Work]] = {}
+_asleep: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
 
 pending: "WeakSet[ResilientWork]" = WeakSet()
 
@@ -83,30 +85,39 @@ class ResilientWork(dist.Work):
     """A collective under way. A transport error in it breaks the groups; what that means is the breaker's phase."""
 
     def __init__(
-        self, inner: dist.Work, on_error: Callable[[BaseException], None], role: GroupRole, *, is_collective: bool
+        self,
+        inner: dist.Work,
+        group: dist.ProcessGroup,
+        on_error: Callable[[BaseException], None],
+        role: GroupRole,
+        *,
+        is_collective: bool,
     ) -> None:
         super().__init__()
         self._inner: dist.Work | None = inner
+        self._group: dist.ProcessGroup | None = group
         self._on_error = on_error
         self._role = role
         self._is_collective = is_collective
         pending.add(self)
 
     def drop(self) -> None:
-        """Let go of the library's handle, which keeps connections of a broken group open."""
-        self._inner = None
+        """Let go of the library's handle; of one that has not ended `let_go` will hear."""
+        (inner, self._inner), (group, self._group) = (self._inner, None), (self._group, None)
+        if inner is not None and group is not None and not inner.is_completed():
+            _unfinished.setdefault(group, []).append(inner)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Wait for the collective. Zero means no timeout but the group's."""
-        inner = self._inner
-        if inner is None:
+        inner, group = self._inner, self._group
+        if inner is None or group is None:
             return self._after_break(None)
         if not self._role.is_strict:
             waiting.since_s, waiting.role = time.monotonic(), self._role
         try:
             if timeout != _FOREVER:
                 return inner.wait(timeout)
-            return _wait(inner) if self._is_collective else inner.wait()
+            return _wait(inner, group) if self._is_collective else inner.wait()
         except RuntimeError as error:
             if not is_transport_error(error):
                 raise
@@ -157,23 +168,34 @@ class ResilientWork(dist.Work):
         return _done() if self._inner is None else self._inner.get_future()
 
 
-def abandon(thing: dist.Work | dist.ProcessGroup) -> None:
-    """Never let go of a collective that does not end, or of its group: destroying them would wait for it."""
-    global _num_abandoned
-    _num_abandoned += 1
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+def let_go(group: dist.ProcessGroup) -> None:
+    """Say that an inner group, whose connections are cut, will not be used any more.
+
+    If a collective in it does not end, both stay until it does, which its timeout sees to: destroying them would wait.
+    """
+    for entry in [entry for entry in _asleep if _have_ended(entry[1])]:
+        _asleep.remove(entry)
+        for thing in (entry[0], *entry[1]):
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
+    works, deadline_s = _unfinished.pop(group, []), time.monotonic() + _PATIENCE_S
+    while not _have_ended(works):
+        if time.monotonic() > deadline_s:
+            for thing in (group, *works):  # not even the end of the process may destroy them
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+            _asleep.append((group, works))
+            return
+        time.sleep(0.002)
 
 
-def has_abandoned() -> bool:
-    """Whether some collective of an earlier generation may still sleep."""
-    return _num_abandoned > 0
+def _have_ended(works: list[dist.Work]) -> bool:
+    return all(work.is_completed() for work in works)
 
 
-def _wait(inner: dist.Work) -> bool:
+def _wait(inner: dist.Work, group: dist.ProcessGroup) -> bool:
     """Wait as long as the groups are whole.
 
     [Note: slices] A gloo collective has been seen to sleep on after all its connections were cut. So a wait on the CPU
-    is made of short ones, and one that goes on after a break is left to itself: its thread keeps what it works on.
+    is made of short ones, and one that goes on after a break is left to itself (see `let_go`).
     Not so the wait of a send or a receive: where one of those times out, gloo closes all connections of the group.
 
     Raises:
@@ -188,7 +210,7 @@ def _wait(inner: dist.Work) -> bool:
             if inner.is_completed():
                 return inner.wait()  # its own error, or none if it ended just now
         if breaker.cause is not None:
-            abandon(inner)
+            _unfinished.setdefault(group, []).append(inner)
             raise dist.DistNetworkError(f"the groups are broken: {breaker.cause}")
 
 

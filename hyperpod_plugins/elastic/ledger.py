@@ -38,6 +38,7 @@ ARMED_KEY = "armed"
 """Name of the value that members leave when they have something to recover, and take part in doing so."""
 BEGUN_KEY = "begun"
 """Name of the value that a member leaves when its first step begins."""
+_VOID = b"void"
 GAVE_UP_KEY = "gave_up"
 """Name of the value, an Incident, that a member leaves when nobody is to be replaced any more."""
 RESTART_KEY = "restart"
@@ -165,15 +166,20 @@ class Ledger:
         keys = {f"arrive/{generation}/{rank}": rank for rank in ranks}
         return {keys[key]: text.decode() for key, text in bulk.read_all(self._store, list(keys)).items()}
 
-    def propose(self, generation: int, members: Mapping[int, str]) -> dict[int, str]:
-        """Propose the members of a generation; returns the plan that counts, which is the first proposed."""
+    def void_plan(self, generation: int) -> None:
+        """Say that a generation has ended, so that nobody waits for its plan for ever."""
+        self._store.compare_set(f"plan/{generation}", "", _VOID.decode())
+
+    def propose(self, generation: int, members: Mapping[int, str]) -> dict[int, str] | None:
+        """Propose the members of a generation; returns the plan that counts, the first; None if it has ended."""
         packed: Any = _pack(members)  # bytes are taken, too
-        return _unpack(self._store.compare_set(f"plan/{generation}", "", packed))
+        found = self._store.compare_set(f"plan/{generation}", "", packed)
+        return None if found == _VOID else _unpack(found)
 
     def plan(self, generation: int) -> dict[int, str] | None:
         """The plan of a generation, once there is one: what each member brings."""
         packed = bulk.read(self._store, f"plan/{generation}")
-        return None if packed is None else _unpack(packed)
+        return None if packed is None or packed == _VOID else _unpack(packed)
 
     # -- requests and news --------------------------------------------------------------------------------------
 

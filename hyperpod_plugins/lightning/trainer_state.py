@@ -204,6 +204,9 @@ def rewind(fit_loop: dict[str, Any], micro_steps_open: int) -> dict[str, Any]:
         done = batches[scope]["ready"] - micro_steps_open
         batches[scope] |= {"ready": done, "started": done, "processed": done, "completed": max(0, done - 1)}
     batches["is_last_batch"] = False
+    for scope in _PROGRESS:  # a validation that was run again leaves counts like those of one that was interrupted
+        counts = loop["epoch_loop.val_loop.batch_progress"][scope]
+        counts |= dict.fromkeys(("ready", "started", "processed"), counts["completed"])
     optimizer = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     for part in ("step", "zero_grad"):
         for scope in _PROGRESS:

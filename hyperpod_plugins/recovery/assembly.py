@@ -105,6 +105,7 @@ class Assembly:
             if plan is not None:
                 return self._accept(number, arrival, plan)
             self._doorbell.wait(number, pause_s(self._rank, self._world_size, now_s - began_s))
+        ledger.void_plan(number)
         return None
 
     def _heed(self, number: int, arrival: Arrival) -> None:

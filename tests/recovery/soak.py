@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -98,7 +99,8 @@ def main():
         failed |= not is_good
         print(f"{'ok  ' if is_good else 'FAIL'} {name} {detail}", flush=True)
 
-    with tempfile.TemporaryDirectory() as place:
+    place = tempfile.mkdtemp(prefix="soak-")
+    with contextlib.ExitStack() as tidy:
         began_s = time.monotonic()
         wanted = run_job("ranks_lightning.py", Path(place, "calm"), environ=environ, timeout_s=args.limit_s)
         calm_s = time.monotonic() - began_s
@@ -144,6 +146,10 @@ def main():
         lasted_s = [each for result in found.results() for each in result["lasted_s"]]
         print(f"repairs: median {statistics.median(lasted_s):.2f} s, longest {max(lasted_s):.2f} s")
         print(f"calm {calm_s:.0f} s, with {kills} kills {storm_s:.0f} s")
+        if not failed:
+            tidy.callback(shutil.rmtree, place)
+        else:
+            print(f"what the jobs wrote is in {place}")
     return int(failed)
 
 

@@ -13,6 +13,7 @@ EVERYWHERE = [
     ["backward", 2, 3, "kill"],
     ["clip", 3, 2, "kill"],
     ["validation", 4, 1, "kill"],
+    ["clip", 4, 3, "kill"],  # in the step after a validation that was run again
     ["vote", 5, 0, "kill"],
     ["checkpoint", 6, 2, "kill"],
     ["scheduler", 7, 1, "kill"],
