@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 _PRELOADED = ["torch.distributed.fsdp", "torch._dynamo"]  # the first optimizer step imports the second: seconds
-# glibc gives large freed blocks back to the kernel and asks for them again: up to 6,000 page faults a step of 105 ms, or
-# none, as it happens in a process, and 5 % of its time. For all contenders alike it keeps them; it reads this at its start.
+# glibc gives large freed blocks back to the kernel and asks for them again: up to 6,000 page faults a step of 105 ms,
+# or none, as it happens in a process, and 5 % of its time. For all contenders alike it keeps them.
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**31 - 1))
 _context = multiprocessing.get_context("forkserver")

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.model_helpers import is_overridden
 else:
     _uses_old_name = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
@@ -94,6 +95,7 @@ else:
     ParallelStrategy = _get(f"{_pl}.strategies", "ParallelStrategy")
     TrainerFn = _get(f"{_pl}.trainer.states", "TrainerFn")
     TrainerStatus = _get(f"{_pl}.trainer.states", "TrainerStatus")
+    SIGTERMException = _get(f"{_pl}.utilities.exceptions", "SIGTERMException")
     is_overridden = _get(f"{_pl}.utilities.model_helpers", "is_overridden")
 
 __all__ = [
@@ -107,6 +109,7 @@ __all__ = [
     "ModelParallelStrategy",
     "ParallelStrategy",
     "Precision",
+    "SIGTERMException",
     "SLURMEnvironment",
     "TorchElasticEnvironment",
     "Trainer",

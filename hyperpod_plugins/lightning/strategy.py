@@ -35,6 +35,7 @@ from hyperpod_plugins.lightning.module import (
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.lightning.saving import SavingStrategy
+from hyperpod_plugins.lightning.sigterm import SigtermNews
 from hyperpod_plugins.lightning.window import SAVING_GROUP
 from hyperpod_plugins.memory import delayed_init, materialize
 from hyperpod_plugins.memory.allocator import AllocatorWatch
@@ -88,6 +89,7 @@ class HyperPodStrategy(SavingStrategy):
         self._snapshot_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
         self._drops_gradients = False
+        self._sigterm_news: SigtermNews | None = None
 
     # -- who and where ------------------------------------------------------------------------------------------
 
@@ -184,6 +186,9 @@ class HyperPodStrategy(SavingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._drops_gradients = not looks_at_old_gradients(trainer, module)
             optimizers_to_device(self.optimizers, self.root_device)
+            if self.world_size > 1:
+                self._sigterm_news = SigtermNews(trainer)
+                vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = self._sigterm_news
             if self._recovery is not None:
                 self._recovery.begin_fit(
                     trainer,
@@ -360,6 +365,8 @@ class HyperPodStrategy(SavingStrategy):
     @override
     def on_train_end(self) -> None:
         """Nobody leaves before all have come through the hooks at the end."""
+        if self._sigterm_news is not None:
+            self._sigterm_news.close()
         if self._recovery is not None and self._recovery.is_fitting:
             self.barrier()
 
