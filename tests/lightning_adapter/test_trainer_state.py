@@ -136,6 +136,23 @@ def test_a_validation_begins_again_from_its_first_batch():
 
 
 @pytest.mark.slow_single
+def test_a_validation_that_was_run_again_counts_as_done_in_the_step_after_it():
+    _, observer = fit()
+    again, _ = observer.validated[0]
+    counts = again["epoch_loop.val_loop.batch_progress"]
+    for name in counts[
+        "total"
+    ]:  # Lightning runs its three batches, and leaves the one that was interrupted in the total
+        counts["total"][name] += 3
+    assert counts["total"]["started"] == counts["total"]["processed"] + 1
+    for name in ("ready", "started"):  # the next batch has begun
+        for scope in ("total", "current"):
+            again["epoch_loop.batch_progress"][scope][name] += 1
+    rewound = rewind(again, 1)["epoch_loop.val_loop.batch_progress"]
+    assert len(set(rewound["total"].values())) == 1
+
+
+@pytest.mark.slow_single
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_interrupted_end_of_an_epoch_is_not_counted(accumulate):
     _, observer = fit(accumulate)
