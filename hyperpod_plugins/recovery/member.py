@@ -105,6 +105,8 @@ class Member:
         self._told = Incident(
             kind=kind, cause=cause, rank=self.rank, incarnation=self.job.incarnation, step=self.committed
         )
+        if not breaker.is_open:  # say so before a peer can notice
+            self._end(self.generation, self._told)
         break_groups(cause)
 
     def give_up(self, cause: str) -> None:

@@ -187,6 +187,8 @@ class StepTransaction:
         member = self._member
         outcome: tuple[R] | None = None
         must_undo = commit is not None
+        if error is not None:
+            self._failures["exception", member.rank] += 1
         while True:
             began_s = time.time()
             incident = member.end_generation()
@@ -318,7 +320,9 @@ class StepTransaction:
 
     def _count(self, incident: Incident, error: Exception | None) -> str:
         """Why to stop, where the same step fails again and again: that is the program, not the machine."""
-        self._failures[incident.kind, incident.rank] += 1
+        own = ("exception", self._member.rank)  # has been counted, whatever a peer was first to report
+        if (incident.kind, incident.rank) != own:
+            self._failures[incident.kind, incident.rank] += 1
         if error is not None and self._failures["exception", self._member.rank] >= self._policy.max_attempts:
             return f"{type(error).__name__} in step {self.step}, {self._policy.max_attempts} times"
         if incident.kind == "process" and self._failures["process", incident.rank] >= self._policy.max_losses:
