@@ -41,7 +41,7 @@ if "UNARMED" not in os.environ:
     ledger.put("begun", b"1")
 def say(*words):
     line = " ".join(map(str, ("@", rank, job.incarnation, *words)))
-    os.write(1, (line + "\n").encode())  # at once: others write to the same place
+    os.write(1, (line + chr(10)).encode())  # at once: others write to the same place
 def wait(name, timeout_s=60):
     until_s = time.time() + timeout_s
     while ledger.find(name) is None:
