@@ -29,6 +29,8 @@ from hyperpod_plugins.elastic.restarts import JobRestart
 from hyperpod_plugins.elastic.slots import Claim, Holding, Seat, SlotPolicy
 from hyperpod_plugins.errors import ConfigError
 
+pytestmark = pytest.mark.slow_single  # threads that wait for each other
+
 PATIENCE_S = 30.0
 
 

@@ -19,6 +19,8 @@ from hyperpod_plugins.recovery.assembly import Assembly, from_texts, to_text
 from hyperpod_plugins.recovery.doorbell import Doorbell
 from hyperpod_plugins.recovery.halt import Stops
 
+pytestmark = pytest.mark.slow_single  # threads that wait for each other
+
 SURVIVOR = Arrival(incarnation=0, committed=7, prepared=8)
 NEWCOMER = Arrival(incarnation=1)
 DEADLINE_S = 60.0
