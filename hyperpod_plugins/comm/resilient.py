@@ -23,6 +23,7 @@ from hyperpod_plugins.comm.works import (
     ResilientWork,
     drop_pending,
     is_transport_error,
+    let_go,
     quiet_group,
     raise_peer_lost,
     transport_message,
@@ -204,6 +205,7 @@ class ResilientProcessGroup(DelegatingGroup):
         if inner is not None:
             wires.release(inner)
             inner.shutdown()
+            let_go(inner)
 
     def abort(self) -> None:
         """End the group without waiting for its collectives: peers that wait in them get an error."""

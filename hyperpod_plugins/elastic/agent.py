@@ -250,9 +250,8 @@ class HyperPodAgent(SimpleElasticAgent):
         self._restart = restart
 
     def _outcome(self) -> RunResult | None:
-        self._remaining_restarts = 0 if self._restart is None else 1  # of all workers together
+        self._remaining_restarts = int(self._restart is not None and self.stopped is None)  # of all workers together
         if self.stopped is not None:
-            self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED, failures=self._failures)
         if self._restart is not None:
             return RunResult(state=WorkerState.UNHEALTHY)

@@ -8,6 +8,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, utils
 
+from hyperpod_plugins.elastic.limits import allow_connections
 from hyperpod_plugins.elastic.roster import Roster
 
 _DEFAULT_PORT = 29400
@@ -77,6 +78,7 @@ def open_endpoint(parameters: RendezvousParameters, timeout_s: float) -> Endpoin
 
 
 def _serve(host: str, port: int, is_told: bool | None) -> TCPStore | None:
+    allow_connections()
     try:
         return TCPStore(host, port, is_master=True, wait_for_workers=False)
     except DistError as error:

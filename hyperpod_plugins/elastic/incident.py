@@ -1,9 +1,10 @@
 """What went wrong, as the one who knew it first tells it."""
 
-import json
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Literal, Self
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hyperpod_plugins.elastic.line import Line
 
 IncidentKind = Literal[
     "process",  # a worker process ended before its work was done
@@ -16,7 +17,7 @@ IncidentKind = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
+class Incident(Line):
     """The end of a generation: who failed, how, and who says so."""
 
     kind: IncidentKind
@@ -32,15 +33,6 @@ class Incident:
     """Number of steps committed by the reporter, or -1 where it does not count them."""
     at_s: float = field(default_factory=time.time)
     """Unix time of the report, in seconds."""
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Inverse of `to_json`."""
-        return cls(**json.loads(text))
 
     def __str__(self) -> str:
         """One sentence part: `rank 2 (process): killed by SIGKILL`."""

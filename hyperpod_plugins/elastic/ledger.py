@@ -8,7 +8,7 @@
     end/GENERATION            Incident                          whoever knows first (compare and set)
     arrive/GENERATION/RANK    an arrival (text)                 each process that wants to be a member
     arrived/GENERATION        how many have arrived             each of them, after that
-    plan/GENERATION           all arrivals (packed)             whoever sees them complete (compare and set)
+    plan/GENERATION           all arrivals (packed), or `void`  whoever sees that (compare and set)
     kill/NUMBER               "RANK INCARNATION"                whoever wants a stuck process ended
     beat/RANK                 JSON                              each process, about once a second
     value/NAME                bytes                             anybody

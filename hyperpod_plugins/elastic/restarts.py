@@ -4,10 +4,11 @@ import json
 import math
 import signal
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Self
 
 from hyperpod_plugins.elastic.incident import Incident
+from hyperpod_plugins.elastic.line import Line
 from hyperpod_plugins.errors import ConfigError
 
 GAVE_UP = 65
@@ -70,7 +71,7 @@ class RestartBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobRestart:
+class JobRestart(Line):
     """A member's word that a part of the training state is gone, so that all processes must begin again."""
 
     incident: Incident
@@ -78,10 +79,6 @@ class JobRestart:
     """The last checkpoint; empty where there is none, and the program begins as it began."""
     step: int = 0
     """Optimizer steps in that checkpoint."""
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -110,5 +107,10 @@ class JobRestartBudget:
         self._count = self._count + 1 if restart.step == self._step else 1
         self._step = restart.step
         if self._count > self.max_restarts:
-            return f"all processes were started again {self.max_restarts} times from step {restart.step}"
+            return no_further(restart.step, self.max_restarts)
         return None
+
+
+def no_further(step: int, num_restarts: int) -> str:
+    """Why beginning again has ceased to help."""
+    return f"all processes were started again {num_restarts} times from step {step}"

@@ -20,18 +20,19 @@ A round is the time between two common starts of all workers; most jobs have one
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Self
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hyperpod_plugins.elastic import bulk
+from hyperpod_plugins.elastic.line import Line
 from hyperpod_plugins.elastic.restarts import JobRestart
 from hyperpod_plugins.elastic.slots import Claim, Holding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundEnd:
+class RoundEnd(Line):
     """Why all workers begin again."""
 
     cause: str
@@ -42,15 +43,6 @@ class RoundEnd:
     count: int = 0
     """How many rounds in a row have ended for another start from this step."""
 
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Inverse of `to_json`."""
-        return cls(**json.loads(text))
-
     @classmethod
     def of(cls, restart: JobRestart, before: Self | None) -> Self:
         """What a member asked for, after a round that ended like `before`."""
@@ -59,20 +51,11 @@ class RoundEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Closing:
+class Closing(Line):
     """Why nobody can join any more."""
 
     cause: str
     is_success: bool
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Inverse of `to_json`."""
-        return cls(**json.loads(text))
 
 
 def name_of_round(run_id: str, number: int) -> str:

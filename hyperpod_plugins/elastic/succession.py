@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, GAVE_UP_KEY, RESTART_KEY, Ledger
-from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget
+from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget, no_further
 from hyperpod_plugins.elastic.roster import Closing, Roster, RoundEnd
 from hyperpod_plugins.elastic.slots import Holding, Seat
 
@@ -85,5 +85,5 @@ def renew(roster: Roster, ledger: Ledger, number: int, node: str) -> None:
     if end.count <= most:
         roster.end_round(number, end)
     else:
-        cause = f"all processes were started again {most} times from step {end.step}; {restart.incident.cause}"
+        cause = f"{no_further(end.step, most)}; {restart.incident.cause}"
         roster.close(Closing(cause=cause, is_success=False))

@@ -155,8 +155,6 @@ class TrainerRecovery:
         data_rank = topology.data_rank(self.member.rank)
         if self.options.step_keyed_random:
             self._seed = lambda step, micro_step: seed_micro_step(seed, step, micro_step, data_rank)
-        # Lightning asks all ranks at every batch whether one got a signal; after a fault they are not at the same one.
-        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
 
     def without_barriers(self, trainer: Trainer) -> None:
         """Let a newcomer prepare data alone: the others have long passed the barrier around it."""

@@ -186,9 +186,10 @@ class HyperPodStrategy(SavingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._drops_gradients = not looks_at_old_gradients(trainer, module)
             optimizers_to_device(self.optimizers, self.root_device)
-            if self.world_size > 1:
-                self._sigterm_news = SigtermNews(trainer)
-                vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = self._sigterm_news
+            # After a fault ranks are not at the same batch: with recovery they do not ask each other at all.
+            ask = SigtermNews(trainer) if self.world_size > 1 and self._recovery is None else None
+            vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = ask or (lambda: None)
+            self._sigterm_news = ask
             if self._recovery is not None:
                 self._recovery.begin_fit(
                     trainer,

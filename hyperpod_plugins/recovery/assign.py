@@ -29,6 +29,11 @@ class Rung(enum.Enum):
     CHECKPOINT = "no snapshot is whole: all ranks return to the last persistent checkpoint"
     STOP = "nothing is left to return to: the job ends with an error"
 
+    @property
+    def event(self) -> str:
+        """Name of the event that tells of it."""
+        return f"recovery.{self.name.lower()}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:

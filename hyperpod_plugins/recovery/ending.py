@@ -8,7 +8,7 @@ from typing import NoReturn
 from hyperpod_plugins.errors import PeerLost, RecoveryError
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.recovery.assembly import NobodyCame
-from hyperpod_plugins.recovery.assign import Farewell, RecoveryPlan
+from hyperpod_plugins.recovery.assign import Farewell, RecoveryPlan, Rung
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.repair import Subject
 
@@ -81,5 +81,5 @@ class Ending:
             return ""
 
     def _give_up(self, cause: str, step: int, path: str) -> None:
-        record(Event(name="recovery.stop", at_s=time.time(), details={"cause": cause, "step": step, "saved": path}))
+        record(Event(name=Rung.STOP.event, at_s=time.time(), details={"cause": cause, "step": step, "saved": path}))
         self._member.give_up(f"{cause}; step {step} was saved as {path}" if path else cause)

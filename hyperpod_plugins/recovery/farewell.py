@@ -10,6 +10,7 @@ from hyperpod_plugins.elastic.restarts import JobRestart
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryError, StateLost
 from hyperpod_plugins.observability import Event, record
+from hyperpod_plugins.recovery.assign import Rung
 from hyperpod_plugins.recovery.checkpoints import known_checkpoints, newest_checkpoint
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def begin_again(ledger: Ledger, job: JobEnv, rank: int, lost: StateLost) -> NoRe
     incident = Incident(kind="process", cause=str(lost), reporter=f"rank {rank}")
     restart = JobRestart(incident=incident, resume_from=path or job.resume_from, step=step)
     ledger.put_first(RESTART_KEY, restart.to_json().encode())
-    record(Event(name="recovery.checkpoint", at_s=time.time(), details={"cause": str(lost), "step": step}))
+    record(Event(name=Rung.CHECKPOINT.event, at_s=time.time(), details={"cause": str(lost), "step": step}))
     log.warning("rank %d: %s", rank, restart)
     time.sleep(_FAREWELL_S)
     raise lost

@@ -98,7 +98,8 @@ class Member:
             self._is_leaving = True
             self._changed.notify_all()
         breaker.forget(self._report)
-        self._end_listening()
+        end, self._end_listening = self._end_listening, lambda: None
+        end()
 
     def fail(self, kind: IncidentKind, cause: str) -> None:
         """End the generation because of something that this rank did, and break its groups."""

@@ -56,7 +56,7 @@ class Repair:
     def event(self) -> Event:
         """The rung of the ladder as an event."""
         return Event(
-            name=f"recovery.{self.rung.name.lower()}",
+            name=self.rung.event,
             at_s=self.incident.at_s,
             duration_s=self.total_s,
             details={

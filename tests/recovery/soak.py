@@ -3,8 +3,7 @@
     python tests/recovery/soak.py --kills 100 --seed 1
 
 Not collected by pytest. Prints one line a check, and exits with 1 if any failed: the same bits, no step logged with
-another
-value, survivors whose memory, descriptors and threads stay flat, no process left behind.
+another value, survivors whose memory, descriptors and threads stay flat, no process left behind.
 """
 
 import argparse
