@@ -4,6 +4,8 @@ All cases run in one set of processes, a Trainer each, which also shows that Tra
 disturb each other. The tolerances are those of float32 sums taken in another order.
 """
 
+import os
+import signal
 import traceback
 from functools import partial
 
@@ -323,6 +325,21 @@ def fit_that_looks_at_gradients(options, *, in_a_hook):
     return {"losses": module.losses, "state": whole_state(module.net), "seen": module.seen}
 
 
+def fit_told_to_end(options):
+    """All ranks get SIGTERM in one batch."""
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    class Told(make_module_class()):
+        def on_train_batch_start(self, batch, index):
+            if index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    module = Told()
+    with pytest.raises(SIGTERMException):
+        make_trainer(options).fit(module)
+    return len(module.losses)
+
+
 def fit_twice(options):
     """Two fits of one module and one strategy each: the second goes on with the parameters of the first."""
     module = make_module_class()()
@@ -346,6 +363,7 @@ CASES = {
     "sharded by the module": fit_sharded_by_the_module,
     "gradients seen": partial(fit_that_looks_at_gradients, in_a_hook=True),
     "gradients not seen": partial(fit_that_looks_at_gradients, in_a_hook=False),
+    "told to end": fit_told_to_end,
     "twice": fit_twice,
 }
 
@@ -388,7 +406,7 @@ def of_every_rank(results, layout, case):
 
 @pytest.mark.spawns
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", [name for name in CASES if name != "twice"])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("told to end", "twice")])
 def test_a_fit_equals_plain_torch_on_one_process(results, alone, layout, case):
     wanted = alone[case]
     for found in of_every_rank(results, layout, case):
@@ -420,6 +438,12 @@ def test_frozen_and_unused_parameters_keep_their_values(results, layout):
     for name in ("tok_embeddings.weight", "layers.0.w1.bias", "unused.weight"):
         assert torch.equal(state[name], start[name])
     assert not torch.equal(state["layers.0.w1.weight"], start["layers.0.w1.weight"])
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_end_after_the_batch_in_which_they_are_told_to(results, layout):
+    assert of_every_rank(results, layout, "told to end") == [2] * 4
 
 
 @pytest.mark.spawns
