@@ -6,6 +6,11 @@ import harness
 import hypothesis
 import pytest
 
+from hyperpod_plugins.elastic.worker_environ import RESOLVER
+
+# torch's store asks for the name of each client; an answer that does not come costs 5 s by default.
+os.environ.setdefault("RES_OPTIONS", RESOLVER)
+
 hypothesis.settings.register_profile("shared machine", deadline=None)  # a slow example is no failure
 hypothesis.settings.load_profile("shared machine")
 

@@ -243,6 +243,7 @@ def test_a_program_that_takes_no_part_in_recovery_ends_with_its_first_loss(launc
     assert "takes part in recovery" in job.text()
 
 
+@pytest.mark.spawns
 def test_replacements_are_limited(launch):
     job = launch("os.kill(os.getpid(), signal.SIGKILL)", "--max-restarts=1")
     assert job.code() == 1

@@ -238,6 +238,7 @@ def exchange(rank_that_breaks):
     return after_ten, interrupted, is_equal, returned.trainer, snapshots.take_returned(), left_out.own_steps
 
 
+@pytest.mark.spawns
 def test_ranks_keep_the_last_complete_snapshot_and_get_it_back():
     for rank, found in enumerate(run_ranks(exchange, 0, world_size=3)):
         after_ten, (own, of_ward), is_equal, trainer, again, left_out = found
@@ -271,6 +272,7 @@ def run(folder, layout, *faults):
     return run_job("ranks_snapshot.py", folder, faults=faults, environ=environ)
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("layout", "faults", "num_redone"),
     [
