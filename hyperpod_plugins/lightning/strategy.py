@@ -183,13 +183,12 @@ class HyperPodStrategy(SavingStrategy):
         if trainer.state.fn == TrainerFn.FITTING and not is_again:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        # After a fault ranks are not at the same batch: with recovery they do not ask each other.
+        self._sigterm_news = SigtermNews(trainer, agrees=is_fit and self.world_size > 1 and self._recovery is None)
+        if is_fit:
             self._drops_gradients = not looks_at_old_gradients(trainer, module)
             optimizers_to_device(self.optimizers, self.root_device)
-            # After a fault ranks are not at the same batch: with recovery they do not ask each other at all.
-            ask = SigtermNews(trainer) if self.world_size > 1 and self._recovery is None else None
-            vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = ask or (lambda: None)
-            self._sigterm_news = ask
             if self._recovery is not None:
                 self._recovery.begin_fit(
                     trainer,
@@ -217,6 +216,8 @@ class HyperPodStrategy(SavingStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step; see `training_step`."""
+        if self._sigterm_news is not None:
+            self._sigterm_news.ask()
         with self._evaluation():
             return super().validation_step(*args, **kwargs)
 
@@ -367,7 +368,7 @@ class HyperPodStrategy(SavingStrategy):
     def on_train_end(self) -> None:
         """Nobody leaves before all have come through the hooks at the end."""
         if self._sigterm_news is not None:
-            self._sigterm_news.close()
+            self._sigterm_news.hear()
         if self._recovery is not None and self._recovery.is_fitting:
             self.barrier()
 

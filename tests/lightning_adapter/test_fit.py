@@ -325,18 +325,24 @@ def fit_that_looks_at_gradients(options, *, in_a_hook):
     return {"losses": module.losses, "state": whole_state(module.net), "seen": module.seen}
 
 
-def fit_told_to_end(options):
-    """All ranks get SIGTERM in one batch."""
+def fit_told_to_end(options, every):
+    """One rank gets SIGTERM in batch 1; the ranks ask each other in each batch whose number `every` divides."""
     from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    from hyperpod_plugins.lightning import sigterm
 
     class Told(make_module_class()):
         def on_train_batch_start(self, batch, index):
-            if index == 1:
+            if index == 1 and self.global_rank == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     module = Told()
-    with pytest.raises(SIGTERMException):
-        make_trainer(options).fit(module)
+    rule, sigterm.batches_until_next = sigterm.batches_until_next, lambda batch_s: every
+    try:
+        with pytest.raises(SIGTERMException):
+            make_trainer(options).fit(module)
+    finally:
+        sigterm.batches_until_next = rule
     return len(module.losses)
 
 
@@ -363,7 +369,8 @@ CASES = {
     "sharded by the module": fit_sharded_by_the_module,
     "gradients seen": partial(fit_that_looks_at_gradients, in_a_hook=True),
     "gradients not seen": partial(fit_that_looks_at_gradients, in_a_hook=False),
-    "told to end": fit_told_to_end,
+    "told to end": partial(fit_told_to_end, every=1),
+    "told to end, later": partial(fit_told_to_end, every=3),
     "twice": fit_twice,
 }
 
@@ -406,7 +413,7 @@ def of_every_rank(results, layout, case):
 
 @pytest.mark.spawns
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", [name for name in CASES if name not in ("told to end", "twice")])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("told to end", "told to end, later", "twice")])
 def test_a_fit_equals_plain_torch_on_one_process(results, alone, layout, case):
     wanted = alone[case]
     for found in of_every_rank(results, layout, case):
@@ -442,8 +449,16 @@ def test_frozen_and_unused_parameters_keep_their_values(results, layout):
 
 @pytest.mark.spawns
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_end_after_the_batch_in_which_they_are_told_to(results, layout):
-    assert of_every_rank(results, layout, "told to end") == [2] * 4
+def test_all_ranks_end_after_the_same_batch_when_one_is_told_to(results, layout):
+    assert of_every_rank(results, layout, "told to end") == [3] * 4
+    assert of_every_rank(results, layout, "told to end, later") == [4] * 4
+
+
+@pytest.mark.parametrize(("batch_s", "num_batches"), [(30.0, 1), (1.0, 1), (0.4, 2), (0.01, 100), (0.0, 1000)])
+def test_they_are_told_about_once_a_second(batch_s, num_batches):
+    from hyperpod_plugins.lightning.sigterm import batches_until_next
+
+    assert batches_until_next(batch_s) == num_batches
 
 
 @pytest.mark.spawns
