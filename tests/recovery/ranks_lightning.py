@@ -204,6 +204,7 @@ def main():
     checkpoints = pl.callbacks.ModelCheckpoint(
         faults.folder / "checkpoints", filename="{step}", every_n_train_steps=6, save_top_k=-1
     )
+    early = pl.callbacks.EarlyStopping("val", patience=100)
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(
             **LAYOUTS[option("LAYOUT", "hsdp")], background_checkpoints=option("BACKGROUND", 0) > 0
@@ -212,7 +213,7 @@ def main():
         max_steps=option("STEPS", 24),
         logger=Record(),
         log_every_n_steps=1,
-        callbacks=[checkpoints, recovery],
+        callbacks=[checkpoints, early, recovery],
         val_check_interval=4 * accumulate,
         num_sanity_val_steps=2,
         enable_progress_bar=False,
@@ -231,6 +232,7 @@ def main():
         "lr": optimizer.param_groups[0]["lr"],
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
+        "early": (early.wait_count, float(early.best_score)),
         "repairs": len(recovery.repairs),
         "lasted_s": [repair.total_s for repair in recovery.repairs],
     }

@@ -6,6 +6,8 @@ import pytest
 import torch
 from recovery.faults import run_job
 
+from hyperpod_plugins.parallel.checkpoint_files import read_document
+
 EVERYWHERE = [
     ["sanity", 0, 1, "kill"],
     ["forward", 1, 0, "kill"],
@@ -52,6 +54,11 @@ SPLIT = [
     ["voted", 17, 0, "kill"],
 ]
 SPLIT_OPTIONS = {"LAYOUT": "tensor", "LOADERS": "2", "INTERVAL": "epoch"}
+IN_BACKGROUND = [
+    ["checkpoint", 6, 2, "kill"],
+    ["forward", 12, 1, "kill"],  # while the checkpoint of that step is being written
+    ["batch end", 18, 3, "kill"],
+]
 
 pytestmark = pytest.mark.spawns
 
@@ -93,7 +100,7 @@ def logged(job, rank):
 
 def assert_equal(found_job, wanted_job):
     for rank, (wanted, found) in enumerate(zip(wanted_job.results(), found_job.results(), strict=True)):
-        for key in ("lr", "step", "epoch"):
+        for key in ("lr", "step", "epoch", "early"):
             assert found[key] == wanted[key], (rank, key)
         assert found["state"].keys() == wanted["state"].keys()
         for name, value in found["state"].items():
@@ -145,6 +152,15 @@ def test_a_fault_without_a_loss_is_repaired_at_once(unharmed):
 
 def test_tensor_parallel_ranks_with_two_loaders(run):
     assert_equal(run("split_disturbed", SPLIT, **SPLIT_OPTIONS), run("split", **SPLIT_OPTIONS))
+
+
+def test_checkpoints_in_the_background(run, undisturbed):
+    job = run("background", IN_BACKGROUND, BACKGROUND="1")
+    assert_equal(job, undisturbed)
+    for folder in (job.folder / "checkpoints").glob("step=*.ckpt"):  # complete, or not there
+        extra = read_document(folder, weights_only=True)["extra"]
+        assert extra["global_step"] == int(folder.stem.removeprefix("step="))
+    assert (job.folder / "checkpoints" / "step=24.ckpt").exists()
 
 
 def test_a_mistake_of_the_program_ends_the_job(tmp_path):
