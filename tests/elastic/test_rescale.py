@@ -1,0 +1,132 @@
+"""What a change of size does to batch, gradient and schedule."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperpod_plugins.elastic.rescale import (
+    Ramp,
+    SampleClock,
+    adascale_gain,
+    fits,
+    lr_factor,
+    plan_batch,
+    sample_weight,
+)
+from hyperpod_plugins.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "micro", "shares"),
+    [
+        (128, 24, 8, [6] * 8 + [5] * 16),  # as in the public recipes
+        (128, 48, 8, [3] * 32 + [2] * 16),
+        (128, 16, 8, [8] * 16),
+        (12, 3, 2, [4] * 3),
+    ],
+)
+def test_shares_of_one_batch(batch, ranks, micro, shares):
+    split = plan_batch(batch, ranks, micro)
+    sizes = split.micro_step_sizes(batch)
+    found = [sum(size // ranks + (rank < size % ranks) for size in sizes) for rank in range(ranks)]
+    assert found == shares
+
+
+def test_a_batch_smaller_than_the_world_is_refused():
+    with pytest.raises(ConfigError, match="at least 8 samples"):
+        plan_batch(6, 8, 4)
+    assert not fits(6, 8, 4)
+    assert fits(8, 8, 4)
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 4))
+def test_weighted_means_of_means_are_the_mean_over_all_samples(data, ranks, micro):
+    batch = data.draw(st.integers(ranks, 6 * ranks).filter(lambda size: fits(size, ranks, micro)))
+    split = plan_batch(batch, ranks, micro)
+    losses = data.draw(st.lists(st.integers(-50, 50), min_size=batch, max_size=batch))
+    sizes, used, total, plain = split.micro_step_sizes(batch), 0, 0.0, 0.0
+    for size in sizes:
+        for rank in range(ranks):
+            count = size // ranks + (rank < size % ranks)
+            mean = sum(losses[used : used + count]) / count
+            weight = sample_weight(count, step_size=batch, data_degree=ranks, num_micro_steps=len(sizes))
+            total += weight * mean / ranks / len(sizes)
+            plain += mean / ranks / len(sizes)
+            used += count
+    assert total == pytest.approx(sum(losses) / batch, abs=1e-9)
+    if batch % (ranks * len(sizes)) == 0:
+        assert (
+            sample_weight(batch // ranks // len(sizes), step_size=batch, data_degree=ranks, num_micro_steps=len(sizes))
+            == 1.0
+        )
+        assert plain == pytest.approx(total, abs=1e-9)
+
+
+def test_a_plain_mean_of_means_is_biased():
+    # One rank has a sample with loss 3, the other two with loss 0: the mean over samples is 1, that of means 1.5.
+    weights = [sample_weight(count, step_size=3, data_degree=2, num_micro_steps=1) for count in (1, 2)]
+    assert (3 * weights[0] + 0 * weights[1]) / 2 == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scaling", "ratio", "factor"),
+    [
+        ("none", 4, 1.0),
+        ("linear", 4, 4.0),
+        ("sqrt", 4, 2.0),
+        (lambda ratio: ratio**0.25, 16, 2.0),
+        ("linear", 0.5, 0.5),
+    ],
+)
+def test_rules_of_the_learning_rate(scaling, ratio, factor):
+    assert lr_factor(scaling, 32 * ratio, 32) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "batch", "words"),
+    [
+        ("quadratic", 8, "one of none, linear, sqrt"),
+        (lambda _: math.nan, 8, "positive number"),
+        ("linear", 0, "positive"),
+    ],
+)
+def test_impossible_rules(scaling, batch, words):
+    with pytest.raises(ConfigError, match=words):
+        lr_factor(scaling, batch, 32)
+
+
+def test_a_ramp():
+    ramp = Ramp(start=1.0, end=3.0, num_samples=100)
+    assert [ramp.at(samples) for samples in (0, 50, 100, 1000)] == [1.0, 2.0, 3.0, 3.0]
+    assert Ramp(start=1.0, end=3.0).at(0) == 3.0
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 20))
+def test_a_schedule_goes_on_by_samples(steps, reference):
+    clock, ticks = SampleClock(reference_batch_size=reference), 0
+    for size in steps:
+        ticks += clock.ticks(size)
+        clock = clock.after(size)
+    assert ticks == clock.schedule_step == sum(steps) // reference
+
+
+@pytest.mark.parametrize(
+    ("squared_norms", "of_mean", "gain"),
+    [
+        ([4.0, 4.0], 4.0, 1.0),  # they agree: the second taught nothing
+        ([4.0, 4.0], 2.0, 2.0),  # noise: as far apart as independent gradients of mean 0 are
+        ([4.0, 4.0, 4.0, 4.0], 1.0, 4.0),
+        ([4.0], 4.0, 1.0),
+        ([0.0, 0.0], 0.0, 1.0),
+    ],
+)
+def test_gain_of_a_larger_batch(squared_norms, of_mean, gain):
+    assert adascale_gain(squared_norms, of_mean) == pytest.approx(gain)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=8), st.floats(0, 1))
+def test_the_gain_lies_between_one_and_the_number_of_gradients(squared_norms, agreement):
+    mean = sum(squared_norms) / len(squared_norms)
+    assert 1.0 - 1e-9 <= adascale_gain(squared_norms, agreement * mean) <= len(squared_norms) + 1e-9
