@@ -4,7 +4,7 @@ from hyperpod_plugins.data.batch_cache import MISSING, BatchCache, BatchCacheCon
 from hyperpod_plugins.data.loader import LoaderOptions, StatefulLoader
 from hyperpod_plugins.data.order import sample_order
 from hyperpod_plugins.data.sampler import ElasticSampler
-from hyperpod_plugins.data.steps import BatchSplit, Cursor, MicroStep, share
+from hyperpod_plugins.data.steps import BatchSplit, Cursor, MicroStep, sample_weight, share
 from hyperpod_plugins.data.token_file import TokenHeader
 from hyperpod_plugins.data.token_writer import build_tokens, write_tokens
 from hyperpod_plugins.data.tokens import TokenDataset
@@ -24,6 +24,7 @@ __all__ = [
     "build_tokens",
     "cached",
     "sample_order",
+    "sample_weight",
     "share",
     "write_tokens",
 ]

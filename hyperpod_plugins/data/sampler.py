@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from hyperpod_plugins.data.order import ORDER_VERSION, sample_order
-from hyperpod_plugins.data.steps import BatchSplit, Cursor, MicroStep, share
+from hyperpod_plugins.data.steps import BatchSplit, Cursor, MicroStep, sample_weight, share
 from hyperpod_plugins.errors import ConfigError, DatasetChanged
 
 # What must be equal for a saved position to mean the same samples. Batch sizes, drop_last and the world may change.
@@ -114,6 +114,23 @@ class ElasticSampler(Sampler[list[int]]):
         return sample_order(
             mine, num_samples=self.num_samples, seed=self._seed, epoch=micro_step.before.epoch, shuffle=self._shuffle
         ).tolist()
+
+    def weight(self, batch_index: int) -> float:
+        """Factor for the mean loss of this rank's batch of that number in an epoch, counted from 0.
+
+        With it each sample of a step counts the same, where gradients are averaged over ranks, and over as many
+        micro-steps as a whole step of this split has; see `sample_weight`. All steps of the epoch have this split.
+        """
+        split = self.split
+        step, micro_step = divmod(batch_index, split.micro_steps)
+        step_size = split.step_size_at(step * split.global_batch_size, self.num_samples, drop_last=self.drop_last)
+        each, rest = divmod(split.micro_step_sizes(step_size)[micro_step], split.data_world_size)
+        return sample_weight(
+            each + (self.data_rank < rest),
+            step_size=step_size,
+            data_degree=split.data_world_size,
+            num_micro_steps=split.micro_steps,
+        )
 
     def advance(self, micro_step: MicroStep) -> None:
         """Count `micro_step` as consumed."""

@@ -138,3 +138,18 @@ def share(micro_step: MicroStep, *, rank: int, world_size: int) -> range:
     each, rest = divmod(micro_step.size, world_size)
     first = micro_step.before.position + rank * each + min(rank, rest)
     return range(first, first + each + (rank < rest))
+
+
+def sample_weight(num_samples: int, *, step_size: int, data_degree: int, num_micro_steps: int) -> float:
+    """Factor for a rank's mean loss over `num_samples`, so that the step's gradient is the mean over all its samples.
+
+    Gradients are averaged over ranks, and over micro-steps by whoever accumulates. A mean of means is biased where the
+    shares are uneven: a sample of a small share counts more. The factor is exactly 1 where all shares are equal.
+
+    Args:
+        num_samples: samples of this rank in this micro-step.
+        step_size: samples of the whole step, over all ranks and micro-steps.
+        data_degree: ranks that gradients are averaged over.
+        num_micro_steps: the number by which accumulated losses are divided.
+    """
+    return num_samples * data_degree * num_micro_steps / step_size

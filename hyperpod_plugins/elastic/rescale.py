@@ -27,7 +27,7 @@ def plan_batch(global_batch_size: int, data_degree: int, max_micro_batch: int) -
     """Spread one global batch over the data-parallel ranks, every sample once.
 
     Equal shares if they divide, else shares that differ by one sample, which need gradients weighted by
-    `sample_weight`. Accumulates where a share is larger than a micro-batch.
+    `data.sample_weight`. Accumulates where a share is larger than a micro-batch.
 
     Args:
         global_batch_size: samples of one optimizer step, over all ranks.
@@ -54,21 +54,6 @@ def fits(global_batch_size: int, data_degree: int, max_micro_batch: int) -> bool
     except ConfigError:
         return False
     return True
-
-
-def sample_weight(num_samples: int, *, step_size: int, data_degree: int, num_micro_steps: int) -> float:
-    """Factor for a rank's mean loss over `num_samples`, so that the step's gradient is the mean over all its samples.
-
-    Gradients are averaged over ranks, and over micro-steps by whoever accumulates. A mean of means is biased where the
-    shares are uneven: a sample of a small share counts more. The factor is exactly 1 where all shares are equal.
-
-    Args:
-        num_samples: samples of this rank in this micro-step.
-        step_size: samples of the whole step, over all ranks and micro-steps.
-        data_degree: ranks that gradients are averaged over.
-        num_micro_steps: the number by which accumulated losses are divided.
-    """
-    return num_samples * data_degree * num_micro_steps / step_size
 
 
 def lr_factor(scaling: LrScaling, global_batch_size: float, reference_batch_size: float) -> float:

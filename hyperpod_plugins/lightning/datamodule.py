@@ -1,5 +1,8 @@
 """Token files for the Lightning Trainer: loaders that know the world and resume where training stood."""
 
+# Lightning's loops have no public spelling.
+# pyright: reportPrivateUsage=false
+
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -152,6 +155,15 @@ class _TrainerLoader(StatefulLoader):
         current.load_state_dict(
             {"ready": num_done, "started": num_done, "processed": num_done, "completed": num_done - num_open}
         )
+
+
+def sample_weight_of(trainer: Trainer, batch_index: int) -> float:
+    """Factor for this rank's loss in a batch of the epoch: 1 unless a loader of ours has shared a step out unevenly."""
+    combined = trainer.fit_loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    if len(loaders) != 1 or not isinstance(loaders[0], StatefulLoader):
+        return 1.0
+    return loaders[0].batch_sampler.weight(batch_index)
 
 
 def _data_coordinates(trainer: Trainer) -> tuple[int, int]:

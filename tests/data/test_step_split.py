@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hyperpod_plugins.data import BatchSplit, Cursor, share
+from hyperpod_plugins.data import BatchSplit, Cursor, ElasticSampler, sample_weight, share
 from hyperpod_plugins.errors import ConfigError
 
 sizes = st.integers(1, 24)
@@ -104,3 +104,62 @@ def test_impossible_splits_are_refused(global_batch, micro_batch, world):
 def test_the_error_names_sizes_that_work():
     with pytest.raises(ConfigError, match="8 or 12"):
         split_or_raise(10, 1, 4)
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 4))
+def test_weighted_means_of_means_are_the_mean_over_all_samples(data, ranks, micro):
+    batch = data.draw(st.integers(ranks, 6 * ranks))
+    split = split_or_skip(batch, micro, ranks)
+    losses = data.draw(st.lists(st.integers(-50, 50), min_size=batch, max_size=batch))
+    sizes, used, total, plain = split.micro_step_sizes(batch), 0, 0.0, 0.0
+    for size in sizes:
+        for rank in range(ranks):
+            count = size // ranks + (rank < size % ranks)
+            mean = sum(losses[used : used + count]) / count
+            weight = sample_weight(count, step_size=batch, data_degree=ranks, num_micro_steps=len(sizes))
+            total += weight * mean / ranks / len(sizes)
+            plain += mean / ranks / len(sizes)
+            used += count
+    assert total == pytest.approx(sum(losses) / batch, abs=1e-9)
+    if batch % (ranks * len(sizes)) == 0:
+        assert (
+            sample_weight(batch // ranks // len(sizes), step_size=batch, data_degree=ranks, num_micro_steps=len(sizes))
+            == 1.0
+        )
+        assert plain == pytest.approx(total, abs=1e-9)
+
+
+def test_a_plain_mean_of_means_is_biased():
+    # One rank has a sample with loss 3, the other two with loss 0: the mean over samples is 1, that of means 1.5.
+    weights = [sample_weight(count, step_size=3, data_degree=2, num_micro_steps=1) for count in (1, 2)]
+    assert (3 * weights[0] + 0 * weights[1]) / 2 == 1.0
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro_batch", "world", "num_samples"),
+    [(8, 2, 2, 16), (10, 2, 4, 20), (7, 4, 2, 14), (5, 2, 2, 12), (20, 2, 4, 50)],
+)
+def test_a_sampler_knows_the_weight_of_each_batch(global_batch, micro_batch, world, num_samples):
+    split = BatchSplit(global_batch_size=global_batch, micro_batch_size=micro_batch, data_world_size=world)
+    samplers = [ElasticSampler(num_samples, split, data_rank=rank, drop_last=False) for rank in range(world)]
+    losses = {sample: float((7 * sample) % 11) for sample in range(num_samples)}
+    steps = {}  # what the optimizer sees of each step: rank means, weighted, averaged over ranks and micro-steps
+    for batches in zip(*samplers, strict=True):
+        index = steps.setdefault("next", 0)
+        steps["next"] += 1
+        for sampler, batch in zip(samplers, batches, strict=True):
+            weight = sampler.weight(index)
+            mean = sum(losses[sample] for sample in batch) / len(batch)
+            entry = steps.setdefault(index // split.micro_steps, [0.0, []])
+            entry[0] += weight * mean / world / split.micro_steps
+            entry[1] += [losses[sample] for sample in batch]
+    del steps["next"]
+    assert len(steps) == -(-num_samples // global_batch)
+    for found, expected in steps.values():
+        assert found == pytest.approx(sum(expected) / len(expected))
+
+
+def test_equal_shares_weigh_exactly_one():
+    split = BatchSplit(global_batch_size=24, micro_batch_size=2, data_world_size=3)
+    sampler = ElasticSampler(48, split, data_rank=2)
+    assert {sampler.weight(index) for index in range(8)} == {1.0}

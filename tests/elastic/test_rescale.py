@@ -13,7 +13,6 @@ from hyperpod_plugins.elastic.rescale import (
     fits,
     lr_factor,
     plan_batch,
-    sample_weight,
 )
 from hyperpod_plugins.errors import ConfigError
 
@@ -39,35 +38,6 @@ def test_a_batch_smaller_than_the_world_is_refused():
         plan_batch(6, 8, 4)
     assert not fits(6, 8, 4)
     assert fits(8, 8, 4)
-
-
-@given(st.data(), st.integers(1, 6), st.integers(1, 4))
-def test_weighted_means_of_means_are_the_mean_over_all_samples(data, ranks, micro):
-    batch = data.draw(st.integers(ranks, 6 * ranks).filter(lambda size: fits(size, ranks, micro)))
-    split = plan_batch(batch, ranks, micro)
-    losses = data.draw(st.lists(st.integers(-50, 50), min_size=batch, max_size=batch))
-    sizes, used, total, plain = split.micro_step_sizes(batch), 0, 0.0, 0.0
-    for size in sizes:
-        for rank in range(ranks):
-            count = size // ranks + (rank < size % ranks)
-            mean = sum(losses[used : used + count]) / count
-            weight = sample_weight(count, step_size=batch, data_degree=ranks, num_micro_steps=len(sizes))
-            total += weight * mean / ranks / len(sizes)
-            plain += mean / ranks / len(sizes)
-            used += count
-    assert total == pytest.approx(sum(losses) / batch, abs=1e-9)
-    if batch % (ranks * len(sizes)) == 0:
-        assert (
-            sample_weight(batch // ranks // len(sizes), step_size=batch, data_degree=ranks, num_micro_steps=len(sizes))
-            == 1.0
-        )
-        assert plain == pytest.approx(total, abs=1e-9)
-
-
-def test_a_plain_mean_of_means_is_biased():
-    # One rank has a sample with loss 3, the other two with loss 0: the mean over samples is 1, that of means 1.5.
-    weights = [sample_weight(count, step_size=3, data_degree=2, num_micro_steps=1) for count in (1, 2)]
-    assert (3 * weights[0] + 0 * weights[1]) / 2 == 1.0
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def tokens(tmp_path):
     return path
 
 
-def make_trainer(folder, num_steps, strategy, data_ranks, callbacks=()):
+def make_trainer(folder, num_steps, strategy, accumulate, callbacks=()):
     import lightning.pytorch as L
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -30,7 +30,7 @@ def make_trainer(folder, num_steps, strategy, data_ranks, callbacks=()):
         accelerator="cpu",
         strategy=HyperPodStrategy(**strategy),
         max_steps=num_steps,
-        accumulate_grad_batches=GLOBAL_BATCH // (2 * data_ranks),
+        accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,
         logger=False,
         enable_progress_bar=False,
@@ -72,14 +72,14 @@ def make_module(width=16):
     return Module()
 
 
-def fit(tokens, folder, num_steps, strategy, resume=None, width=16, data_ranks=4):
+def fit(tokens, folder, num_steps, strategy, resume=None, width=16, data_ranks=4, sizes=(GLOBAL_BATCH, 2)):
+    from hyperpod_plugins.data import BatchSplit
     from hyperpod_plugins.lightning import TokenDataConfig, TokenDataModule
 
-    trainer = make_trainer(folder, num_steps, strategy, data_ranks)
+    sizes = dict(zip(("global_batch_size", "micro_batch_size"), sizes, strict=True))
+    trainer = make_trainer(folder, num_steps, strategy, BatchSplit(**sizes, data_world_size=data_ranks).micro_steps)
     module = make_module(width)
-    data = TokenDataModule(
-        tokens, config=TokenDataConfig(sequence_length=SEQUENCE, global_batch_size=GLOBAL_BATCH, micro_batch_size=2)
-    )
+    data = TokenDataModule(tokens, config=TokenDataConfig(sequence_length=SEQUENCE, **sizes))
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     values = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in module.named_parameters()}
     [optimizer] = trainer.strategy.optimizers
@@ -143,12 +143,30 @@ def test_resuming_mid_epoch_equals_never_stopping(run_ranks, tokens, tmp_path):
     assert_same(two[0], whole, tolerance=2e-5)
 
 
+UNEVEN = [(6, 2), (10, 2), (7, 2)]  # on four ranks: 2 2 1 1 samples, 1 each and then 2 2 1 1, 2 2 2 1
+
+
+def uneven(tokens, folder, data_ranks):
+    strategy = {"hybrid_shard_degree": 2 if data_ranks == 4 else 1}
+    sizes = UNEVEN if data_ranks == 4 else [(batch, batch) for batch, _ in UNEVEN]
+    return [fit(tokens, folder / str(each), NUM_STEPS, strategy, data_ranks=data_ranks, sizes=each) for each in sizes]
+
+
+@pytest.mark.spawns
+def test_uneven_shares_train_as_one_process_does(run_ranks, tokens, tmp_path):
+    """Averaging the ranks' means would let the samples of a small share count more: see `sample_weight`."""
+    alone = run_ranks(uneven, tokens, tmp_path / "alone", 1, world_size=1, timeout_s=60)[0]
+    together = run_ranks(uneven, tokens, tmp_path / "together", 4, world_size=4, timeout_s=100)[0]
+    for found, expected in zip(together, alone, strict=True):
+        assert_same(found, expected, tolerance=2e-5)
+
+
 def test_and_weights_only(tokens, folder):
     """`test(ckpt_path=...)`, a checkpoint of weights only, and hooks that change what is saved."""
     from hyperpod_plugins.lightning import TokenDataConfig, TokenDataModule
 
     fit(tokens, folder / "fit", 2, {"hybrid_shard_degree": 2})
-    trainer = make_trainer(folder / "other", 2, {"hybrid_shard_degree": 2}, data_ranks=4)
+    trainer = make_trainer(folder / "other", 2, {"hybrid_shard_degree": 2}, accumulate=1)
     module = make_module()
     config = TokenDataConfig(sequence_length=SEQUENCE, global_batch_size=GLOBAL_BATCH, micro_batch_size=2)
     loader = TokenDataModule(tokens, tokens, config=config)
