@@ -119,6 +119,7 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._stop(signal.SIGTERM if self._restart is None else signal.SIGKILL)
+        self._inbox.raise_pending()  # before the rendezvous, which may take long
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """`timeout` is torch's idea; ours is in the options, and the same."""
@@ -211,12 +212,15 @@ class HyperPodAgent(SimpleElasticAgent):
         if given_up is not None:
             return f"the job has given up: {Incident.from_json(given_up)}"
         if self._ledger.find(ARMED_KEY) is None:
-            return "no worker takes part in recovery: the program does not use it, or had nothing to recover yet"
+            return (
+                "no worker takes part in recovery: the program does not use it, had nothing to recover yet, or is past "
+                "its fit"
+            )
         if code > 0 and self._ledger.find(BEGUN_KEY) is None:
             return "it failed by itself before the first step"
-        if refusal is None and any(other.phase is Phase.DONE for other in self._crew.posts):
+        if refusal is None:
             others = set(range(self._worker_group.workers[0].world_size)) - {post.global_rank}
-            if all(self._ledger.find(f"{_FINISHED}/{rank}") is not None for rank in others):
+            if others and all(self._ledger.find(f"{_FINISHED}/{rank}") is not None for rank in sorted(others)):
                 return "all others have finished, and a new process would wait for them in vain"
         return refusal
 

@@ -1,5 +1,6 @@
 """The worker processes of one node: starting, replacing, signalling and outliving them; no policy, no ledger."""
 
+import contextlib
 import enum
 import os
 import signal
@@ -184,13 +185,16 @@ class Crew:
                 self._tee.follow(post.logs.path(sink.stream), post.prefix, sink)
 
     def _after_zygote(self, posts: Iterable[Post]) -> list[tuple[Post, int]]:
-        """The zygote is gone, and the kernel has killed its children."""
+        """The zygote is gone, and the kernel has killed its children; what they had started is killed here."""
         ended, was_ready, code = list(posts), self._zygote.is_ready, self._zygote.close()
-        if ended and not was_ready:
+        if ended and not was_ready and code >= 0:
             raise ConfigError(
                 f"the process that imports for the workers ended with code {code} before it was ready; its error is "
                 f"above. It was to import {', '.join(self._options.preload)}: change that with --preload."
             )
         for post in ended:
             post.phase = Phase.LOST
+            if post.pid > 0:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(post.pid, signal.SIGKILL)
         return [(post, -signal.SIGKILL) for post in ended]

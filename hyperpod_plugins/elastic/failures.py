@@ -15,12 +15,20 @@ _NUM_LINES = 20
 def cause(post: Post, code: int) -> str:
     """How the process of a post ended, in one line; a negative code is that of a signal."""
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {signal_name(-code)}"
     match _error(post.logs.error_file):
         case {"message": {"message": str(text)}}:
             return f"exit code {code} ({text.strip().splitlines()[0] if text.strip() else text})"
         case _:
             return f"exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """Name of a signal, also of one that has none (the real-time ones)."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def failure(post: Post, code: int) -> ProcessFailure:

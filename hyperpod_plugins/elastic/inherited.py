@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hyperpod_plugins.elastic.failures import signal_name
 from hyperpod_plugins.elastic.slots import Seat
 from hyperpod_plugins.elastic.worker_environ import RESOLVER
 from hyperpod_plugins.env import JobEnv
@@ -128,4 +129,4 @@ def _how_it_failed(descriptor: int) -> str | None:
         return None
     if end.si_code == os.CLD_EXITED:
         return f"ended with exit code {end.si_status}"
-    return "" if end.si_status == signal.SIGTERM else f"was killed by {signal.Signals(end.si_status).name}"
+    return "" if end.si_status == signal.SIGTERM else f"was killed by {signal_name(end.si_status)}"

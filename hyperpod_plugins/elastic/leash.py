@@ -16,6 +16,11 @@ def die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Take `die_with` back."""
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def end_with(agent_pid: int) -> None:
     """Have a worker of torchrun end when its agent does; torchrun itself lets it run on.
 

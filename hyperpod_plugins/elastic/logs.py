@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Literal, Self, TextIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest
+from torch.distributed.elastic.utils.logging import get_logger
 
+logger = get_logger(__name__)
 _INTERVAL_S = 0.1
 
 
@@ -47,12 +49,19 @@ class ProcessLogs:
         return self.stdout if stream == "stdout" else self.stderr
 
     def of_replacement(self, incarnation: int) -> Self:
-        """The same files in a folder `incarnation_N` beside them, which is made."""
+        """The same files in a folder `incarnation_N` beside them, which is made.
+
+        Where that cannot be (the disk is full) the process writes to the console: it is needed more than its log.
+        """
         moved = {"stdout": self.stdout, "stderr": self.stderr, "error_file": self.error_file}
         for name, path in moved.items():
             if path and path != os.devnull:
                 folder = Path(path).parent / f"incarnation_{incarnation}"
-                folder.mkdir(exist_ok=True)
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    logger.warning("there will be no log of the next process: %s", error)
+                    return replace(self, stdout="", stderr="", error_file="", teed=frozenset())
                 moved[name] = str(folder / Path(path).name)
         return replace(self, **moved)
 
@@ -98,6 +107,10 @@ class _Tail:
         self.copy()
         if self.part and self.sink.wants(self.part):
             self.sink.file.write(f"{self.prefix}{self.part}\n")
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, whatever is left in it."""
         if self.file is not None:
             self.file.close()
 
@@ -136,13 +149,25 @@ class Tee:
             self._thread = None
         with self._lock:
             for tail in self._tails:
-                tail.finish()
-            self._tails.clear()
+                tail.is_complete = True
+            self._copy_all()
         self._end.clear()
 
     def _run(self) -> None:
         while not self._end.wait(_INTERVAL_S):
             with self._lock:
-                for tail in self._tails:
-                    (tail.finish if tail.is_complete else tail.copy)()
-                self._tails = [tail for tail in self._tails if not tail.is_complete]
+                self._copy_all()
+
+    def _copy_all(self) -> None:
+        """Copy what has come; one that fails (a full disk, a console that is gone) is left out from then on."""
+        going_on: list[_Tail] = []
+        for tail in self._tails:
+            try:
+                (tail.finish if tail.is_complete else tail.copy)()
+            except (OSError, ValueError) as error:
+                logger.warning("%s is not copied any more: %s", tail.path, error)
+                tail.close()
+                continue
+            if not tail.is_complete:
+                going_on.append(tail)
+        self._tails = going_on

@@ -33,13 +33,14 @@ import torch
 
 from hyperpod_plugins.elastic.forked import become
 from hyperpod_plugins.elastic.hidden import hide_lightning
-from hyperpod_plugins.elastic.leash import die_with
+from hyperpod_plugins.elastic.leash import die_with, outlive_parent
 from hyperpod_plugins.elastic.wire import Lines, Start
 from hyperpod_plugins.errors import ConfigError
 
 _CLEAN_UP_S = 1.0
 """How long what a lost worker leaves behind (data loaders, compilers) may take to end by itself."""
 _IDLE_S = 0.02
+_FORK_AGAIN_S = 0.5
 
 
 class Zygote:
@@ -86,7 +87,13 @@ class Zygote:
                 self._wakeup.recv(4096)
 
     def _start(self, start: Start) -> Start | None:
-        pid = self._start_spare(start) or self._fork()
+        try:
+            pid = self._start_spare(start) or self._fork()
+        except OSError as error:  # too many processes, or no memory, just now
+            print(f"hyperpodrun: a worker could not be forked: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            time.sleep(_FORK_AGAIN_S)
+            self._tell({"ended": start.ticket, "code": -signal.SIGKILL})
+            return None
         if pid == 0:
             return start
         self._tickets[pid] = start.ticket
@@ -262,6 +269,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # children never write to these objects' headers, so the pages stay shared
     agent = Lines(socket.socket(fileno=int(descriptor)))
+    outlive_parent()  # from now on the end of its connection tells that the agent is gone, and all groups are killed
     agent.send({"ready": time.monotonic() - began_s})
     become(Zygote(agent, int(num_spares), mask).serve(), mask)
 

@@ -3,6 +3,7 @@
 # A strategy works with parts of Lightning that have no public spelling.
 # pyright: reportPrivateUsage=false
 
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,10 +14,12 @@ from typing_extensions import override
 from hyperpod_plugins.comm import CommOptions, register
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import PeerLost
+from hyperpod_plugins.lightning.fits import fits
 from hyperpod_plugins.lightning.flavour import (
     Launcher,
     ModelParallelStrategy,
     ParallelStrategy,
+    SIGTERMException,
     SLURMEnvironment,
     TorchElasticEnvironment,
     Trainer,
@@ -53,7 +56,7 @@ class FromPeers(Launcher):
         that had come furthest. What the user sees of `fit` is one call: no `on_exception`, no teardown.
         """
         job = JobEnv.from_environ()
-        is_fit = job is not None and function.__name__ == "_fit_impl"
+        is_fit = job is not None and function.__name__ == "_fit_impl" and not fits.is_over
         if is_fit and job is not None and job.is_newcomer:
             args = (*args[:4], STATE_OF_PEERS, *args[5:])
         elif is_fit and job is not None and job.resume_from and not self._has_resumed:
@@ -62,6 +65,10 @@ class FromPeers(Launcher):
         while True:
             try:
                 return function(*args, **kwargs)
+            except SIGTERMException:
+                if not is_fit:
+                    raise
+                raise SIGTERMException(128 + signal.SIGTERM) from None  # by itself it is no good end: code 0
             except PeerLost:
                 if not is_fit or not self._leave_loops(args[4] not in (None, STATE_OF_PEERS)):
                     raise
