@@ -11,7 +11,7 @@ from hyperpod_plugins.comm.groups import (
     new_axis_group,
     register,
 )
-from hyperpod_plugins.comm.resilient import ResilientProcessGroup, live_groups
+from hyperpod_plugins.comm.resilient import ResilientProcessGroup, generation_of, live_groups, pinned
 from hyperpod_plugins.comm.roles import WORLD, GroupRole
 from hyperpod_plugins.comm.traffic import Traffic, reset_traffic, traffic, wire_bytes
 from hyperpod_plugins.comm.works import waiting
@@ -30,9 +30,11 @@ __all__ = [
     "connect",
     "create_group",
     "create_smddp_group",
+    "generation_of",
     "inner_spec",
     "live_groups",
     "new_axis_group",
+    "pinned",
     "reform",
     "register",
     "reset_traffic",

@@ -4,7 +4,9 @@
 # support has its type for the names of groups.
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakValueDictionary
@@ -31,6 +33,33 @@ from hyperpod_plugins.comm.works import (
 from hyperpod_plugins.errors import CommError
 
 BACKEND = "hyperpod"
+
+
+class _Pin(threading.local):
+    group: "ResilientProcessGroup | None" = None
+    generation = 0
+
+
+_pin = _Pin()
+
+
+@contextmanager
+def pinned(group: dist.ProcessGroup | None, generation: int) -> Generator[None, None, None]:
+    """Let this thread use a group in one generation only, for work that a newcomer would know nothing of.
+
+    Raises:
+        PeerLost: when a collective is issued after the group was formed again.
+    """
+    _pin.group, _pin.generation = (group if isinstance(group, ResilientProcessGroup) else None), generation
+    try:
+        yield
+    finally:
+        _pin.group = None
+
+
+def generation_of(group: dist.ProcessGroup | None) -> int:
+    """Number of a group's generation; 0 for a group that has none."""
+    return group.generation if isinstance(group, ResilientProcessGroup) else 0
 
 
 class ResilientProcessGroup(DelegatingGroup):
@@ -86,6 +115,8 @@ class ResilientProcessGroup(DelegatingGroup):
                 f"the process group {self.role.name!r} was used after it was destroyed. Models, meshes and optimizers "
                 "end with the groups they were built on: build them again after init_process_group."
             )
+        if _pin.group is self and _pin.generation != self.generation:
+            raise_peer_lost(f"the group was formed again, in generation {self.generation}")
         if breaker.is_open and (breaker.cause is None or not self.role.is_strict):
             if not breaker.is_quiet:
                 raise_peer_lost(breaker.cause or "it has not joined the others yet")

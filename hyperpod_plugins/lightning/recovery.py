@@ -19,7 +19,8 @@ from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
-from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, TrainerStatus
+from hyperpod_plugins.lightning.fits import fits
+from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, TrainerFn, TrainerStatus
 from hyperpod_plugins.lightning.rest import RestOfEpoch
 from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
@@ -74,7 +75,11 @@ class TrainerRecovery:
 
     @classmethod
     def of(cls, trainer: Trainer, *, rank: int, world_size: int) -> "TrainerRecovery | None":
-        """Recovery as the trainer's callback wants it, or None where there is no agent or it is not wanted."""
+        """Recovery as the trainer's callback wants it, or None where there is no agent or it is not wanted.
+
+        It is over when the first `fit` of this process is. A replacement begins with the program's first line, so it
+        could not come to the aid of a later one.
+        """
         callbacks: list[Any] = vars(trainer)["callbacks"]
         chosen = [callback for callback in callbacks if isinstance(callback, CheckpointlessRecovery)]
         job = JobEnv.from_environ()
@@ -87,6 +92,14 @@ class TrainerRecovery:
                 )
             return None
         options = chosen[0] if chosen else CheckpointlessRecovery()
+        if fits.is_over:
+            if options.enabled and trainer.state.fn == TrainerFn.FITTING:
+                warnings.warn(
+                    "only the first fit of a program is repaired in place: from now on the loss of a process ends the "
+                    "job. Do later fits in a program of their own.",
+                    stacklevel=2,
+                )
+            return None
         return cls(options, job, rank=rank, world_size=world_size) if options.enabled else None
 
     @property
@@ -210,6 +223,8 @@ class TrainerRecovery:
             self._description = b""  # what it said when it stopped in the step still holds
         else:
             self._description = self._window.describe_outside()
+            if not self._window.is_empty:
+                self._window.undo()
         breaker.part()
         self._broadcasts = 0
         if self.member.committed == 0:
@@ -248,7 +263,9 @@ class TrainerRecovery:
         description = self._returned.trainer if self._returned and is_ours else halt.trainer
         checkpoint = read_trainer(description)
         assert self._window is not None
+        assert self._transaction is not None
         self._window.entered_with = description
+        self._transaction.entered_at = halt.step
         self._entered_with = checkpoint
         if halt.step == 0 and not (halt.in_step or is_ours):  # nothing has been trained: begin as everybody began
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
@@ -297,6 +314,11 @@ class TrainerRecovery:
         if self._window is not None:
             self._window.fetched()
 
+    @property
+    def num_batches_back(self) -> int:
+        """How many batches of its window lie after the one that is computed: some, where the window is run again."""
+        return 0 if self._window is None else self._window.num_after
+
     def seed(self) -> None:
         """Begin the random stream of this micro-step."""
         if self._seed is not None and self._window is not None and self._transaction is not None:
@@ -322,8 +344,11 @@ class TrainerRecovery:
         self._window.close()
         return result
 
-    def leave(self) -> None:
-        """The strategy ends."""
+    def leave(self, trainer: Trainer | None) -> None:
+        """The strategy ends; after a fit that came to its end nobody needs a replacement any more."""
+        if trainer is not None and self.is_fitting and trainer.state.status != TrainerStatus.INTERRUPTED:
+            fits.is_over = True
+            self.member.ledger.forget(ARMED_KEY)
         self.member.leave()
 
     def _repaired(self, repair: Repair) -> None:

@@ -1,5 +1,8 @@
 """Loaders that cannot be told where to begin."""
 
+# Lightning's loops have no public spelling.
+# pyright: reportPrivateUsage=false
+
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -26,4 +29,7 @@ class RestOfEpoch:
         count, self._count = self._count, 0
         if count >= self._trainer.num_training_batches:  # nothing is left, and Lightning keeps this iterator for later
             count = 0
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is not None and combined._mode == "max_size_cycle" and len(self._loader) <= count:
+            count %= len(self._loader)  # a shorter loader beside a longer one has begun again
         yield from itertools.islice(iter(self._loader), count, None)

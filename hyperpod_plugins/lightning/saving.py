@@ -13,6 +13,7 @@ from typing_extensions import override
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import PeerLost
 from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
+from hyperpod_plugins.lightning.flavour import TrainerFn
 from hyperpod_plugins.lightning.launch import STATE_OF_PEERS, LaunchedStrategy
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.parallel.checkpoint_state import model_tensors
@@ -83,8 +84,12 @@ class SavingStrategy(LaunchedStrategy):
         path = Path(self.broadcast(checkpoint_path))
         if path.is_file():
             return super().load_checkpoint(path, weights_only=weights_only)
+        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING  # after one, optimizers are still here
         checkpoint = self._checkpoints.load(
-            path, module=self.lightning_module, optimizers=self.optimizers, weights_only=weights_only
+            path,
+            module=self.lightning_module,
+            optimizers=self.optimizers if is_fit else (),
+            weights_only=weights_only,
         )
         if self._recovery is not None and self._recovery.is_fitting:
             self._recovery.resume_from(checkpoint)

@@ -29,7 +29,8 @@ class SigtermNews:
     that; its handler broadcasts too, out of whatever it interrupts; and a rank that got the signal leaves alone at the
     end of its batch. Here the handler takes a note. About once a second the ranks ask each other whether anybody has
     one, and the batch after that hears the answer, when it has long arrived. So it is enough to tell one rank, and all
-    end after the same batch.
+    end after the same batch. Before a validation, and at the end, they wait for the answer. Within a validation, whose
+    batches not all ranks need have alike, each that is told ends by itself.
     """
 
     def __init__(self, trainer: Trainer, *, agrees: bool) -> None:
@@ -53,7 +54,7 @@ class SigtermNews:
         if not self._is_told and launcher is not None:
             launcher.kill(signum)
         self._is_told = True
-        if not self._agrees:
+        if not self._agrees or self._trainer.validating or not self._trainer.training:
             self._trainer._signal_connector.received_sigterm = True
 
     def ask(self) -> None:
@@ -75,6 +76,17 @@ class SigtermNews:
         work = dist.all_reduce(notes, op=dist.ReduceOp.MAX, async_op=True)
         assert work is not None
         self._under_way = (work, notes)
+
+    def agree(self) -> None:
+        """Ask, and wait for the answer.
+
+        Raises:
+            SIGTERMException: one of the ranks got the signal.
+        """
+        self.hear()
+        self._batches_left = 0
+        self.ask()
+        self.hear()
 
     def hear(self) -> None:
         """Wait for the answer to what was asked last.

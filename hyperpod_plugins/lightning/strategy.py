@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from hyperpod_plugins.comm import CommOptions, GroupRole, new_axis_group
@@ -21,6 +22,7 @@ from hyperpod_plugins.env import config_path
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
 from hyperpod_plugins.lightning.collectives import reduced
+from hyperpod_plugins.lightning.datamodule import sample_weight_of
 from hyperpod_plugins.lightning.flavour import Precision, Trainer, TrainerFn, optimizers_to_device
 from hyperpod_plugins.lightning.module import (
     forbid_inference_mode,
@@ -207,6 +209,8 @@ class HyperPodStrategy(SavingStrategy):
         """Run the module's step; the loss may be computed from logits that are split over the vocabulary."""
         if self._recovery is not None:
             self._recovery.seed()
+            # The step may have to be run again: what the module takes out of the batch must still be there then.
+            args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         if self._drops_gradients and self._begins_window:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -216,8 +220,6 @@ class HyperPodStrategy(SavingStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step; see `training_step`."""
-        if self._sigterm_news is not None:
-            self._sigterm_news.ask()
         with self._evaluation():
             return super().validation_step(*args, **kwargs)
 
@@ -243,8 +245,14 @@ class HyperPodStrategy(SavingStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward in the context the loss was computed in."""
+        """Run backward in the context the loss was computed in; each sample of a step counts the same."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        back = 0 if self._recovery is None else self._recovery.num_batches_back
+        weight = sample_weight_of(trainer, trainer.fit_loop.epoch_loop.batch_idx - back)
         with loss_parallel_context(self.config):
+            if weight != 1.0:
+                closure_loss = closure_loss * weight
             return super().backward(closure_loss, *args, **kwargs)
 
     @override
@@ -309,6 +317,8 @@ class HyperPodStrategy(SavingStrategy):
     @override
     def on_validation_start(self) -> None:
         """The validation of a process that is apart from the others begins where theirs does."""
+        if self._sigterm_news is not None:
+            self._sigterm_news.agree()
         if self._recovery is not None:
             assert self.lightning_module is not None
             self._recovery.join(self.lightning_module.trainer)
@@ -368,7 +378,7 @@ class HyperPodStrategy(SavingStrategy):
     def on_train_end(self) -> None:
         """Nobody leaves before all have come through the hooks at the end."""
         if self._sigterm_news is not None:
-            self._sigterm_news.hear()
+            self._sigterm_news.agree()
         if self._recovery is not None and self._recovery.is_fitting:
             self.barrier()
 
@@ -382,5 +392,5 @@ class HyperPodStrategy(SavingStrategy):
         finally:
             recovery, self._recovery = self._recovery, None
             if recovery is not None:
-                recovery.leave()
+                recovery.leave(None if self.lightning_module is None else self.lightning_module.trainer)
             super().teardown()

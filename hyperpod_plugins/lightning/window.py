@@ -46,6 +46,11 @@ class Window:
         """Whether a new step begins."""
         return not self._closures
 
+    @property
+    def num_after(self) -> int:
+        """Micro-steps that follow the one that is being computed."""
+        return max(0, len(self._closures) - 1 - self.micro_step)
+
     def fetched(self) -> None:
         """A batch has been fetched: note where the loaders stand, and where they stood before this window."""
         loader = self._trainer.fit_loop._combined_loader
@@ -108,7 +113,14 @@ class Window:
         return describe_trainer(self._trainer, micro_steps_open=num_open, loader_states=self._loaders_before)
 
     def describe_outside(self) -> bytes:
-        """The Trainer's state between two steps, in a validation, or at the end of an epoch."""
+        """The Trainer's state between two steps, in a validation, or at the end of an epoch.
+
+        Within a window it is the one at the window's beginning: gradients that were accumulated so far are lost.
+        """
+        if self._closures:
+            return describe_trainer(
+                self._trainer, micro_steps_open=len(self._closures), loader_states=self._loaders_before
+            )
         return describe_trainer(self._trainer, micro_steps_open=0, loader_states=[])
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:

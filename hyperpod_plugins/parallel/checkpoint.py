@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from hyperpod_plugins.comm import generation_of, pinned
 from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch
 from hyperpod_plugins.parallel.agree import agreeing, default_group
 from hyperpod_plugins.parallel.checkpoint_files import (
@@ -139,7 +140,9 @@ class CheckpointWriter:
             _write(tensors, buffer.getvalue(), target, self._group)
             return SaveHandle(target, _finished())
         copies = BlockingAsyncStager(cache_staged_state_dict=False).stage(tensors)
-        self._last = SaveHandle(target, self._thread.submit(_write, copies, buffer.getvalue(), target, self._group))
+        generation = generation_of(self._group)
+        written = self._thread.submit(_write_apart, generation, copies, buffer.getvalue(), target, self._group)
+        self._last = SaveHandle(target, written)
         return self._last
 
     def when_written(self, action: Callable[[], None]) -> None:
@@ -270,6 +273,14 @@ def _write(tensors: dict[str, Any], document: bytes, path: Path, group: dist.Pro
             save(tensors, checkpoint_id=part_of(path), process_group=group, no_dist=group is None)
         if is_first:  # every rank has written when save returns here
             publish(path, document)
+
+
+def _write_apart(
+    generation: int, tensors: dict[str, Any], document: bytes, path: Path, group: dist.ProcessGroup | None
+) -> None:
+    """Write beside the training. Whoever replaces a rank meanwhile knows nothing of it, so it ends with the group."""
+    with pinned(group, generation):
+        _write(tensors, document, path, group)
 
 
 def _read(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.membership import MembershipPolicy
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
+from hyperpod_plugins.recovery.assign import NO_STATE
 from hyperpod_plugins.recovery.pace import pause_s, turn_s
 
 
@@ -96,6 +97,10 @@ class Stops:
             f"{self._policy.replacement_timeout_s:.0f} s. Are some of them hanging?"
         )
 
+    def trainer_of(self, number: int, rank: int) -> bytes | None:
+        """State of the trainer that a rank has left before generation `number`."""
+        return self._ledger.find(f"trainer/{number}/{rank}")
+
     def _look(self, number: int, incarnations: Sequence[int], lost: AbstractSet[int]) -> Halt | None:
         """Read what each has said, if all have that are not lost."""
         ledger, ranks = self._ledger, range(self._world_size)
@@ -106,8 +111,10 @@ class Stops:
         notes = {rank: note for rank, note in said.items() if note.incarnation == incarnations[rank]}  # still alive
         if any(rank not in notes and rank not in lost for rank in ranks):
             return None
+        if notes and all(note.committed == NO_STATE for note in notes.values()):
+            raise StateLost("those that are left are new, and all that had the training state were lost")
         rank = furthest(notes)
-        trainer = None if rank is None else ledger.find(f"trainer/{number}/{rank}")
+        trainer = None if rank is None else self.trainer_of(number, rank)
         if rank is None or trainer is None:
             return None
         return Halt(step=notes[rank].committed, in_step=notes[rank].in_step, trainer=trainer)
@@ -115,7 +122,7 @@ class Stops:
 
 def furthest(notes: Mapping[int, Note]) -> int | None:
     """Rank whose trainer the others go on from: of those that have committed most, one in a step if there is one."""
-    step = max((note.committed for note in notes.values()), default=-1)
+    step = max((note.committed for note in notes.values()), default=NO_STATE)
     best = [rank for rank, note in notes.items() if note.committed == step and note.is_described]
     return min(best, key=lambda rank: (not notes[rank].in_step, rank), default=None)
 

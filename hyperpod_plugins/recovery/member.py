@@ -182,6 +182,10 @@ class Member:
         """
         self._stops.tell(number, committed=self.committed, in_step=in_step, trainer=trainer)
 
+    def said(self, number: int, rank: int) -> bytes:
+        """What a rank has said of its trainer before it arrived in a generation; empty if nothing."""
+        return self._stops.trainer_of(number, rank) or b""
+
     def wait_for_stops(self, number: int | None = None, stopped: Callable[[int], None] | None = None) -> Halt:
         """Wait until every process that has state has stopped.
 

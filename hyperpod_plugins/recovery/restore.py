@@ -98,7 +98,8 @@ class TrainingState:
         tensors = self._make_room(header, f"rank {rank}")
         with torch.no_grad():
             for batch in _batches(tensors.values()):
-                message = torch.empty(sum(tensor.nbytes for tensor in batch), dtype=torch.uint8, device=device)
+                num_bytes = sum(tensor.nbytes for tensor in batch)
+                message = torch.empty(num_bytes, dtype=torch.uint8, device=batch[0].device)
                 dist.recv(message, rank)
                 for tensor, part in zip(batch, message.split([t.nbytes for t in batch]), strict=True):
                     tensor.copy_(_typed(part, tensor))
@@ -140,6 +141,9 @@ class TrainingState:
     def _make_state(self, index: int, optimizer: Optimizer, header: dict[str, Any]) -> None:
         parameters = dict(self.model.named_parameters())
         prefix = f"optimizer.{index}."
+        # Step counts live beside the parameter only for kernels that read them there.
+        groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+        read_on_device = {id(parameter) for group in groups for parameter in group["params"]}
         optimizer.state.clear()
         state: dict[str, torch.Tensor] = {}
         for full_name, shape, dtype in header["tensors"]:
@@ -147,7 +151,9 @@ class TrainingState:
                 continue
             entry = full_name.removeprefix(prefix)
             parameter = parameters[entry.rpartition(".")[0]]
-            local = torch.zeros(shape, dtype=_dtype(dtype), device=_state_device(parameter, shape))
+            is_on_device = len(shape) > 0 or id(parameter) in read_on_device
+            device = parameter.device if is_on_device else torch.device("cpu")
+            local = torch.zeros(shape, dtype=_dtype(dtype), device=device)
             state[entry] = _like(parameter, local)
         set_optimizer(self.model, optimizer, state, header["optimizers"][index])
 
@@ -179,10 +185,6 @@ def _typed(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Bytes as a tensor of another type, which must begin at a multiple of its size."""
     is_aligned = part.storage_offset() % like.element_size() == 0
     return (part if is_aligned else part.clone()).view(like.dtype).view(like.shape)
-
-
-def _state_device(parameter: torch.Tensor, shape: Sequence[int]) -> torch.device:
-    return parameter.device if len(shape) else torch.device("cpu")
 
 
 def _dtype(name: str) -> torch.dtype:

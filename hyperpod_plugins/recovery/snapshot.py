@@ -208,6 +208,8 @@ class Snapshots:
 
     def _swap(self, step: int, own: Snapshot | None) -> None:
         sizes = self._sizes(step, own)
+        if any(size[0] != step for size in sizes):
+            raise RuntimeError(f"the ranks are at different steps: {[size[0] for size in sizes]}")
         largest = max(size[-1] for size in sizes)
         if own is None or not all(size[1] for size in sizes):
             self._refusal = too_large(largest, self._limit_bytes, self.policy)

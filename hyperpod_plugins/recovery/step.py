@@ -67,11 +67,13 @@ class StepTransaction:
         self._prepared = NO_STATE
         self._commit: Callable[[], object] | None = None
         self._has_begun = self._has_told = False
-        self._early_error: Exception | None = None
         self._failures: Counter[tuple[str, int]] = Counter()
         self._has_reentered = member.committed != NO_STATE
         self.has_left_step = False
         """Whether this rank gave up its place in a step, for others were outside of one."""
+        self.entered_at: int | None = None
+        """Step at which this rank entered the loops, until it is among the others."""
+        self._passed_on = b""
         self.owes = ""
         """Path of a checkpoint of this step that was interrupted; it is written when all ranks are there again."""
         if member.committed == NO_STATE and not member.job.is_newcomer:
@@ -89,15 +91,28 @@ class StepTransaction:
         if not self._has_told:
             self._member.ledger.put(BEGUN_KEY, b"1")
             self._has_told = True
-        if self._snapshots is not None:
-            self._snapshots.offer(self.step, self._subject.describe)
+        self._offer()
         self._subject.begin(self.step)
-        self._has_begun, self._early_error = True, None
+        self._has_begun = True
 
     def advance(self, part: Callable[[], object]) -> None:
-        """Compute a part of the step before `run`; that it failed shows there."""
-        if self._early_error is None and breaker.cause is None:
-            _, self._early_error = self._attempt(part)
+        """Compute a part of the step before `run`; after a fault, all parts that came so far.
+
+        Whoever accumulates gradients needs each part's result before it gives the next: this cannot wait for `run`.
+
+        Args:
+            part: computes what has been given so far and not computed, or not since the step was undone.
+
+        Raises:
+            RecoveryError: no rung of the ladder worked.
+            Exception: `part` raised the same on this rank too often.
+        """
+        while True:
+            _, error = (None, None) if breaker.cause else self._attempt(part)
+            if error is None and breaker.cause is None:
+                return
+            self._recover(error, _commit_nothing)
+            self._offer()
 
     def join(self) -> None:
         """Meet the others where no step begins, such as before a validation, if this rank is apart from them.
@@ -126,13 +141,18 @@ class StepTransaction:
             self.begin()
         self._has_begun = False
         while True:
-            result, error = (None, self._early_error) if breaker.cause else self._attempt(compute)
-            self._early_error = None
+            result, error = (None, None) if breaker.cause else self._attempt(compute)
             if error is None and self._vote():
                 return self._finish(lambda done=result: commit(done))  # type: ignore[misc]
             committed = self._recover(error, lambda done=result: commit(done))  # type: ignore[misc]
             if committed is not None:
                 return committed[0]
+            self._offer()
+
+    def _offer(self) -> None:
+        """Offer a snapshot, once in each generation: where a newcomer takes one, those that try again do so too."""
+        if self._snapshots is not None:
+            self._snapshots.offer(self.step, self._subject.describe)
 
     def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Compute in tolerant mode; an exception in healthy groups is this rank's own."""
@@ -196,8 +216,7 @@ class StepTransaction:
             if self._snapshots is not None:
                 self._snapshots.settle()
             member.place = f"waiting for the members of the next generation, at step {self.step}"
-            is_described = member.committed != NO_STATE and outcome is None  # nobody begins in the middle of a step
-            description = self._subject.describe() if is_described else b""
+            description = self._describe(is_in_commit=outcome is not None)
             arrival = Arrival(
                 incarnation=member.job.incarnation,
                 committed=member.committed,
@@ -218,10 +237,12 @@ class StepTransaction:
                 self._part(late, error, commit)
             assembled_s = time.time()
             plan = self._plan(formed)
+            self._check_entry(plan)
             incident = member.first_cause(incident, plan.sources)
             member.place = f"restoring step {plan.step}"
             if member.rank in plan.roll_forward:
                 assert commit is not None
+                self._passed_on = self._description_of(formed, plan.step)
                 outcome, commit, must_undo = (self._finish(commit),), None, False
             elif must_undo:
                 self._subject.undo()
@@ -232,6 +253,7 @@ class StepTransaction:
                 continue
             break
         member.committed, self._prepared, self._has_reentered, self.owes = plan.step, NO_STATE, False, ""
+        self.entered_at, self._passed_on = None, b""
         repair = Repair(
             incident=incident,
             step=plan.step,
@@ -256,6 +278,11 @@ class StepTransaction:
         snapshots = self._snapshots
         if not plan.is_return:
             self._subject.restore(plan, self._member.rank)
+        # Nobody goes on before all have their state. Those that wait here are outside of a step, where waits are long.
+        dist.all_reduce(torch.zeros(1, device=self._device))
+        self._synchronize()
+        if breaker.cause is not None:
+            raise PeerLost(breaker.cause)
         if snapshots is None:
             return
         snapshots.keep(newest_snapshot(formed.arrivals, self._topology))
@@ -268,6 +295,28 @@ class StepTransaction:
                 if ended is None or ended.cause != _return_cause(plan):
                     raise
             snapshots.load(plan.step)
+
+    def _describe(self, *, is_in_commit: bool) -> bytes:
+        """What a newcomer needs to know of the trainer; within a commit, what one said that had it behind it."""
+        if is_in_commit:
+            return self._passed_on
+        return self._subject.describe() if self._member.committed != NO_STATE else b""
+
+    def _description_of(self, formed: Generation, step: int) -> bytes:
+        """What a member that had committed `step` steps when it arrived has said of its trainer."""
+        ranks = [rank for rank, arrival in sorted(formed.arrivals.items()) if arrival.committed == step]
+        return next(filter(None, (self._member.said(formed.number, rank) for rank in ranks)), b"")
+
+    def _check_entry(self, plan: RecoveryPlan) -> None:
+        """The loops were entered where one member stood; it may have been lost since, and its last step with it."""
+        entered_at, self.entered_at = self.entered_at, None
+        if plan.is_return or entered_at in (None, plan.step):
+            return
+        cause = f"rank {self._member.rank} entered the loops at step {entered_at}, and the others are at {plan.step}"
+        self._member.fail("collective", cause)
+        if self._member.committed == NO_STATE:
+            raise RecoveryError(f"{cause}; its replacement enters them there")
+        raise PeerLost(cause)
 
     def _end_for_return(self, plan: RecoveryPlan) -> None:
         """End the generation, since all ranks enter the loops again; stop where this has not helped before."""
@@ -336,6 +385,10 @@ class StepTransaction:
         """Wait for the GPU, which runs behind: what has not arrived yet cannot be voted for, or written."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _commit_nothing() -> NoReturn:
+    raise RecoveryError("a step was to be committed for which this rank has not voted; please report this")
 
 
 def _return_cause(plan: RecoveryPlan) -> str:

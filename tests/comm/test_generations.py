@@ -159,3 +159,21 @@ def stale_generation():
 
 def test_a_generation_that_is_over_is_refused(run_ranks):
     assert run_ranks(stale_generation, world_size=2, timeout_s=60.0) == [True, True]
+
+
+def pinned_to_a_generation():
+    """A thread that began in one generation does not meet those who came later."""
+    start()
+    group = dist.group.WORLD
+    with comm.pinned(group, comm.generation_of(group)):
+        dist.barrier()
+        break_and_reform(1)
+        with pytest.raises(PeerLost, match="formed again, in generation 1"):
+            dist.all_reduce(torch.ones(1))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_work_that_began_before_a_fault_ends_with_its_generation(run_ranks):
+    assert run_ranks(pinned_to_a_generation, world_size=2, timeout_s=60.0) == [2.0, 2.0]

@@ -1,8 +1,8 @@
 """Faults at chosen points of a program that `hyperpodrun` starts, and the jobs of this folder.
 
 A fault is `[point, step, rank, action]`. It happens once in a job, whoever is in the rank's place then: a file
-remembers it. Actions: `kill` (SIGKILL), `raise` (once), `always` (raise, every time), `break` (cut all connections),
-`node` (SIGKILL for the agent of this rank's node), `freeze` (SIGSTOP for all processes of this node).
+remembers it. Actions: `kill`, `term` (signals), `raise` (once), `always` (raise, every time), `break` (cut all
+connections), `node` (SIGKILL for the agent of this rank's node), `freeze` (SIGSTOP for all processes of this node).
 """
 
 import contextlib
@@ -52,6 +52,8 @@ class Faults:
                 freeze(os.environ["JOB_MARK"])
             if action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if action == "term":
+                os.kill(os.getpid(), signal.SIGTERM)
             if action == "raise":
                 raise Transient(f"fault at {point} of step {step}")
             if action == "break":

@@ -88,7 +88,7 @@ class Module(pl.LightningModule):
         faults.at("forward", self.global_step)
         time.sleep(option("STEP_S", 0.0))
         if isinstance(batch, dict):
-            batch = torch.cat([batch["a"], batch["b"]])
+            batch = torch.cat([batch.pop("a"), batch.pop("b")])
         loss = self.loss(batch)
         self.mean(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -147,7 +147,7 @@ class Module(pl.LightningModule):
         data.module = self
         make = lambda batch_size, data: torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=True)  # noqa: E731
         if option("LOADERS", 1) == 2:
-            return {"a": make(1, Tokens(32, 2)), "b": make(1, Tokens(32, 3))}
+            return {"a": make(1, Tokens(32, 2)), "b": make(1, Tokens(16, 3))}
         return make(2, data)
 
     def val_dataloader(self):
@@ -214,7 +214,7 @@ def main():
         logger=Record(),
         log_every_n_steps=1,
         callbacks=[checkpoints, early, recovery],
-        val_check_interval=4 * accumulate,
+        val_check_interval=option("VALIDATE_EVERY", 4 * accumulate),
         num_sanity_val_steps=2,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -223,6 +223,8 @@ def main():
     )
     trainer.fit(module)
     assert isinstance(module.net.output.weight, torch.distributed.tensor.DTensor)
+    faults.at("fit end", trainer.global_step)
+    validated = trainer.validate(module, verbose=False) if option("VALIDATE_AFTER", 0) else []
     (optimizer,) = trainer.optimizers
     state = {name: local(value) for name, value in [*module.named_parameters(), *module.named_buffers()]}
     for number, values in enumerate(optimizer.state.values()):
@@ -233,6 +235,7 @@ def main():
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "early": (early.wait_count, float(early.best_score)),
+        "validated": validated,
         "repairs": len(recovery.repairs),
         "lasted_s": [repair.total_s for repair in recovery.repairs],
     }

@@ -1,5 +1,6 @@
 """Where a job stands: what newcomers, and those that come again, read of those that have stopped."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -114,6 +115,19 @@ def test_all_are_lost(store, ledger):
         ledger.next_incarnation(rank)
     with pytest.raises(StateLost):
         stops(store, 2).wait(None, 0, None)
+
+
+def test_those_that_are_left_are_new_and_had_no_state_yet(store, ledger):
+    members = {rank: json.dumps({"incarnation": int(rank == 1)}) for rank in range(WORLD_SIZE)}
+    ledger.propose(1, members)  # rank 1 is in it as a newcomer; those that were to give it their state are lost then
+    for rank in range(WORLD_SIZE):
+        ledger.next_incarnation(rank)
+    ledger.next_incarnation(0)
+    ledger.next_incarnation(2)
+    ledger.end(1, Incident(kind="process", cause="lost again", rank=0))
+    stops(store, 1, incarnation=1).tell(2, committed=-1, in_step=True, trainer=b"")
+    with pytest.raises(StateLost, match="are new"):
+        stops(store, 2, incarnation=2).wait(None, 0, None)
 
 
 def test_a_generation_that_ends_is_left(store, ledger):

@@ -50,6 +50,7 @@ NOBODY_DIES = [
 SPLIT = [
     ["forward", 3, 1, "kill"],
     ["validation", 8, 2, "kill"],
+    ["forward", 11, 0, "kill"],  # the shorter loader is in its second round
     ["epoch end", 16, 3, "kill"],  # two ranks are in the next step by then, one is not
     ["voted", 17, 0, "kill"],
 ]
@@ -57,8 +58,18 @@ SPLIT_OPTIONS = {"LAYOUT": "tensor", "LOADERS": "2", "INTERVAL": "epoch"}
 IN_BACKGROUND = [
     ["checkpoint", 6, 2, "kill"],
     ["forward", 12, 1, "kill"],  # while the checkpoint of that step is being written
+    ["forward", 15, 0, "term"],
     ["batch end", 18, 3, "kill"],
 ]
+
+ACCUMULATED = [
+    ["forward", 1, 1, "kill"],  # in the first of four micro-steps
+    ["forward", 2, 3, "raise"],
+    ["validation", 3, 2, "kill"],  # in the middle of a window
+    ["backward", 4, 0, "kill"],
+    ["validation", 5, 0, "kill"],
+]
+ACCUMULATED_OPTIONS = {"ACCUMULATE": "4", "VALIDATE_EVERY": "6", "STEPS": "8", "VALIDATE_AFTER": "1"}
 
 pytestmark = pytest.mark.spawns
 
@@ -100,7 +111,7 @@ def logged(job, rank):
 
 def assert_equal(found_job, wanted_job):
     for rank, (wanted, found) in enumerate(zip(wanted_job.results(), found_job.results(), strict=True)):
-        for key in ("lr", "step", "epoch", "early"):
+        for key in ("lr", "step", "epoch", "early", "validated"):
             assert found[key] == wanted[key], (rank, key)
         assert found["state"].keys() == wanted["state"].keys()
         for name, value in found["state"].items():
@@ -150,8 +161,14 @@ def test_a_fault_without_a_loss_is_repaired_at_once(unharmed):
     assert max(lasted_s) < 5.0
 
 
-def test_tensor_parallel_ranks_with_two_loaders(run):
+def test_tensor_parallel_ranks_with_two_loaders_of_different_length(run):
     assert_equal(run("split_disturbed", SPLIT, **SPLIT_OPTIONS), run("split", **SPLIT_OPTIONS))
+
+
+def test_windows_of_micro_steps_and_a_validation_after_the_fit(run):
+    assert_equal(
+        run("accumulated_disturbed", ACCUMULATED, **ACCUMULATED_OPTIONS), run("accumulated", **ACCUMULATED_OPTIONS)
+    )
 
 
 def test_checkpoints_in_the_background(run, undisturbed):
@@ -161,6 +178,14 @@ def test_checkpoints_in_the_background(run, undisturbed):
         extra = read_document(folder, weights_only=True)["extra"]
         assert extra["global_step"] == int(folder.stem.removeprefix("step="))
     assert (job.folder / "checkpoints" / "step=24.ckpt").exists()
+
+
+def test_a_loss_after_the_fit_ends_the_job_at_once(tmp_path):
+    job = run_job("ranks_lightning.py", tmp_path, faults=[["fit end", 6, 2, "raise"]], environ={"STEPS": "6"})
+    assert job.code == 1
+    assert "past its fit" in job.output
+    assert "Transient: fault at fit end" in job.output
+    assert "takes its place" not in job.output
 
 
 def test_a_mistake_of_the_program_ends_the_job(tmp_path):

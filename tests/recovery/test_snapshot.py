@@ -278,8 +278,13 @@ def run(folder, layout, *faults):
     [
         ("full", [["backward", 13, 1, "kill"]], 3),
         ("hsdp", [["backward", 13, 0, "kill"], ["backward", 13, 2, "kill"]], 3),
+        (  # a rank is replaced in a step of which a snapshot is taken, and its shard is lost later
+            "hsdp",
+            [["forward", 5, 2, "kill"], ["backward", 13, 0, "kill"], ["backward", 13, 2, "kill"]],
+            3,
+        ),
     ],
-    ids=["full sharding", "both replicas"],
+    ids=["full sharding", "both replicas", "both replicas, one of them twice"],
 )
 def test_a_job_that_loses_every_copy_of_a_shard_returns_to_the_last_snapshot(
     jobs, tmp_path, layout, faults, num_redone
