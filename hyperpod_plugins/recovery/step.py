@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import WORLD, breaker, waiting
 from hyperpod_plugins.elastic import Incident
 from hyperpod_plugins.elastic.ledger import BEGUN_KEY
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
@@ -383,8 +383,13 @@ class StepTransaction:
 
     def _synchronize(self) -> None:
         """Wait for the GPU, which runs behind: what has not arrived yet cannot be voted for, or written."""
-        if self._device.type == "cuda":
+        if self._device.type != "cuda":
+            return
+        waiting.since_s, waiting.role = time.monotonic(), WORLD  # a peer that hangs shows here, not in a collective
+        try:
             torch.cuda.synchronize(self._device)
+        finally:
+            waiting.role = None
 
 
 def _commit_nothing() -> NoReturn:
