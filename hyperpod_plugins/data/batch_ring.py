@@ -60,6 +60,8 @@ class BatchRing:
         """Return a copy of the payload, or None; and the slot that should have held it, if that one is damaged."""
         for slot in self._slots_of(key, index):
             record = self._records[slot].copy()
+            if int(record["index"]) != index or record["key"].tobytes() != key:
+                return None, None  # a writer has come round since, and this is another batch
             size = int(record["size"])
             if int(record["record_crc"]) == _record_crc(record) and size <= self._slot_bytes:
                 start = self._offset(slot)

@@ -176,6 +176,8 @@ class HyperPodAgent(SimpleElasticAgent):
             if self._is_void(post):
                 return
             incident = self._write_up(post, code)
+            if self._ledger.incarnation(post.global_rank) != incident.incarnation + 1:
+                return  # another node has taken the slot over just now
             refusal = self._refusal(post, code)
         except DistError as error:
             self._lose_store(error)

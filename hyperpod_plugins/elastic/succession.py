@@ -46,10 +46,11 @@ def write_up_node(ledger: Ledger, ranks: Sequence[int], incident: Incident) -> i
         incident: what happened to it; the incarnation is filled in, and the rank where it is none of the node's.
     """
     before = ledger.incarnations(ranks)
-    number = max(before) + 1
+    now, number = list(before), max(before) + 1
+    while min(now) < number:
+        now = [each if each >= number else ledger.next_incarnation(rank) for rank, each in zip(ranks, now, strict=True)]
+        number = max(number, *now)  # the node that was silent may have counted one of its own just now
     for rank, incarnation in zip(ranks, before, strict=True):
-        while ledger.next_incarnation(rank) < number:
-            pass
         for gone in range(incarnation, number):
             ledger.record_exit(replace(incident, rank=rank, incarnation=gone))
     first = ranks.index(incident.rank) if incident.rank in ranks else 0

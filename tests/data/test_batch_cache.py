@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyperpod_plugins.data import MISSING, BatchCache, BatchCacheConfig, cached
-from hyperpod_plugins.data.batch_ring import ring_bytes
+from hyperpod_plugins.data.batch_ring import BatchRing, ring_bytes
 from hyperpod_plugins.errors import ConfigError, DataError
 
 SLOT = 1 << 12
@@ -322,6 +322,23 @@ def test_a_writer_killed_in_the_middle_of_a_batch_is_not_believed(tmp_path):
         if num_torn == 2:
             return
     pytest.fail("the writer was never caught in the middle of a batch")
+
+
+def test_a_slot_that_gets_another_batch_while_it_is_looked_up_is_a_miss(tmp_path, monkeypatch):
+    cache = open_cache(tmp_path, num_slots=1)
+    cache.put("k", 1, "one")
+    find = BatchRing._slots_of
+
+    def find_then_overwritten(ring, key, index):
+        slots = find(ring, key, index)
+        monkeypatch.setattr(BatchRing, "_slots_of", find)
+        cache.put("k", 2, "two")
+        return slots
+
+    monkeypatch.setattr(BatchRing, "_slots_of", find_then_overwritten)
+    assert cache.get("k", 1) is MISSING
+    assert cache.get("k", 2) == "two"
+    assert cache.num_damaged == 0
 
 
 @pytest.mark.spawns

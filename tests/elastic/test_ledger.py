@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.succession import write_up_node
 from hyperpod_plugins.env import JobEnv
 
 
@@ -178,3 +179,12 @@ def test_jobs_do_not_see_each_other(job, ledger):
     ledger.put("name", b"value")
     assert other.ended(0) is None
     assert other.find("name") is None
+
+
+def test_successors_on_a_node_have_the_number_that_the_ledger_expects(ledger, monkeypatch):
+    """Also where the node that was lost counted one more process of its own just now, which the reader did not see."""
+    ledger.next_incarnation(1)
+    monkeypatch.setattr(ledger, "incarnations", lambda ranks: [0] * len(ranks))
+    number = write_up_node(ledger, range(2), Incident(kind="agent", cause="silent", rank=0))
+    assert [ledger.incarnation(rank) for rank in range(2)] == [number, number] == [2, 2]
+    assert ledger.exit_of(0, 1) is not None
