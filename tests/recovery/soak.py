@@ -52,7 +52,9 @@ def measure(pid):
 def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
     """Kill one worker at a time, once all have trained since the last kill; returns what was measured of each process."""  # noqa: E501
     history, kills = {}, 0
-    output = folder / "output"
+    output, log = folder / "output", folder / "record-0.jsonl"
+    while agent.poll() is None and time.monotonic() < deadline_s and not (log.exists() and log.read_text()):
+        time.sleep(0.1)  # before the first step a loss ends the job
     while kills < num_kills and agent.poll() is None and time.monotonic() < deadline_s:
         time.sleep(chooser.uniform(*pause_s))
         repaired = output.read_text().count("repaired in")
