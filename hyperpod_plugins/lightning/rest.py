@@ -5,6 +5,7 @@
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from hyperpod_plugins.lightning.flavour import Trainer
@@ -30,6 +31,7 @@ class RestOfEpoch:
         if count >= self._trainer.num_training_batches:  # nothing is left, and Lightning keeps this iterator for later
             count = 0
         combined = self._trainer.fit_loop._combined_loader
-        if combined is not None and combined._mode == "max_size_cycle" and len(self._loader) <= count:
-            count %= len(self._loader)  # a shorter loader beside a longer one has begun again
+        if combined is not None and combined._mode == "max_size_cycle":
+            with suppress(TypeError):  # a loader without a length, which has no shorter one beside it
+                count %= max(1, len(self._loader))  # a shorter loader beside a longer one has begun again
         yield from itertools.islice(iter(self._loader), count, None)

@@ -54,7 +54,7 @@ class SigtermNews:
         if not self._is_told and launcher is not None:
             launcher.kill(signum)
         self._is_told = True
-        if not self._agrees or self._trainer.validating or not self._trainer.training:
+        if not self._agrees or not self._trainer.training:
             self._trainer._signal_connector.received_sigterm = True
 
     def ask(self) -> None:

@@ -117,11 +117,8 @@ class Window:
 
         Within a window it is the one at the window's beginning: gradients that were accumulated so far are lost.
         """
-        if self._closures:
-            return describe_trainer(
-                self._trainer, micro_steps_open=len(self._closures), loader_states=self._loaders_before
-            )
-        return describe_trainer(self._trainer, micro_steps_open=0, loader_states=[])
+        loader_states = self._loaders_before if self._closures else []
+        return describe_trainer(self._trainer, micro_steps_open=len(self._closures), loader_states=loader_states)
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Copy tensors between ranks."""

@@ -120,11 +120,16 @@ def state_to_fill(
             tensors[entry] = present
         elif description.size == parameter.shape:
             tensors[entry] = torch.zeros_like(parameter, dtype=description.properties.dtype, requires_grad=False)
-        else:  # step counts live beside the parameter only for kernels that read them there
-            is_on_device = bool(group.get("fused") or group.get("capturable"))
-            device = parameter.device if is_on_device else torch.device("cpu")
+        else:
+            device = count_device(parameter, group)
             tensors[entry] = torch.zeros(description.size, dtype=description.properties.dtype, device=device)
     return tensors
+
+
+def count_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Where an optimizer keeps a step count: beside the parameter only for kernels that read it there."""
+    is_read_there = bool(group.get("fused") or group.get("capturable"))
+    return parameter.device if is_read_there else torch.device("cpu")
 
 
 def set_optimizer(

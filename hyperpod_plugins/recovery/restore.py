@@ -17,7 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import RecoveryError
-from hyperpod_plugins.parallel.checkpoint_state import describe_optimizer, optimizer_tensors, set_optimizer
+from hyperpod_plugins.parallel.checkpoint_state import (
+    count_device,
+    describe_optimizer,
+    optimizer_tensors,
+    set_optimizer,
+)
 
 MESSAGE_BYTES = 64 * 2**20
 
@@ -141,9 +146,7 @@ class TrainingState:
     def _make_state(self, index: int, optimizer: Optimizer, header: dict[str, Any]) -> None:
         parameters = dict(self.model.named_parameters())
         prefix = f"optimizer.{index}."
-        # Step counts live beside the parameter only for kernels that read them there.
-        groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
-        read_on_device = {id(parameter) for group in groups for parameter in group["params"]}
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         optimizer.state.clear()
         state: dict[str, torch.Tensor] = {}
         for full_name, shape, dtype in header["tensors"]:
@@ -151,8 +154,7 @@ class TrainingState:
                 continue
             entry = full_name.removeprefix(prefix)
             parameter = parameters[entry.rpartition(".")[0]]
-            is_on_device = len(shape) > 0 or id(parameter) in read_on_device
-            device = parameter.device if is_on_device else torch.device("cpu")
+            device = parameter.device if shape else count_device(parameter, groups[id(parameter)])
             local = torch.zeros(shape, dtype=_dtype(dtype), device=device)
             state[entry] = _like(parameter, local)
         set_optimizer(self.model, optimizer, state, header["optimizers"][index])

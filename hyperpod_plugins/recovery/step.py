@@ -65,7 +65,6 @@ class StepTransaction:
         self._snapshots = snapshots
         self._ending = Ending(member, subject)
         self._prepared = NO_STATE
-        self._commit: Callable[[], object] | None = None
         self._has_begun = self._has_told = False
         self._failures: Counter[tuple[str, int]] = Counter()
         self._has_reentered = member.committed != NO_STATE

@@ -16,6 +16,14 @@ import pytest
 PROGRAM = Path(__file__).with_name("program_in_place.py")
 PRELOAD = "torch,torch.distributed.fsdp,torch.distributed.tensor.parallel,torch._dynamo,lightning.pytorch"
 HSDP = json.dumps({"hybrid_shard_degree": 2})
+TENSOR = json.dumps(
+    {
+        "hybrid_shard_degree": 1,
+        "tensor_parallel_degree": 2,
+        "tensor_plan": {"*.up_proj": "colwise", "*.down_proj": "rowwise"},
+    }
+)
+
 pytestmark = pytest.mark.spawns
 
 
@@ -79,11 +87,27 @@ def assert_same_end(disturbed, undisturbed):
             id="hsdp-every-phase",
         ),
         pytest.param(
+            TENSOR,
+            1,
+            "kill:rank=0,step=5,phase=forward; exception:rank=2,step=7,phase=backward; "
+            "kill:rank=3,step=11,phase=optimizer_step",
+            3,
+            id="tensor-parallel",
+        ),
+        pytest.param(
             HSDP,
             2,
             "kill:rank=2,step=4,phase=forward; stop:rank=1,step=9,phase=forward; kill:rank=0,step=15,phase=batch_end",
             3,
             id="accumulation-and-a-stopped-rank",
+        ),
+        pytest.param(
+            HSDP,
+            1,
+            "kill:rank=0,step=6,phase=forward; kill:rank=1,step=6,phase=forward; kill:rank=2,step=12,phase=backward; "
+            "kill:rank=2,step=12,phase=forward,incarnation=1",
+            2,
+            id="a-whole-replica-at-once-and-the-same-rank-twice",
         ),
     ],
 )
