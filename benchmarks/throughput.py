@@ -77,7 +77,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # the fastest on DTensors, for all
 
 
 def start_process_group(backend: str) -> torch.device:

@@ -157,6 +157,11 @@ class ResilientProcessGroup(DelegatingGroup):
         dist.distributed_c10d._world.pg_group_ranks[self] = {rank: index for index, rank in enumerate(global_ranks)}
         return former
 
+    def part_with_inner(self) -> dist.ProcessGroup | None:
+        """Have no inner group until the next one is put in, and return the present one, which the caller ends."""
+        inner, self._inner = self._inner, None
+        return inner
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Let collectives wait this long for their peers, in this generation and in later ones."""
         super().set_timeout(timeout)
@@ -172,6 +177,7 @@ class ResilientProcessGroup(DelegatingGroup):
     ) -> dist.Work:
         # Every collective of every group passes here, and so does its Work: the place to notice a fault.
         self._traffic.add(kind, payload_bytes)
+        inner = self._inner
         try:
             work = call(*args, **kwargs)
         except RuntimeError as error:
@@ -181,9 +187,9 @@ class ResilientProcessGroup(DelegatingGroup):
             return self._issue_broken(error)
         if isinstance(work, FinishedWork):
             return work
-        assert self._inner is not None
+        assert inner is not None
         is_collective = kind not in ("send", "recv")
-        return ResilientWork(work, self._inner, self._notice, self.role, is_collective=is_collective)
+        return ResilientWork(work, inner, self._notice, self.role, is_collective=is_collective)
 
     def _notice(self, error: BaseException) -> None:
         breaker.trip(f"{self.role.name}: {transport_message(error)}", cut_all)
@@ -232,7 +238,7 @@ class ResilientProcessGroup(DelegatingGroup):
     def shutdown(self) -> None:
         """End the group and let go of its connections, whoever may still hold this object."""
         self._is_closed = True
-        inner, self._inner = self._inner, None
+        inner = self.part_with_inner()
         if inner is not None:
             wires.release(inner)
             inner.shutdown()

@@ -1,7 +1,8 @@
 """Lightning's precision plugin for parameters that are DTensors on several meshes."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from hyperpod_plugins.lightning.flavour import HalfPrecision, MixedPrecision, Pr
 from hyperpod_plugins.parallel import clip_grad_norm_, clip_grad_value_
 from hyperpod_plugins.parallel.config import PRECISIONS
 from hyperpod_plugins.parallel.config import Precision as PrecisionName
+from hyperpod_plugins.parallel.local_update import step_locally
 
 
 class HyperPodPrecision(Precision):
@@ -62,6 +64,11 @@ class HyperPodPrecision(Precision):
     def convert_input(self, data: Any) -> Any:
         """Floating tensors of a batch in bfloat16 for `bf16-true`."""
         return HalfPrecision("bf16-true").convert_input(data) if self.precision == "bf16-true" else data
+
+    @override
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Compute gradients, then let the optimizer work on local shards."""
+        return step_locally(optimizer, partial(self._wrap_closure, model, optimizer, closure), **kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

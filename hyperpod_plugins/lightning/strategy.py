@@ -49,6 +49,7 @@ from hyperpod_plugins.parallel import (
     loss_parallel_context,
     parallelize,
 )
+from hyperpod_plugins.parallel.local_update import step_locally
 from hyperpod_plugins.parallel.shard import reshard, sharded_parts, without_replica_sync
 
 
@@ -267,7 +268,7 @@ class HyperPodStrategy(SavingStrategy):
         else:
             assert self.lightning_module is not None
             compute = partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
-            result = self._recovery.step(compute, lambda loss: optimizer.step(closure=lambda: loss, **kwargs))
+            result = self._recovery.step(compute, lambda loss: step_locally(optimizer, lambda: loss, **kwargs))
         if self._allocator_watch is not None:
             self._allocator_watch.after_step()
         return result

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hyperpod_plugins.comm import break_groups, breaker, reform, waiting
+from hyperpod_plugins.comm import abandon_broken, break_groups, breaker, reform, waiting
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
 from hyperpod_plugins.elastic.leash import end_with
@@ -156,6 +156,7 @@ class Member:
         self.in_step = False
         with self._changed:
             self._is_joining = True  # from here on an old generation's end is no news
+        abandon_broken()
         while True:
             number = self.ledger.generation(at_least=self.generation)
             stopped(number)

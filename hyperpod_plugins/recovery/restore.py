@@ -1,8 +1,9 @@
 """The training state of one rank, and its way to a rank that holds the same shard.
 
 A rank's state is its local tensors: parameter shards, buffers, and the tensors of optimizer state. Replicas of a shard
-hold the same bits, so a copy from one of them is exact. Everything travels in few large messages; beside the
-tensors goes one header, which is read with torch's `weights_only`.
+hold the same bits, so a copy from one of them is exact. Everything travels in few large messages: a large tensor is
+sent from where it lies to where it is to lie, small ones are put together. Beside the tensors goes one header, which is
+read with torch's `weights_only`.
 """
 
 import io
@@ -25,6 +26,7 @@ from hyperpod_plugins.parallel.checkpoint_state import (
 )
 
 MESSAGE_BYTES = 64 * 2**20
+ALONE_BYTES = 2**18  # a tensor of this size makes up a message of its own
 
 
 class TrainingState:
@@ -65,7 +67,7 @@ class TrainingState:
         """Copy the bytes of all tensors into `data`, which is one-dimensional, of bytes and `num_bytes()` long."""
         tensors = list(self._tensors().values())
         for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
-            part.copy_(tensor.reshape(-1).view(torch.uint8))
+            part.copy_(_bytes(tensor))
 
     def copy_from(self, header: bytes, data: torch.Tensor, whose: str) -> None:
         """Take the state that `header` and `copy_to` have recorded; `whose` it was, for the message.
@@ -86,7 +88,8 @@ class TrainingState:
         dist.send(torch.tensor([payload.numel()], device=device), rank)
         dist.send(payload, rank)
         for batch in _batches(self._tensors().values()):
-            dist.send(torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in batch]), rank)
+            parts = [_bytes(tensor) for tensor in batch]
+            dist.send(parts[0] if len(parts) == 1 else torch.cat(parts), rank)
 
     def receive(self, rank: int) -> None:
         """Take everything from a global rank, in place; optimizer state is made without stepping.
@@ -103,6 +106,9 @@ class TrainingState:
         tensors = self._make_room(header, f"rank {rank}")
         with torch.no_grad():
             for batch in _batches(tensors.values()):
+                if len(batch) == 1 and batch[0].is_contiguous():
+                    dist.recv(_bytes(batch[0]), rank)
+                    continue
                 num_bytes = sum(tensor.nbytes for tensor in batch)
                 message = torch.empty(num_bytes, dtype=torch.uint8, device=batch[0].device)
                 dist.recv(message, rank)
@@ -155,7 +161,7 @@ class TrainingState:
             entry = full_name.removeprefix(prefix)
             parameter = parameters[entry.rpartition(".")[0]]
             device = parameter.device if shape else count_device(parameter, groups[id(parameter)])
-            local = torch.zeros(shape, dtype=_dtype(dtype), device=device)
+            local = torch.empty(shape, dtype=_dtype(dtype), device=device)
             state[entry] = _like(parameter, local)
         set_optimizer(self.model, optimizer, state, header["optimizers"][index])
 
@@ -183,6 +189,11 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor, one-dimensional; where it is contiguous, the very same memory."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _typed(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Bytes as a tensor of another type, which must begin at a multiple of its size."""
     is_aligned = part.storage_offset() % like.element_size() == 0
@@ -196,10 +207,13 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Generator[list[torch.Tensor]]:
-    """Consecutive tensors that make up one message; a tensor on another device travels in its own."""
+    """Tensors that make up one message: large ones alone, small ones together with others on their device."""
     batch: list[torch.Tensor] = []
     size_bytes = 0
     for tensor in tensors:
+        if tensor.nbytes >= ALONE_BYTES:
+            yield [tensor]
+            continue
         if batch and (size_bytes + tensor.nbytes > MESSAGE_BYTES or tensor.device != batch[0].device):
             yield batch
             batch, size_bytes = [], 0
