@@ -8,8 +8,9 @@ CUT    := -c constraints.txt
 .PHONY: demo test test-fast check bench docs clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/demo.stamp          ## train a small Llama on 4 processes, lose one in the middle, and end with the same bits
-	$(BIN)/python examples/show_recovery.py
+demo: $(VENV)/demo.stamp          ## train a small Llama, sharded and tensor parallel; then lose a process in the middle, and end with the same bits
+	$(BIN)/python examples/train_lm.py --steps 80
+	$(BIN)/python examples/show_recovery.py --steps 60
 
 test: $(VENV)/test.stamp          ## every test
 	$(BIN)/python -m pytest

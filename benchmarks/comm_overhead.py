@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks import harness, ranks, report
 
-WIDTH = 512
+WIDTH = 384
 DEPTH = 4
 BATCH = 64
 LIMIT = 1.02  # of a step of about 50 ms

@@ -8,6 +8,8 @@ processes keep theirs, no checkpoint is read, and both runs end with the same bi
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,15 @@ TRAIN = Path(__file__).with_name("train_lm.py")
 NUM_RANKS = 4
 
 
-def train(name: str, folder: Path, *options: str) -> dict:
-    """Run the training under the launcher, its output in view, and return what it reports."""
+def train(name: str, folder: Path, *options: str, events: Path | None = None) -> dict:
+    """Run the training under the launcher, its output in view, and return what it reports.
+
+    Args:
+        name: shown above the output.
+        folder: for token files and the report.
+        *options: of the program.
+        events: folder into which each process writes what happens, such as repairs.
+    """
     print(f"\n=== {name}\n", flush=True)
     report = folder / "report.json"
     report.unlink(missing_ok=True)
@@ -25,7 +34,8 @@ def train(name: str, folder: Path, *options: str) -> dict:
     preload = ["--preload", "default,transformers.models.llama.modeling_llama"]  # what a replacement need not import
     layout = ["--hybrid-shard-degree", "2", "--tensor-parallel-degree", "1"]
     command = [*launcher, *preload, str(TRAIN), *layout, "--folder", str(folder), "--report", str(report), *options]
-    subprocess.run(command, check=True)
+    environ = os.environ | ({"HYPERPOD_EVENTS": str(events)} if events else {})
+    subprocess.run(command, check=True, env=environ)
     return json.loads(report.read_text())
 
 
@@ -39,13 +49,18 @@ def main() -> int:
     steps = ["--steps", str(args.steps)]
     fault = args.fault or f"kill:rank=3,step={args.steps // 2},phase=backward"
     peaceful = train("undisturbed", args.folder, *steps)
-    disturbed = train(f"with a fault: {fault}", args.folder, *steps, "--fault", fault)
+    events = args.folder / "events"
+    shutil.rmtree(events, ignore_errors=True)
+    disturbed = train(f"with a fault: {fault}", args.folder, *steps, "--fault", fault, events=events)
     is_equal = peaceful == disturbed
+    num_repairs = sum("recovery." in line for path in events.glob("rank-0.jsonl") for line in path.open())
     print(f"\nvalidation loss: {peaceful['val_loss']:.9f} undisturbed, {disturbed['val_loss']:.9f} with the fault")
     print(
         f"parameters and optimizer state of all {NUM_RANKS} ranks: {'equal, bit for bit' if is_equal else 'DIFFERENT'}"
     )
-    return 0 if is_equal else 1
+    if not num_repairs:
+        print("and no fault was repaired: the show has failed")
+    return 0 if is_equal and num_repairs else 1
 
 
 if __name__ == "__main__":

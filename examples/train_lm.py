@@ -34,7 +34,7 @@ PROMPT = "def "
 
 
 class ByteLlama(L.LightningModule):
-    """A Llama of a little over one million parameters that reads bytes."""
+    """A Llama of a few million parameters that reads bytes."""
 
     def __init__(self, sequence_length: int, learning_rate: float, num_steps: int) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class ByteLlama(L.LightningModule):
             LlamaConfig(
                 vocab_size=VOCABULARY,
                 hidden_size=256,
-                intermediate_size=512,
-                num_hidden_layers=2,
+                intermediate_size=640,
+                num_hidden_layers=3,
                 num_attention_heads=8,
                 num_key_value_heads=8,
                 max_position_embeddings=sequence_length,
@@ -157,7 +157,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/train_lm"), help="for token files and checkpoints")
     parser.add_argument("--resume", help="path of a checkpoint to go on from")
     parser.add_argument("--fault", help="under hyperpodrun: lose a rank, such as kill:rank=3,step=50,phase=backward")
-    parser.add_argument("--report", type=Path, help="write the final loss and the checksum of each rank's state here")
+    parser.add_argument(
+        "--report", type=Path, help="write the final loss, what it has to beat, and each rank's checksum here"
+    )
     return parser.parse_args()
 
 
@@ -178,6 +180,7 @@ def main() -> None:
     )
     half = max(1, args.steps // 2)
     trainer = L.Trainer(
+        accelerator="cuda" if torch.cuda.device_count() >= num_devices else "cpu",
         devices=num_devices,
         strategy=HyperPodStrategy(
             hybrid_shard_degree=args.hybrid_shard_degree or (2 if data_ranks % 2 == 0 else 1),
@@ -212,13 +215,14 @@ def main() -> None:
     trainer.fit(module, datamodule=data, ckpt_path=args.resume)
 
     val_loss = float(trainer.callback_metrics["val_loss"])
+    unigram = unigram_entropy(TokenDataset(val_path, args.sequence_length))
     if args.report:
         checksums: list = [0] * num_ranks
         dist.all_gather_object(checksums, TrainingState(module, trainer.optimizers).checksum())
         if trainer.is_global_zero:
-            args.report.write_text(json.dumps({"val_loss": val_loss, "checksums": checksums}))
+            report = {"val_loss": val_loss, "unigram_entropy": unigram, "checksums": checksums}
+            args.report.write_text(json.dumps(report))
     text = generate(module)
-    unigram = unigram_entropy(TokenDataset(val_path, args.sequence_length))
     trainer.print(
         f"\nmesh: {trainer.strategy.topology}\n"
         f"validation loss {val_loss:.2f} nats a byte ({val_loss / math.log(2):.2f} bits); "

@@ -65,7 +65,7 @@ class MissingExtraError(HyperPodError, ImportError):
     def __init__(self, module: str, extra: str, purpose: str) -> None:
         super().__init__(
             f"{purpose} needs the Python package {module!r}, which is not installed here. "
-            f"Install it with: pip install 'hyperpod_plugins[{extra}]'"
+            f"Install it with: pip install {module.partition('.')[0]} (it is in the extra [{extra}] of this package)"
         )
 
 

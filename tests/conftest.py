@@ -2,6 +2,8 @@
 
 import os
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: these tests are of the CPU; see docs/gpu-status.md
+
 import harness
 import hypothesis
 import pytest

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from hyperpod_plugins.comm.smddp import Smddp
 from hyperpod_plugins.comm.transports import Gloo, Nccl, Transport
+from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.errors import BackendUnavailable, ConfigError
 
 TransportName = Literal["auto", "gloo", "nccl", "smddp"]
@@ -89,4 +90,6 @@ def _refused(device_type: str, preferred: str) -> str:
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=3)
+    """Once in a job: on the first rank."""
+    if WorkerEnv.from_environ().global_rank == 0:
+        warnings.warn(message, UserWarning, stacklevel=3)

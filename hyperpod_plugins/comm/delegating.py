@@ -162,7 +162,7 @@ class DelegatingGroup(dist.ProcessGroup):
         self.inner._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        return self.inner._end_coalescing(device)
+        return self._issue("coalesced", 0, self.inner._end_coalescing, device)
 
     def _set_sequence_number_for_group(self) -> None:
         self.inner._set_sequence_number_for_group()

@@ -6,6 +6,7 @@
 import atexit
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, _DistributedBackendOptions
 from torch.distributed import distributed_c10d
 
+from hyperpod_plugins import env
 from hyperpod_plugins._autoload import announce_backends
 from hyperpod_plugins.comm import smddp, wires
 from hyperpod_plugins.comm.backend import CommOptions, transport_for_group
@@ -149,10 +151,15 @@ def _first_prefix(role: GroupRole, use: int) -> str:
 
 
 def create_smddp_group(c10d: _DistributedBackendOptions, given: object) -> Backend | dist.ProcessGroup:
-    """What c10d calls for `backend="smddp"` until the real library is imported: import it, or stand in for it."""
-    if smddp.import_refusal() is None:
+    """What c10d calls for `backend="smddp"` until the real library is imported: its group where that can run here.
+
+    Raises:
+        BackendUnavailable: it cannot, and `given` is `CommOptions(strict=True)`.
+    """
+    if smddp.import_refusal() is None and smddp.instance_refusal(env.instance_type()) is None:
         return smddp.library_group(c10d)
-    return create_group(c10d, CommOptions(transport="smddp"))
+    options = given if isinstance(given, CommOptions) else CommOptions()
+    return create_group(c10d, replace(options, transport="smddp"))
 
 
 def _default_group() -> dist.ProcessGroup | None:

@@ -28,9 +28,10 @@ from hyperpod_plugins.comm.works import (
     let_go,
     quiet_group,
     raise_peer_lost,
+    runs_on_cuda,
     transport_message,
 )
-from hyperpod_plugins.errors import CommError
+from hyperpod_plugins.errors import CommError, PeerLost
 
 BACKEND = "hyperpod"
 
@@ -125,6 +126,11 @@ class ResilientProcessGroup(DelegatingGroup):
             raise_peer_lost(breaker.cause or "it has not joined the others yet")
         return self._inner
 
+    @property
+    def connected(self) -> dist.ProcessGroup | None:
+        """The inner group, whatever its state; None if there is none."""
+        return self._inner
+
     def replace_inner(
         self, inner: dist.ProcessGroup, *, generation: int, global_ranks: Sequence[int]
     ) -> dist.ProcessGroup | None:
@@ -168,7 +174,7 @@ class ResilientProcessGroup(DelegatingGroup):
         self.timeout = timeout
 
     def cut(self) -> None:
-        """Wake whoever waits in a collective of this group, here and at the other members."""
+        """Wake whoever waits in a gloo collective of this group, here and at the other members."""
         if self._inner is not None:
             wires.cut(self._inner)
 
@@ -187,9 +193,10 @@ class ResilientProcessGroup(DelegatingGroup):
             return self._issue_broken(error)
         if isinstance(work, FinishedWork):
             return work
-        assert inner is not None
-        is_collective = kind not in ("send", "recv")
-        return ResilientWork(work, inner, self._notice, self.role, is_collective=is_collective)
+        if inner is None:  # the main thread has let go of it just now
+            return self._issue_broken(PeerLost(breaker.cause or "the groups were broken"))
+        in_slices = kind not in ("send", "recv") and not runs_on_cuda(args)
+        return ResilientWork(work, inner, self._notice, self.role, in_slices=in_slices)
 
     def _notice(self, error: BaseException) -> None:
         breaker.trip(f"{self.role.name}: {transport_message(error)}", cut_all)
@@ -247,6 +254,8 @@ class ResilientProcessGroup(DelegatingGroup):
     def abort(self) -> None:
         """End the group without waiting for its collectives: peers that wait in them get an error."""
         self.cut()
+        if self._inner is not None:
+            wires.abort_on_gpu([self._inner])
         self.shutdown()
 
 
@@ -263,6 +272,8 @@ def live_groups() -> dict[str, ResilientProcessGroup]:
 
 def cut_all() -> None:
     """Cut the connections of every group, and drop what would keep them open."""
-    for group in live_groups().values():
+    groups = list(live_groups().values())
+    for group in groups:
         group.cut()
+    wires.abort_on_gpu(inner for group in groups if (inner := group.connected) is not None)
     drop_pending()

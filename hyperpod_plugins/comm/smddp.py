@@ -131,15 +131,25 @@ class SumForMean(DelegatingGroup):
     def _issue(
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
     ) -> dist.Work:
-        options = args[-1] if args else None
-        if not isinstance(options, _REDUCTIONS) or options.reduceOp != _MEAN:
+        outputs = [args[0]] if args and isinstance(args[0], Tensor) else args[0] if args else []
+        options = next((each for each in (*args, *kwargs.values()) if isinstance(each, _REDUCTIONS)), None)
+        if options is None:  # c10d's own methods also take a bare operation, in the place of options
+            sums = tuple(_SUM if _is_mean(each) else each for each in args)
+            named = {name: _SUM if _is_mean(each) else each for name, each in kwargs.items()}
+            work = call(*sums, **named)
+            is_mean = any(map(_is_mean, (*args, *kwargs.values())))
+            return DividedWork(work, outputs, self._size) if is_mean else work
+        if options.reduceOp != _MEAN:
             return call(*args, **kwargs)
-        outputs = [args[0]] if isinstance(args[0], Tensor) else args[0]
         options.reduceOp = _SUM
         try:
             return DividedWork(call(*args, **kwargs), outputs, self._size)
         finally:
             options.reduceOp = _MEAN
+
+
+def _is_mean(argument: Any) -> bool:
+    return isinstance(argument, ReduceOp | ReduceOp.RedOpType) and argument == ReduceOp.AVG
 
 
 class DividedWork(dist.Work):

@@ -11,6 +11,7 @@ every member. It says nothing about the algorithm: bytes on the wire follow from
     gather, scatter                 group size x one member's part, whether this member is the root or not
     send, recv                      the tensor
     barrier                         0
+    coalesced                       0 (the end of a block of calls, each of which was counted)
 
 A coalesced call counts once, with the sum of its tensors.
 """
@@ -32,6 +33,7 @@ Collective = Literal[
     "send",
     "recv",
     "barrier",
+    "coalesced",
 ]
 
 
@@ -125,5 +127,5 @@ def wire_bytes(kind: Collective, payload_bytes: int, group_size: int) -> float:
             return others * payload_bytes / group_size
         case "send":
             return float(payload_bytes)
-        case "recv" | "barrier":
+        case "recv" | "barrier" | "coalesced":
             return 0.0

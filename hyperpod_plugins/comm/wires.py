@@ -12,9 +12,10 @@ recovery needs, is known by its port.
 import os
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -72,11 +73,31 @@ def keep(group: dist.ProcessGroup, wires: Wires) -> None:
 
 
 def cut(group: dist.ProcessGroup) -> None:
-    """Wake everybody who waits in a collective of this inner group, here and at its other members."""
+    """Wake everybody who waits in a gloo collective of this inner group, here and at its other members."""
     if group in _wires:
         _wires[group].cut()
-    if torch.cuda.is_available():
-        _abort_nccl(group)
+
+
+def abort_on_gpu(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End the kernels of these inner groups that wait on the GPU, and their watchdogs.
+
+    All within one nccl group call: an abort alone would wait for kernels of the others that are queued before it.
+    """
+    if not torch.cuda.is_available():
+        return
+    backends: list[Any] = []
+    for group in groups:
+        with suppress(RuntimeError):  # it has no backend for cuda
+            backends.append(group._get_backend(torch.device("cuda")))  # pyright: ignore[reportPrivateUsage]
+    nccl = [backend for backend in backends if backend.name() == "nccl"]
+    if nccl:
+        nccl[0]._group_start()
+    try:
+        for backend in backends:
+            backend.abort()
+    finally:
+        if nccl:
+            nccl[0]._group_end()
 
 
 def release(group: dist.ProcessGroup) -> None:
@@ -91,12 +112,6 @@ def store_port(store: Store) -> int | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.port if isinstance(store, TCPStore) else None
-
-
-def _abort_nccl(group: dist.ProcessGroup) -> None:
-    """End the kernels that wait on the GPU; a CUDA backend's own abort does that, unlike gloo's."""
-    with suppress(RuntimeError):  # the group has no backend for cuda
-        group._get_backend(torch.device("cuda")).abort()  # pyright: ignore[reportPrivateUsage]
 
 
 def _open_sockets() -> set[tuple[int, str]]:

@@ -6,7 +6,7 @@
 import ctypes
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, cast
 from weakref import WeakSet
@@ -91,14 +91,14 @@ class ResilientWork(dist.Work):
         on_error: Callable[[BaseException], None],
         role: GroupRole,
         *,
-        is_collective: bool,
+        in_slices: bool,
     ) -> None:
         super().__init__()
         self._inner: dist.Work | None = inner
         self._group: dist.ProcessGroup | None = group
         self._on_error = on_error
         self._role = role
-        self._is_collective = is_collective
+        self._in_slices = in_slices
         pending.add(self)
 
     def drop(self) -> None:
@@ -117,7 +117,7 @@ class ResilientWork(dist.Work):
         try:
             if timeout != _FOREVER:
                 return inner.wait(timeout)
-            return _wait(inner, group) if self._is_collective else inner.wait()
+            return _wait_in_slices(inner, group) if self._in_slices else inner.wait()
         except RuntimeError as error:
             if not is_transport_error(error):
                 raise
@@ -168,6 +168,20 @@ class ResilientWork(dist.Work):
         return _done() if self._inner is None else self._inner.get_future()
 
 
+def runs_on_cuda(arguments: Sequence[Any]) -> bool:
+    """Whether a collective with these arguments is nccl's: its wait makes a stream wait, not the caller, and abort ends
+    it. One without tensors, a barrier, is where there is CUDA.
+    """
+    if not _HAS_CUDA:
+        return False
+    for argument in arguments:
+        while isinstance(argument, list | tuple) and argument:
+            argument = argument[0]
+        if isinstance(argument, torch.Tensor):
+            return argument.is_cuda
+    return True
+
+
 def let_go(group: dist.ProcessGroup) -> None:
     """Say that an inner group, whose connections are cut, will not be used any more.
 
@@ -191,8 +205,8 @@ def _have_ended(works: list[dist.Work]) -> bool:
     return all(work.is_completed() for work in works)
 
 
-def _wait(inner: dist.Work, group: dist.ProcessGroup) -> bool:
-    """Wait as long as the groups are whole.
+def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
+    """Wait as long as the groups are whole; for collectives on the CPU.
 
     [Note: slices] A gloo collective has been seen to sleep on after all its connections were cut. So a wait on the CPU
     is made of short ones, and one that goes on after a break is left to itself (see `let_go`).
@@ -201,8 +215,6 @@ def _wait(inner: dist.Work, group: dist.ProcessGroup) -> bool:
     Raises:
         RuntimeError: the collective failed, or the groups broke and it did not end.
     """
-    if _HAS_CUDA:  # the wait of nccl makes a stream wait, not the caller, and abort ends it
-        return inner.wait()
     while True:
         try:
             return inner.wait(_SLICE)

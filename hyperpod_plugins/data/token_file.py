@@ -127,10 +127,15 @@ def table_digest(table: bytes) -> bytes:
 
 
 def _parse_header(raw: bytes, path: Path) -> TokenHeader:
-    if len(raw) != _FIELDS.size + _CHECKSUM.size or not raw.startswith(_MAGIC):
+    if not raw.startswith(_MAGIC[: max(1, len(raw))]):
         raise DatasetDamaged(
             f"{str(path)!r} is not a token file of hyperpod_plugins: it does not begin with its mark. Give the path "
             "of a file that write_tokens made."
+        )
+    if len(raw) != _FIELDS.size + _CHECKSUM.size:
+        raise DatasetDamaged(
+            f"the token file {str(path)!r} was cut short: it ends after {len(raw)} bytes, within its header. Copy it "
+            f"again. {_REBUILD}"
         )
     fields, checksum = raw[: _FIELDS.size], raw[_FIELDS.size :]
     _, version, token_bytes, num_tokens, vocab_size, digest = _FIELDS.unpack(fields)

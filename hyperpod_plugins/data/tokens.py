@@ -40,9 +40,11 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         self.header = read_header(self.path)
         self._mapping: mmap.mmap | None = None
         if sequence_length < 1 or len(self) < 1:
+            longest = self.header.num_tokens - 1
+            advice = f"Use a length from 1 to {longest}." if longest > 0 else "Write a file with more tokens."
             raise ConfigError(
                 f"sequence_length={sequence_length} does not fit the token file {str(self.path)!r}, which holds "
-                f"{self.header.num_tokens} tokens. Use a length from 1 to {self.header.num_tokens - 1}."
+                f"{self.header.num_tokens} tokens. {advice}"
             )
         self._mapping = _map_file(self.path)
 

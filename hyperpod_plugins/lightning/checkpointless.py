@@ -20,7 +20,8 @@ class CheckpointlessRecovery(Callback):
         enabled: False leaves everything to the launcher, which restarts all processes.
         replacement_timeout_s: longest wait for a replacement, in seconds; then the job ends with an error.
         hang_timeout_s: shortest wait of the other ranks, in a collective of a step, after which the rank that they wait
-            for is replaced; ten times the job's median step time if that is longer. Outside of steps 900 s hold.
+            for is replaced; ten times the job's median step time if that is longer. A rank that loads its batch counts
+            as in a step. In the first steps of a process 300 s hold, and for a rank that is outside of a step 900 s.
         max_attempts: attempts at one step that may end with the same rank's exception before it is raised.
         verify: compare checksums of the state that a replacement receives.
         step_keyed_random: draw random numbers as a function of the step, so that a repeated step and a replacement

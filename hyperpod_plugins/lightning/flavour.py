@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -86,6 +87,7 @@ else:
     LightningModule = _get(_pl, "LightningModule")
     Trainer = _get(_pl, "Trainer")
     WeightAveraging = _get(f"{_pl}.callbacks.weight_averaging", "WeightAveraging")
+    CSVLogger = _get(f"{_pl}.loggers", "CSVLogger")
     LightningOptimizer = _get(f"{_pl}.core.optimizer", "LightningOptimizer")
     HalfPrecision = _get(f"{_pl}.plugins.precision", "HalfPrecision")
     MixedPrecision = _get(f"{_pl}.plugins.precision", "MixedPrecision")
@@ -99,6 +101,7 @@ else:
     is_overridden = _get(f"{_pl}.utilities.model_helpers", "is_overridden")
 
 __all__ = [
+    "CSVLogger",
     "Callback",
     "HalfPrecision",
     "Launcher",

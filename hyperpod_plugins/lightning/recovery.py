@@ -21,6 +21,7 @@ from hyperpod_plugins.errors import ConfigError, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.fits import fits
 from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, TrainerFn, TrainerStatus
+from hyperpod_plugins.lightning.loggers import continue_runs, keep_rows, name_runs
 from hyperpod_plugins.lightning.rest import RestOfEpoch
 from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
@@ -30,6 +31,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     is_epoch_start,
     log_last_batch,
     read_trainer,
+    refuse_unreadable,
     restore_last_saves,
 )
 from hyperpod_plugins.lightning.window import Window
@@ -68,7 +70,7 @@ class TrainerRecovery:
         self._seed: Callable[[int, int], None] | None = None
         self._starts_epoch = self._ends_epoch = False
         self._description = b""
-        self._is_stopped = False
+        self._is_stopped = self._is_checked = False
         self._snapshots: Snapshots | None = None
         self._returned: Snapshot | None = None
         self._entered_with: dict[str, Any] = {}
@@ -164,6 +166,8 @@ class TrainerRecovery:
             snapshots=self._snapshots,
         )
         self._transaction.owes = self._owes
+        if self.member.rank == 0 and not self.is_newcomer:
+            name_runs(self.member.ledger, trainer.loggers)
         self.member.ledger.put(ARMED_KEY, b"1")
         data_rank = topology.data_rank(self.member.rank)
         if self.options.step_keyed_random:
@@ -179,6 +183,12 @@ class TrainerRecovery:
                     owner.prepare_data()
 
         vars(connector)["prepare_data"] = prepare_data
+
+    def continue_runs(self, trainer: Trainer) -> None:
+        """Let a newcomer log to where the lost process did."""
+        continue_runs(self.member.ledger, trainer.loggers)
+        if self.member.rank == 0:
+            keep_rows(trainer.loggers)
 
     def agree(self, value: Any, broadcast: Callable[[], Any]) -> Any:
         """A value that all ranks must share: from the first rank, or for a newcomer from the record.
@@ -292,6 +302,9 @@ class TrainerRecovery:
         """Loops have been restored, and no batch has been fetched."""
         assert self._window is not None
         self._find_beginning(trainer)
+        if not self._is_checked:
+            refuse_unreadable(trainer)
+            self._is_checked = True
         if self._starts_epoch:
             trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run: it is not resumed
         if self._ends_epoch:

@@ -139,6 +139,8 @@ class HyperPodStrategy(SavingStrategy):
         self._join()
         if self._recovery is not None and self._recovery.is_apart:
             self._recovery.without_barriers(trainer)
+            if self._recovery.is_newcomer:
+                self._recovery.continue_runs(trainer)
         self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
         if self.global_rank == 0:
             warn_of_placement(self._topology)

@@ -9,12 +9,14 @@ steps. `rewind` makes the one out of the other; the rest is Lightning's own chec
 
 import copy
 import io
+import pickle
 from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from hyperpod_plugins.errors import ConfigError, few
 from hyperpod_plugins.lightning.flavour import Trainer
 
 _PROGRESS = ("total", "current")
@@ -35,6 +37,8 @@ def describe_trainer(trainer: Trainer, *, micro_steps_open: int, loader_states: 
     """
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
+    for name in hyperparameters(trainer):  # every process makes its own; they may be anything
+        checkpoint.pop(name, None)
     fit_loop = checkpoint["loops"]["fit_loop"]
     if micro_steps_open:
         fit_loop = rewind(fit_loop, micro_steps_open)
@@ -50,6 +54,51 @@ def describe_trainer(trainer: Trainer, *, micro_steps_open: int, loader_states: 
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     return buffer.getvalue()
+
+
+def hyperparameters(trainer: Trainer) -> dict[str, Any]:
+    """What Lightning puts into a checkpoint of the arguments that module and data module were made with."""
+    found: dict[str, Any] = {}
+    for owner in (trainer.lightning_module, vars(trainer).get("datamodule")):
+        if owner is None or not owner.hparams:
+            continue
+        if "_hparams_name" in vars(owner):
+            found[owner.CHECKPOINT_HYPER_PARAMS_NAME] = vars(owner)["_hparams_name"]
+        is_plain = type(owner.hparams).__module__.partition(".")[0] != "omegaconf"
+        found[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams) if is_plain else owner.hparams
+        if not is_plain:
+            found[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = type(owner.hparams)
+    return found
+
+
+def refuse_unreadable(trainer: Trainer) -> None:
+    """Refuse what a replacement could not read of this trainer, before one is needed.
+
+    Raises:
+        ConfigError: naming the callback, or whatever else holds it.
+    """
+    data = describe_trainer(trainer, micro_steps_open=0, loader_states=[])
+    try:
+        read_trainer(data)
+    except pickle.UnpicklingError:
+        whole: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=False)  # written by this process just now
+        holders = {**whole, **{f"callbacks[{name!r}]": state for name, state in whole.get("callbacks", {}).items()}}
+        bad = [name for name, value in holders.items() if name != "callbacks" and not _is_readable(value)]
+        raise ConfigError(
+            f"the state of {few(bad)} holds Python objects that a process which replaces a lost one would have to "
+            "unpickle, and that runs code. Let on_save_checkpoint and state_dict return tensors, plain containers, "
+            "numbers and strings, or use CheckpointlessRecovery(enabled=False)."
+        ) from None
+
+
+def _is_readable(value: Any) -> bool:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    try:
+        read_trainer(buffer.getvalue())
+    except pickle.UnpicklingError:
+        return False
+    return True
 
 
 def read_trainer(data: bytes) -> dict[str, Any]:

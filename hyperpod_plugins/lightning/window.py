@@ -13,11 +13,21 @@ from torch.distributed.fsdp import FSDPModule
 from torchmetrics import Metric
 
 from hyperpod_plugins.lightning.flavour import Trainer
-from hyperpod_plugins.lightning.trainer_state import as_checkpoint, describe_trainer, give_hyperparameters, read_trainer
+from hyperpod_plugins.lightning.trainer_state import (
+    as_checkpoint,
+    describe_trainer,
+    give_hyperparameters,
+    hyperparameters,
+    read_trainer,
+)
 from hyperpod_plugins.recovery import RecoveryPlan, TrainingState
 
 SAVING_GROUP = "checkpoint"
 """Name of the role of the group that checkpoints are written over."""
+
+
+CAN_RESET = "reset_iter_state" in vars(FSDPModule)
+"""Whether this torch (2.13 does) can put FSDP2's modules back after an exception."""
 
 
 class Window:
@@ -130,11 +140,14 @@ class Window:
         if self.entered_with:
             give_hyperparameters(read_trainer(self.entered_with), self._state.optimizers)
 
+    can_undo_exceptions = CAN_RESET
+
     saving_group = SAVING_GROUP
 
     def save(self, path: str, *, is_alone: bool) -> str:
         """Write the state at the beginning of this step as a checkpoint that `fit` can go on from."""
-        return self._save(as_checkpoint(read_trainer(self.describe())), path, is_alone)
+        checkpoint = as_checkpoint(read_trainer(self.describe())) | hyperparameters(self._trainer)
+        return self._save(checkpoint, path, is_alone)
 
     def _logged(self) -> dict[str, Any]:
         return self._trainer.fit_loop.epoch_loop._results
@@ -142,6 +155,8 @@ class Window:
 
 def reset_sharding(model: nn.Module) -> None:
     """Put FSDP2's modules back to where an iteration begins, after an exception may have left one in the middle."""
+    if not CAN_RESET:
+        return
     roots: list[str] = []
     for name, part in model.named_modules():
         if isinstance(part, FSDPModule) and not any(name.startswith(f"{root}." if root else "") for root in roots):

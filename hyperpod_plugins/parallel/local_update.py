@@ -12,6 +12,7 @@ What is not element by element, or joins tensors that lie differently, goes to D
 # DTensor's local tensor and specification, and an operation's schema, have no public spelling that is as cheap.
 # pyright: reportPrivateUsage=false
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum, auto
@@ -65,11 +66,15 @@ class LocalUpdate(TorchDispatchMode):
 def step_locally(optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
     """`optimizer.step(closure)`; whatever follows the closure runs on local shards where that is the same.
 
+    A step that the program has compiled is left alone: dynamo runs nothing compiled inside a dispatch mode.
+
     Args:
         optimizer: any; what it does with parameters and its state may be on DTensors.
         closure: computes gradients, and is not affected.
         **kwargs: for `optimizer.step`.
     """
+    if _is_compiled(vars(optimizer).get("step")):
+        return optimizer.step(closure=closure, **kwargs)
     with ExitStack() as after_closure:
 
         def compute() -> Any:
@@ -79,6 +84,11 @@ def step_locally(optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
             return result
 
         return optimizer.step(closure=compute, **kwargs)
+
+
+def _is_compiled(step: Any) -> bool:
+    """Whether an optimizer's own `step`, in place of its class's, came from `torch.compile`."""
+    return inspect.getattr_static(step, "_torchdynamo_orig_callable", None) is not None
 
 
 class _How(Enum):

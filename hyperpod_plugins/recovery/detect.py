@@ -1,19 +1,23 @@
 """Who hangs: decided from what each rank last said of itself.
 
 A rank that hangs says nothing, or says that it is somewhere else than in the collective where the others wait for it.
-Long collectives alone are no sign: inside a step the limit follows the job's own step time; outside of one (a
-validation, a callback of the first rank) only the general limit holds.
+Long collectives alone are no sign: inside a step, and for a rank that loads its data, the limit follows the job's own
+step time; a rank that is outside of one (a validation, a callback of the first rank) is granted the general limit, also
+by those that wait for it in their next step already.
 """
 
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
+from types import FrameType
 from typing import Any, Self
 
 from hyperpod_plugins.errors import ConfigError
 
 _BEATS_MISSED_S = 5.0
+_LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$|/hyperpod_plugins/data/loader\.py$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +28,10 @@ class HangPolicy:
     """Shortest wait in a collective of a step, in seconds, that counts as a hang."""
     factor: float = 10.0
     """The same as a multiple of the job's median step time; the longer of the two holds."""
+    early_s: float = 300.0
+    """The same before the step time is known, if that is longer than `floor_s`: the first steps compile and warm up."""
     outside_s: float = 900.0
-    """Wait outside of a step, or before the step time is known, that counts as a hang."""
+    """Wait for a rank that is outside of a step that counts as a hang."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -45,6 +51,8 @@ class Beat:
     """Where its main thread is, in words."""
     in_step: bool
     """Whether that is inside a step."""
+    is_loading: bool
+    """Whether it fetches its next batch."""
     waits_for: str
     """Process group in whose collective it waits, or nothing."""
     waited_s: float
@@ -92,8 +100,17 @@ class StepTimes:
     def limit_s(self, policy: HangPolicy) -> float:
         """Longest wait inside a step that is not a hang yet."""
         if not self._durations_s:
-            return policy.outside_s
+            return max(policy.floor_s, policy.early_s)
         return max(policy.floor_s, policy.factor * median(self._durations_s))
+
+
+def is_loading(frame: FrameType | None) -> bool:
+    """Whether a thread, whose innermost frame is given, is in a data loader: torch's, or the loop that fetches."""
+    while frame is not None:
+        if _LOADING.search(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def diagnose(beats: Mapping[int, Beat], own: Beat, limit_s: float, policy: HangPolicy, now_s: float) -> list[Suspicion]:
@@ -112,9 +129,12 @@ def diagnose(beats: Mapping[int, Beat], own: Beat, limit_s: float, policy: HangP
     found: list[Suspicion] = []
     for rank, beat in sorted(beats.items()):
         silent_s = now_s - beat.at_s
+        is_granted_more = not (beat.in_step or beat.is_loading) and own.waited_s <= policy.outside_s
         if silent_s > limit_s and silent_s > _BEATS_MISSED_S:
             cause = f"has not been heard of for {silent_s:.0f} s; it was {beat.place}"
-        elif not beat.waits_for and beat.generation == own.generation and silent_s <= _BEATS_MISSED_S:
+        elif is_granted_more or beat.waits_for or beat.generation != own.generation:
+            continue
+        elif silent_s <= _BEATS_MISSED_S:
             cause = f"did not come to the {own.waits_for} collective for {own.waited_s:.0f} s; it is {beat.place}"
         else:
             continue

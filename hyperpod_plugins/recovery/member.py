@@ -1,11 +1,13 @@
 """This process as a member of the job: what it tells the others, and what it hears from them while it computes."""
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from hyperpod_plugins.errors import PeerLost, StateLost
 from hyperpod_plugins.observability import EventFile, listen
 from hyperpod_plugins.recovery.assembly import Assembly, Generation
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
-from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, diagnose
+from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, diagnose, is_loading
 from hyperpod_plugins.recovery.doorbell import Doorbell
 from hyperpod_plugins.recovery.farewell import begin_again, follow
 from hyperpod_plugins.recovery.halt import Halt, Stops
@@ -156,10 +158,10 @@ class Member:
         self.in_step = False
         with self._changed:
             self._is_joining = True  # from here on an old generation's end is no news
-        abandon_broken()
         while True:
             number = self.ledger.generation(at_least=self.generation)
             stopped(number)
+            abandon_broken()
             formed = self._assembly.meet(number, arrival, began_s)
             if formed is None:
                 continue
@@ -270,6 +272,7 @@ class Member:
             committed=self.committed,
             place=self.place,
             in_step=self.in_step,
+            is_loading=not self.in_step and is_loading(_main_frame()),
             waits_for="" if role is None else role.name,
             waited_s=0.0 if role is None else time.monotonic() - waiting.since_s,
             at_s=time.time(),
@@ -290,9 +293,15 @@ class Member:
                 self._reports.ask_to_kill(suspect.rank, suspect.incarnation)
 
     def _patience_s(self) -> float:
-        return max(self.step_times.limit_s(self.hangs), self.hangs.floor_s)
+        limit_s = max(self.step_times.limit_s(self.hangs), self.hangs.floor_s)
+        return min(limit_s, self.policy.replacement_timeout_s / 2)
 
     def _lost_store(self, error: Exception) -> None:
         if not self._is_leaving:
             log.error("rank %d lost the job's store, which an agent serves: %s", self.rank, error)
             break_groups(f"the job's store is gone: {error}")
+
+
+def _main_frame() -> FrameType | None:
+    """Where the main thread is; what debuggers use."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]

@@ -110,6 +110,9 @@ class Subject(Protocol):
         """Give this rank's state to those whose source it is, or take it from one's own source."""
         ...
 
+    can_undo_exceptions: bool
+    """Whether `undo` also helps where an exception has left `compute` in the middle."""
+
     saving_group: str
     """Name of the role of the group over which `save` works."""
 

@@ -7,6 +7,7 @@ read with torch's `weights_only`.
 """
 
 import io
+import math
 import zlib
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hyperpod_plugins.errors import RecoveryError
+from hyperpod_plugins.errors import RecoveryError, few
 from hyperpod_plugins.parallel.checkpoint_state import (
     count_device,
     describe_optimizer,
@@ -73,13 +74,18 @@ class TrainingState:
         """Take the state that `header` and `copy_to` have recorded; `whose` it was, for the message.
 
         Raises:
-            RecoveryError: the state is of another model, or its bits changed on the way.
+            RecoveryError: the state is of another model, or its bits have changed; nothing of it is taken then.
         """
-        tensors = list(self._make_room(header, whose).values())
+        described = _read_header(header)
+        names = [name for name, _, _ in described["tensors"]]
+        sizes = [math.prod(shape) * _dtype(dtype).itemsize for _, shape, dtype in described["tensors"]]
+        parts = dict(zip(names, data.split(sizes), strict=True))
+        if self._verify:
+            _compare(_checksum(part for _, part in sorted(parts.items())), described, whose)
+        tensors = self._make_room(described, whose)
         with torch.no_grad():
-            for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
-                tensor.copy_(_typed(part, tensor))
-        self._check(header, whose)
+            for name, tensor in tensors.items():
+                tensor.copy_(_typed(parts[name], tensor))
 
     def send(self, rank: int) -> None:
         """Give everything to a global rank."""
@@ -102,8 +108,8 @@ class TrainingState:
         dist.recv(size, rank)
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
         dist.recv(payload, rank)
-        header = payload.cpu().numpy().tobytes()
-        tensors = self._make_room(header, f"rank {rank}")
+        described = _read_header(payload.cpu().numpy().tobytes())
+        tensors = self._make_room(described, f"rank {rank}")
         with torch.no_grad():
             for batch in _batches(tensors.values()):
                 if len(batch) == 1 and batch[0].is_contiguous():
@@ -114,28 +120,26 @@ class TrainingState:
                 dist.recv(message, rank)
                 for tensor, part in zip(batch, message.split([t.nbytes for t in batch]), strict=True):
                     tensor.copy_(_typed(part, tensor))
-        self._check(header, f"rank {rank}")
+        if self._verify:
+            _compare(self.checksum(), described, f"rank {rank}")
 
-    def _make_room(self, header: bytes, whose: str) -> dict[str, torch.Tensor]:
+    def _make_room(self, described: dict[str, Any], whose: str) -> dict[str, torch.Tensor]:
         """Make optimizer state as the header says, and return all tensors, to be filled."""
-        described = torch.load(io.BytesIO(header), weights_only=True)
-        for index, optimizer in enumerate(self.optimizers):
-            self._make_state(index, optimizer, described)
-        tensors = self._tensors()
+        ours = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self._tensors().items()]
         theirs = [(name, tuple(shape), dtype) for name, shape, dtype in described["tensors"]]
-        ours = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-        if theirs != ours:
-            different = [there[0] for there, here in zip(theirs, ours, strict=False) if there != here][:3]
+        ours, theirs = ([each for each in side if not _is_optimizer_state(each[0])] for side in (ours, theirs))
+        if theirs != ours:  # before anything is changed
+            different = sorted({name for name, _, _ in set(theirs) ^ set(ours)})
             raise RecoveryError(
-                f"{whose} holds other tensors than this process built (first differences: {different}; "
+                f"{whose} holds other tensors than this process built ({few(different) or 'their order'} differ; "
                 f"{len(theirs)} and {len(ours)} tensors). A replacement must run the same program with the same data."
             )
-        return tensors
-
-    def _check(self, header: bytes, whose: str) -> None:
-        expected = torch.load(io.BytesIO(header), weights_only=True)["checksum"] if self._verify else 0
-        if self._verify and self.checksum() != expected:
-            raise RecoveryError(f"the training state of {whose} arrived with other bits; it is not used")
+        groups = [_groups(describe_optimizer(self.model, optimizer)) for optimizer in self.optimizers]
+        if groups != [_groups(each) for each in described["optimizers"]]:
+            raise RecoveryError(f"{whose} holds optimizers with other groups of parameters than this process built")
+        for index, optimizer in enumerate(self.optimizers):
+            self._make_state(index, optimizer, described)
+        return self._tensors()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Local tensors by name, the same order on every rank of a shard."""
@@ -168,6 +172,24 @@ class TrainingState:
     def _device(self) -> torch.device:
         parameter = next(self.model.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _read_header(header: bytes) -> dict[str, Any]:
+    return torch.load(io.BytesIO(header), weights_only=True)
+
+
+def _compare(checksum: int, described: dict[str, Any], whose: str) -> None:
+    if checksum != described["checksum"]:
+        raise RecoveryError(f"the training state of {whose} arrived with other bits; it is not used")
+
+
+def _is_optimizer_state(name: str) -> bool:
+    return name.startswith("optimizer.")
+
+
+def _groups(described: dict[str, Any]) -> list[list[str]]:
+    """Names of the parameters of each group."""
+    return [group["params"] for group in described["param_groups"]]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

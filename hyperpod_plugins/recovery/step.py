@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import WORLD, breaker, waiting
+from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.elastic import Incident
 from hyperpod_plugins.elastic.ledger import BEGUN_KEY
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
@@ -33,6 +33,7 @@ from hyperpod_plugins.recovery.assign import (
     plan_recovery,
 )
 from hyperpod_plugins.recovery.ending import Ending
+from hyperpod_plugins.recovery.gpu import GpuHangs, come_to_rest
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, Subject
 from hyperpod_plugins.recovery.snapshot import Snapshots
@@ -160,11 +161,15 @@ class StepTransaction:
             with breaker.tolerant():
                 result = compute()
                 self._synchronize()
+        except GpuHangs:
+            raise
         except Exception as error:
-            if breaker.cause is None:
+            is_own = breaker.cause is None
+            if is_own:
                 self._member.fail("exception", f"{type(error).__name__}: {error}".splitlines()[0])
-                return None, error
-            return None, None  # garbage does what garbage does
+            if not self._subject.can_undo_exceptions:
+                raise  # this process ends, and another takes its place
+            return None, error if is_own else None  # garbage does what garbage does
         return result, None
 
     def _vote(self) -> bool:
@@ -381,14 +386,7 @@ class StepTransaction:
         return ""
 
     def _synchronize(self) -> None:
-        """Wait for the GPU, which runs behind: what has not arrived yet cannot be voted for, or written."""
-        if self._device.type != "cuda":
-            return
-        waiting.since_s, waiting.role = time.monotonic(), WORLD  # a peer that hangs shows here, not in a collective
-        try:
-            torch.cuda.synchronize(self._device)
-        finally:
-            waiting.role = None
+        come_to_rest(self._device)
 
 
 def _commit_nothing() -> NoReturn:

@@ -1,5 +1,7 @@
 """Groups that were broken and formed again, under code that holds on to them: compiled steps, FSDP2, DTensor."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -132,6 +134,43 @@ def blocked_peer():
 
 def test_a_blocked_peer_is_woken(run_ranks):
     assert run_ranks(blocked_peer, world_size=2, timeout_s=60.0) == [True, True]
+
+
+def chain(lost, first_waits_for_all):
+    """Each rank waits for the next one in a group of these two, and the last one is killed meanwhile.
+
+    The first two share no group but the world with it. Returns when it was killed, or when this rank was out of its
+    collective; all processes of a machine have the same monotonic clock.
+    """
+    rank, order = int(os.environ["RANK"]), [(lost + 1 + place) % 4 for place in range(4)]
+    if rank == lost:  # this process tells of the one that is lost
+        reader, writer = os.pipe()
+        if pid := os.fork():
+            os.close(writer)
+            killed_s = float(os.read(reader, 100))
+            os.waitpid(pid, 0)
+            return killed_s
+        signal.alarm(60)
+    start()
+    groups = [dist.new_group(order[place : place + 2]) for place in range(3)]
+    dist.barrier()
+    if rank == lost:
+        time.sleep(0.5)  # by then the others wait
+        os.write(writer, str(time.monotonic()).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    place = order.index(rank)
+    with pytest.raises(PeerLost):
+        dist.all_reduce(torch.ones(1), group=None if place == 0 and first_waits_for_all else groups[place])
+    return time.monotonic()
+
+
+@pytest.mark.parametrize(("lost", "first_waits_for_all"), [(3, False), (0, True)])
+def test_all_are_woken_at_once_also_those_that_wait_for_one_that_waits(run_ranks, lost, first_waits_for_all):
+    times_s = run_ranks(chain, lost, first_waits_for_all, world_size=4, timeout_s=60.0)
+    assert min(times_s) == times_s[lost]
+    woken_s = max(times_s) - times_s[lost]
+    print(f"woken after {woken_s:.3f} s")
+    assert woken_s < 2.0  # 0.5 s are promised; this machine may be shared
 
 
 def tensors_over_meshes():

@@ -1,5 +1,6 @@
 """smddp as its users meet it: a stand-in that registers a real backend, and refuses what the library refuses."""
 
+import importlib
 import sys
 import textwrap
 import warnings
@@ -8,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from hyperpod_plugins import comm
-from hyperpod_plugins.comm import CommOptions, GroupRole
+from hyperpod_plugins.comm import CommOptions, GroupRole, smddp
 from hyperpod_plugins.comm.smddp import SumForMean
 from hyperpod_plugins.errors import BackendUnavailable
 
@@ -22,15 +24,20 @@ LIBRARY = """
     import torch.distributed as dist
 
 
-    def refuse_mean(options):
-        if options.reduceOp == dist.ReduceOp.AVG:
-            raise RuntimeError("SMDDP does not support: ReduceOp")
+    def refuse_mean(*given):
+        for each in given:
+            if getattr(each, "reduceOp", each) == dist.ReduceOp.AVG:
+                raise RuntimeError("SMDDP does not support: ReduceOp")
 
 
     class SMDDPGroup(dist.ProcessGroup):
-        def allreduce(self, tensors, options):
+        def allreduce(self, tensors, *args, **kwargs):
+            refuse_mean(*args, *kwargs.values())
+            return super().allreduce(tensors, *args, **kwargs)
+
+        def allreduce_coalesced(self, tensors, options):
             refuse_mean(options)
-            return super().allreduce(tensors, options)
+            return super().allreduce_coalesced(tensors, options)
 
         def _reduce_scatter_base(self, output, input, options):
             refuse_mean(options)
@@ -73,7 +80,7 @@ def direct(folder, is_imported_first):
     comm.register()
     sys.path.insert(0, folder)
     if is_imported_first:
-        pass
+        importlib.import_module(smddp.MODULE)
     dist.init_process_group("smddp")
     assert type(dist.group.WORLD).__name__ == "SMDDPGroup"
     tensor = torch.ones(2)
@@ -88,7 +95,55 @@ def direct(folder, is_imported_first):
 @pytest.mark.spawns
 @pytest.mark.parametrize("is_imported_first", [True, False])
 def test_init_process_group_smddp_runs_the_library(run_ranks, library, is_imported_first):
-    assert run_ranks(direct, library, is_imported_first, world_size=2, timeout_s=60) == [[2.0, 2.0]] * 2
+    environ = {"HYPERPOD_INSTANCE_TYPE": "ml.p4d.24xlarge"}
+    arguments = (direct, library, is_imported_first)
+    assert run_ranks(*arguments, world_size=2, environ=environ, timeout_s=60) == [[2.0, 2.0]] * 2
+
+
+def direct_on_another_instance(folder):
+    """The library is there and does not run on this instance: a warning and gloo."""
+    comm.register()
+    sys.path.insert(0, folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.init_process_group("smddp")
+    assert not isinstance(dist.group.WORLD.inner, SumForMean)
+    return sum("this is ml.g5.xlarge" in str(each.message) for each in caught), mean_of_ranks()
+
+
+def strictly_direct_on_another_instance(folder):
+    comm.register()
+    sys.path.insert(0, folder)
+    with pytest.raises(BackendUnavailable, match=r"this is ml\.g5\.xlarge"):
+        dist.init_process_group("smddp", pg_options=CommOptions(strict=True))
+
+
+@pytest.mark.spawns
+def test_init_process_group_smddp_refuses_an_instance_on_which_it_does_not_run(run_ranks, library):
+    environ = {"HYPERPOD_INSTANCE_TYPE": "ml.g5.xlarge"}
+    found = run_ranks(direct_on_another_instance, library, world_size=2, environ=environ, timeout_s=60)
+    assert found == [(1, 0.5), (0, 0.5)]  # one warning in the job
+    run_ranks(strictly_direct_on_another_instance, library, world_size=1, environ=environ, timeout_s=60)
+
+
+def bare_mean(group):
+    tensor = torch.tensor([float(dist.get_rank())])
+    group.allreduce([tensor], dist.ReduceOp.AVG).wait()
+    return tensor.item()
+
+
+def named_mean(group):
+    tensor, options = torch.tensor([float(dist.get_rank())]), AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    group.allreduce([tensor], opts=options).wait()
+    return tensor.item()
+
+
+def coalesced_mean():
+    tensor, options = torch.tensor([float(dist.get_rank())]), AllreduceCoalescedOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    dist.group.WORLD.allreduce_coalesced([tensor], options).wait()
+    return tensor.item()
 
 
 def parameters_after_training(group):
@@ -113,6 +168,7 @@ def through_hyperpod(folder):
     assert isinstance(world.inner, SumForMean)
     assert type(world.inner.inner).__name__ == "SMDDPGroup"
     assert mean_of_ranks() == 0.5
+    assert bare_mean(world) == named_mean(world) == coalesced_mean() == 0.5
     future = dist.all_reduce(torch.tensor([rank + 1.0]), dist.ReduceOp.AVG, async_op=True).get_future()
     assert future.wait()[0].item() == 1.5
 
@@ -156,9 +212,10 @@ def without_library(folder):
 
 @pytest.mark.spawns
 def test_without_the_library_one_warning_says_why(run_ranks, library):
-    environ = {"HYPERPOD_INSTANCE_TYPE": "ml.g5.xlarge"}
+    environ, told = {"HYPERPOD_INSTANCE_TYPE": "ml.g5.xlarge"}, []
     for reasons, mean in run_ranks(without_library, library, world_size=2, environ=environ, timeout_s=60):
-        assert len(reasons) == 1
-        assert "its library cannot be imported" in reasons[0]
-        assert "Collectives use gloo instead" in reasons[0]
         assert mean == 0.5
+        told += reasons
+    assert len(told) == 1  # the first rank says it for all
+    assert "its library cannot be imported" in told[0]
+    assert "Collectives use gloo instead" in told[0]

@@ -100,11 +100,14 @@ def test_sequence_lengths_that_do_not_fit_are_refused(token_file):
     assert len(TokenDataset(path, 9)) == 1
 
 
-@pytest.mark.parametrize("keep", [0, 7, 60, 4095, 4096, 5000, -1])
-def test_a_file_cut_short_is_refused(token_file, keep):
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [(0, "not a token file"), *[(keep, "cut short") for keep in (7, 8, 60, 4095, 4096, 5000, -1)]],
+)
+def test_a_file_cut_short_is_refused(token_file, keep, message):
     path = token_file(3000)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DatasetDamaged):
+    with pytest.raises(DatasetDamaged, match=message):
         TokenDataset(path, 8)
 
 

@@ -64,9 +64,7 @@ def test_a_lightning_without_a_module_is_told_which(monkeypatch):
 
 def test_no_lightning_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning", None)
-    with pytest.raises(
-        MissingExtraError, match=r"'lightning', which is not .*pip install 'hyperpod_plugins\[lightning"
-    ):
+    with pytest.raises(MissingExtraError, match=r"'lightning', which is not .*pip install lightning \(it is in the"):
         load_anew()
 
 

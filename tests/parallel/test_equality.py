@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 NUM_STEPS = 10
 GLOBAL_BATCH = 8
@@ -23,6 +24,21 @@ LAYOUTS = {
     "tp 2 x shard 2, sequence parallel": {"tensor_parallel_degree": 2, "sequence_parallel": True},
     "tp 2 x shard 2, loss parallel": {"tensor_parallel_degree": 2, "loss_parallel": True},
     "tp 2 x shard 2, both": {"tensor_parallel_degree": 2, "sequence_parallel": True, "loss_parallel": True},
+}
+USER_PLANS = {  # by model, for two tensor ranks; modules that no pattern names stay whole
+    "llama": {
+        "*.layers.0.mlp.*": "replicate",
+        **{f"*.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        **{f"*.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
+        "*.o_proj": "rowwise",
+        "*.down_proj": RowwiseParallel(),
+    },
+    "tied llama": {
+        **{f"*.{name}": "colwise" for name in ("gate_proj", "up_proj")},
+        "*.down_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    "plain": {"*.w1": ColwiseParallel(), "*.w2": "rowwise", "output": "colwise_gather_output"},
 }
 
 
@@ -130,6 +146,8 @@ def train_on_mesh(make, options, precision="32-true"):
         torch.manual_seed(0)
     model, loss = make()
     parallelize(model, mesh, config)
+    is_split = any("tensor" in parameter.device_mesh.mesh_dim_names for parameter in model.parameters())
+    assert is_split == (config.tensor_parallel_degree > 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     share, index = GLOBAL_BATCH // topology.data_degree, topology.data_rank(dist.get_rank())
     losses, norms = [], []
@@ -152,11 +170,10 @@ def train_on_mesh(make, options, precision="32-true"):
 
 def train_all_on_mesh(layouts):
     dist.init_process_group("hyperpod")
-    results = {
-        (model, name): train_on_mesh(make, options)
-        for model, make in MODELS.items()
-        for name, options in layouts.items()
-    }
+    cases = {(model, name): options for model in MODELS for name, options in layouts.items()}
+    for model, plan in USER_PLANS.items():
+        cases[model, "plan of the user"] = {"tensor_parallel_degree": 2, "tensor_plan": plan}
+    results = {case: train_on_mesh(MODELS[case[0]], options) for case, options in cases.items()}
     return results if dist.get_rank() == 0 else None
 
 

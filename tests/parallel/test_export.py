@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import sys
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from hyperpod_plugins.errors import CheckpointError
+from hyperpod_plugins.errors import CheckpointError, MissingExtraError
 from hyperpod_plugins.parallel.export import export_safetensors, plan_files
 
 
@@ -44,12 +46,12 @@ def test_tied_weights_are_stored_once_and_types_kept(tmp_path):
     assert torch.equal(tensors["0.weight"], model[0].weight)
 
 
-def llama(tied):
+def llama(tied, vocab_size=33):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=33, tie_word_embeddings=tied, **sizes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, tie_word_embeddings=tied, **sizes))
 
 
 def export_on_two_ranks(path, tied):
@@ -79,6 +81,57 @@ def test_transformers_loads_it(run_ranks, tmp_path, tied):
         assert value.dtype == other.dtype
 
 
+SPLIT_VOCABULARY = 34  # 17 rows a tensor rank, which two shards cannot share evenly
+
+
+def tokens():
+    """Ids for each of two data ranks, `(data rank, batch, sequence)`."""
+    return torch.randint(SPLIT_VOCABULARY, (2, 3, 8), generator=torch.Generator().manual_seed(1))
+
+
+def full(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train_split_and_export(path, tied):
+    """The trained parameters, and the loss of the trained model on the first tokens."""
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    dist.init_process_group("hyperpod")
+    config = ParallelConfig(hybrid_shard_degree=2, tensor_parallel_degree=2)
+    topology = config.topology(dist.get_world_size())
+    model = parallelize(llama(tied, SPLIT_VOCABULARY), build_mesh(topology, "cpu"), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    mine = tokens()[topology.data_rank(dist.get_rank())]
+    for _ in range(2):
+        model(input_ids=mine, labels=mine).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    export_safetensors(model, path, max_file_bytes=4000)
+    trained = {name: full(value) for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        return trained, full(model(input_ids=tokens()[0], labels=tokens()[0]).loss)
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_what_was_trained_under_tensor_parallelism(run_ranks, tmp_path, tied):
+    from transformers import AutoModelForCausalLM
+
+    by_rank = run_ranks(train_split_and_export, tmp_path / "m", tied, world_size=4, timeout_s=90)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
+    state, start = loaded.state_dict(), llama(tied, SPLIT_VOCABULARY).state_dict()
+    for trained, loss in by_rank:
+        assert trained.keys() == state.keys()
+        for name, value in trained.items():
+            assert torch.equal(value, state[name]), name
+            assert value.dtype == state[name].dtype == torch.float32
+            assert not torch.equal(value, start[name]), f"{name} was not trained"
+        # Rows that were put together in another order would be equal above, and compute something else.
+        torch.testing.assert_close(loss, loaded(input_ids=tokens()[0], labels=tokens()[0]).loss.detach())
+
+
 # -- failing ----------------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +153,14 @@ def test_a_later_export_replaces_an_earlier_one_and_leaves_other_files(tmp_path)
     assert "model.safetensors" not in contents(tmp_path)
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
     assert ".export.part" not in contents(tmp_path)
+
+
+def test_missing_safetensors_is_named_with_what_to_do_and_nothing_is_written(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    words = r"exporting a model needs .*'safetensors', which is not .*pip install safetensors "
+    with pytest.raises(MissingExtraError, match=words):
+        export_safetensors(nn.Linear(2, 2), tmp_path / "m")
+    assert not (tmp_path / "m").exists()
 
 
 def test_a_path_that_cannot_be_a_folder(tmp_path):

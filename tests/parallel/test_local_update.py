@@ -149,3 +149,23 @@ def test_the_mode_ends_with_the_step_whatever_happens(mesh):
     with pytest.raises(RuntimeError, match="closure"):
         step_locally(torch.optim.SGD([parameter], lr=0.1), fail)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_a_compiled_step_stays_compiled(mesh):
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step, to count it
+    optimizer.step = torch.compile(optimizer.step, backend=backend)
+
+    def closure():
+        parameter.grad = torch.ones(4)
+
+    step_locally(optimizer, closure)
+    assert graphs
+    assert torch.equal(parameter, torch.full((4,), 0.9))

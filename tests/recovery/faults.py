@@ -2,7 +2,8 @@
 
 A fault is `[point, step, rank, action]`. It happens once in a job, whoever is in the rank's place then: a file
 remembers it. Actions: `kill`, `term` (signals), `raise` (once), `always` (raise, every time), `break` (cut all
-connections), `node` (SIGKILL for the agent of this rank's node), `freeze` (SIGSTOP for all processes of this node).
+connections), `pause N` (SIGSTOP, and SIGCONT N seconds later), `node` (SIGKILL for the agent of this rank's node),
+`freeze` (SIGSTOP for all processes of this node).
 """
 
 import contextlib
@@ -50,6 +51,8 @@ class Faults:
                 time.sleep(60)
             if action == "freeze":
                 freeze(os.environ["JOB_MARK"])
+            if action.startswith("pause"):
+                pause(float(action.removeprefix("pause")))
             if action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if action == "term":
@@ -86,6 +89,14 @@ def freeze(mark):
     """Stop all processes with a mark: no connection breaks, and no more is heard of them, as of a machine unplugged."""
     for pid in sorted(left_processes(mark, patience_s=0.0), key=lambda pid: pid == os.getpid()):
         os.kill(pid, signal.SIGSTOP)
+
+
+def pause(seconds):
+    """Stop this process for a while: it says nothing meanwhile, and its connections stay."""
+    wake = ["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen(wake, env={}, start_new_session=True, **quiet)  # it may outlive the job, so it has no mark of it
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Job:

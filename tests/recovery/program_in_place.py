@@ -1,6 +1,8 @@
 # ruff: noqa: E402 (warnings are off before the imports that would give them)
 """What `test_in_place.py` runs under `hyperpodrun`: a small network with dropout, validation, checkpoints, clipping."""
 
+import csv
+import enum
 import json
 import os
 import sys
@@ -12,19 +14,25 @@ warnings.filterwarnings("ignore")
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, FaultInjection, HyperPodStrategy
 from hyperpod_plugins.recovery import TrainingState
+from hyperpod_plugins.recovery.faults import Injector
 
 torch.set_num_threads(1)
 
 
 class Samples(torch.utils.data.Dataset):
+    def __init__(self, fetching=lambda: None):
+        self.fetching = fetching
+
     def __len__(self):
         return 64
 
     def __getitem__(self, index):
+        self.fetching()
         return torch.randn(16, generator=torch.Generator().manual_seed(index))
 
 
@@ -40,9 +48,16 @@ class Mixer(nn.Module):
         return self.down_proj(torch.relu(self.up_proj(x)))
 
 
+class Flavour(enum.Enum):
+    """A hyper-parameter that `weights_only` does not read."""
+
+    PLAIN = 1
+
+
 class Module(pl.LightningModule):
-    def __init__(self):
+    def __init__(self, flavour=Flavour.PLAIN):
         super().__init__()
+        self.save_hyperparameters()
         self.net = nn.Sequential(Mixer(), nn.Dropout(0.2), Mixer(), nn.LayerNorm(16))
         self.losses = {}
 
@@ -61,7 +76,10 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(Samples(), batch_size=2, shuffle=True)
+        return torch.utils.data.DataLoader(Samples(self.fetching), batch_size=2, shuffle=True)
+
+    def fetching(self):
+        self.injector.at("fetching", self.global_step)
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(Samples(), batch_size=4)
@@ -74,7 +92,7 @@ def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeo
         hang_timeout_s=4.0, verify=True, replacement_timeout_s=float(replacement_timeout_s)
     )
     trainer = pl.Trainer(
-        strategy=HyperPodStrategy(**json.loads(degrees)),
+        strategy=HyperPodStrategy(**json.loads(degrees), trust_checkpoints=True),
         accelerator="cpu",
         devices=4,
         max_steps=20,
@@ -82,7 +100,8 @@ def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeo
         gradient_clip_val=1.0,
         val_check_interval=4 * int(micro_steps),
         check_val_every_n_epoch=None,
-        logger=False,
+        logger=CSVLogger(folder, name="logs", flush_logs_every_n_steps=1),
+        log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
@@ -95,6 +114,7 @@ def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeo
     )
     torch.manual_seed(1)
     module = Module()
+    module.injector = Injector(faults, rank=int(os.environ["RANK"]))
     Path(folder, f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
     trainer.fit(module, ckpt_path=resume_from or None)
     result = {
@@ -106,6 +126,10 @@ def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeo
         "losses": [(*key, loss) for key, loss in sorted(module.losses.items())],
         "repairs": [repair.incident.kind for repair in recovery.repairs],
     }
+    if trainer.is_global_zero:
+        with open(f"{trainer.logger.log_dir}/metrics.csv", newline="") as file:
+            result["rows"] = [(row["step"], row["loss_step"]) for row in csv.DictReader(file) if row["loss_step"]]
+        result["runs"] = os.listdir(f"{folder}/logs")
     Path(folder, f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 
 

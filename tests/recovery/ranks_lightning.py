@@ -15,12 +15,14 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
+from hyperpod_plugins.lightning.window import Window
 from hyperpod_plugins.recovery import StepTransaction, TrainingState
 
 torch.set_num_threads(1)
 LAYOUTS = {
     "hsdp": {"hybrid_shard_degree": 2},
     "tensor": {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1},
+    "replicas": {"hybrid_shard_degree": 1},
 }
 WIDTH, VOCABULARY, SEQUENCE = 16, 32, 6
 faults = Faults()
@@ -44,10 +46,17 @@ class Tokens(torch.utils.data.Dataset):
         return torch.randint(VOCABULARY, (SEQUENCE,), generator=generator)
 
 
+class BatchNorm(nn.BatchNorm1d):
+    """Over (batch, sequence, width); each rank has statistics of its own."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = BatchNorm(WIDTH) if option("NORM", "layer") == "batch" else nn.LayerNorm(WIDTH)
         self.w1 = nn.Linear(WIDTH, 2 * WIDTH)
         self.w2 = nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.2)
@@ -124,7 +133,7 @@ class Module(pl.LightningModule):
         faults.at("train end", self.global_step)
 
     def on_fit_start(self):
-        faults.at("fit start", self.global_step)
+        faults.at("fit start", int(os.environ["HYPERPOD_INCARNATION"]))
 
     def on_save_checkpoint(self, checkpoint):
         faults.at("checkpoint", self.global_step)
@@ -148,7 +157,7 @@ class Module(pl.LightningModule):
         make = lambda batch_size, data: torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=True)  # noqa: E731
         if option("LOADERS", 1) == 2:
             return {"a": make(1, Tokens(32, 2)), "b": make(1, Tokens(16, 3))}
-        return make(2, data)
+        return make(option("BATCH", 2), data)
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(Tokens(16, 4), batch_size=1)
@@ -166,9 +175,20 @@ class Record(Logger):
         pass
 
 
+class Bar(pl.callbacks.TQDMProgressBar):
+    """Writes down what it shows, where it shows something."""
+
+    def on_train_batch_end(self, trainer, *args):
+        super().on_train_batch_end(trainer, *args)
+        if self.is_enabled:
+            bar = self.train_progress_bar
+            faults.note(kind="bar", step=trainer.global_step, shown=bar.n, total=bar.total)
+
+
 def instrument():
     """Points inside the transaction, which has no hooks."""
-    vote, send, receive = StepTransaction._vote, TrainingState.send, TrainingState.receive
+    vote, restore, send, receive = StepTransaction._vote, Window.restore, TrainingState.send, TrainingState.receive
+    step = 0
 
     def voting(self):
         faults.at("vote", self.step)
@@ -178,16 +198,23 @@ def instrument():
 
         return went_well and breaker.cause is None
 
+    def restoring(self, plan, rank):
+        nonlocal step
+        step = plan.step
+        restore(self, plan, rank)
+        faults.at("restored", step)
+
     def sending(self, rank):
-        faults.at("send", 0)
+        faults.at("send", step)
         send(self, rank)
 
     def receiving(self, rank):
-        faults.at("receive", 0)
+        faults.at("receive", step)
         receive(self, rank)
-        faults.at("received", 0)
+        faults.at("received", step)
 
-    StepTransaction._vote, TrainingState.send, TrainingState.receive = voting, sending, receiving
+    StepTransaction._vote, Window.restore = voting, restoring
+    TrainingState.send, TrainingState.receive = sending, receiving
 
 
 def local(tensor):
@@ -199,12 +226,17 @@ def main():
     instrument()
     pl.seed_everything(1, verbose=False)
     module = Module()
-    recovery = CheckpointlessRecovery(verify=True, replacement_timeout_s=option("REPLACEMENT_S", 60.0))
+    recovery = CheckpointlessRecovery(
+        verify=True,
+        replacement_timeout_s=option("REPLACEMENT_S", 60.0),
+        hang_timeout_s=option("HANG_S", 30.0),
+    )
     accumulate = option("ACCUMULATE", 1)
     checkpoints = pl.callbacks.ModelCheckpoint(
         faults.folder / "checkpoints", filename="{step}", every_n_train_steps=6, save_top_k=-1
     )
     early = pl.callbacks.EarlyStopping("val", patience=100)
+    bars = [Bar()] if option("BAR", 0) else []
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(
             **LAYOUTS[option("LAYOUT", "hsdp")], background_checkpoints=option("BACKGROUND", 0) > 0
@@ -213,10 +245,10 @@ def main():
         max_steps=option("STEPS", 24),
         logger=Record(),
         log_every_n_steps=1,
-        callbacks=[checkpoints, early, recovery],
+        callbacks=[checkpoints, early, recovery, *bars],
         val_check_interval=option("VALIDATE_EVERY", 4 * accumulate),
         num_sanity_val_steps=2,
-        enable_progress_bar=False,
+        enable_progress_bar=bool(bars),
         enable_model_summary=False,
         gradient_clip_val=0.5,
         accumulate_grad_batches=accumulate,
@@ -237,6 +269,7 @@ def main():
         "early": (early.wait_count, float(early.best_score)),
         "validated": validated,
         "repairs": len(recovery.repairs),
+        "causes": [repair.incident.kind for repair in recovery.repairs],
         "lasted_s": [repair.total_s for repair in recovery.repairs],
     }
     torch.save(result, faults.folder / f"result-{faults.rank}.pt")

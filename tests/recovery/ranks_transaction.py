@@ -31,6 +31,8 @@ faults = Faults()
 class Subject:
     """A model, an optimizer and a scheduler."""
 
+    can_undo_exceptions = True
+
     def __init__(self, state, scheduler):
         self.state, self.scheduler = state, scheduler
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,6 +74,14 @@ def assert_same_end(disturbed, undisturbed):
             assert loss == expected[step, batch], (rank, step, batch)
 
 
+def assert_same_log(disturbed, undisturbed, num_missing):
+    """The run that was begun has a row for each step, but for those with which its writer was killed."""
+    assert disturbed["runs"] == undisturbed["runs"] == ["version_0"]
+    rows, expected = disturbed["rows"], undisturbed["rows"]
+    assert rows == [row for row in expected if row in rows]
+    assert len(rows) >= len(expected) - num_missing
+
+
 @pytest.mark.parametrize(
     ("degrees", "micro_steps", "faults", "num_repairs"),
     [
@@ -97,9 +106,10 @@ def assert_same_end(disturbed, undisturbed):
         pytest.param(
             HSDP,
             2,
-            "kill:rank=2,step=4,phase=forward; stop:rank=1,step=9,phase=forward; kill:rank=0,step=15,phase=batch_end",
-            3,
-            id="accumulation-and-a-stopped-rank",
+            "kill:rank=2,step=4,phase=forward; stop:rank=1,step=9,phase=forward; "
+            "hang:rank=3,step=13,phase=fetching; kill:rank=0,step=15,phase=batch_end",
+            4,
+            id="accumulation-and-ranks-that-stop-and-hang",
         ),
         pytest.param(
             HSDP,
@@ -114,14 +124,20 @@ def assert_same_end(disturbed, undisturbed):
 def test_faults_change_nothing(tmp_path, degrees, micro_steps, faults, num_repairs):
     disturbed, text = results(tmp_path, degrees, micro_steps, faults)
     assert_same_end(disturbed, undisturbed(degrees, micro_steps))
+    assert_same_log(disturbed[0], undisturbed(degrees, micro_steps)[0], num_missing=faults.count("kill:rank=0"))
     assert text.count("repaired in") >= num_repairs, text[-6000:]
+    for rank in re.findall(r"hang:rank=(\d)", faults):
+        assert re.search(rf"rank {rank} \(hang\): did not come to the \S+ collective .*repaired in", text), text[-6000:]
 
 
 def test_a_mistake_in_the_program_ends_the_job_with_its_own_traceback(tmp_path):
     code, text = run(tmp_path, HSDP, 1, "exception:rank=1,step=7,phase=backward,repeat=true")
     assert code == 1, text[-8000:]
-    assert "InjectedFault" in text
+    top = text.index("Rank 1 failed first:\n\nTraceback (most recent call last):\n")
+    assert top < text.index("InjectedFault: exception:rank=1", top) < text.index("=====", top)
     assert text.count("gives up") == 1
+    assert text.count("repaired in") == 2
+    assert "takes its place" not in text
     # What all ranks held was saved before, and training goes on from it as if nothing had happened.
     saved = tmp_path / "checkpoints" / "emergency-step=7.ckpt"
     assert f"step 7 was saved as {saved}" in text, text[-8000:]

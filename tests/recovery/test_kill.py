@@ -1,19 +1,28 @@
 """Lightning jobs that lose ranks at every point of their life, against undisturbed ones: same bits, same logs."""
 
+import re
+import subprocess
+import sys
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from recovery.faults import run_job
 
 from hyperpod_plugins.parallel.checkpoint_files import read_document
+from hyperpod_plugins.recovery.chaos import ChaosPlan, blows
 
 EVERYWHERE = [
     ["sanity", 0, 1, "kill"],
     ["forward", 1, 0, "kill"],
-    ["receive", 0, 0, "kill"],  # and again, while it is repaired
+    ["receive", 1, 0, "kill"],  # and again, while it is repaired
     ["backward", 2, 3, "kill"],
+    ["received", 2, 3, "kill"],
     ["clip", 3, 2, "kill"],
+    ["fit start", 1, 2, "kill"],  # the first process that takes its place
+    ["restored", 3, 1, "kill"],  # a survivor, on the way of the next one
     ["validation", 4, 1, "kill"],
     ["clip", 4, 3, "kill"],  # in the step after a validation that was run again
     ["vote", 5, 0, "kill"],
@@ -44,9 +53,28 @@ NOBODY_DIES = [
     ["voted", 11, 1, "break"],  # the others go on to a validation
     ["forward", 13, 2, "raise"],
     ["voted", 14, 3, "break"],
+    ["forward", 16, 1, "pause 2"],
     ["voted", 19, 0, "break"],
     ["clip", 20, 2, "raise"],
 ]
+NOBODY_DIES_OPTIONS = {"NORM": "batch", "HANG_S": "6"}
+TENSOR_OPTIONS = {"LAYOUT": "tensor", "BATCH": "4"}  # two batches of 4 a step make as many steps as four of 2
+OUTSIDE = [  # a third exception of one rank in its first minute would end the job
+    ["dataloader", 1, 1, "raise"],
+    ["optimizer", 2, 2, "raise"],
+    ["validation", 4, 0, "raise"],
+    ["checkpoint", 6, 3, "raise"],
+    ["scheduler", 7, 0, "raise"],
+    ["epoch end", 8, 1, "raise"],
+    ["batch end", 11, 3, "raise"],
+    ["validation end", 12, 2, "raise"],
+]
+SENDERS = [
+    ["forward", 2, 0, "kill"],
+    ["send", 2, 1, "kill"],  # it gives rank 0 its state
+    ["send", 2, 2, "kill"],  # and this one does then; only rank 3 is left
+]
+SENDERS_OPTIONS = {"LAYOUT": "replicas", "STEPS": "6"}
 SPLIT = [
     ["forward", 3, 1, "kill"],
     ["validation", 8, 2, "kill"],
@@ -60,6 +88,7 @@ IN_BACKGROUND = [
     ["forward", 12, 1, "kill"],  # while the checkpoint of that step is being written
     ["forward", 15, 0, "term"],
     ["batch end", 18, 3, "kill"],
+    ["backward", 20, 2, "pause 12"],  # killed and replaced long before that
 ]
 
 ACCUMULATED = [
@@ -94,13 +123,23 @@ def undisturbed(run):
 
 
 @pytest.fixture(scope="module")
+def undisturbed_with_batch_norm(run):
+    return run("batch_norm", **NOBODY_DIES_OPTIONS)
+
+
+@pytest.fixture(scope="module")
 def everywhere(run):
     return run("everywhere", EVERYWHERE)
 
 
 @pytest.fixture(scope="module")
 def unharmed(run):
-    return run("unharmed", NOBODY_DIES)
+    return run("unharmed", NOBODY_DIES, **NOBODY_DIES_OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def raised(run):
+    return run("raised", OUTSIDE, BAR="1")
 
 
 def logged(job, rank):
@@ -142,16 +181,18 @@ def test_checkpoints_of_other_steps_are_written(everywhere):
     assert {"step=18.ckpt", "step=24.ckpt"} <= found
 
 
-def test_faults_without_a_loss(undisturbed, unharmed):
-    assert_equal(unharmed, undisturbed)
-    assert_logged_once(unharmed, undisturbed, NOBODY_DIES)
-    # No process was replaced: each has seen every repair. One repair may mend two faults that come close together.
+def test_faults_without_a_loss(undisturbed_with_batch_norm, unharmed):
+    assert_equal(unharmed, undisturbed_with_batch_norm)  # the statistics of BatchNorm, too
+    assert_logged_once(unharmed, undisturbed_with_batch_norm, NOBODY_DIES)
+    # No process was replaced: each has seen every repair. One repair may mend two faults that come close
+    # together, and a rank that pauses for less than the limit needs none.
     assert "takes its place" not in unharmed.output
-    assert all(result["repairs"] >= len(NOBODY_DIES) - 3 for result in unharmed.results())
+    assert all(result["repairs"] >= len(NOBODY_DIES) - 4 for result in unharmed.results())
+    assert all("hang" not in result["causes"] for result in unharmed.results())
 
 
-def test_repeated_steps_count_once_in_the_means_of_an_epoch(undisturbed, unharmed):
-    for wanted, found in zip(undisturbed.records("metrics"), unharmed.records("metrics"), strict=True):
+def test_repeated_steps_count_once_in_the_means_of_an_epoch(undisturbed_with_batch_norm, unharmed):
+    for wanted, found in zip(undisturbed_with_batch_norm.records("metrics"), unharmed.records("metrics"), strict=True):
         means = [line for line in wanted if "mean" in line["metrics"]]
         assert means[0] in found
 
@@ -159,6 +200,29 @@ def test_repeated_steps_count_once_in_the_means_of_an_epoch(undisturbed, unharme
 def test_a_fault_without_a_loss_is_repaired_at_once(unharmed):
     lasted_s = [each for result in unharmed.results() for each in result["lasted_s"]]
     assert max(lasted_s) < 5.0
+
+
+def test_tensor_parallel_ranks_killed_everywhere(run):
+    undisturbed, everywhere = run("tensor", **TENSOR_OPTIONS), run("tensor_everywhere", EVERYWHERE, **TENSOR_OPTIONS)
+    assert_equal(everywhere, undisturbed)
+    assert_logged_once(everywhere, undisturbed, EVERYWHERE)
+
+
+def test_exceptions_outside_of_steps(undisturbed, raised):
+    assert_equal(raised, undisturbed)
+    assert_logged_once(raised, undisturbed, OUTSIDE)
+
+
+def test_a_progress_bar_shows_each_step_once(raised):
+    lines = raised.records("bar")[0]
+    assert [(line["shown"], line["total"]) for line in lines] == [((line["step"] - 1) % 8 + 1, 8) for line in lines]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps))
+    assert set(range(1, 25)) - set(steps) <= {7}  # where rank 0 was lost between its step and the bar
+
+
+def test_ranks_that_are_lost_while_they_give_their_state(run):
+    assert_equal(run("senders_disturbed", SENDERS, **SENDERS_OPTIONS), run("senders", **SENDERS_OPTIONS))
 
 
 def test_tensor_parallel_ranks_with_two_loaders_of_different_length(run):
@@ -172,8 +236,9 @@ def test_windows_of_micro_steps_and_a_validation_after_the_fit(run):
 
 
 def test_checkpoints_in_the_background(run, undisturbed):
-    job = run("background", IN_BACKGROUND, BACKGROUND="1")
+    job = run("background", IN_BACKGROUND, BACKGROUND="1", HANG_S="4")
     assert_equal(job, undisturbed)
+    assert any("hang" in result["causes"] for result in job.results())  # the rank that was stopped
     for folder in (job.folder / "checkpoints").glob("step=*.ckpt"):  # complete, or not there
         extra = read_document(folder, weights_only=True)["extra"]
         assert extra["global_step"] == int(folder.stem.removeprefix("step="))
@@ -188,11 +253,57 @@ def test_a_loss_after_the_fit_ends_the_job_at_once(tmp_path):
     assert "takes its place" not in job.output
 
 
-def test_a_mistake_of_the_program_ends_the_job(tmp_path):
-    job = run_job("ranks_lightning.py", tmp_path, faults=[["forward", 7, 2, "always"]])
+def test_a_mistake_of_the_program_on_all_ranks_ends_the_job(tmp_path):
+    job = run_job("ranks_lightning.py", tmp_path, faults=[["forward", 7, rank, "always"] for rank in range(4)])
     assert job.code == 1
-    assert "Transient: fault at forward of step 7" in job.output
-    assert 'faults.at("forward", self.global_step)' in job.output  # the traceback leads into the program
+    top = re.search(r"Rank \d failed first:\n\nTraceback \(most recent call last\):\n", job.output).end()
+    error = job.output.index("Transient: fault at forward of step 7", top)
+    assert error < job.output.index("=====", top)
+    assert 'faults.at("forward", self.global_step)' in job.output[top:error]  # the traceback leads into the program
     assert "takes its place" not in job.output
     attempts = [line for line in job.output.splitlines() if "repaired in" in line]
-    assert len(attempts) == 2
+    assert 2 <= len(attempts) <= 8  # until one rank has failed three times by itself
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        pytest.param(["sanity", 0, 1, "raise"], "it failed by itself before the first step", id="nothing was trained"),
+        pytest.param(["validation", 4, 2, "always"], "it failed 3 times in a row", id="again and again"),
+    ],
+)
+def test_an_exception_outside_of_steps_ends_the_job(tmp_path, fault, why):
+    job = run_job("ranks_lightning.py", tmp_path, faults=[fault])
+    assert job.code == 1
+    assert why in job.output
+    assert f"Transient: fault at {fault[0]} of step {fault[1]}" in job.output
+    assert "faults.at(" in job.output  # the traceback leads into the program
+
+
+def chaos(name, plan, record):
+    """Run `hyperpod chaos` once the first step is done, before which a loss ends the job; returns what it says."""
+    deadline_s = time.monotonic() + 60.0
+    while not (record.exists() and record.read_text()):
+        assert time.monotonic() < deadline_s, "no step was done within a minute"
+        time.sleep(0.05)
+    which = ["--run-id", name, "--seed", str(plan.seed), "--kinds", ",".join(plan.kinds), "--count", str(plan.count)]
+    pace = ["--every", str(plan.every_s), "--resume-after", str(plan.resume_s)]
+    command = [sys.executable, "-m", "hyperpod_plugins.cli", "chaos", *which, *pace]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_chaos_from_outside_does_what_it_says(undisturbed, tmp_path):
+    plan = ChaosPlan(every_s=0.5, count=2, seed=8, kinds=("kill", "stop"), resume_s=1.0)
+    drawn = [(blow.cause, blow.kind) for blow in blows(plan)]
+    assert {kind for _, kind in drawn} == {"kill", "stop"}
+    with ThreadPoolExecutor(1) as pool:
+        striking = pool.submit(chaos, str(tmp_path), plan, tmp_path / "record-0.jsonl")
+        name = ("--rdzv-id", str(tmp_path))
+        job = run_job("ranks_lightning.py", tmp_path, environ={"STEP_S": "0.4"}, args=name)
+        said = re.findall(r"fault \d of 2: (.*): SIG(\w+) to worker (\d+)", striking.result(60))
+    assert job.code == 0, job.output[-8000:]
+    assert [(cause, kind.lower()) for cause, kind, _ in said] == drawn
+    [killed] = [pid for _, kind, pid in said if kind == "KILL"]
+    assert re.findall(r"pid (\d+), incarnation 0\) ended .* killed by SIGKILL", job.output) == [killed]
+    assert job.output.count("takes its place") == 1  # whoever was stopped goes on
+    assert_equal(job, undisturbed)

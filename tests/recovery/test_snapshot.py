@@ -272,6 +272,14 @@ def run(folder, layout, *faults):
     return run_job("ranks_snapshot.py", folder, faults=faults, environ=environ)
 
 
+def assert_equal(results, undisturbed):
+    for found, expected in zip(results, undisturbed, strict=True):
+        assert (found["step"], found["epoch"], found["lr"]) == (expected["step"], expected["epoch"], expected["lr"])
+        assert found["state"].keys() == expected["state"].keys()
+        for name, value in expected["state"].items():
+            assert torch.equal(found["state"][name], value), name
+
+
 @pytest.mark.spawns
 @pytest.mark.parametrize(
     ("layout", "faults", "num_redone"),
@@ -293,8 +301,25 @@ def test_a_job_that_loses_every_copy_of_a_shard_returns_to_the_last_snapshot(
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == len(faults)
     assert f"{num_redone} steps lost, going on after step {13 - num_redone}" in job.output
-    for found, expected in zip(job.results(), jobs(layout), strict=True):
-        assert (found["step"], found["epoch"], found["lr"]) == (expected["step"], expected["epoch"], expected["lr"])
-        assert found["state"].keys() == expected["state"].keys()
-        for name, value in expected["state"].items():
-            assert torch.equal(found["state"][name], value), name
+    assert_equal(job.results(), jobs(layout))
+
+
+ON_THE_WAY_BACK = [
+    ["forward", 7, 0, "kill"],
+    ["send", 7, 2, "kill"],  # the last that has this shard, while it gives it: back to the snapshot of step 5
+    ["take", 5, 0, "kill"],  # a newcomer, before it has its snapshot
+    ["load", 5, 3, "kill"],  # a survivor, when all have theirs
+    ["backward", 13, 0, "kill"],
+    ["backward", 13, 2, "kill"],
+    ["give", 10, 3, "kill"],  # the last that has the snapshot of rank 2: back to the checkpoint of step 12
+]
+
+
+@pytest.mark.spawns
+def test_more_ranks_are_lost_on_the_way_back_to_a_snapshot(jobs, tmp_path):
+    job = run(tmp_path, "hsdp", *ON_THE_WAY_BACK)
+    assert job.code == 0, job.output[-8000:]
+    assert job.num_faults == len(ON_THE_WAY_BACK)
+    assert "2 steps lost, going on after step 5" in job.output
+    assert f"from {tmp_path}/checkpoints/step=12.ckpt (step 12)" in job.output
+    assert_equal(job.results(), jobs("hsdp"))

@@ -1,0 +1,61 @@
+"""The benchmarks as people start them, cut down by `--quick`: they end in time, and every contender was measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.data_restart import CONTENDERS
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.spawns
+
+
+def run_quickly(name, folder, *arguments, timeout_s=150):
+    """The document that a benchmark wrote."""
+    out = folder / "out.json"
+    command = [sys.executable, str(BENCHMARKS / name), "--quick", "--json", str(out), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stderr[-8000:]
+    return json.loads(out.read_text())
+
+
+def runs_of(document, names):
+    """The runs of a benchmark's only comparison, each with a sample a round."""
+    (comparison,) = document["comparisons"]
+    runs = comparison["runs"]
+    assert [run["name"] for run in runs] == names
+    for run in runs:
+        assert len(run["step_s"]) == len(run["measures"]["cpu_s"]) == comparison["schedule"]["rounds"]
+        assert min(run["step_s"]) > 0
+    return runs
+
+
+def test_the_backend_and_gloo_are_compared_on_the_same_training(tmp_path):
+    document = run_quickly("comm_overhead.py", tmp_path)
+    plain, again, ours = runs_of(document, ["gloo", "gloo again (control)", "hyperpod"])
+    assert len(plain["results"]) == 4
+    assert plain["results"] == again["results"] == ours["results"]
+    for losses in ours["results"]:
+        assert losses[-1] < losses[0]
+
+
+def test_the_strategy_and_plain_torch_are_compared_on_the_same_curve(tmp_path):
+    document = run_quickly("throughput.py", tmp_path, "--only", "torch FSDP2", "Lightning hyperpod")
+    names = ["torch FSDP2", "torch FSDP2 again (control)", "Lightning hyperpod"]
+    runs = runs_of(document, names)
+    assert all(losses[-1] < losses[0] for losses in runs[0]["results"])
+    differences = document["findings"]["loss_difference"]
+    assert list(differences) == names[1:]
+    assert max(differences.values()) < 1e-4
+
+
+def test_every_way_to_read_gives_a_first_batch_after_a_restart(tmp_path):
+    findings = run_quickly("data_restart.py", tmp_path, "--folder", str(tmp_path))["findings"]
+    assert findings["gib"] < 0.1
+    assert findings["seconds"].keys() == {"warm", "cold"}
+    for by_contender in findings["seconds"].values():
+        assert by_contender.keys() == {*CONTENDERS}
+        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in by_contender.values())

@@ -1,0 +1,66 @@
+"""Loggers of a process that replaces the first rank go on with its run."""
+
+import csv
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+
+from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.lightning.loggers import continue_runs, keep_rows, name_runs
+
+
+@pytest.fixture
+def ledger():
+    return Ledger(dist.HashStore())
+
+
+def rows(logger):
+    with open(f"{logger.log_dir}/metrics.csv", newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def test_a_replacement_adds_to_the_rows_of_the_run(ledger, tmp_path):
+    lost = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    name_runs(ledger, [lost])
+    lost.log_metrics({"loss": 3.0}, step=0)
+    lost.log_metrics({"loss": 2.0}, step=1)
+    with open(f"{lost.log_dir}/metrics.csv", "a") as file:
+        file.write("1.5,")  # killed while it wrote
+
+    replacement = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    continue_runs(ledger, [replacement])
+    keep_rows([replacement])
+    assert replacement.log_dir == lost.log_dir
+    replacement.log_metrics({"loss": 1.0}, step=2)
+    replacement.log_metrics({"loss": 0.5, "val_loss": 0.7}, step=3)
+    assert rows(replacement) == [
+        {"loss": 3.0, "step": 0.0},
+        {"loss": 2.0, "step": 1.0},
+        {"loss": 1.0, "step": 2.0},
+        {"loss": 0.5, "val_loss": 0.7, "step": 3.0},
+    ]
+    assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
+
+
+def test_a_run_without_rows_is_gone_on_with_too(ledger, tmp_path):
+    name_runs(ledger, [CSVLogger(tmp_path)])
+    replacement = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    continue_runs(ledger, [replacement])
+    keep_rows([replacement])
+    replacement.log_metrics({"loss": 1.0}, step=0)
+    assert rows(replacement) == [{"loss": 1.0, "step": 0.0}]
+
+
+def test_a_version_that_the_program_chose_stays(ledger, tmp_path):
+    name_runs(ledger, [CSVLogger(tmp_path, version=7)])
+    replacement = CSVLogger(tmp_path, version=8)
+    continue_runs(ledger, [replacement])
+    assert replacement.version == 8
+
+
+def test_nothing_to_go_on_with(ledger, tmp_path):
+    logger = CSVLogger(tmp_path)
+    continue_runs(ledger, [logger])
+    keep_rows([logger])
+    assert logger.version == 0

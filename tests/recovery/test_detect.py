@@ -1,0 +1,155 @@
+"""Who hangs: tables of what a rank that waits knows of the others, and whom it suspects."""
+
+import json
+import sys
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, Suspicion, diagnose, is_loading
+
+NOW_S = 5000.0
+LIMIT_S = 40.0
+POLICY = HangPolicy(floor_s=30.0, factor=10.0, early_s=120.0, outside_s=900.0)
+COMPUTES = Beat(
+    incarnation=0,
+    generation=3,
+    committed=7,
+    place="computing step 7",
+    in_step=True,
+    is_loading=False,
+    waits_for="",
+    waited_s=0.0,
+    at_s=NOW_S,
+)
+WAITS = replace(COMPUTES, waits_for="shard", waited_s=41.0)
+WAITS_OUTSIDE = replace(WAITS, in_step=False)
+IS_OUTSIDE = replace(COMPUTES, in_step=False, place="between steps 6 and 7")
+LOADS = replace(IS_OUTSIDE, is_loading=True)
+
+
+def silent(beat, silent_s):
+    return replace(beat, at_s=NOW_S - silent_s)
+
+
+def causes(own, other, limit_s=LIMIT_S):
+    """What rank 0 says of rank 1."""
+    return [each.cause for each in diagnose({0: own, 1: other}, own, limit_s, POLICY, NOW_S)]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "cause"),
+    [
+        pytest.param(WAITS, COMPUTES, "for 41 s; it is computing step 7", id="in a step, and elsewhere"),
+        pytest.param(WAITS, LOADS, "for 41 s; it is between steps 6 and 7", id="loading data"),
+        pytest.param(replace(WAITS, waited_s=901.0), IS_OUTSIDE, "for 901 s; it is between", id="outside too long"),
+        pytest.param(replace(WAITS_OUTSIDE, waited_s=901.0), COMPUTES, "for 901 s", id="waiting outside too long"),
+        pytest.param(WAITS, silent(COMPUTES, -4.0), "for 41 s", id="a clock that is ahead"),
+        pytest.param(WAITS, silent(COMPUTES, 4.0), "for 41 s", id="a beat that is late"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_suspected(own, other, cause):
+    [told] = causes(own, other)
+    assert told.startswith(f"did not come to the shard collective {cause}")
+
+
+@pytest.mark.parametrize("own", [WAITS, replace(WAITS_OUTSIDE, waited_s=901.0)], ids=["in a step", "outside"])
+@pytest.mark.parametrize(
+    "other",
+    [COMPUTES, LOADS, IS_OUTSIDE, WAITS, replace(COMPUTES, generation=2)],
+    ids=["computes", "loads", "is outside", "waits", "of another generation"],
+)
+def test_a_rank_that_is_silent_is_suspected_wherever_it_was(own, other):
+    limit_s = LIMIT_S if own.in_step else POLICY.outside_s
+    assert causes(own, silent(other, limit_s + 1.0)) == [
+        f"has not been heard of for {limit_s + 1.0:.0f} s; it was {other.place}"
+    ]
+    assert causes(own, silent(other, limit_s)) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        pytest.param(COMPUTES, COMPUTES, id="no wait"),
+        pytest.param(replace(WAITS, waited_s=LIMIT_S), COMPUTES, id="a short wait"),
+        pytest.param(WAITS_OUTSIDE, COMPUTES, id="a short wait outside of a step"),
+        pytest.param(WAITS_OUTSIDE, silent(COMPUTES, 500.0), id="a short wait outside for one that is silent"),
+        pytest.param(WAITS, WAITS, id="it waits too"),
+        pytest.param(WAITS, replace(COMPUTES, generation=2), id="it is on its way to this generation"),
+        pytest.param(WAITS, IS_OUTSIDE, id="it is in a callback"),
+        pytest.param(replace(WAITS, waited_s=900.0), IS_OUTSIDE, id="it is in a long callback"),
+        pytest.param(WAITS, silent(COMPUTES, 6.0), id="where it is is not known"),
+    ],
+)
+def test_nobody_is_suspected(own, other):
+    assert causes(own, other) == []
+
+
+def test_a_short_limit_leaves_time_for_some_beats():
+    own = replace(WAITS, waited_s=3.0)
+    assert causes(own, silent(COMPUTES, 3.0), limit_s=2.0) == [
+        "did not come to the shard collective for 3 s; it is computing step 7"
+    ]
+    assert causes(own, silent(WAITS, 5.0), limit_s=2.0) == []
+    assert causes(own, silent(WAITS, 5.5), limit_s=2.0) != []
+
+
+def test_all_that_hang_are_named_with_their_incarnations():
+    beats = {5: replace(COMPUTES, incarnation=2), 3: silent(WAITS, 50.0), 1: WAITS, 0: WAITS}
+    assert diagnose(beats, WAITS, LIMIT_S, POLICY, NOW_S) == [
+        Suspicion(rank=3, incarnation=0, cause="has not been heard of for 50 s; it was computing step 7"),
+        Suspicion(rank=5, incarnation=2, cause="did not come to the shard collective for 41 s; it is computing step 7"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("durations_s", "limit_s"),
+    [
+        pytest.param([], 120.0, id="before the first step"),
+        pytest.param([1.0] * 3, 120.0, id="the first steps warm up"),
+        pytest.param([60.0] * 3 + [5.0], 50.0, id="those do not count"),
+        pytest.param([5.0] * 4, 50.0, id="a multiple of a step"),
+        pytest.param([1.0] * 4, 30.0, id="short steps"),
+        pytest.param([5.0] * 9 + [500.0], 50.0, id="one long step"),
+        pytest.param([500.0] * 9 + [5.0] * 20, 50.0, id="what was long ago"),
+    ],
+)
+def test_the_limit_follows_the_pace(durations_s, limit_s):
+    times, now_s = StepTimes(num_steps=20, num_before=3), 100.0
+    times.committed(now_s)
+    for duration_s in durations_s:
+        now_s += duration_s
+        times.committed(now_s)
+    assert times.limit_s(POLICY) == limit_s
+
+
+def test_the_early_limit_is_not_below_the_floor():
+    assert StepTimes().limit_s(replace(POLICY, floor_s=200.0)) == 200.0
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(HangPolicy)])
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_impossible_limits_are_refused(name, value):
+    with pytest.raises(ConfigError, match=name):
+        HangPolicy(**{name: value})
+
+
+def test_a_beat_survives_the_ledger():
+    assert Beat.from_dict(json.loads(json.dumps(WAITS.to_dict()))) == WAITS
+
+
+class WhereItIsRead(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return is_loading(sys._getframe())
+
+
+def test_a_thread_in_a_data_loader_loads():
+    dataset = WhereItIsRead()
+    assert [bool(each) for each in torch.utils.data.DataLoader(dataset)] == [True, True]
+    assert not dataset[0]
+    assert not is_loading(None)
