@@ -4,6 +4,7 @@
 # pyright: reportPrivateUsage=false
 
 import logging
+import math
 import time
 from types import FrameType
 
@@ -12,13 +13,13 @@ import torch.distributed as dist
 
 from hyperpod_plugins.lightning.flavour import SIGTERMException, Trainer
 
-INTERVAL_S = 1.0
+INTERVAL_S = 3.0
 
 log = logging.getLogger(__name__)
 
 
 def batches_until_next(batch_s: float) -> int:
-    """How many batches to go on before the ranks ask each other again, so that it is about once a second."""
+    """How many batches to go on before the ranks ask each other again, so that it is about every three seconds."""
     return max(1, min(1000, int(INTERVAL_S / max(batch_s, 1e-9))))
 
 
@@ -27,8 +28,8 @@ class SigtermNews:
 
     Lightning has rank 0 broadcast at the beginning of each batch whether it got the signal, and every batch waits for
     that; its handler broadcasts too, out of whatever it interrupts; and a rank that got the signal leaves alone at the
-    end of its batch. Here the handler takes a note. About once a second the ranks ask each other whether anybody has
-    one, and the batch after that hears the answer, when it has long arrived. So it is enough to tell one rank, and all
+    end of its batch. Here the handler takes a note. About every three seconds the ranks ask each other whether anybody
+    has one, and the batch after that hears the answer, when it has long arrived. So it is enough to tell one rank, and all
     end after the same batch. Before a validation, and at the end, they wait for the answer. Within a validation, whose
     batches not all ranks need have alike, each that is told ends by itself.
     """
@@ -45,6 +46,7 @@ class SigtermNews:
         self._is_told = False
         self._under_way: tuple[dist.Work, torch.Tensor] | None = None
         self._num_batches, self._batches_left, self._asked_s = 1, 0, 0.0
+        self._batch_s = math.inf
         vars(trainer._signal_connector)["_sigterm_notifier_fn"] = self._told
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = self.ask
 
@@ -70,9 +72,10 @@ class SigtermNews:
             self._batches_left -= 1
             return
         now_s = time.monotonic()
-        batch_s = (now_s - self._asked_s) / self._num_batches
+        # A validation or a pause in between does not make batches longer.
+        self._batch_s = min(1.5 * self._batch_s, (now_s - self._asked_s) / self._num_batches)
         self._asked_s = now_s
-        notes = torch.tensor([int(self._is_told), batches_until_next(batch_s)])  # on the CPU: no GPU waits for it
+        notes = torch.tensor([int(self._is_told), batches_until_next(self._batch_s)])  # on the CPU: no GPU waits for it
         work = dist.all_reduce(notes, op=dist.ReduceOp.MAX, async_op=True)
         assert work is not None
         self._under_way = (work, notes)

@@ -454,8 +454,8 @@ def test_all_ranks_end_after_the_same_batch_when_one_is_told_to(results, layout)
     assert of_every_rank(results, layout, "told to end, later") == [4] * 4
 
 
-@pytest.mark.parametrize(("batch_s", "num_batches"), [(30.0, 1), (1.0, 1), (0.4, 2), (0.01, 100), (0.0, 1000)])
-def test_they_are_told_about_once_a_second(batch_s, num_batches):
+@pytest.mark.parametrize(("batch_s", "num_batches"), [(30.0, 1), (3.0, 1), (1.2, 2), (0.01, 300), (0.0, 1000)])
+def test_they_are_told_about_every_three_seconds(batch_s, num_batches):
     from hyperpod_plugins.lightning.sigterm import batches_until_next
 
     assert batches_until_next(batch_s) == num_batches

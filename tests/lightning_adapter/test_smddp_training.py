@@ -12,9 +12,9 @@ NUM_STEPS, BATCH, WIDTH = 4, 4, 8
 HSDP, FULL = "hsdp 2x2", "full shard 4"
 SHARD_DEGREES = {HSDP: 2, FULL: 4}
 
-# [Note: stand-in] That of test_smddp_standin.py inherits its collectives. torch calls an inherited one with the GIL held
-# (WORK_OVERRIDE in PyProcessGroup.hpp); it then waits for gloo's queue, while gloo's thread may hold the queue and wait
-# for the GIL to drop a tensor: some fits in ten never ended. This one hands each collective to a plain group instead.
+# [Note: stand-in] That of test_smddp_standin.py inherits its collectives. torch calls an inherited one with the GIL
+# held (WORK_OVERRIDE in PyProcessGroup.hpp), and it waits for gloo's queue. gloo's thread may hold the queue and wait
+# for the GIL, to drop a tensor: one fit in ten never ended. Here each collective is called on a group of torch's own.
 LIBRARY = """
     import os
     import torch
@@ -37,10 +37,11 @@ LIBRARY = """
 
 
     def handed_on(name):
-        def call(self, *arguments):
-            if getattr(arguments[-1] if arguments else None, "reduceOp", None) == dist.ReduceOp.AVG:
+        def call(self, *arguments, **named):
+            options = [each for each in (*arguments, *named.values()) if hasattr(each, "reduceOp")]
+            if any(each.reduceOp == dist.ReduceOp.AVG for each in options):
                 raise RuntimeError("SMDDP does not support: ReduceOp")
-            return getattr(self.plain, name)(*arguments)
+            return getattr(self.plain, name)(*arguments, **named)
 
         return call
 

@@ -87,7 +87,7 @@ class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = Net()
-        self.mean = MeanMetric()
+        self.mean, self.val_mean = MeanMetric(), MeanMetric()
 
     def loss(self, tokens):
         logits = self.net(tokens[:, :-1])
@@ -107,7 +107,10 @@ class Module(pl.LightningModule):
     def validation_step(self, batch, index):
         if index == 1:
             faults.at("sanity" if self.trainer.sanity_checking else "validation", self.global_step)
-        self.log("val", self.loss(batch), sync_dist=True)
+        loss = self.loss(batch)
+        self.val_mean(loss)
+        self.log("val", loss, sync_dist=True)
+        self.log("val_mean", self.val_mean)
 
     def on_after_backward(self):
         faults.at("backward", self.global_step)
