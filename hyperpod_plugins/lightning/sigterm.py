@@ -29,9 +29,9 @@ class SigtermNews:
     Lightning has rank 0 broadcast at the beginning of each batch whether it got the signal, and every batch waits for
     that; its handler broadcasts too, out of whatever it interrupts; and a rank that got the signal leaves alone at the
     end of its batch. Here the handler takes a note. About every three seconds the ranks ask each other whether anybody
-    has one, and the batch after that hears the answer, when it has long arrived. So it is enough to tell one rank, and all
-    end after the same batch. Before a validation, and at the end, they wait for the answer. Within a validation, whose
-    batches not all ranks need have alike, each that is told ends by itself.
+    has one, and the batch after that hears the answer, when it has long arrived. So it is enough to tell one rank, and
+    all end after the same batch. Before a validation, and at the end, they wait for the answer. Within a validation,
+    whose batches not all ranks need have alike, each that is told ends by itself.
     """
 
     def __init__(self, trainer: Trainer, *, agrees: bool) -> None:

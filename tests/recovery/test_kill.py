@@ -157,12 +157,13 @@ def assert_equal(found_job, wanted_job):
             assert torch.equal(value, wanted["state"][name]), (rank, name)
 
 
-def assert_logged_once(found_job, wanted_job, faults):
-    """Every row has the value of the undisturbed job, none comes twice; a rank leaves out at most one row a fault."""
+def assert_logged_once(found_job, wanted_job, losses=()):
+    """Every row has the value of the undisturbed job, none comes twice; a process that is lost may leave one out."""
     for rank in range(4):
         wanted, found = logged(wanted_job, rank), logged(found_job, rank)
         assert not found - wanted
-        assert (wanted - found).total() <= len(faults) // 2
+        missing = {step for step, _, _ in wanted - found}
+        assert len(missing) <= sum(loss[2] == rank for loss in losses), (rank, missing)
     kept = sum((logged(found_job, rank) for rank in range(4)), Counter())
     assert {row[:2] for row in kept} == {row[:2] for row in logged(wanted_job, 0)}
 
@@ -183,7 +184,7 @@ def test_checkpoints_of_other_steps_are_written(everywhere):
 
 def test_faults_without_a_loss(undisturbed_with_batch_norm, unharmed):
     assert_equal(unharmed, undisturbed_with_batch_norm)  # the statistics of BatchNorm, too
-    assert_logged_once(unharmed, undisturbed_with_batch_norm, NOBODY_DIES)
+    assert_logged_once(unharmed, undisturbed_with_batch_norm)
     # No process was replaced: each has seen every repair. One repair may mend two faults that come close
     # together, and a rank that pauses for less than the limit needs none.
     assert "takes its place" not in unharmed.output
