@@ -27,6 +27,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
     begin_afresh,
     finish_epoch,
+    forget_logged_metrics,
     is_epoch_end,
     is_epoch_start,
     log_last_batch,
@@ -241,6 +242,7 @@ class TrainerRecovery:
             begin_afresh(trainer)
         if trainer.evaluating or trainer.sanity_checking:
             trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+            forget_logged_metrics(trainer.fit_loop.epoch_loop.val_loop._results)
         trainer.training = True  # a fault in a validation leaves the stage at that
         trainer.fit_loop.epoch_loop.val_loop._has_run = False
         trainer.fit_loop.teardown()
@@ -302,7 +304,7 @@ class TrainerRecovery:
         """Loops have been restored, and no batch has been fetched."""
         assert self._window is not None
         self._find_beginning(trainer)
-        if not self._is_checked:
+        if not self.is_apart and not self._is_checked:
             refuse_unreadable(trainer)
             self._is_checked = True
         if self._starts_epoch:

@@ -228,6 +228,17 @@ def finish_epoch(trainer: Trainer) -> None:
     vars(loop)["run"] = run
 
 
+def forget_logged_metrics(results: dict[str, Any]) -> None:
+    """Let the metrics that an interrupted validation has logged count from zero: it is run again, from its beginning.
+
+    Args:
+        results: of its loop; those of `torchmetrics` are objects of the module, and would go on.
+    """
+    for result in results.values():
+        if not result.is_tensor:
+            result.value.reset()
+
+
 def begin_afresh(trainer: Trainer) -> None:
     """Set the loops back to where `fit` begins."""
     loop = trainer.fit_loop

@@ -85,7 +85,12 @@ def test_bytes_over_the_link_are_those_of_the_model(tmp_path):
 @pytest.mark.parametrize("request_to_end", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_benchmark_removes_its_namespaces(request_to_end):
     process = subprocess.Popen(
-        [sys.executable, str(BENCHMARK)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, str(BENCHMARK)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        # A shell's background jobs ignore it, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     prefix = f"{netns.PREFIX}{process.pid}-"
     try:

@@ -161,7 +161,7 @@ def assert_logged_once(found_job, wanted_job, losses=()):
     """Every row has the value of the undisturbed job, none comes twice; a process that is lost may leave one out."""
     for rank in range(4):
         wanted, found = logged(wanted_job, rank), logged(found_job, rank)
-        assert not found - wanted
+        assert not found - wanted, (rank, sorted(found - wanted), sorted(wanted - found))
         missing = {step for step, _, _ in wanted - found}
         assert len(missing) <= sum(loss[2] == rank for loss in losses), (rank, missing)
     kept = sum((logged(found_job, rank) for rank in range(4)), Counter())
