@@ -232,11 +232,10 @@ def forget_logged_metrics(results: dict[str, Any]) -> None:
     """Let the metrics that an interrupted validation has logged count from zero: it is run again, from its beginning.
 
     Args:
-        results: of its loop; those of `torchmetrics` are objects of the module, and would go on.
+        results: of its loop, sums of tensors and objects of `torchmetrics`; both would go on.
     """
     for result in results.values():
-        if not result.is_tensor:
-            result.value.reset()
+        result.reset()
 
 
 def begin_afresh(trainer: Trainer) -> None:
