@@ -25,7 +25,7 @@ check: $(VENV)/check.stamp $(VENV)/docs.stamp   ## lint, types, layers, docs
 	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_surface.py
 	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
-bench: $(VENV)/bench.stamp        ## every benchmark: tables on the screen, JSON in benchmarks/results/
+bench: $(VENV)/bench.stamp .venv-peers/made.stamp  ## every benchmark: tables on the screen, JSON in benchmarks/results/
 	$(BIN)/python benchmarks/run_all.py
 
 docs: $(VENV)/docs.stamp          ## the site, served at http://localhost:8000
@@ -51,9 +51,13 @@ $(VENV)/bench.stamp: $(VENV)/demo.stamp
 	$(PIP) install $(CUT) --group bench
 	@touch $@
 
+.venv-peers/made.stamp: benchmarks/requirements-recovery.txt | $(VENV)/bench.stamp
+	$(BIN)/python -m benchmarks.recovery_jobs.peers
+	@touch $@
+
 $(VENV)/docs.stamp: $(VENV)/demo.stamp
 	$(PIP) install $(CUT) -e '.[docs]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) site
+	rm -rf $(VENV) .venv-peers site

@@ -33,11 +33,21 @@ from benchmarks import harness, report
 from benchmarks.recovery_jobs import overhead, peers
 from benchmarks.recovery_jobs.events import Setting, read_events
 from benchmarks.recovery_jobs.job import JobFailed, run_job
-from benchmarks.recovery_jobs.timeline import Outcome, median_stages, medians, outcome_of, speed_up
+from benchmarks.recovery_jobs.timeline import Outcome, median_milestones, median_stages, medians, outcome_of, speed_up
 from benchmarks.recovery_jobs.ways import WAYS, WORLD_SIZE, Way
 from benchmarks.stats import rotated
 
 COLUMNS = ("contender", "step ms", "first s", "full s", "regain s", "against us", "lost", "reduced", "bitwise", "load")
+MILESTONES = {
+    "process_started": "process",
+    "imported": "imports",
+    "connected": "connected",
+    "restored": "restored",
+    "ready": "ready",
+    "first_s": "first step",
+    "regain_s": "regained",
+}
+"""What is told of a process that starts after the kill, and the ends of a recovery: name here, column there."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,6 +132,12 @@ def lines_of(records: Sequence[Record]) -> list[list[str]]:
             ]
         )
     return lines
+
+
+def stage_lines(records: Sequence[Record]) -> list[list[str]]:
+    """When each stage of each contender was behind the last process that had to pass it."""
+    found = [(record.way.name, median_milestones(record.outcomes)) for record in records if record.outcomes]
+    return [[name, *(f"{at[each]:.2f}" if each in at else "-" for each in MILESTONES)] for name, at in found]
 
 
 def shown(value: float | None, factor: float, how: str) -> str:
@@ -240,6 +256,8 @@ def main() -> int:
     took_s = time.monotonic() - began_s
     title = f"SIGKILL of a rank in step {setting.fault_step} (medians of {trials} trials; {took_s:.0f} s)"
     report.print_table(title, COLUMNS, lines_of(records))
+    columns = ("contender", *MILESTONES.values())
+    report.print_table("Seconds from the kill to the end of each stage (medians)", columns, stage_lines(records))
     print_notes(records)
     write_document(records, setting, [], asked.json)
     if any(record.outcomes for record in records):

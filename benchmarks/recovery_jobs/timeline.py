@@ -113,7 +113,8 @@ def stages_of(events: Sequence[Event], kill_s: float, first_s: float) -> dict[st
     for each in events:
         if each["event"] == "repaired" and not each["is_newcomer"]:
             stages = {
-                "noticed": each["incident_s"] - kill_s + each["noticed_s"],
+                "detected": each["incident_s"] - kill_s,
+                "aborted": each["noticed_s"],
                 "assembled": each["assembled_s"],
                 "restored": each["restored_s"],
             }
@@ -158,6 +159,14 @@ def medians(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
     names = ("step_s", "first_s", "full_s", "regain_s", "steps_lost", "steps_reduced")
     columns = {name: [getattr(each, name) for each in outcomes] for name in names}
     return {name: None if not values or None in values else median(values) for name, values in columns.items()}
+
+
+def median_milestones(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Median of each milestone over trials that tell it, and of what ends a recovery."""
+    names = list(dict.fromkeys(name for each in outcomes for name in each.milestones))
+    found = {name: median(each.milestones[name] for each in outcomes if name in each.milestones) for name in names}
+    ends = medians(outcomes)
+    return found | {name: ends[name] for name in ("first_s", "regain_s") if ends[name] is not None}
 
 
 def median_stages(outcomes: Sequence[Outcome]) -> dict[str, float]:

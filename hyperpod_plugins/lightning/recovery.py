@@ -34,6 +34,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     read_trainer,
     refuse_unreadable,
     restore_last_saves,
+    show_epoch,
 )
 from hyperpod_plugins.lightning.window import Window
 from hyperpod_plugins.parallel import Topology
@@ -225,7 +226,7 @@ class TrainerRecovery:
         if from_checkpoint and self._begins_at == NO_STATE and not self.is_newcomer:
             self.member.begin_again(StateLost("a process was lost while the checkpoint was being loaded"))
         self.member.end_generation()
-        log_last_batch(trainer)
+        log_last_batch(trainer, self.member.committed)
         self._returned = None if self._snapshots is None else self._snapshots.take_returned()
         self._is_stopped = True
         if self._returned is not None:
@@ -312,6 +313,8 @@ class TrainerRecovery:
         if self._ends_epoch:
             finish_epoch(trainer)
             self.join(trainer)  # the hooks at the epoch's end may communicate
+        elif self._skip_batches:
+            show_epoch(trainer)
         restore_last_saves(trainer, self._entered_with)
         self._entered_with = {}
         self._skip_batches = 0  # every loader has been forwarded; one that is made later begins its epoch

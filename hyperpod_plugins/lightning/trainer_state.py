@@ -139,10 +139,22 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def log_last_batch(trainer: Trainer) -> None:
-    """Log what the present batch is to log, if it was interrupted in its last hooks: nobody comes back to that."""
-    if is_in_batch_end(trainer):
+def log_last_batch(trainer: Trainer, committed: int) -> None:
+    """Log what the present batch is to log, if its step counts and its hooks were interrupted: nobody comes back to it.
+
+    Args:
+        trainer: outside of a step, or in one that was committed in the end.
+        committed: how many steps its rank has committed; the trainer counts the present one when it returns.
+    """
+    if is_in_batch_end(trainer) or committed > trainer.global_step:
         trainer._logger_connector.update_train_step_metrics()
+
+
+def show_epoch(trainer: Trainer) -> None:
+    """Let the progress bar show an epoch that is resumed in its middle; Lightning tells it of those that begin."""
+    bar = trainer.progress_bar_callback
+    if bar is not None:
+        bar.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 def is_in_batch_end(trainer: Trainer) -> bool:

@@ -2,12 +2,12 @@
 
 import importlib
 import sys
-import textwrap
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from smddp_library import write_library
 from torch import nn
 from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,55 +18,10 @@ from hyperpod_plugins.comm import CommOptions, GroupRole, smddp
 from hyperpod_plugins.comm.smddp import SumForMean
 from hyperpod_plugins.errors import BackendUnavailable
 
-LIBRARY = """
-    import os
-    import torch
-    import torch.distributed as dist
-
-
-    def refuse_mean(*given):
-        for each in given:
-            if getattr(each, "reduceOp", each) == dist.ReduceOp.AVG:
-                raise RuntimeError("SMDDP does not support: ReduceOp")
-
-
-    class SMDDPGroup(dist.ProcessGroup):
-        def allreduce(self, tensors, *args, **kwargs):
-            refuse_mean(*args, *kwargs.values())
-            return super().allreduce(tensors, *args, **kwargs)
-
-        def allreduce_coalesced(self, tensors, options):
-            refuse_mean(options)
-            return super().allreduce_coalesced(tensors, options)
-
-        def _reduce_scatter_base(self, output, input, options):
-            refuse_mean(options)
-            return super()._reduce_scatter_base(output, input, options)
-
-        reduce_scatter_single = _reduce_scatter_base
-
-
-    def create(store, rank, size, timeout):
-        if size != int(os.environ["WORLD_SIZE"]):
-            raise RuntimeError("SMDDP does not support sub-groups")
-        group = SMDDPGroup(rank, size)
-        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
-        return group
-
-
-    dist.Backend.register_backend("smddp", create, devices=["cuda", "cpu"])
-"""
-
 
 @pytest.fixture
 def library(tmp_path):
-    """Folder of the stand-in, to be put on the path by the ranks."""
-    folder = tmp_path / "smdistributed" / "dataparallel" / "torch" / "torch_smddp"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(textwrap.dedent(LIBRARY))
-    return str(tmp_path)
+    return write_library(tmp_path)
 
 
 def mean_of_ranks():

@@ -1,72 +1,21 @@
 """Fits over smddp's stand-in: the losses of the same fits over gloo, bit for bit, wherever a group spans the world."""
 
 import sys
-import textwrap
 
 import pytest
 import torch
 import torch.distributed as dist
+from smddp_library import write_library
 from torch import nn
 
 NUM_STEPS, BATCH, WIDTH = 4, 4, 8
 HSDP, FULL = "hsdp 2x2", "full shard 4"
 SHARD_DEGREES = {HSDP: 2, FULL: 4}
 
-# [Note: stand-in] That of test_smddp_standin.py inherits its collectives. torch calls an inherited one with the GIL
-# held (WORK_OVERRIDE in PyProcessGroup.hpp), and it waits for gloo's queue. gloo's thread may hold the queue and wait
-# for the GIL, to drop a tensor: one fit in ten never ended. Here each collective is called on a group of torch's own.
-LIBRARY = """
-    import os
-    import torch
-    import torch.distributed as dist
-
-    COLLECTIVES = (
-        "allreduce allreduce_coalesced allgather allgather_coalesced _allgather_base allgather_into_tensor_coalesced "
-        "reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced alltoall alltoall_base broadcast reduce "
-        "gather scatter send recv recv_anysource barrier"
-    ).split()
-
-
-    class SMDDPGroup(dist.ProcessGroup):
-        def __init__(self, store, rank, size, gloo):
-            super().__init__(rank, size)
-            self.plain = dist.ProcessGroup(store, rank, size)
-            for group in (self, self.plain):
-                group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-                group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
-
-
-    def handed_on(name):
-        def call(self, *arguments, **named):
-            options = [each for each in (*arguments, *named.values()) if hasattr(each, "reduceOp")]
-            if any(each.reduceOp == dist.ReduceOp.AVG for each in options):
-                raise RuntimeError("SMDDP does not support: ReduceOp")
-            return getattr(self.plain, name)(*arguments, **named)
-
-        return call
-
-
-    for name in COLLECTIVES:
-        setattr(SMDDPGroup, name, handed_on(name))
-
-
-    def create(store, rank, size, timeout):
-        if size != int(os.environ["WORLD_SIZE"]):
-            raise RuntimeError("SMDDP does not support sub-groups")
-        return SMDDPGroup(store, rank, size, dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
-
-
-    dist.Backend.register_backend("smddp", create, devices=["cuda", "cpu"])
-"""
-
 
 @pytest.fixture
 def library(tmp_path):
-    """Folder of the stand-in, to be put on the path by the ranks."""
-    folder = tmp_path / "smdistributed" / "dataparallel" / "torch" / "torch_smddp"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(textwrap.dedent(LIBRARY))
-    return str(tmp_path)
+    return write_library(tmp_path)
 
 
 def make_module():

@@ -184,6 +184,7 @@ def test_checkpoints_of_other_steps_are_written(everywhere):
 
 def test_faults_without_a_loss(undisturbed_with_batch_norm, unharmed):
     assert_equal(unharmed, undisturbed_with_batch_norm)  # the statistics of BatchNorm, too
+    assert_logged_once(unharmed, undisturbed_with_batch_norm)
     # No process was replaced: each has seen every repair. One repair may mend two faults that come close
     # together, and a rank that pauses for less than the limit needs none.
     assert "takes its place" not in unharmed.output
@@ -211,6 +212,14 @@ def test_tensor_parallel_ranks_killed_everywhere(run):
 def test_exceptions_outside_of_steps(undisturbed, raised):
     assert_equal(raised, undisturbed)
     assert_logged_once(raised, undisturbed, OUTSIDE)
+
+
+def test_a_progress_bar_shows_each_step_once(raised):
+    lines = raised.records("bar")[0]
+    assert [(line["shown"], line["total"]) for line in lines] == [((line["step"] - 1) % 8 + 1, 8) for line in lines]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps))
+    assert set(range(1, 25)) - set(steps) <= {7}  # where rank 0 was lost between its step and the bar
 
 
 def test_ranks_that_are_lost_while_they_give_their_state(run):
