@@ -76,6 +76,7 @@ def reform(
 def _reconnect(
     group: ResilientProcessGroup, generation: int, rank: int, ranks: list[int], store: Store, timeout_s: float
 ) -> None:
+    group.refuse_former(generation)  # before anybody else could meet this process there
     drop_pending()
     group.root_store = store
     spec = inner_spec(group, generation=generation, rank=rank, global_ranks=ranks, timeout=timedelta(seconds=timeout_s))

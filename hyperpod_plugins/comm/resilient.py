@@ -148,11 +148,7 @@ class ResilientProcessGroup(DelegatingGroup):
             CommError: the generation is not newer, or the ranks do not fit the group.
         """
         former = self._inner
-        if generation <= self.generation:
-            raise CommError(
-                f"the group {self.role.name!r} is in generation {self.generation} and cannot go to generation "
-                f"{generation}: numbers only grow. A process that was left behind must join the job again."
-            )
+        self.refuse_former(generation)
         if len(global_ranks) != inner.size():
             raise CommError(
                 f"the new group {self.role.name!r} has {inner.size()} members, but {len(global_ranks)} global ranks "
@@ -162,6 +158,14 @@ class ResilientProcessGroup(DelegatingGroup):
         self._rank, self._size = inner.rank(), inner.size()
         dist.distributed_c10d._world.pg_group_ranks[self] = {rank: index for index, rank in enumerate(global_ranks)}
         return former
+
+    def refuse_former(self, generation: int) -> None:
+        """Raise `CommError` unless a generation comes after the present one."""
+        if generation <= self.generation:
+            raise CommError(
+                f"the group {self.role.name!r} is in generation {self.generation} and cannot go to generation "
+                f"{generation}: numbers only grow. A process that was left behind must join the job again."
+            )
 
     def part_with_inner(self) -> dist.ProcessGroup | None:
         """Have no inner group until the next one is put in, and return the present one, which the caller ends."""

@@ -6,11 +6,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
+
+_latest_devices: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +111,20 @@ class Nccl:
 
 
 def gloo_backend(spec: InnerSpec) -> Backend:
-    """Connect by gloo alone; the result is not a whole group yet."""
-    store = PrefixStore("cpu", spec.store)
-    backend = dist.ProcessGroupGloo(store, spec.rank, spec.size, timeout=spec.timeout)
+    """Connect by gloo alone; the result is not a whole group yet.
+
+    [Note: devices] Each device of gloo has a thread that wakes up a hundred times a second. A group that has no other
+    member, such as the tensor axis where there is none, uses that of another group: it sends nothing. Others have their
+    own, for the sockets of a group are told from those of others by when they appear (see `wires.py`).
+    """
+    store, gloo = PrefixStore("cpu", spec.store), cast("Any", dist.ProcessGroupGloo)
+    if spec.size == 1 and _latest_devices:
+        options = gloo._Options()
+        options._devices, options._timeout = _latest_devices, spec.timeout
+        backend = gloo(store, spec.rank, spec.size, options)
+    else:
+        backend = gloo(store, spec.rank, spec.size, timeout=spec.timeout)
+        _latest_devices[:] = backend.options._devices
     backend.options.global_ranks_in_group = list(spec.global_ranks)
     backend.options.group_name = spec.name  # pyright: ignore[reportAttributeAccessIssue]
     backend._set_sequence_number_for_group()

@@ -36,8 +36,12 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
 def build_data_group(topology: Topology) -> dist.ProcessGroup:
     """Make the group of this rank and those that read other samples: `replicate x shard`, one of each tensor group.
 
-    Losses and metrics are reduced over it, so that what tensor peers hold in common counts once.
+    Losses and metrics are reduced over it, so that what tensor peers hold in common counts once. Without tensor
+    parallelism it is the default group.
     """
+    if topology.tensor_degree == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
     global_rank = dist.get_rank()
     tensor = topology.coordinates(global_rank).tensor
     ranks = range(tensor, topology.world_size, topology.tensor_degree)
