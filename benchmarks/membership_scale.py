@@ -32,11 +32,13 @@ import torch.distributed as dist
 from benchmarks import harness, report
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryTimeout
 from hyperpod_plugins.recovery.assembly import Assembly, to_text
 from hyperpod_plugins.recovery.assign import Arrival
 from hyperpod_plugins.recovery.doorbell import Doorbell
+from hyperpod_plugins.recovery.worlds import Worlds
 
 THREADS = 128
 SIZES = (16, 64, 256, 1024, 4096)
@@ -58,9 +60,9 @@ class Seat:
         ledger = Ledger.connect(job)
         assembly = Assembly(
             ledger,
+            Worlds(ledger, World.of_founders(world_size)),
             Doorbell(partial(Ledger.connect, job)),
-            rank=rank,
-            world_size=world_size,
+            place=rank,
             policy=MembershipPolicy(replacement_timeout_s=limit_s),
             patience_s=lambda: limit_s,
         )

@@ -155,8 +155,7 @@ class ResilientProcessGroup(DelegatingGroup):
                 "were given. Give one for each member, in order of their rank in the group."
             )
         self._inner, self.generation = inner, generation
-        self._rank, self._size = inner.rank(), inner.size()
-        dist.distributed_c10d._world.pg_group_ranks[self] = {rank: index for index, rank in enumerate(global_ranks)}
+        self._set_members(inner.rank(), global_ranks)
         return former
 
     def refuse_former(self, generation: int) -> None:
@@ -166,6 +165,28 @@ class ResilientProcessGroup(DelegatingGroup):
                 f"the group {self.role.name!r} is in generation {self.generation} and cannot go to generation "
                 f"{generation}: numbers only grow. A process that was left behind must join the job again."
             )
+
+    def _set_members(self, rank: int, global_ranks: Sequence[int]) -> None:
+        self._rank, self._size = rank, len(global_ranks)
+        dist.distributed_c10d._world.pg_group_ranks[self] = {each: index for index, each in enumerate(global_ranks)}
+
+    def move(self, role: GroupRole, global_ranks: Sequence[int], rank: int) -> None:
+        """Have other members from now on, and with them another role, while there is no connection to anybody.
+
+        Args:
+            role: on the same axis.
+            global_ranks: The members' ranks in the world, in order of their rank in the group.
+            rank: This process's rank in the group.
+
+        Raises:
+            CommError: there is an inner group, whose members are others.
+        """
+        if self._inner is not None:
+            raise CommError(f"the group {self.role.name!r} cannot have other members while it is connected to its own")
+        if living.get(self.role.name) is self:
+            del living[self.role.name]
+        self.role, living[role.name] = role, self
+        self._set_members(rank, global_ranks)
 
     def part_with_inner(self) -> dist.ProcessGroup | None:
         """Have no inner group until the next one is put in, and return the present one, which the caller ends."""

@@ -12,7 +12,8 @@ IncidentKind = Literal[
     "collective",  # a rank saw a collective fail, and knows no more than that
     "hang",  # a rank did not arrive where the others waited for it
     "agent",  # the agent of a node is gone, and all workers of that node with it
-    "request",  # somebody asked for it: a change of size, a test
+    "resize",  # the job goes on as another world
+    "request",  # somebody asked for it: a test, a return to a snapshot
 ]
 
 
@@ -24,13 +25,15 @@ class Incident(Line):
     cause: str
     """One line: an exit code, a signal's name, an exception's text."""
     rank: int = -1
-    """Global rank that failed, or -1 where the reporter cannot tell."""
+    """Place of the process that failed (its rank, as long as the job has not been resized); -1 if that is not known."""
     incarnation: int = 0
-    """Which process in that rank's place: 0 for the founder."""
+    """Which process in that place: 0 for the founder."""
     reporter: str = ""
     """Who wrote this, such as `rank 2` or `agent of node 0`."""
     step: int = -1
     """Number of steps committed by the reporter, or -1 where it does not count them."""
+    world: int = 0
+    """Number of the world that takes over, where this ends a generation for that."""
     at_s: float = field(default_factory=time.time)
     """Unix time of the report, in seconds."""
 

@@ -9,6 +9,7 @@
     arrive/GENERATION/RANK    an arrival (text)                 each process that wants to be a member
     arrived/GENERATION        how many have arrived             each of them, after that
     plan/GENERATION           all arrivals (packed), or `void`  whoever sees that (compare and set)
+    world/NUMBER              World                             whoever plans it (compare and set)
     kill/NUMBER               "RANK INCARNATION"                whoever wants a stuck process ended
     beat/RANK                 JSON                              each process, about once a second
     value/NAME                bytes                             anybody
@@ -16,6 +17,8 @@
 
 A generation is over when its `end` exists. The next one is formed by the first `plan`; both are written once and never
 changed, so everybody acts on the same. Nothing here decides; see `membership.py`.
+
+RANK stands for a process's place: its rank in the first world of the job, and its number for ever; see `world.py`.
 
 A call makes one to three requests of the store, however many ranks it is about, unless it says otherwise.
 """
@@ -32,6 +35,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hyperpod_plugins.elastic import bulk
 from hyperpod_plugins.elastic.incident import Incident
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 
 ARMED_KEY = "armed"
@@ -54,6 +58,7 @@ class Ledger:
         self._kills_seen = 0
         self._replacements_seen = 0
         self._replaced: dict[int, int] = {}
+        self._ends_seen = self._world_number = 0
 
     @classmethod
     def connect(cls, job: JobEnv, timeout_s: float = 30.0) -> Self:
@@ -132,6 +137,24 @@ class Ledger:
         while self._store.check([f"end/{generation}"]):
             generation += 1
         return generation
+
+    def propose_world(self, world: World) -> World:
+        """Plan the world of a number, unless somebody has; returns the plan that counts. It begins with an `end`."""
+        return World.from_json(self._store.compare_set(f"world/{world.number}", "", world.to_json()))
+
+    def world(self, number: int) -> World | None:
+        """The world of a number, from 1 on, once it is planned."""
+        text = self._read(f"world/{number}")
+        return None if text is None else World.from_json(text)
+
+    def world_number(self, generation: int) -> int:
+        """Number of the world that a generation is formed for: the last to begin with the end of an earlier one."""
+        while self._ends_seen < generation:
+            incident = self.ended(self._ends_seen)
+            if incident is None:
+                break
+            self._ends_seen, self._world_number = self._ends_seen + 1, max(self._world_number, incident.world)
+        return self._world_number
 
     def wait_planned(self, generation: int, timeout_s: float) -> bool:
         """Wait until a generation has a plan, for at most `timeout_s` seconds; whether it has one."""

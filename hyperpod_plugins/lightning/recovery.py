@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
@@ -59,7 +60,8 @@ class TrainerRecovery:
 
     def __init__(self, options: CheckpointlessRecovery, job: JobEnv, *, rank: int, world_size: int) -> None:
         self.options = options
-        self.member = Member(job, rank=rank, world_size=world_size, policy=options.membership, hangs=options.hangs)
+        world = World.of_founders(world_size)
+        self.member = Member(job, place=rank, world=world, policy=options.membership, hangs=options.hangs)
         self.member.start()
         self.saved = SavedCheckpoints(Ledger.connect(job)) if rank == 0 else None
         """Where rank 0 writes down which checkpoints there are."""
@@ -270,7 +272,7 @@ class TrainerRecovery:
 
     def state_of_peers(self) -> dict[str, Any]:
         """What a newcomer resumes from, once the others have stopped at a step: all but the tensors."""
-        self.member.place = "waiting for the trainer's state"
+        self.member.whereabouts = "waiting for the trainer's state"
         halt = self.member.wait_for_stops(stopped=self._stop_outside if self._is_stopped else None)
         is_ours = self._returned is not None and halt.step == self._returned.step  # parts of it are this rank's alone
         description = self._returned.trainer if self._returned and is_ours else halt.trainer
@@ -373,5 +375,5 @@ class TrainerRecovery:
         assert self._window is not None
         self._window.entered_with, self._owes = b"", ""
         self.options.repairs.append(repair)
-        if self.member.rank == min(set(range(self.member.world_size)) - set(repair.newcomers), default=0):
+        if self.member.rank == min(set(range(self.member.world.size)) - set(repair.newcomers), default=0):
             log.warning("%s", repair)

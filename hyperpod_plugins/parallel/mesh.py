@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyperpod_plugins.comm import GroupRole, new_axis_group
+from hyperpod_plugins.comm import GroupRole, live_groups, new_axis_group
+from hyperpod_plugins.errors import CommError
 from hyperpod_plugins.parallel.topology import AXES, Topology
 
 
@@ -46,6 +47,39 @@ def build_data_group(topology: Topology) -> dist.ProcessGroup:
     tensor = topology.coordinates(global_rank).tensor
     ranks = range(tensor, topology.world_size, topology.tensor_degree)
     return new_axis_group(_role(topology, "data", {"tensor": tensor}), ranks)
+
+
+def move_groups(topology: Topology, global_rank: int) -> None:
+    """Give the groups of this process, which are not connected, the members that they have in another topology.
+
+    The mesh is the same object afterwards, and what FSDP2 and DTensor hold of it; they ask its groups for their sizes.
+
+    Args:
+        topology: with the same degrees, and another number of replicas.
+        global_rank: this process's rank in it, with the same coordinates on `shard` and `tensor`.
+
+    Raises:
+        CommError: there is a group of which nobody knows what it is for.
+    """
+    here = topology.coordinates(global_rank)
+    place = {"replicate": here.replicate, "shard": here.shard, "tensor": here.tensor}
+    for name, group in live_groups().items():
+        axis = group.role.axis
+        if axis in AXES:
+            role = _role(topology, axis, {other: place[other] for other in AXES if other != axis})
+            members = topology.peers(global_rank, axis)
+        elif axis == "data":
+            role = _role(topology, axis, {"tensor": here.tensor})
+            members = tuple(range(here.tensor, topology.world_size, topology.tensor_degree))
+        elif not group.role.coordinates and not group.role.group_id:  # of all ranks
+            role, members = group.role, tuple(range(topology.world_size))
+        else:
+            raise CommError(
+                f"the process group {name!r} was made by torch.distributed.new_group, so nobody knows its members in "
+                "a world of another size. Make groups with hyperpod_plugins.comm.new_axis_group, or none of your own, "
+                "in a job that grows and shrinks."
+            )
+        group.move(role, members, members.index(global_rank))
 
 
 def _role(topology: Topology, axis: str, place: Mapping[str, int]) -> GroupRole:

@@ -10,25 +10,27 @@ of all those that wait look each second. Everybody else waits for the plan; see 
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import Action, MembershipPolicy, View, next_action
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
 from hyperpod_plugins.recovery.doorbell import Doorbell
 from hyperpod_plugins.recovery.farewell import follow
 from hyperpod_plugins.recovery.halt import has_stopped, is_outside, members_before
 from hyperpod_plugins.recovery.pace import pause_s, turn_s
+from hyperpod_plugins.recovery.worlds import Worlds
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The members of a generation, as they arrived."""
+    """The members of a generation, as they arrived, by rank."""
 
     number: int
     arrivals: Mapping[int, Arrival]
@@ -54,24 +56,32 @@ class PeersOutside(PeerLost):
         self.number = number
 
 
+class WorldChanged(PeersOutside):
+    """The next generation is of another world: ranks, sizes and shares of the data are others in it."""
+
+    def __init__(self, number: int, world: World) -> None:
+        super().__init__(number)
+        self.world = world
+
+
 class Assembly:
     """One process's way into generations."""
 
     def __init__(
         self,
         ledger: Ledger,
+        worlds: Worlds,
         doorbell: Doorbell,
         *,
-        rank: int,
-        world_size: int,
+        place: int,
         policy: MembershipPolicy,
         patience_s: Callable[[], float],
     ) -> None:
         """Use `ledger` in the thread that waits; a survivor that does not come for `patience_s()` seconds is stuck."""
         self._ledger = ledger
+        self._worlds = worlds
         self._doorbell = doorbell
-        self._rank = rank
-        self._world_size = world_size
+        self._place = place
         self._policy = policy
         self._patience_s = patience_s
         self._next_chase_s = 0.0
@@ -80,7 +90,7 @@ class Assembly:
         """Wait until the plan of a generation names this process; None if it ends before.
 
         Args:
-            number: of the generation.
+            number: of the generation, which is formed for the present world.
             arrival: what this process brings.
             began_s: when it began to wait, on the monotonic clock.
 
@@ -89,11 +99,11 @@ class Assembly:
             PeersOutside: this process waits in a step, and another one was outside.
             RecoveryError: another process has given up, or has taken this one's place.
         """
-        ledger = self._ledger
-        if ledger.incarnation(self._rank) > arrival.incarnation:
+        ledger, size, rank = self._ledger, self._worlds.now.size, self._rank
+        if ledger.incarnation(self._place) > arrival.incarnation:
             raise self._replaced()
-        count = ledger.arrive(number, self._rank, to_text(arrival))
-        look_s = time.monotonic() if count >= self._world_size else time.monotonic() + turn_s(self._rank, count)
+        count = ledger.arrive(number, self._place, to_text(arrival))
+        look_s = time.monotonic() if count >= size else time.monotonic() + turn_s(rank, count)
         while ledger.ended(number) is None:
             plan = ledger.plan(number)
             now_s = time.monotonic()
@@ -101,10 +111,10 @@ class Assembly:
                 self._heed(number, arrival)
                 if now_s >= look_s or now_s - began_s > self._policy.replacement_timeout_s:
                     plan = self._look(number, now_s - began_s)
-                    look_s = now_s + turn_s(self._rank, ledger.num_arrived(number))
+                    look_s = now_s + turn_s(rank, ledger.num_arrived(number))
             if plan is not None:
                 return self._accept(number, arrival, plan)
-            self._doorbell.wait(number, pause_s(self._rank, self._world_size, now_s - began_s))
+            self._doorbell.wait(number, pause_s(rank, size, now_s - began_s))
         ledger.void_plan(number)
         return None
 
@@ -115,18 +125,18 @@ class Assembly:
             follow(ledger)
         if arrival.in_step and arrival.has_state and is_outside(ledger, number):
             # It comes again, and as another.
-            ledger.withdraw(number, self._rank, to_text(replace(arrival, incarnation=NO_STATE)))
+            ledger.withdraw(number, self._place, to_text(replace(arrival, incarnation=NO_STATE)))
             raise PeersOutside(number)
 
     def _look(self, number: int, waited_s: float) -> Mapping[int, str] | None:
         """Read who is there, if that may be all, or if it is time to do without somebody; the plan if all are."""
-        ledger, ranks = self._ledger, range(self._world_size)
+        ledger, places = self._ledger, self._worlds.now.places
         is_late = waited_s > min(self._policy.replacement_timeout_s, self._patience_s())
-        if not is_late and not ledger.all_arrived(number, ranks):
+        if not is_late and not ledger.all_arrived(number, places):
             return None
-        expected = dict(zip(ranks, ledger.incarnations(ranks), strict=True))
-        said = ledger.arrivals(number, ranks)
-        arrived = {rank: each.incarnation for rank, each in from_texts(said).items()}
+        expected = dict(zip(places, ledger.incarnations(places), strict=True))
+        said = ledger.arrivals(number, places)
+        arrived = {place: each.incarnation for place, each in from_texts(said).items()}
         view = View(expected=expected, arrived=arrived, waited_s=waited_s)
         match next_action(view, self._policy):
             case Action.FORM:
@@ -134,12 +144,12 @@ class Assembly:
             case Action.GIVE_UP:
                 cause = (
                     f"generation {number} could not be formed within {self._policy.replacement_timeout_s:.0f} s: "
-                    f"nobody came for the ranks {list(view.missing)}. See why their agents could not start a "
+                    f"nobody came for the ranks {self._ranks_of(view.missing)}. See why their agents could not start a "
                     "process, or allow more time with replacement_timeout_s."
                 )
-                there = {rank: each for rank, each in from_texts(said).items() if rank not in view.missing}
+                there = {place: each for place, each in from_texts(said).items() if place not in view.missing}
                 return ledger.propose(
-                    number, {rank: to_text(replace(each, ends=cause)) for rank, each in there.items()}
+                    number, {place: to_text(replace(each, ends=cause)) for place, each in there.items()}
                 )
             case Action.WAIT:
                 self._chase(number, view)
@@ -147,13 +157,14 @@ class Assembly:
 
     def _accept(self, number: int, arrival: Arrival, plan: Mapping[int, str]) -> Generation | None:
         """Take part in a plan, unless it names what this process was before it came again."""
-        arrivals = from_texts(plan)
-        if self._rank not in arrivals:
+        world, brought = self._worlds.now, from_texts(plan)
+        if self._place not in brought:
             raise RecoveryError("the job ends: the others have waited for this process for too long")
-        mine = arrivals[self._rank]
+        mine = brought[self._place]
         if (mine.incarnation, mine.committed) == (arrival.incarnation, arrival.committed):
+            arrivals = {rank: brought[place] for rank, place in enumerate(world.places) if place in brought}
             formed = Generation(number=number, arrivals=arrivals)
-            if len(arrivals) < self._world_size:
+            if len(arrivals) < world.size:
                 raise NobodyCame(formed, mine.ends)
             return formed
         if mine.incarnation > arrival.incarnation:
@@ -161,6 +172,15 @@ class Assembly:
         cause = "the plan names a process as it was before"
         self._ledger.end(number, Incident(kind="request", cause=cause, reporter=f"rank {self._rank}"))
         return None
+
+    @property
+    def _rank(self) -> int:
+        rank = self._worlds.now.rank_of(self._place)
+        assert rank is not None
+        return rank
+
+    def _ranks_of(self, places: Iterable[int]) -> list[int | None]:
+        return [self._worlds.now.rank_of(place) for place in places]
 
     def _replaced(self) -> RecoveryError:
         return RecoveryError(
@@ -175,11 +195,12 @@ class Assembly:
             return
         self._next_chase_s = time.monotonic() + limit_s
         before = members_before(ledger, number)
-        for rank, incarnation in view.expected.items():
-            is_survivor = incarnation == before.get(rank, 0)
-            if is_survivor and rank not in view.arrived and not has_stopped(ledger, number, rank):
-                log.warning("rank %d does not come to be repaired within %.0f s: it is replaced", rank, limit_s)
-                ledger.ask_to_kill(rank, incarnation)
+        for place, incarnation in view.expected.items():
+            is_survivor = incarnation == before.get(place, 0)
+            if is_survivor and place not in view.arrived and not has_stopped(ledger, number, place):
+                rank = self._worlds.now.rank_of(place)
+                log.warning("rank %s does not come to be repaired within %.0f s: it is replaced", rank, limit_s)
+                ledger.ask_to_kill(place, incarnation)
 
 
 def to_text(arrival: Arrival) -> str:
@@ -190,4 +211,4 @@ def to_text(arrival: Arrival) -> str:
 def from_texts(texts: Mapping[int, str]) -> dict[int, Arrival]:
     """Inverse of `to_text`; most are equal, and those are read once."""
     known = {text: Arrival.from_dict(json.loads(text)) for text in set(texts.values())}
-    return {rank: known[text] for rank, text in texts.items()}
+    return {place: known[text] for place, text in texts.items()}

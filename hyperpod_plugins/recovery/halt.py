@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 
@@ -11,6 +11,7 @@ from hyperpod_plugins.elastic.membership import MembershipPolicy
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.assign import NO_STATE
 from hyperpod_plugins.recovery.pace import pause_s, turn_s
+from hyperpod_plugins.recovery.worlds import Worlds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +41,12 @@ class Stops:
     """What one process says of where it stopped, and how it learns that of the others."""
 
     def __init__(
-        self, ledger: Ledger, *, rank: int, incarnation: int, world_size: int, policy: MembershipPolicy
+        self, ledger: Ledger, worlds: Worlds, *, place: int, incarnation: int, policy: MembershipPolicy
     ) -> None:
         self._ledger = ledger
-        self._rank = rank
+        self._worlds = worlds
+        self._place = place
         self._incarnation = incarnation
-        self._world_size = world_size
         self._policy = policy
         self._told: list[int] = []
 
@@ -53,21 +54,21 @@ class Stops:
         """Say once, before arriving in generation `number`, where this process is; `trainer` may be empty."""
         if number in self._told:
             return
-        ledger, rank = self._ledger, self._rank
+        ledger, place = self._ledger, self._place
         if trainer:
-            ledger.put(f"trainer/{number}/{rank}", trainer)
+            ledger.put(f"trainer/{number}/{place}", trainer)
         note = Note(incarnation=self._incarnation, committed=committed, in_step=in_step, is_described=bool(trainer))
-        ledger.put(_note(number, rank), json.dumps(asdict(note)).encode())
+        ledger.put(_note(number, place), json.dumps(asdict(note)).encode())
         ledger.count(f"stopped/{number}", 1)
         if not in_step:
             ledger.put(f"outside/{number}", b"1")
         for old in self._told:
-            ledger.forget(f"trainer/{old}/{rank}")
+            ledger.forget(f"trainer/{old}/{place}")
         self._told = [number]
 
     def wait(self, number: int | None, at_least: int, stopped: Callable[[int], None] | None) -> Halt:
         """Wait until every process that has state has stopped; see `Member.wait_for_stops`."""
-        ledger, ranks = self._ledger, range(self._world_size)
+        ledger, places, rank = self._ledger, self._worlds.now.places, 0
         began_s = time.monotonic()
         here, look_s = -1, 0.0
         known: Mapping[int, int] = {}
@@ -77,59 +78,61 @@ class Stops:
             if here != former:
                 if stopped is not None:
                     stopped(here)
-                known, look_s = members_before(ledger, here), waited_s + turn_s(self._rank, 1)
+                places = self._worlds.at(here).places
+                rank = places.index(self._place) if self._place in places else len(places)
+                known, look_s = members_before(ledger, here), waited_s + turn_s(rank, 1)
             if number is not None and ledger.ended(number) is not None:
                 raise PeerLost(f"generation {number} ended before it was formed")
-            incarnations = ledger.incarnations(ranks)
-            lost = {rank for rank in ranks if incarnations[rank] != known.get(rank, 0)}
-            if len(lost) == self._world_size:
+            incarnations = dict(zip(places, ledger.incarnations(places), strict=True))
+            lost = {place for place in places if incarnations[place] != known.get(place, 0)}
+            if len(lost) == len(places):
                 raise StateLost("all processes were lost, and with them the training state and its snapshots")
             # As in an assembly, a count tells whether it may be worth while to read what each has said.
             news = here, ledger.count(f"stopped/{here}"), lost
-            if waited_s >= look_s or (news != seen and news[1] + len(lost) >= self._world_size):
+            if waited_s >= look_s or (news != seen and news[1] + len(lost) >= len(places)):
                 halt = self._look(here, incarnations, lost)
                 if halt is not None:
                     return halt
-                seen, look_s = news, waited_s + turn_s(self._rank, news[1])
-            time.sleep(pause_s(self._rank, self._world_size, waited_s))
+                seen, look_s = news, waited_s + turn_s(rank, news[1])
+            time.sleep(pause_s(rank, len(places), waited_s))
         raise RecoveryTimeout(
-            f"rank {self._rank} waits for the state of the others, but they did not all stop within "
+            f"rank {rank} waits for the state of the others, but they did not all stop within "
             f"{self._policy.replacement_timeout_s:.0f} s. Are some of them hanging?"
         )
 
-    def trainer_of(self, number: int, rank: int) -> bytes | None:
-        """State of the trainer that a rank has left before generation `number`."""
-        return self._ledger.find(f"trainer/{number}/{rank}")
+    def trainer_of(self, number: int, place: int) -> bytes | None:
+        """State of the trainer that a process has left before generation `number`."""
+        return self._ledger.find(f"trainer/{number}/{place}")
 
-    def _look(self, number: int, incarnations: Sequence[int], lost: AbstractSet[int]) -> Halt | None:
+    def _look(self, number: int, incarnations: Mapping[int, int], lost: AbstractSet[int]) -> Halt | None:
         """Read what each has said, if all have that are not lost."""
-        ledger, ranks = self._ledger, range(self._world_size)
-        if not ledger.has_all([_note(number, rank) for rank in ranks if rank not in lost]):
+        ledger, places = self._ledger, list(incarnations)
+        if not ledger.has_all([_note(number, place) for place in places if place not in lost]):
             return None
-        found = ledger.find_all([_note(number, rank) for rank in ranks])
-        said = {rank: Note(**json.loads(found[_note(number, rank)])) for rank in ranks if _note(number, rank) in found}
-        notes = {rank: note for rank, note in said.items() if note.incarnation == incarnations[rank]}  # still alive
-        if any(rank not in notes and rank not in lost for rank in ranks):
+        found = ledger.find_all([_note(number, place) for place in places])
+        said = {each: Note(**json.loads(found[_note(number, each)])) for each in places if _note(number, each) in found}
+        notes = {place: note for place, note in said.items() if note.incarnation == incarnations[place]}  # still alive
+        if any(place not in notes and place not in lost for place in places):
             return None
         if notes and all(note.committed == NO_STATE for note in notes.values()):
             raise StateLost("those that are left are new, and all that had the training state were lost")
-        rank = furthest(notes)
-        trainer = None if rank is None else self.trainer_of(number, rank)
-        if rank is None or trainer is None:
+        place = furthest(notes)
+        trainer = None if place is None else self.trainer_of(number, place)
+        if place is None or trainer is None:
             return None
-        return Halt(step=notes[rank].committed, in_step=notes[rank].in_step, trainer=trainer)
+        return Halt(step=notes[place].committed, in_step=notes[place].in_step, trainer=trainer)
 
 
 def furthest(notes: Mapping[int, Note]) -> int | None:
-    """Rank whose trainer the others go on from: of those that have committed most, one in a step if there is one."""
+    """Place whose trainer the others go on from: of those that have committed most, one in a step if there is one."""
     step = max((note.committed for note in notes.values()), default=NO_STATE)
-    best = [rank for rank, note in notes.items() if note.committed == step and note.is_described]
-    return min(best, key=lambda rank: (not notes[rank].in_step, rank), default=None)
+    best = [place for place, note in notes.items() if note.committed == step and note.is_described]
+    return min(best, key=lambda place: (not notes[place].in_step, place), default=None)
 
 
-def has_stopped(ledger: Ledger, number: int, rank: int) -> bool:
-    """Whether a rank has said where it stopped before generation `number`."""
-    return ledger.find(_note(number, rank)) is not None
+def has_stopped(ledger: Ledger, number: int, place: int) -> bool:
+    """Whether a process has said where it stopped before generation `number`."""
+    return ledger.find(_note(number, place)) is not None
 
 
 def is_outside(ledger: Ledger, number: int) -> bool:
@@ -143,9 +146,9 @@ def members_before(ledger: Ledger, number: int) -> dict[int, int]:
         plan = ledger.plan(earlier)
         if plan is not None:
             incarnations = {text: json.loads(text)["incarnation"] for text in set(plan.values())}
-            return {rank: incarnations[text] for rank, text in plan.items()}
+            return {place: incarnations[text] for place, text in plan.items()}
     return {}
 
 
-def _note(number: int, rank: int) -> str:
-    return f"stopped/{number}/{rank}"
+def _note(number: int, place: int) -> str:
+    return f"stopped/{number}/{place}"

@@ -16,18 +16,21 @@ from torch._C._distributed_c10d import Store
 from hyperpod_plugins.comm import abandon_broken, break_groups, breaker, reform, waiting
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
+from hyperpod_plugins.elastic.joining import await_turn, wanted_world
 from hyperpod_plugins.elastic.leash import end_with
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv, events_folder
-from hyperpod_plugins.errors import PeerLost, StateLost
+from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.observability import EventFile, listen
-from hyperpod_plugins.recovery.assembly import Assembly, Generation
+from hyperpod_plugins.recovery.assembly import Assembly, Generation, WorldChanged
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
 from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, diagnose, is_loading
 from hyperpod_plugins.recovery.doorbell import Doorbell
 from hyperpod_plugins.recovery.farewell import begin_again, follow
 from hyperpod_plugins.recovery.halt import Halt, Stops
+from hyperpod_plugins.recovery.worlds import Worlds
 
 log = logging.getLogger(__name__)
 _REFORM_TIMEOUT_S = 20.0
@@ -43,20 +46,20 @@ class Member:
         self,
         job: JobEnv,
         *,
-        rank: int,
-        world_size: int,
+        place: int,
+        world: World,
         policy: MembershipPolicy,
         hangs: HangPolicy,
     ) -> None:
         self.job = job
-        self.rank = rank
-        self.world_size = world_size
+        self.place = place
+        """Number under which the ledger knows this process, whatever its rank."""
         self.policy = policy
         self.hangs = hangs
         self.step_times = StepTimes()
         self.generation = 0
         self.committed = NO_STATE
-        self.place = "setting up"
+        self.whereabouts = "setting up"
         """Where the main thread is, in words; the others hear it once a second."""
         self.in_step = False
         """Whether that is inside a step."""
@@ -64,12 +67,15 @@ class Member:
         self._reports = Ledger.connect(job)
         self._reporting = threading.Lock()
         self._told: Incident | None = None
-        self._stops = Stops(self.ledger, rank=rank, incarnation=job.incarnation, world_size=world_size, policy=policy)
+        self._worlds = Worlds(self.ledger, world)
+        self.wants_resize = False
+        """Whether the next world is ready to take over, as far as this process has heard."""
+        self._stops = Stops(self.ledger, self._worlds, place=place, incarnation=job.incarnation, policy=policy)
         self._assembly = Assembly(
             self.ledger,
+            self._worlds,
             Doorbell(lambda: Ledger.connect(job)),
-            rank=rank,
-            world_size=world_size,
+            place=place,
             policy=policy,
             patience_s=self._patience_s,
         )
@@ -81,6 +87,23 @@ class Member:
             for target in (self._listen, self._tell)
         ]
 
+    @property
+    def world(self) -> World:
+        """The world for which this process has been set up."""
+        return self._worlds.now
+
+    @property
+    def rank(self) -> int:
+        """Rank in that world.
+
+        Raises:
+            RecoveryError: this process is no part of it.
+        """
+        rank = self.world.rank_of(self.place)
+        if rank is None:
+            raise RecoveryError(f"the process in place {self.place} is no part of world {self.world}")
+        return rank
+
     def start(self) -> None:
         """Begin to listen. A newcomer's groups stay detached until it has joined."""
         if self.job.agent_pid:
@@ -90,7 +113,7 @@ class Member:
         breaker.when_broken(self._report)
         folder = events_folder()
         if folder is not None:
-            self._end_listening = listen(EventFile(Path(folder, f"rank-{self.rank}.jsonl")))
+            self._end_listening = listen(EventFile(Path(folder, f"rank-{self.place}.jsonl")))
         for thread in self._threads:
             thread.start()
 
@@ -106,16 +129,32 @@ class Member:
     def fail(self, kind: IncidentKind, cause: str) -> None:
         """End the generation because of something that this rank did, and break its groups."""
         self._told = Incident(
-            kind=kind, cause=cause, rank=self.rank, incarnation=self.job.incarnation, step=self.committed
+            kind=kind, cause=cause, rank=self.place, incarnation=self.job.incarnation, step=self.committed
         )
         if not breaker.is_open:  # say so before a peer can notice
             self._end(self.generation, self._told)
         break_groups(cause)
 
+    def make_way(self) -> None:
+        """End the generation for the next world, if its newcomers are ready."""
+        number = wanted_world(self._reports)
+        self.wants_resize = False
+        if number > self.world.number:
+            incident = Incident(kind="resize", cause=f"world {number} takes over", step=self.committed, world=number)
+            break_groups(str(self._end(self.generation, incident)))
+
+    def next_world(self) -> World:
+        """The world for which the generation is formed that comes next, or is being formed."""
+        return self._worlds.at(self.ledger.generation(at_least=self.generation))
+
+    def move(self, world: World) -> None:
+        """Belong to another world from now on: with another rank, perhaps."""
+        self._worlds.now = world
+
     def give_up(self, cause: str) -> None:
         """Tell the agents that nobody is to be replaced any more: the job ends with an error."""
         log.error("rank %d gives up: %s", self.rank, cause)
-        mine = Incident(kind="exception", cause=cause, rank=self.rank, incarnation=self.job.incarnation)
+        mine = Incident(kind="exception", cause=cause, rank=self.place, incarnation=self.job.incarnation)
         self.ledger.put(GAVE_UP_KEY, mine.to_json().encode())
 
     def follow(self, patience_s: float = 10.0) -> NoReturn:
@@ -152,6 +191,7 @@ class Member:
         Raises:
             NobodyCame: the others did not come in time.
             PeersOutside: this process waits in a step, and another one was outside.
+            WorldChanged: the generation is formed for another world.
             RecoveryError: another process has given up.
         """
         began_s = time.monotonic()
@@ -162,6 +202,9 @@ class Member:
             number = self.ledger.generation(at_least=self.generation)
             stopped(number)
             abandon_broken()
+            world = self._worlds.at(number)
+            if world.number != self.world.number:
+                raise WorldChanged(number, world)
             formed = self._assembly.meet(number, arrival, began_s)
             if formed is None:
                 continue
@@ -187,10 +230,10 @@ class Member:
 
     def said(self, number: int, rank: int) -> bytes:
         """What a rank has said of its trainer before it arrived in a generation; empty if nothing."""
-        return self._stops.trainer_of(number, rank) or b""
+        return self._stops.trainer_of(number, self.world.places[rank]) or b""
 
     def wait_for_stops(self, number: int | None = None, stopped: Callable[[int], None] | None = None) -> Halt:
-        """Wait until every process that has state has stopped.
+        """Wait until every process that has state has stopped; one that is to grow the job waits for its turn first.
 
         Args:
             number: the generation that they are forming; None for the first that lasts.
@@ -204,6 +247,8 @@ class Member:
             PeerLost: the generation ended meanwhile (where `number` was given).
             StateLost: all processes are new, none has state, and no agent starts them again.
         """
+        if self.job.is_newcomer and number is None:
+            await_turn(self.ledger, self.world, self.place, self.job.incarnation)
         try:
             return self._stops.wait(number, self.generation, stopped)
         except StateLost as lost:
@@ -216,7 +261,7 @@ class Member:
     def end_generation(self) -> Incident:
         """Make sure that the present generation has ended, and tell what ended it."""
         if self.committed == NO_STATE and self.generation == 0 and self.job.is_newcomer:
-            known = self.ledger.exit_of(self.rank, self.job.incarnation - 1)  # why this process is here
+            known = self.ledger.exit_of(self.place, self.job.incarnation - 1)  # why this process is here
             return known or Incident(kind="request", cause="a newcomer joins", reporter=f"rank {self.rank}")
         return self._end(self.generation, Incident(kind="collective", cause=breaker.cause or "", step=self.committed))
 
@@ -224,7 +269,8 @@ class Member:
         """What an agent says of a process that is gone, rather than what a peer saw of it."""
         if incident.kind != "collective":
             return incident
-        exits = [self.ledger.exit_of(rank, self.ledger.incarnation(rank) - 1) for rank in sorted(lost)]
+        places = [self.world.places[rank] for rank in sorted(lost)]
+        exits = [self.ledger.exit_of(place, self.ledger.incarnation(place) - 1) for place in places]
         return next((replace(known, at_s=min(known.at_s, incident.at_s)) for known in exits if known), incident)
 
     def _report(self, cause: str) -> None:
@@ -258,8 +304,9 @@ class Member:
         try:
             while not self._is_leaving:
                 own = self._beat()
-                self._reports.beat(self.rank, own.to_dict())
+                self._reports.beat(self.place, own.to_dict())
                 self._look_after(own)
+                self.wants_resize = wanted_world(self._reports) > self.world.number
                 time.sleep(_BEAT_S)
         except dist.DistError as error:
             self._lost_store(error)
@@ -270,7 +317,7 @@ class Member:
             incarnation=self.job.incarnation,
             generation=self.generation,
             committed=self.committed,
-            place=self.place,
+            place=self.whereabouts,
             in_step=self.in_step,
             is_loading=not self.in_step and is_loading(_main_frame()),
             waits_for="" if role is None else role.name,
@@ -284,7 +331,8 @@ class Member:
         turn_s = self.rank * _APART_S  # the first to look ends the wait of all
         if not own.waits_for or own.waited_s <= min(limit_s, self.hangs.outside_s) + turn_s:
             return
-        beats = {rank: Beat.from_dict(each) for rank, each in self._reports.beats(range(self.world_size)).items()}
+        heard = self._reports.beats(self.world.places)
+        beats = {place: Beat.from_dict(each) for place, each in heard.items()}
         for suspect in diagnose(beats, own, limit_s, self.hangs, time.time()):
             incident = Incident(
                 kind="hang", cause=suspect.cause, rank=suspect.rank, incarnation=suspect.incarnation, step=own.committed

@@ -8,6 +8,7 @@ the step runs on garbage, and no exception crosses autograd or a hook of FSDP2. 
 all-reduce, completes only if every rank got that far with valid gradients. Only then does the optimizer write.
 """
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -66,7 +67,7 @@ class StepTransaction:
         self._snapshots = snapshots
         self._ending = Ending(member, subject)
         self._prepared = NO_STATE
-        self._has_begun = self._has_told = False
+        self._has_begun = self._has_told = self._must_resize = False
         self._failures: Counter[tuple[str, int]] = Counter()
         self._has_reentered = member.committed != NO_STATE
         self.has_left_step = False
@@ -85,7 +86,12 @@ class StepTransaction:
         return max(self._member.committed, 0)
 
     def begin(self) -> None:
-        """Begin a step whose `compute` comes in parts; a newcomer joins here, and a fault between steps is repaired."""
+        """Begin a step whose `compute` comes in parts.
+
+        A newcomer joins here, a fault between steps is repaired, and a world of another size takes over.
+        """
+        if self._must_resize and not breaker.is_open:
+            self._make_way()
         if breaker.is_open:
             self._recover(None)
         if not self._has_told:
@@ -156,7 +162,7 @@ class StepTransaction:
 
     def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Compute in tolerant mode; an exception in healthy groups is this rank's own."""
-        self._member.place, self._member.in_step = f"computing step {self.step}", True
+        self._member.whereabouts, self._member.in_step = f"computing step {self.step}", True
         try:
             with breaker.tolerant():
                 result = compute()
@@ -174,26 +180,37 @@ class StepTransaction:
 
     def _vote(self) -> bool:
         """Whether every rank has valid gradients. From here on this rank can commit, if anybody else has."""
-        self._member.place = f"voting for step {self.step}"
+        self._member.whereabouts = f"voting for step {self.step}"
         if breaker.is_open:
             return False
         self._prepared = self.step + 1
-        ballot = torch.zeros(1, device=self._device)
+        ballot = torch.full((1,), float(self._member.wants_resize), device=self._device)
         with breaker.tolerant():
             dist.all_reduce(ballot, op=dist.ReduceOp.MAX)
             self._synchronize()
-        return breaker.cause is None
+        if breaker.cause is not None:
+            return False
+        self._must_resize = bool(ballot)
+        return True
+
+    def _make_way(self) -> None:
+        """End the generation for the sake of the next world, when all stand between the same two steps."""
+        self._must_resize = False
+        with contextlib.suppress(PeerLost):
+            dist.all_reduce(torch.zeros(1, device=self._device))  # nobody is in the hooks of the step before any more
+            self._synchronize()
+            self._member.make_way()
 
     def _finish(self, commit: Callable[[], R]) -> R:
         """Let the optimizer write. Nothing may fail between its first write and the count."""
-        self._member.place = f"committing step {self.step}"
+        self._member.whereabouts = f"committing step {self.step}"
         result = commit()
         self._synchronize()
         self._member.committed, self._prepared = self.step + 1, NO_STATE
         self._member.in_step = False
         self._member.step_times.committed(time.monotonic())
         self._failures.clear()
-        self._member.place = f"between steps {self.step - 1} and {self.step}"
+        self._member.whereabouts = f"between steps {self.step - 1} and {self.step}"
         return result
 
     def _recover(self, error: Exception | None, commit: Callable[[], R] | None = None) -> tuple[R] | None:
@@ -212,14 +229,14 @@ class StepTransaction:
         outcome: tuple[R] | None = None
         must_undo = commit is not None
         if error is not None:
-            self._failures["exception", member.rank] += 1
+            self._failures["exception", member.place] += 1
         while True:
             began_s = time.time()
             incident = member.end_generation()
             ends = self._count(incident, error)
             if self._snapshots is not None:
                 self._snapshots.settle()
-            member.place = f"waiting for the members of the next generation, at step {self.step}"
+            member.whereabouts = f"waiting for the members of the next generation, at step {self.step}"
             description = self._describe(is_in_commit=outcome is not None)
             arrival = Arrival(
                 incarnation=member.job.incarnation,
@@ -243,7 +260,7 @@ class StepTransaction:
             plan = self._plan(formed)
             self._check_entry(plan)
             incident = member.first_cause(incident, plan.sources)
-            member.place = f"restoring step {plan.step}"
+            member.whereabouts = f"restoring step {plan.step}"
             if member.rank in plan.roll_forward:
                 assert commit is not None
                 self._passed_on = self._description_of(formed, plan.step)
@@ -373,10 +390,10 @@ class StepTransaction:
 
     def _count(self, incident: Incident, error: Exception | None) -> str:
         """Why to stop, where the same step fails again and again: that is the program, not the machine."""
-        own = ("exception", self._member.rank)  # has been counted, whatever a peer was first to report
+        own = ("exception", self._member.place)  # has been counted, whatever a peer was first to report
         if (incident.kind, incident.rank) != own:
             self._failures[incident.kind, incident.rank] += 1
-        if error is not None and self._failures["exception", self._member.rank] >= self._policy.max_attempts:
+        if error is not None and self._failures["exception", self._member.place] >= self._policy.max_attempts:
             return f"{type(error).__name__} in step {self.step}, {self._policy.max_attempts} times"
         if incident.kind == "process" and self._failures["process", incident.rank] >= self._policy.max_losses:
             return (

@@ -12,6 +12,7 @@ from torch import nn
 from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
 from hyperpod_plugins.recovery import (
@@ -93,8 +94,8 @@ def main():
     faults.note(kind="process", pid=os.getpid(), incarnation=job.incarnation)
     member = Member(
         job,
-        rank=env.global_rank,
-        world_size=env.world_size,
+        place=env.global_rank,
+        world=World.of_founders(env.world_size),
         policy=MembershipPolicy(replacement_timeout_s=30.0),
         hangs=HangPolicy(floor_s=3.0),
     )

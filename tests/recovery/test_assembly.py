@@ -12,12 +12,14 @@ import torch.distributed as dist
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryError, RecoveryTimeout
 from hyperpod_plugins.recovery import NO_STATE, Arrival, PeersOutside
 from hyperpod_plugins.recovery.assembly import Assembly, from_texts, to_text
 from hyperpod_plugins.recovery.doorbell import Doorbell
 from hyperpod_plugins.recovery.halt import Stops
+from hyperpod_plugins.recovery.worlds import Worlds
 
 pytestmark = pytest.mark.slow_single  # threads that wait for each other
 
@@ -45,11 +47,12 @@ def play(connect):
     with ThreadPoolExecutor(16) as pool:
 
         def begin(rank, arrival=SURVIVOR, *, world_size=3, timeout_s=DEADLINE_S, patience_s=DEADLINE_S):
+            ledger = connect()
             assembly = Assembly(
-                connect(),
+                ledger,
+                Worlds(ledger, World.of_founders(world_size)),
                 Doorbell(connect),
-                rank=rank,
-                world_size=world_size,
+                place=rank,
                 policy=MembershipPolicy(replacement_timeout_s=timeout_s),
                 patience_s=lambda: patience_s,
             )
@@ -136,7 +139,8 @@ def test_survivors_in_a_step_come_again_where_one_is_outside(play, connect):
     waiting = [play(0), play(1)]
     ledger = connect()
     until(lambda: ledger.num_arrived(1) == 2)
-    Stops(ledger, rank=2, incarnation=0, world_size=3, policy=MembershipPolicy()).tell(
+    worlds = Worlds(ledger, World.of_founders(3))
+    Stops(ledger, worlds, place=2, incarnation=0, policy=MembershipPolicy()).tell(
         1, committed=7, in_step=False, trainer=b""
     )
     for each in waiting:
@@ -206,7 +210,8 @@ def test_who_did_not_come_is_named(play, connect):
 def test_only_survivors_that_do_not_come_are_chased(play, connect):
     ledger = connect()
     policy = MembershipPolicy()
-    Stops(ledger, rank=1, incarnation=0, world_size=4, policy=policy).tell(1, committed=7, in_step=True, trainer=b"")
+    worlds = Worlds(ledger, World.of_founders(4))
+    Stops(ledger, worlds, place=1, incarnation=0, policy=policy).tell(1, committed=7, in_step=True, trainer=b"")
     ledger.next_incarnation(2)
     waiting = play(0, world_size=4, patience_s=0.1)
     wanted = []

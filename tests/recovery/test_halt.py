@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.halt import Halt, Note, Stops, furthest, members_before
+from hyperpod_plugins.recovery.worlds import Worlds
 
 WORLD_SIZE = 3
 
@@ -28,7 +30,9 @@ def ledger(store):
 
 def stops(store, rank, incarnation=0, timeout_s=60.0):
     policy = MembershipPolicy(replacement_timeout_s=timeout_s)
-    return Stops(Ledger(store), rank=rank, incarnation=incarnation, world_size=WORLD_SIZE, policy=policy)
+    ledger = Ledger(store)
+    worlds = Worlds(ledger, World.of_founders(WORLD_SIZE))
+    return Stops(ledger, worlds, place=rank, incarnation=incarnation, policy=policy)
 
 
 def note(committed, *, in_step=True, is_described=True):

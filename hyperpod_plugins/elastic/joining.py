@@ -1,0 +1,200 @@
+"""How a process that is no part of the world comes into it.
+
+The founders leave the terms on which the job may grow. Whoever comes later says so, and as soon as there are enough for
+whole replicas, and the policy lets the job grow, one of those that wait plans the next world. Those in the plan set
+themselves up while the job goes on. When all of them are ready they say that too, and the members of the present world
+make way between two steps.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hyperpod_plugins.elastic.ledger import ARMED_KEY, Ledger
+from hyperpod_plugins.elastic.policy import ElasticPolicy, ReplicaView, next_size
+from hyperpod_plugins.elastic.world import World, regroup
+from hyperpod_plugins.errors import RecoveryError
+
+log = logging.getLogger(__name__)
+
+_FOUNDERS = "founders"  # value: the size of the first world
+_TERMS = "elastic"  # value: `Terms`
+_CANDIDATE = "candidate"  # count, and value NUMBER: a place whose process wants to come in
+_WANTED = "wanted_world"  # value: number of the planned world that is ready
+_POLL_S = 0.05
+_SET_UP_S = 120.0
+"""Time from a plan until all in it must be ready; then those that are plan again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On which a job grows and shrinks."""
+
+    policy: ElasticPolicy
+    replica_size: int
+    """Ranks of one replica: shard degree x tensor degree."""
+    sizes: tuple[int, ...]
+    """Numbers of replicas that the policy allows and that can share the global batch."""
+
+    def to_json(self) -> bytes:
+        """For the ledger."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Terms":
+        """Inverse of `to_json`."""
+        values: dict[str, Any] = json.loads(text)
+        policy = values["policy"] | {"replica_sizes": tuple(values["policy"]["replica_sizes"])}
+        return cls(
+            policy=ElasticPolicy(**policy), replica_size=values["replica_size"], sizes=tuple(values["sizes"])
+        )
+
+
+def leave_terms(ledger: Ledger, terms: Terms) -> None:
+    """Let others come in from now on; the first word counts."""
+    ledger.put_first(_TERMS, terms.to_json())
+
+
+def terms_of(ledger: Ledger) -> Terms | None:
+    """The terms of the job; None for one that does not change its size."""
+    text = ledger.find(_TERMS)
+    return None if text is None else Terms.from_json(text)
+
+
+def found(ledger: Ledger, world_size: int) -> World:
+    """The first world of a job, for a founder."""
+    ledger.put_first(_FOUNDERS, str(world_size).encode())
+    return World.of_founders(world_size)
+
+
+def present_world(ledger: Ledger) -> World:
+    """The world for which the running generation was formed, or the next one is being formed.
+
+    Raises:
+        RecoveryError: the founders have left nothing.
+    """
+    number = ledger.world_number(ledger.generation())
+    world = ledger.world(number)
+    if world is not None:
+        return world
+    size = ledger.find(_FOUNDERS)
+    if size is None:
+        raise RecoveryError("the job has no founders whom a newcomer could join. Was its store restarted?")
+    return World.of_founders(int(size))
+
+
+def find_world(ledger: Ledger, place: int, incarnation: int) -> World:
+    """The world that a newcomer is to set itself up for: at once where it replaces somebody, or when there is a plan.
+
+    Raises:
+        RecoveryError: the job does not grow.
+        SystemExit: the job has come to its end without this process.
+    """
+    world = present_world(ledger)
+    if place in world.places:
+        return world
+    terms = terms_of(ledger)
+    if terms is None:
+        raise RecoveryError(
+            f"place {place} lies outside of a world of {world.size} ranks, and the job does not change its size. Use "
+            "the callback ElasticTraining where it should."
+        )
+    ledger.put(f"{_CANDIDATE}/{ledger.count(_CANDIDATE, 1)}", f"{place} {incarnation}".encode())
+    log.warning("place %d waits until the job grows", place)
+    came_s = changed_s = time.monotonic()
+    num_waiting, number = 0, world.number
+    while True:
+        if ledger.find(ARMED_KEY) is None:
+            log.warning("the job has come to its end, and place %d was not needed", place)
+            raise SystemExit(0)
+        world, planned = present_world(ledger), _newest_plan(ledger, number)
+        number = world.number if planned is None else planned.number
+        if planned is not None and place in planned.places:
+            return planned
+        now_s, waiting = time.monotonic(), _candidates(ledger, world)
+        if len(waiting) != num_waiting:
+            num_waiting, came_s = len(waiting), now_s
+        if planned is None or planned.number <= world.number or now_s - changed_s > _SET_UP_S:
+            _plan(ledger, terms, world, max(number, world.number), waiting, now_s - came_s)
+            changed_s = now_s
+        time.sleep(_POLL_S)
+
+
+def await_turn(ledger: Ledger, world: World, place: int, incarnation: int) -> None:
+    """Say that a process is set up for a planned world, and wait until that world takes over.
+
+    Raises:
+        RecoveryError: another plan has taken the place of this one.
+        SystemExit: the job has come to its end.
+    """
+    if present_world(ledger).number >= world.number:
+        return
+    ledger.put(_ready(world, place), str(incarnation).encode())
+    while (before := present_world(ledger)).number < world.number:
+        if ledger.find(ARMED_KEY) is None:
+            raise SystemExit(0)
+        newest = _newest_plan(ledger, world.number)
+        if newest is not None and newest.number > world.number:
+            raise RecoveryError(f"world {newest.number} was planned in the place of world {world.number}; begin again")
+        if wanted_world(ledger) < world.number and _are_ready(ledger, world, before):
+            ledger.put(_WANTED, str(world.number).encode())
+        time.sleep(_POLL_S)
+
+
+def wanted_world(ledger: Ledger) -> int:
+    """Number of the planned world whose newcomers are all ready; 0 for none."""
+    return int(ledger.find(_WANTED) or 0)
+
+
+def _plan(
+    ledger: Ledger, terms: Terms, world: World, number: int, waiting: Sequence[int], since_arrival_s: float
+) -> None:
+    """Plan the world that comes after `number`, if the policy lets the job grow now."""
+    now = world.size // terms.replica_size
+    view = ReplicaView(
+        now=now, healthy=now, waiting=len(waiting) // terms.replica_size, since_arrival_s=since_arrival_s
+    )
+    target = next_size(view, terms.policy, terms.sizes)
+    if target <= now:
+        return
+    base = World(places=world.places, number=number)
+    cause = f"the job grows from {now} to {target} replicas"
+    planned = regroup(
+        base,
+        healthy=set(world.places),
+        joining=waiting,
+        num_replicas=target,
+        replica_size=terms.replica_size,
+        cause=cause,
+    )
+    ledger.propose_world(planned)
+
+
+def _newest_plan(ledger: Ledger, at_least: int) -> World | None:
+    newest, number = ledger.world(at_least), at_least
+    while (later := ledger.world(number + 1)) is not None:
+        newest, number = later, number + 1
+    return newest
+
+
+def _candidates(ledger: Ledger, world: World) -> list[int]:
+    """Places outside of a world whose living process has said that it wants to come in."""
+    names = [f"{_CANDIDATE}/{number}" for number in range(1, ledger.count(_CANDIDATE) + 1)]
+    said = {tuple(map(int, text.split())) for text in ledger.find_all(names).values()}
+    places = sorted({place for place, _ in said} - set(world.places))
+    living = ledger.incarnations(places)
+    return [place for place, incarnation in zip(places, living, strict=True) if (place, incarnation) in said]
+
+
+def _are_ready(ledger: Ledger, world: World, before: World) -> bool:
+    joining = [place for place in world.places if place not in before.places]
+    said = ledger.find_all([_ready(world, place) for place in joining])
+    living = ledger.incarnations(joining)
+    return all(said.get(_ready(world, place)) == str(now).encode() for place, now in zip(joining, living, strict=True))
+
+
+def _ready(world: World, place: int) -> str:
+    return f"ready/{world.number}/{place}"

@@ -1,0 +1,112 @@
+"""Who makes up a job, rank by rank, as it grows and shrinks; pure.
+
+A process has a *place*, a number that its agent gave it, under which the ledger knows it for as long as the job lasts.
+Its rank is the index of that place in the present world. In the first world the two are the same.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Self
+
+from typing_extensions import override
+
+from hyperpod_plugins.elastic.line import Line
+from hyperpod_plugins.errors import ConfigError, StateLost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World(Line):
+    """The places that take part, in the order of their ranks."""
+
+    places: tuple[int, ...]
+    number: int = 0
+    """How many worlds the job has had before."""
+    cause: str = ""
+    """Why it took the place of the one before."""
+
+    @classmethod
+    def of_founders(cls, world_size: int) -> Self:
+        """The world that a job begins with."""
+        return cls(places=tuple(range(world_size)))
+
+    @property
+    def size(self) -> int:
+        """The world size."""
+        return len(self.places)
+
+    def rank_of(self, place: int) -> int | None:
+        """Rank of a place; None if it takes no part."""
+        return self.places.index(place) if place in self.places else None
+
+    @classmethod
+    @override
+    def from_json(cls, text: str | bytes) -> Self:
+        """Inverse of `to_json`."""
+        values = json.loads(text)
+        return cls(**{**values, "places": tuple(values["places"])})
+
+
+def regroup(
+    world: World,
+    *,
+    healthy: AbstractSet[int],
+    joining: Sequence[int] = (),
+    num_replicas: int,
+    replica_size: int,
+    cause: str = "",
+) -> World:
+    """The next world: whole replicas, put together from what is healthy, so that as few as possible need new state.
+
+    A rank's index within its replica says which part of the state it holds. It keeps that index, and its replica where
+    that stays whole; places in broken replicas fill the gaps of others; what joins takes the gaps that are left.
+
+    Args:
+        world: the present one.
+        healthy: places of it that go on.
+        joining: places that come in, in the order in which they are to be used.
+        num_replicas: replicas of the next world.
+        replica_size: ranks of one replica: shard degree x tensor degree.
+        cause: for the record.
+
+    Raises:
+        ConfigError: too few places.
+        StateLost: nobody healthy holds a part of the state.
+    """
+    held = _places_by_index(world, healthy, replica_size)
+    lost = [index for index, places in held.items() if not places]
+    if lost:
+        raise StateLost(
+            f"no healthy rank holds the part {lost} of the training state, so a world cannot be put together from "
+            f"those that are left ({sorted(healthy)})."
+        )
+    whole = [
+        replica
+        for replica in range(world.size // replica_size)
+        if set(world.places[replica * replica_size : (replica + 1) * replica_size]) <= healthy
+    ]
+    kept = whole[:num_replicas]
+    rows = [list(world.places[replica * replica_size : (replica + 1) * replica_size]) for replica in kept]
+    used = {place for row in rows for place in row}
+    fillers = [place for place in joining if place not in used]
+    while len(rows) < num_replicas:
+        row: list[int] = []
+        for index in range(replica_size):
+            spare = next((place for place in held[index] if place not in used), None)
+            if spare is None and not fillers:
+                raise ConfigError(
+                    f"{num_replicas} replicas of {replica_size} ranks need {num_replicas * replica_size} places, but "
+                    f"only {len(healthy)} are healthy and {len(joining)} join."
+                )
+            row.append(fillers.pop(0) if spare is None else spare)
+            used.add(row[-1])
+        rows.append(row)
+    return World(places=tuple(place for row in rows for place in row), number=world.number + 1, cause=cause)
+
+
+def _places_by_index(world: World, healthy: AbstractSet[int], replica_size: int) -> Mapping[int, list[int]]:
+    return {
+        index: [place for place in world.places[index::replica_size] if place in healthy]
+        for index in range(replica_size)
+    }
