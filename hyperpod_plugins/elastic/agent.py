@@ -31,6 +31,7 @@ from torch.distributed.elastic.utils.logging import get_logger
 from hyperpod_plugins.elastic.crew import Crew, Phase, Post
 from hyperpod_plugins.elastic.failures import cause, failure
 from hyperpod_plugins.elastic.incident import Incident
+from hyperpod_plugins.elastic.joining import world_or_none
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, BEGUN_KEY, GAVE_UP_KEY, RESTART_KEY, Ledger
 from hyperpod_plugins.elastic.logs import Sink
 from hyperpod_plugins.elastic.options import AgentOptions
@@ -138,6 +139,9 @@ class HyperPodAgent(SimpleElasticAgent):
         with contextlib.suppress(DistError):  # a node that has waited long enough may leave first, with its store
             if isinstance(handler, SlotRendezvous):
                 handler.finish()
+                if self._round.node not in handler.nodes():
+                    self.leave_rendezvous()  # the others go on without this one
+                    return
             self._await_all_nodes(_DONE, self._exit_barrier_timeout)
             self.leave_rendezvous()
             self._await_all_nodes(_LEFT, _LEAVE_S)
@@ -147,10 +151,11 @@ class HyperPodAgent(SimpleElasticAgent):
     def _await_all_nodes(self, what: str, timeout_s: float) -> None:
         self._ledger.put(f"{what}/{self._round.node}", b"1")
         deadline_s = time.monotonic() + timeout_s
-        waiting = set(range(self._round.num_nodes))
+        handler, there = self._worker_group.spec.rdzv_handler, set[int]()
         while time.monotonic() < deadline_s and self._ledger.find(_STOPPED) is None:
-            waiting = {node for node in waiting if self._ledger.find(f"{what}/{node}") is None}
-            if not waiting:
+            nodes = handler.nodes() if isinstance(handler, SlotRendezvous) else range(self._round.num_nodes)
+            there |= {node for node in nodes if node not in there and self._ledger.find(f"{what}/{node}") is not None}
+            if there.issuperset(nodes):
                 return
             time.sleep(self._options.monitor_interval_s)
 
@@ -221,7 +226,9 @@ class HyperPodAgent(SimpleElasticAgent):
         if code > 0 and self._ledger.find(BEGUN_KEY) is None:
             return "it failed by itself before the first step"
         if refusal is None:
-            others = set(range(self._worker_group.workers[0].world_size)) - {post.global_rank}
+            world = world_or_none(self._ledger)
+            places = range(self._worker_group.workers[0].world_size) if world is None else world.places
+            others = set(places) - {post.global_rank}
             if others and all(self._ledger.find(f"{_FINISHED}/{rank}") is not None for rank in sorted(others)):
                 return "all others have finished, and a new process would wait for them in vain"
         return refusal

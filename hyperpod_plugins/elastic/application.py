@@ -10,6 +10,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.endpoint import Endpoint
+from hyperpod_plugins.elastic.joining import terms_of
 from hyperpod_plugins.elastic.keeper import Keeper
 from hyperpod_plugins.elastic.ledger import Ledger
 from hyperpod_plugins.elastic.roster import Roster, name_of_round
@@ -98,6 +99,7 @@ class Application:
             claims=claims,
             has_entered=has_entered,
             can_absorb=claims is not None and can_absorb(self.ledger),
+            can_grow=claims is not None and terms_of(self.ledger) is not None,
         )
 
     def _act(self, decision: Decision, view: View) -> Seat | None:
@@ -110,6 +112,10 @@ class Application:
                 claim = claims[slot].next(self._keeper.node)
                 if self.roster.swap(self.number, slot, claims[slot], claim):
                     return self._seat(slot, claim, claims)  # nobody was faster
+            case Step.ADD:
+                claim = Claim(node=self._keeper.node, number=1)
+                if self.roster.add_slot(self.number, slot, claim):
+                    return Seat(number=self.number, slot=slot, num_slots=slot + 1, claim=claim, is_new=True)
             case Step.PROPOSE:
                 self.roster.settle(self.number, founders(view.candidates, self._policy))
             case Step.RENEW:

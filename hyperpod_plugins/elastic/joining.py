@@ -48,9 +48,7 @@ class Terms:
         """Inverse of `to_json`."""
         values: dict[str, Any] = json.loads(text)
         policy = values["policy"] | {"replica_sizes": tuple(values["policy"]["replica_sizes"])}
-        return cls(
-            policy=ElasticPolicy(**policy), replica_size=values["replica_size"], sizes=tuple(values["sizes"])
-        )
+        return cls(policy=ElasticPolicy(**policy), replica_size=values["replica_size"], sizes=tuple(values["sizes"]))
 
 
 def leave_terms(ledger: Ledger, terms: Terms) -> None:
@@ -76,14 +74,23 @@ def present_world(ledger: Ledger) -> World:
     Raises:
         RecoveryError: the founders have left nothing.
     """
-    number = ledger.world_number(ledger.generation())
-    world = ledger.world(number)
-    if world is not None:
-        return world
-    size = ledger.find(_FOUNDERS)
-    if size is None:
+    world = world_or_none(ledger)
+    if world is None:
         raise RecoveryError("the job has no founders whom a newcomer could join. Was its store restarted?")
-    return World.of_founders(int(size))
+    return world
+
+
+def takes_part(ledger: Ledger, place: int) -> bool:
+    """Whether the loss of the process in a place concerns the job: it is one of the present world."""
+    world = world_or_none(ledger)
+    return world is None or place in world.places
+
+
+def world_or_none(ledger: Ledger) -> World | None:
+    """`present_world`; None where the program takes no part in recovery."""
+    number = ledger.world_number(ledger.generation())
+    size = None if number else ledger.find(_FOUNDERS)
+    return ledger.world(number) if number else None if size is None else World.of_founders(int(size))
 
 
 def find_world(ledger: Ledger, place: int, incarnation: int) -> World:

@@ -35,11 +35,12 @@ from hyperpod_plugins.elastic.application import Application
 from hyperpod_plugins.elastic.endpoint import Endpoint, open_endpoint
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.inherited import Failed, hand_down, prepare
+from hyperpod_plugins.elastic.joining import takes_part
 from hyperpod_plugins.elastic.keeper import Keeper
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.roster import Closing, name_of_round
 from hyperpod_plugins.elastic.slots import Holding, Seat, SlotPolicy, policy_from
-from hyperpod_plugins.elastic.succession import can_absorb, vacate, write_up_node
+from hyperpod_plugins.elastic.succession import can_absorb, enroll, vacate, write_up_node
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 
@@ -145,11 +146,23 @@ class SlotRendezvous(RendezvousHandler):
         return self._apply().number
 
     def finish(self) -> None:
-        """Say that the workers of this node have come to a good end, so that nobody need take their place."""
-        seat = self._keeper.seat
-        if seat is not None and not self._is_done:
-            self._is_done = True
-            self._apply().roster.swap(seat.number, seat.slot, seat.claim, seat.claim.become(Holding.DONE))
+        """Say that the workers of this node have come to a good end, so that nobody need take their place.
+
+        A node that the job has done without leaves its slot to others.
+        """
+        seat, application = self._keeper.seat, self._apply()
+        if seat is None or self._is_done:
+            return
+        self._is_done = all(takes_part(application.ledger, place) for place in seat.ranks)
+        if not self._is_done:
+            self._keeper.seat = None
+        after = Holding.DONE if self._is_done else Holding.VACANT
+        application.roster.swap(seat.number, seat.slot, seat.claim, seat.claim.become(after))
+
+    def nodes(self) -> list[int]:
+        """Slots of the nodes that take part, or are done."""
+        claims = self._apply().roster.claims(self.round_number) or ()
+        return [slot for slot, claim in enumerate(claims) if claim.holding is not Holding.VACANT]
 
     # -- the beginning ------------------------------------------------------------------------------------------
 
@@ -190,7 +203,10 @@ class SlotRendezvous(RendezvousHandler):
             raise ConfigError(cause)
         first = seat.slot * num_workers
         ranks, incarnation = range(first, first + num_workers), 0
-        if seat.predecessor:
+        if seat.is_new:
+            logger.warning("this node takes the new slot %d, and waits until the job grows", seat.slot)
+            incarnation = enroll(application.ledger, ranks)
+        elif seat.predecessor:
             logger.warning("this node takes slot %d over from %s", seat.slot, seat.predecessor)
             incarnation = write_up_node(application.ledger, ranks, self._loss(seat))
         end = application.roster.round_end(seat.number - 1)

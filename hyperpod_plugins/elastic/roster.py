@@ -153,11 +153,20 @@ class Roster:
         changed = {int(slot) for slot in self._news(f"changes/{number}")}
         self._num_looks += 1
         if self._num_looks % _LOOKS_AT_ALL == 0:
-            changed = set(range(len(claims)))
-        keys = {f"slot/{number}/{slot}": slot for slot in changed}
-        for key, text in bulk.read_all(self._store, list(keys)).items():
-            claims[keys[key]] = Claim.from_json(text)
+            changed = set(range(len(claims) + 1))
+        changed |= set(range(len(claims), max(changed, default=-1) + 1))  # slots are added one after another
+        keys = [f"slot/{number}/{slot}" for slot in sorted(changed)]
+        found = bulk.read_all(self._store, keys)
+        for slot, key in zip(sorted(changed), keys, strict=True):
+            if key in found:
+                claims[slot : slot + 1] = [Claim.from_json(found[key])]
         return tuple(claims)
+
+    def add_slot(self, number: int, slot: int, claim: Claim) -> bool:
+        """Claim the slot that comes after those that there are; False if somebody was faster."""
+        is_mine = self._first(f"slot/{number}/{slot}", claim.to_json()) == claim.to_json()
+        self._append(f"changes/{number}", str(slot))
+        return is_mine
 
     def swap(self, number: int, slot: int, old: Claim, new: Claim) -> bool:
         """Put one claim in the place of another; False if that was no longer the last."""

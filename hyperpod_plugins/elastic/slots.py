@@ -1,7 +1,8 @@
 """Places for nodes: who holds which, and what a node does that wants one; pure.
 
-A job has as many slots as nodes took part when it began, and each slot the same ranks for as long as it lasts. A node
-holds a slot while its heart beats. One that has fallen silent is vacant, and whoever claims it next counts the claim.
+A job has as many slots as nodes took part when it began, and one more for each node that comes later to a program that
+grows. A slot has the same places for workers (see `world.py`) for as long as it lasts. A node holds a slot while its
+heart beats. One that has fallen silent is vacant, and whoever claims it next counts the claim.
 """
 
 import enum
@@ -111,8 +112,10 @@ class Seat:
     claim: Claim
     predecessor: str = ""
     """Who held it before; empty for a founder."""
+    is_new: bool = False
+    """Whether nobody held it before, and the job was running."""
     ranks: range = range(0)
-    """Global ranks of its workers; none before they are about to start."""
+    """Places of its workers; none before they are about to start."""
     incarnation: int = 0
     """Number of those workers in their places."""
 
@@ -129,6 +132,7 @@ class Step(enum.Enum):
     PROPOSE = "propose to begin with the nodes that are here"
     ENTER = "begin in the slot that one was given"
     CLAIM = "take a slot over while the others go on"
+    ADD = "take a slot that there was not yet, while the others go on"
     RENEW = "have all nodes begin again, for the running program cannot take newcomers in"
     REFUSE = "the others are done, and would not hear of a newcomer"
 
@@ -148,7 +152,9 @@ class View:
     has_entered: bool = False
     """Whether workers of this node have run in this round."""
     can_absorb: bool = False
-    """Whether the running program takes newcomers in."""
+    """Whether the running program takes newcomers in, for those that are lost."""
+    can_grow: bool = False
+    """Whether it takes in others, too."""
 
     @property
     def own_slot(self) -> int | None:
@@ -178,8 +184,11 @@ def next_step(view: View, policy: SlotPolicy) -> Decision:
         vacant = (number for number, claim in enumerate(view.claims) if claim.holding is Holding.VACANT)
         slot = next(vacant, None)
     if slot is None:
-        may_grow = len(view.claims) < policy.max_nodes and not view.can_absorb
-        return Decision(Step.RENEW if may_grow and not _some_are_done(view.claims) else Step.WAIT)
+        if len(view.claims) >= policy.max_nodes or _some_are_done(view.claims):
+            return Decision(Step.WAIT)
+        if not view.can_absorb:
+            return Decision(Step.RENEW)
+        return Decision(Step.ADD, len(view.claims)) if view.can_grow else Decision(Step.WAIT)
     if _some_are_done(view.claims):
         return Decision(Step.REFUSE, slot)
     return Decision(Step.CLAIM if view.can_absorb else Step.RENEW, slot)

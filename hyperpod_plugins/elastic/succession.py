@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hyperpod_plugins.elastic.incident import Incident
+from hyperpod_plugins.elastic.joining import takes_part
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, GAVE_UP_KEY, RESTART_KEY, Ledger
 from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget, no_further
 from hyperpod_plugins.elastic.roster import Closing, Roster, RoundEnd
@@ -30,11 +31,16 @@ def end_running(ledger: Ledger, incident: Incident, at_least: int = 0) -> int:
     return generation
 
 
+def enroll(ledger: Ledger, places: Sequence[int]) -> int:
+    """Count the first processes of a node that comes to a running job; returns the number that all of them get."""
+    return max(ledger.next_incarnation(place) for place in places)
+
+
 def write_up(ledger: Ledger, incident: Incident, at_least: int = 0) -> int:
     """Void the place of the process that `incident` is about; returns what `end_running` does."""
     ledger.next_incarnation(incident.rank)
     ledger.record_exit(incident)
-    return end_running(ledger, incident, at_least)
+    return end_running(ledger, incident, at_least) if takes_part(ledger, incident.rank) else at_least
 
 
 def write_up_node(ledger: Ledger, ranks: Sequence[int], incident: Incident) -> int:
@@ -54,7 +60,8 @@ def write_up_node(ledger: Ledger, ranks: Sequence[int], incident: Incident) -> i
         for gone in range(incarnation, number):
             ledger.record_exit(replace(incident, rank=rank, incarnation=gone))
     first = ranks.index(incident.rank) if incident.rank in ranks else 0
-    end_running(ledger, replace(incident, rank=ranks[first], incarnation=before[first]))
+    if any(takes_part(ledger, place) for place in ranks):
+        end_running(ledger, replace(incident, rank=ranks[first], incarnation=before[first]))
     return number
 
 
@@ -66,8 +73,8 @@ def vacate(roster: Roster, ledger: Ledger, seat: Seat, cause: str, reporter: str
     """
     if not roster.swap(seat.number, seat.slot, seat.claim, seat.claim.become(Holding.VACANT)):
         return False
-    if can_absorb(ledger):
-        rank = seat.slot * (roster.agreed_size(seat.number) or 0)
+    rank = seat.slot * (roster.agreed_size(seat.number) or 0)
+    if can_absorb(ledger) and takes_part(ledger, rank):
         end_running(ledger, Incident(kind="agent", cause=cause, rank=rank, reporter=reporter))
     return True
 

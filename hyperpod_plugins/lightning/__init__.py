@@ -2,7 +2,15 @@
 
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.datamodule import TokenDataConfig, TokenDataModule
+from hyperpod_plugins.lightning.elastic import ElasticTraining
 from hyperpod_plugins.lightning.faults import FaultInjection
 from hyperpod_plugins.lightning.strategy import HyperPodStrategy
 
-__all__ = ["CheckpointlessRecovery", "FaultInjection", "HyperPodStrategy", "TokenDataConfig", "TokenDataModule"]
+__all__ = [
+    "CheckpointlessRecovery",
+    "ElasticTraining",
+    "FaultInjection",
+    "HyperPodStrategy",
+    "TokenDataConfig",
+    "TokenDataModule",
+]

@@ -84,9 +84,22 @@ class LaunchedStrategy(ModelParallelStrategy):
 
     def __init__(self, *, comm: CommOptions, timeout_s: float) -> None:
         self._env = WorkerEnv.from_environ()
+        self._seat: tuple[int, int] | None = None
         self._num_nodes = 1
         self._comm = comm
         super().__init__(timeout=timedelta(seconds=timeout_s), process_group_backend="hyperpod")
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """Rank in the present world; the launcher's word on it holds for the first one."""
+        return super().global_rank if self._seat is None else self._seat[0]
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """Size of the present world."""
+        return super().world_size if self._seat is None else self._seat[1]
 
     @property
     def num_nodes(self) -> int:
@@ -137,4 +150,11 @@ class LaunchedStrategy(ModelParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off
-        init_dist_connection(self.cluster_environment, "hyperpod", timeout=self._timeout, pg_options=self._comm)
+        init_dist_connection(
+            self.cluster_environment,
+            "hyperpod",
+            global_rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+            pg_options=self._comm,
+        )

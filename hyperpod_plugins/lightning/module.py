@@ -25,7 +25,7 @@ def refuse_another_layout(module: LightningModule, mesh: DeviceMesh) -> None:
     """Raise where `module` was sharded over a mesh of other degrees: it would train on that one, and read for this."""
     earlier = module._device_mesh
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
-    if earlier is not None and is_sharded and earlier.shape != mesh.shape:
+    if earlier is not None and is_sharded and earlier.shape[1:] != mesh.shape[1:]:  # replicas come and go
         was, wanted = (" x ".join(map("{} {}".format, AXES, each.shape)) for each in (earlier, mesh))
         raise ConfigError(
             f"this {type(module).__name__} was sharded as {was} by an earlier Trainer, and this one asks for {wanted}. "

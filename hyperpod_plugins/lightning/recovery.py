@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.elastic.joining import find_world, found
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
-from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import ConfigError, StateLost
+from hyperpod_plugins.errors import ConfigError, RecoveryError, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
+from hyperpod_plugins.lightning.elastic import Elasticity, ElasticTraining
 from hyperpod_plugins.lightning.fits import fits
 from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, TrainerFn, TrainerStatus
 from hyperpod_plugins.lightning.loggers import continue_runs, keep_rows, name_runs
@@ -28,6 +29,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
     begin_afresh,
     finish_epoch,
+    forget_loaders,
     forget_logged_metrics,
     is_epoch_end,
     is_epoch_start,
@@ -58,13 +60,26 @@ _SNAPSHOT_EVERY_STEPS = 20  # where nothing else has the state of a rank
 class TrainerRecovery:
     """Membership, transaction and trainer state of one strategy's process."""
 
-    def __init__(self, options: CheckpointlessRecovery, job: JobEnv, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        options: CheckpointlessRecovery,
+        elastic: ElasticTraining | None,
+        job: JobEnv,
+        *,
+        place: int,
+        world_size: int,
+    ) -> None:
         self.options = options
-        world = World.of_founders(world_size)
-        self.member = Member(job, place=rank, world=world, policy=options.membership, hangs=options.hangs)
+        ledger = Ledger.connect(job)
+        world = find_world(ledger, place, job.incarnation) if job.is_newcomer else found(ledger, world_size)
+        self.elastic = None if elastic is None else Elasticity(elastic, ledger)
+        """How the job changes its size; None for one that does not."""
+        self.member = Member(job, place=place, world=world, policy=options.membership, hangs=options.hangs)
         self.member.start()
-        self.saved = SavedCheckpoints(Ledger.connect(job)) if rank == 0 else None
+        self.saved = SavedCheckpoints(Ledger.connect(job)) if self.member.rank == 0 else None
         """Where rank 0 writes down which checkpoints there are."""
+        self.has_moved = False
+        """Whether this process belongs to another world than when it entered the loops last."""
         self._begins_at = NO_STATE
         self._owes = ""
         self._broadcasts = 0
@@ -80,7 +95,7 @@ class TrainerRecovery:
         self._entered_with: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, trainer: Trainer, *, rank: int, world_size: int) -> "TrainerRecovery | None":
+    def of(cls, trainer: Trainer, *, place: int, world_size: int) -> "TrainerRecovery | None":
         """Recovery as the trainer's callback wants it, or None where there is no agent or it is not wanted.
 
         It is over when the first `fit` of this process is. A replacement begins with the program's first line, so it
@@ -106,7 +121,17 @@ class TrainerRecovery:
                     stacklevel=2,
                 )
             return None
-        return cls(options, job, rank=rank, world_size=world_size) if options.enabled else None
+        elastic = next((callback for callback in callbacks if isinstance(callback, ElasticTraining)), None)
+        return cls(options, elastic, job, place=place, world_size=world_size) if options.enabled else None
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """Rank and world size of this process."""
+        return self.member.rank, self.member.world.size
+
+    def may_snapshot(self, topology: Topology) -> bool:
+        """Whether there are to be snapshots, in this world or in another one."""
+        return self.elastic is not None or self.options.snapshots(topology).every_steps > 0
 
     @property
     def is_apart(self) -> bool:
@@ -240,6 +265,7 @@ class TrainerRecovery:
             if not self._window.is_empty:
                 self._window.undo()
         breaker.part()
+        self._move(trainer)
         self._broadcasts = 0
         if self.member.committed == 0:
             begin_afresh(trainer)
@@ -251,6 +277,26 @@ class TrainerRecovery:
         trainer.fit_loop.teardown()
         trainer._logger_connector.teardown()
         trainer._signal_connector.teardown()
+
+    def _move(self, trainer: Trainer) -> None:
+        """Belong to the next world, if there is another one.
+
+        Raises:
+            SystemExit: this process is no part of it.
+        """
+        world = self.member.next_world()
+        self.has_moved = world.number != self.member.world.number
+        if not self.has_moved:
+            return
+        if self.member.job.is_newcomer and self.member.committed == NO_STATE:
+            raise RecoveryError(f"{self.member.world} has changed before this process was part of it; begin again")
+        if world.rank_of(self.member.place) is None:
+            log.warning("%s, and goes on without this process", world.cause)
+            self.member.leave()
+            raise SystemExit(0)
+        self.member.move(world)
+        self._snapshots = None
+        forget_loaders(trainer)
 
     def _stop_outside(self, number: int) -> None:
         self.member.stop(number, in_step=False, trainer=self._description)
@@ -310,6 +356,8 @@ class TrainerRecovery:
         if not self.is_apart and not self._is_checked:
             refuse_unreadable(trainer)
             self._is_checked = True
+        if self.elastic is not None and not self.is_apart:
+            self.elastic.open()
         if self._starts_epoch:
             trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run: it is not resumed
         if self._ends_epoch:

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from hyperpod_plugins.parallel import (
     parallelize,
 )
 from hyperpod_plugins.parallel.local_update import step_locally
+from hyperpod_plugins.parallel.mesh import move_groups
 from hyperpod_plugins.parallel.shard import reshard, sharded_parts, without_replica_sync
 
 
@@ -134,27 +136,41 @@ class HyperPodStrategy(SavingStrategy):
         trainer = self.lightning_module.trainer
         if self._recovery is None:
             env = self._env
-            self._recovery = TrainerRecovery.of(trainer, rank=env.global_rank, world_size=env.world_size)
+            self._recovery = TrainerRecovery.of(trainer, place=env.global_rank, world_size=env.world_size)
             self._checkpoints.saved = None if self._recovery is None else self._recovery.saved
+        if self._recovery is not None:
+            self._seat = self._recovery.seat
         self._join()
         if self._recovery is not None and self._recovery.is_apart:
             self._recovery.without_barriers(trainer)
             if self._recovery.is_newcomer:
                 self._recovery.continue_runs(trainer)
-        self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
+        self._topology = self._lay_out()
         if self.global_rank == 0:
             warn_of_placement(self._topology)
+        if self._recovery is not None and self._recovery.has_moved:
+            move_groups(self._topology, self.global_rank)
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
         self._data_group = build_data_group(self._topology)
         if self._recovery is not None:  # a group that is made later would be missing in a newcomer
             role = GroupRole(SAVING_GROUP, is_strict=True)
             self._checkpoints.group = new_axis_group(role, range(self.world_size))
-            if self._recovery.options.snapshots(self._topology).every_steps:
+            if self._recovery.may_snapshot(self._topology):
                 role = GroupRole("snapshot", is_strict=True)
                 self._snapshot_group = new_axis_group(role, range(self.world_size))
         refuse_another_layout(self.lightning_module, self._device_mesh)
         refuse_weight_averaging(trainer)
         self.lightning_module._device_mesh = self._device_mesh
+
+    def _lay_out(self) -> Topology:
+        """The degrees in the present world; those within a replica stay what they were in the first one."""
+        elastic = None if self._recovery is None else self._recovery.elastic
+        size = self.world_size if elastic is None else elastic.replica_size or self.world_size
+        first = self.config.topology(size, ranks_per_node=self.num_processes)
+        topology = replace(first, world_size=self.world_size)
+        if elastic is not None:
+            elastic.enter(topology, self.lightning_module.trainer)
+        return topology
 
     @contextmanager
     @override

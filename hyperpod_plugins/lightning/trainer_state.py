@@ -250,6 +250,12 @@ def forget_logged_metrics(results: dict[str, Any]) -> None:
         result.reset()
 
 
+def forget_loaders(trainer: Trainer) -> None:
+    """Have the loaders made again, for another world."""
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop._combined_loader = None
+
+
 def begin_afresh(trainer: Trainer) -> None:
     """Set the loops back to where `fit` begins."""
     loop = trainer.fit_loop

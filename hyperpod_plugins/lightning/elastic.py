@@ -1,0 +1,91 @@
+"""What a user may choose about a job that changes its size, and what a Trainer does when it has another one."""
+
+from typing import Any
+
+from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.elastic.joining import Terms, leave_terms, terms_of
+from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.rescale import plan_batch
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.flavour import Callback, Trainer
+from hyperpod_plugins.parallel import Topology
+
+
+class ElasticTraining(Callback):
+    """Let the job grow and shrink by whole replicas while it runs; every optimizer step keeps its global batch.
+
+    Needs `hyperpodrun` or `torchrun --rdzv-backend=hyperpod`, with `--nnodes=MIN:MAX`, and loaders that count their
+    position in samples: a `TokenDataModule`, or a `StatefulLoader` over an `ElasticSampler`. The Trainer's
+    `accumulate_grad_batches` follows from the sizes below, whatever it was.
+
+    Args:
+        global_batch_size: samples of one optimizer step, over all ranks; the same for every number of replicas.
+        micro_batch_size: most samples of one rank in one forward and backward pass.
+        policy: limits on the number of replicas, and how soon it changes. Default: any number.
+        **limits: fields of `ElasticPolicy`, instead of `policy`.
+
+    Raises:
+        ConfigError: impossible limits or sizes.
+    """
+
+    def __init__(
+        self, *, global_batch_size: int, micro_batch_size: int, policy: ElasticPolicy | None = None, **limits: Any
+    ) -> None:
+        if policy is not None and limits:
+            raise ConfigError(f"give ElasticTraining a policy, or limits ({', '.join(limits)}), not both.")
+        if min(global_batch_size, micro_batch_size) < 1:
+            raise ConfigError(
+                f"global_batch_size and micro_batch_size must be at least 1, but are {global_batch_size} and "
+                f"{micro_batch_size}."
+            )
+        limits = {"max_replicas": global_batch_size} | limits
+        try:
+            self.policy = policy or ElasticPolicy(**limits)
+        except TypeError as error:
+            raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the limits there are.") from None
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+
+
+class Elasticity:
+    """`ElasticTraining` at work in one process."""
+
+    def __init__(self, options: ElasticTraining, ledger: Ledger) -> None:
+        self._options = options
+        self._ledger = ledger
+        known = terms_of(ledger)
+        self.replica_size = 0 if known is None else known.replica_size
+        """Ranks of one replica; 0 until the first world has been laid out."""
+        self._topology: Topology | None = None
+
+    def enter(self, topology: Topology, trainer: Trainer) -> None:
+        """Share the global batch out among the ranks of a world.
+
+        Raises:
+            ConfigError: it cannot be, or the world is smaller or larger than the limits allow.
+        """
+        options = self._options
+        self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
+        allowed = options.policy.serving(
+            global_batch_size=options.global_batch_size,
+            ranks_per_replica=topology.shard_degree,
+            max_micro_batch=options.micro_batch_size,
+        )
+        if topology.replicate_degree not in allowed:
+            raise ConfigError(
+                f"the job has {topology.replicate_degree} replicas of {self.replica_size} ranks, and ElasticTraining "
+                f"allows {list(allowed)}. Start another number of processes, or change its limits."
+            )
+        split = plan_batch(options.global_batch_size, topology.data_degree, options.micro_batch_size)
+        trainer.accumulate_grad_batches = split.micro_steps
+
+    def open(self) -> None:
+        """Let others come in from now on."""
+        topology, options = self._topology, self._options
+        assert topology is not None
+        sizes = options.policy.serving(
+            global_batch_size=options.global_batch_size,
+            ranks_per_replica=topology.shard_degree,
+            max_micro_batch=options.micro_batch_size,
+        )
+        leave_terms(self._ledger, Terms(policy=options.policy, replica_size=self.replica_size, sizes=sizes))

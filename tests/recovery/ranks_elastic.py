@@ -1,0 +1,116 @@
+# ruff: noqa: E402 (warnings are off before the imports that would give them)
+"""A Lightning program that grows and shrinks while it runs; it writes down which samples each committed step had."""
+
+import os
+import time
+import warnings
+
+warnings.filterwarnings("ignore")
+
+import lightning.pytorch as pl
+import torch
+from faults import Faults
+from torch import nn
+
+from hyperpod_plugins.lightning import (
+    CheckpointlessRecovery,
+    ElasticTraining,
+    HyperPodStrategy,
+    TokenDataConfig,
+    TokenDataModule,
+)
+
+torch.set_num_threads(1)
+WIDTH, BATCH, MICRO_BATCH = 16, 12, 4
+faults = Faults()
+
+
+def option(name, default):
+    return type(default)(os.environ.get(name, default))
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        self.ids, self.loss = [], 0.0
+
+    def training_step(self, batch, index):
+        faults.at("forward", self.global_step)
+        time.sleep(option("STEP_S", 0.0))
+        if index % self.trainer.accumulate_grad_batches == 0:
+            self.ids, self.loss = [], 0.0
+        ids = batch["input_ids"]
+        x = torch.sin(ids * torch.arange(1, WIDTH + 1) / 7.0)
+        loss = (self.net(x) - x.flip(1)).square().mean()
+        self.ids += ids.flatten().tolist()
+        self.loss += float(loss.detach()) * len(ids)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer.register_step_post_hook(self.committed)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def committed(self, *_):
+        faults.note(
+            kind="step",
+            step=self.global_step,
+            rank=self.global_rank,
+            size=self.trainer.world_size,
+            ids=self.ids,
+            loss=self.loss,
+            at_s=time.time(),
+        )
+
+
+def local(tensor):
+    whole = tensor.detach()
+    return (whole.to_local() if hasattr(whole, "to_local") else whole).clone()
+
+
+def main():
+    pl.seed_everything(1, verbose=False)
+    module = Module()
+    recovery = CheckpointlessRecovery(verify=True, replacement_timeout_s=30.0, hang_timeout_s=10.0)
+    elastic = ElasticTraining(
+        global_batch_size=BATCH,
+        micro_batch_size=MICRO_BATCH,
+        max_replicas=4,
+        scaling_timeout_s=option("SCALING_S", 0.0),
+        faulty_scale_down_timeout_s=option("SHRINK_S", 30.0),
+    )
+    data = TokenDataModule(
+        os.environ["TOKENS"],
+        config=TokenDataConfig(sequence_length=1, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH),
+    )
+    trainer = pl.Trainer(
+        strategy=HyperPodStrategy(hybrid_shard_degree=option("SHARDS", 1)),
+        accelerator="cpu",
+        max_steps=option("STEPS", 40),
+        logger=False,
+        callbacks=[recovery, elastic],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    (optimizer,) = trainer.optimizers
+    state = {name: local(value) for name, value in module.named_parameters()}
+    for number, values in enumerate(optimizer.state.values()):
+        state |= {f"{number}.{key}": local(value) for key, value in values.items()}
+    result = {
+        "state": state,
+        "step": trainer.global_step,
+        "size": trainer.world_size,
+        "rank": trainer.global_rank,
+        "lr": optimizer.param_groups[0]["lr"],
+        "repairs": [str(repair) for repair in recovery.repairs],
+        "lasted_s": [repair.total_s for repair in recovery.repairs],
+    }
+    torch.save(result, faults.folder / f"result-{faults.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
