@@ -13,6 +13,7 @@ import contextlib
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch.distributed.elastic.utils.logging import get_logger
 from hyperpod_plugins.elastic.crew import Crew, Phase, Post
 from hyperpod_plugins.elastic.failures import cause, failure
 from hyperpod_plugins.elastic.incident import Incident
-from hyperpod_plugins.elastic.joining import world_or_none
+from hyperpod_plugins.elastic.joining import give_notice, world_or_none
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, BEGUN_KEY, GAVE_UP_KEY, RESTART_KEY, Ledger
 from hyperpod_plugins.elastic.logs import Sink
 from hyperpod_plugins.elastic.options import AgentOptions
@@ -124,6 +125,10 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """`timeout` is torch's idea; ours is in the options, and the same."""
+        if self.stopped is None and self._round.num_nodes > 1:
+            with contextlib.suppress(DistError):
+                for post in self._crew.posts:
+                    give_notice(self._ledger, post.global_rank, post.incarnation)
         for post, code in self._stop(death_sig):
             if code != 0 and self.stopped is None and self._round.num_nodes > 1:
                 with contextlib.suppress(DistError):
@@ -136,7 +141,9 @@ class HyperPodAgent(SimpleElasticAgent):
     def _exit_barrier(self) -> None:
         """Wait until the workers of all nodes are done, for the stores are needed until then, and leave together."""
         handler = self._worker_group.spec.rdzv_handler
+        num_nodes = self._round.num_nodes
         with contextlib.suppress(DistError):  # a node that has waited long enough may leave first, with its store
+            num_nodes = len(self._nodes())
             if isinstance(handler, SlotRendezvous):
                 handler.finish()
                 if self._round.node not in handler.nodes():
@@ -145,19 +152,24 @@ class HyperPodAgent(SimpleElasticAgent):
             self._await_all_nodes(_DONE, self._exit_barrier_timeout)
             self.leave_rendezvous()
             self._await_all_nodes(_LEFT, _LEAVE_S)
-        if self._round.node == 0 and self._round.num_nodes > 1:
+        if self._round.node == 0 and num_nodes > 1:
             time.sleep(2 * self._options.monitor_interval_s)  # the others still look for the last `_LEFT`
 
     def _await_all_nodes(self, what: str, timeout_s: float) -> None:
         self._ledger.put(f"{what}/{self._round.node}", b"1")
         deadline_s = time.monotonic() + timeout_s
-        handler, there = self._worker_group.spec.rdzv_handler, set[int]()
+        there = set[int]()
         while time.monotonic() < deadline_s and self._ledger.find(_STOPPED) is None:
-            nodes = handler.nodes() if isinstance(handler, SlotRendezvous) else range(self._round.num_nodes)
+            nodes = self._nodes()
             there |= {node for node in nodes if node not in there and self._ledger.find(f"{what}/{node}") is not None}
             if there.issuperset(nodes):
                 return
             time.sleep(self._options.monitor_interval_s)
+
+    def _nodes(self) -> Sequence[int]:
+        """Those that take part now, or are done."""
+        handler = self._worker_group.spec.rdzv_handler
+        return handler.nodes() if isinstance(handler, SlotRendezvous) else range(self._round.num_nodes)
 
     def leave_rendezvous(self) -> None:
         """Close the rendezvous, once: nobody is to join any more."""

@@ -1,4 +1,4 @@
-"""How a process that is no part of the world comes into it.
+"""How a process that is no part of the world comes into it, and how the world goes on without those it has lost.
 
 The founders leave the terms on which the job may grow. Whoever comes later says so, and as soon as there are enough for
 whole replicas, and the policy lets the job grow, one of those that wait plans the next world. Those in the plan set
@@ -8,13 +8,15 @@ make way between two steps.
 
 import json
 import logging
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, Ledger
 from hyperpod_plugins.elastic.policy import ElasticPolicy, ReplicaView, next_size
+from hyperpod_plugins.elastic.restarts import NOT_NEEDED
 from hyperpod_plugins.elastic.world import World, regroup
 from hyperpod_plugins.errors import RecoveryError
 
@@ -22,9 +24,12 @@ log = logging.getLogger(__name__)
 
 _FOUNDERS = "founders"  # value: the size of the first world
 _TERMS = "elastic"  # value: `Terms`
-_CANDIDATE = "candidate"  # count, and value NUMBER: a place whose process wants to come in
+_CANDIDATE = "candidate"  # count, and value NUMBER: place and number of a process that wants to come in, and the world
+_LEAVING = "leaving"  # value PLACE: the number of the process there, which has got notice
 _WANTED = "wanted_world"  # value: number of the planned world that is ready
 _POLL_S = 0.05
+_SPARE_AFTER_S = 3.0
+"""An agent replaces a process within less; after that, one that waits takes its place."""
 _SET_UP_S = 120.0
 """Time from a plan until all in it must be ready; then those that are plan again."""
 
@@ -109,7 +114,7 @@ def find_world(ledger: Ledger, place: int, incarnation: int) -> World:
             f"place {place} lies outside of a world of {world.size} ranks, and the job does not change its size. Use "
             "the callback ElasticTraining where it should."
         )
-    ledger.put(f"{_CANDIDATE}/{ledger.count(_CANDIDATE, 1)}", f"{place} {incarnation}".encode())
+    stand(ledger, place, incarnation, world)
     log.warning("place %d waits until the job grows", place)
     came_s = changed_s = time.monotonic()
     num_waiting, number = 0, world.number
@@ -124,7 +129,8 @@ def find_world(ledger: Ledger, place: int, incarnation: int) -> World:
         now_s, waiting = time.monotonic(), _candidates(ledger, world)
         if len(waiting) != num_waiting:
             num_waiting, came_s = len(waiting), now_s
-        if planned is None or planned.number <= world.number or now_s - changed_s > _SET_UP_S:
+        is_over = planned is None or planned.number <= world.number or now_s - changed_s > _SET_UP_S
+        if is_over or (planned is not None and not _can_begin(ledger, planned, world)):
             _plan(ledger, terms, world, max(number, world.number), waiting, now_s - came_s)
             changed_s = now_s
         time.sleep(_POLL_S)
@@ -134,8 +140,7 @@ def await_turn(ledger: Ledger, world: World, place: int, incarnation: int) -> No
     """Say that a process is set up for a planned world, and wait until that world takes over.
 
     Raises:
-        RecoveryError: another plan has taken the place of this one.
-        SystemExit: the job has come to its end.
+        SystemExit: the job has come to its end, or the plan is void; then another process begins again in this place.
     """
     if present_world(ledger).number >= world.number:
         return
@@ -144,8 +149,10 @@ def await_turn(ledger: Ledger, world: World, place: int, incarnation: int) -> No
         if ledger.find(ARMED_KEY) is None:
             raise SystemExit(0)
         newest = _newest_plan(ledger, world.number)
-        if newest is not None and newest.number > world.number:
-            raise RecoveryError(f"world {newest.number} was planned in the place of world {world.number}; begin again")
+        is_superseded = newest is not None and newest.number > world.number
+        if is_superseded or not _can_begin(ledger, world, before):
+            log.warning("the plan of world %d is void, for a process that was to come in was lost", world.number)
+            raise SystemExit(NOT_NEEDED)
         if wanted_world(ledger) < world.number and _are_ready(ledger, world, before):
             ledger.put(_WANTED, str(world.number).encode())
         time.sleep(_POLL_S)
@@ -154,6 +161,56 @@ def await_turn(ledger: Ledger, world: World, place: int, incarnation: int) -> No
 def wanted_world(ledger: Ledger) -> int:
     """Number of the planned world whose newcomers are all ready; 0 for none."""
     return int(ledger.find(_WANTED) or 0)
+
+
+def give_notice(ledger: Ledger, place: int, incarnation: int) -> None:
+    """Say that a process is about to leave for good, so that nobody waits for its replacement."""
+    ledger.put(_leaving(place), str(incarnation).encode())
+
+
+def world_without(
+    ledger: Ledger, terms: Terms, world: World, missing: Mapping[int, int], waited_s: float
+) -> World | None:
+    """Plan the world that goes on without those of its places that are missing; None to wait for replacements.
+
+    Processes that wait to come in take the places of lost ones, if no agent has replaced those within moments.
+    Otherwise the job shrinks, as soon as the policy allows it, or at once where all that are missing had given notice.
+
+    Args:
+        ledger: of the job.
+        terms: of the job.
+        world: the present one.
+        missing: places of it without a process, and the number of the process that is to come.
+        waited_s: how long they have been missing, in seconds.
+
+    Raises:
+        StateLost: nobody that is left holds a part of the state.
+    """
+    noticed = ledger.find_all([_leaving(place) for place in missing])
+    have_left = all(int(noticed.get(_leaving(place), "-2")) >= number - 1 for place, number in missing.items())
+    if waited_s < _SPARE_AFTER_S and not have_left:
+        return None
+    size, now = terms.replica_size, world.size // terms.replica_size
+    healthy = set(world.places).difference(missing)
+    waiting = _candidates(ledger, world)
+    if len(waiting) >= len(missing):
+        target, cause = now, f"processes that waited take the places of {len(missing)} lost ones"
+    else:
+        whole = min(sum(place in healthy for place in world.places[index::size]) for index in range(size))
+        view = ReplicaView(now=now, healthy=whole, since_loss_s=math.inf if have_left else waited_s)
+        target = next_size(view, terms.policy, terms.sizes)
+        cause = f"the job shrinks from {now} to {target} replicas"
+        if target >= now:
+            return None
+    newest = _newest_plan(ledger, world.number) or world
+    base = replace(world, number=max(newest.number, world.number))
+    return ledger.propose_world(
+        regroup(base, healthy=healthy, joining=waiting, num_replicas=target, replica_size=size, cause=cause)
+    )
+
+
+def _leaving(place: int) -> str:
+    return f"{_LEAVING}/{place}"
 
 
 def _plan(
@@ -167,7 +224,7 @@ def _plan(
     target = next_size(view, terms.policy, terms.sizes)
     if target <= now:
         return
-    base = World(places=world.places, number=number)
+    base = replace(world, number=number)
     cause = f"the job grows from {now} to {target} replicas"
     planned = regroup(
         base,
@@ -187,13 +244,34 @@ def _newest_plan(ledger: Ledger, at_least: int) -> World | None:
     return newest
 
 
+def stand(ledger: Ledger, place: int, incarnation: int, world: World) -> None:
+    """Say that a process outside of a world wants to come in."""
+    ledger.put(f"{_CANDIDATE}/{ledger.count(_CANDIDATE, 1)}", f"{place} {incarnation} {world.number}".encode())
+
+
 def _candidates(ledger: Ledger, world: World) -> list[int]:
-    """Places outside of a world whose living process has said that it wants to come in."""
+    """Places outside of a world whose living process has said that it wants to come in, and was not in since."""
     names = [f"{_CANDIDATE}/{number}" for number in range(1, ledger.count(_CANDIDATE) + 1)]
-    said = {tuple(map(int, text.split())) for text in ledger.find_all(names).values()}
+    said: dict[tuple[int, int], int] = {}
+    for text in ledger.find_all(names).values():
+        place, incarnation, since = map(int, text.split())
+        said[place, incarnation] = since
     places = sorted({place for place, _ in said} - set(world.places))
     living = ledger.incarnations(places)
-    return [place for place, incarnation in zip(places, living, strict=True) if (place, incarnation) in said]
+    waiting = [each for each in zip(places, living, strict=True) if each in said]
+    first = min((said[each] for each in waiting), default=world.number)
+    former = {n: known for n in range(first + 1, world.number) if (known := ledger.world(n)) is not None}
+    return [
+        place
+        for place, incarnation in waiting
+        if not any(place in known.places for n, known in former.items() if n > said[place, incarnation])
+    ]
+
+
+def _can_begin(ledger: Ledger, planned: World, before: World) -> bool:
+    """Whether all that are to come in with a planned world still wait."""
+    waiting = _candidates(ledger, before)
+    return all(place in before.places or place in waiting for place in planned.places)
 
 
 def _are_ready(ledger: Ledger, world: World, before: World) -> bool:

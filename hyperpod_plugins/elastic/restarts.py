@@ -14,6 +14,9 @@ from hyperpod_plugins.errors import ConfigError
 GAVE_UP = 65
 """Exit code of a worker whose own recovery found no way on: it is not replaced, and the job ends."""
 
+NOT_NEEDED = 66
+"""Exit code of a worker without which the job goes on: another one takes its place, and waits until the job grows."""
+
 _OWN_FAULTS = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 
 
@@ -57,6 +60,8 @@ class RestartBudget:
         """
         if code == GAVE_UP:
             return f"exit code {GAVE_UP} says that its own recovery gave up"
+        if code == NOT_NEEDED:
+            return None
         early = uptime_s < self.policy.early_s and (code > 0 or code in _OWN_FAULTS)
         self._early_faults = self._early_faults + 1 if early else 0
         while self._restarts_s and now_s - self._restarts_s[0] > self.policy.window_s:

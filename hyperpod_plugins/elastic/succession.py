@@ -33,7 +33,7 @@ def end_running(ledger: Ledger, incident: Incident, at_least: int = 0) -> int:
 
 def enroll(ledger: Ledger, places: Sequence[int]) -> int:
     """Count the first processes of a node that comes to a running job; returns the number that all of them get."""
-    return max(ledger.next_incarnation(place) for place in places)
+    return max((ledger.next_incarnation(place) for place in places), default=0)
 
 
 def write_up(ledger: Ledger, incident: Incident, at_least: int = 0) -> int:
@@ -73,9 +73,14 @@ def vacate(roster: Roster, ledger: Ledger, seat: Seat, cause: str, reporter: str
     """
     if not roster.swap(seat.number, seat.slot, seat.claim, seat.claim.become(Holding.VACANT)):
         return False
-    rank = seat.slot * (roster.agreed_size(seat.number) or 0)
-    if can_absorb(ledger) and takes_part(ledger, rank):
-        end_running(ledger, Incident(kind="agent", cause=cause, rank=rank, reporter=reporter))
+    size = roster.agreed_size(seat.number) or 0
+    places = range(seat.slot * size, (seat.slot + 1) * size)
+    if not can_absorb(ledger):
+        return True
+    if any(takes_part(ledger, place) for place in places):
+        end_running(ledger, Incident(kind="agent", cause=cause, rank=places.start, reporter=reporter))
+    else:
+        enroll(ledger, places)  # nobody is to count on processes that only waited
     return True
 
 

@@ -45,7 +45,7 @@ class World(Line):
     def from_json(cls, text: str | bytes) -> Self:
         """Inverse of `to_json`."""
         values = json.loads(text)
-        return cls(**{**values, "places": tuple(values["places"])})
+        return cls(places=tuple(values["places"]), number=values["number"], cause=values["cause"])
 
 
 def regroup(
@@ -61,6 +61,7 @@ def regroup(
 
     A rank's index within its replica says which part of the state it holds. It keeps that index, and its replica where
     that stays whole; places in broken replicas fill the gaps of others; what joins takes the gaps that are left.
+    Replicas keep their order, so the first rank changes only where its process is lost.
 
     Args:
         world: the present one.
@@ -102,6 +103,7 @@ def regroup(
             row.append(fillers.pop(0) if spare is None else spare)
             used.add(row[-1])
         rows.append(row)
+    rows.sort(key=lambda row: min(world.places.index(place) if place in healthy else world.size for place in row))
     return World(places=tuple(place for row in rows for place in row), number=world.number + 1, cause=cause)
 
 

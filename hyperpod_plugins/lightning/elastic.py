@@ -1,5 +1,6 @@
 """What a user may choose about a job that changes its size, and what a Trainer does when it has another one."""
 
+from dataclasses import replace
 from typing import Any
 
 from hyperpod_plugins.elastic import Ledger
@@ -8,7 +9,7 @@ from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rescale import plan_batch
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.flavour import Callback, Trainer
-from hyperpod_plugins.parallel import Topology
+from hyperpod_plugins.parallel import ParallelConfig, Topology
 
 
 class ElasticTraining(Callback):
@@ -58,34 +59,36 @@ class Elasticity:
         """Ranks of one replica; 0 until the first world has been laid out."""
         self._topology: Topology | None = None
 
-    def enter(self, topology: Topology, trainer: Trainer) -> None:
-        """Share the global batch out among the ranks of a world.
+    def lay_out(self, config: ParallelConfig, world_size: int, ranks_per_node: int, trainer: Trainer) -> Topology:
+        """The degrees in a world, and the shares of the global batch; within a replica nothing ever changes.
 
         Raises:
-            ConfigError: it cannot be, or the world is smaller or larger than the limits allow.
+            DegreeError: the world does not consist of whole replicas.
+            ConfigError: the batch cannot be shared out, or the world is smaller or larger than the limits allow.
         """
         options = self._options
+        first = config.topology(self.replica_size or world_size, ranks_per_node=ranks_per_node)
+        topology = replace(first, world_size=world_size)
         self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
-        allowed = options.policy.serving(
-            global_batch_size=options.global_batch_size,
-            ranks_per_replica=topology.shard_degree,
-            max_micro_batch=options.micro_batch_size,
-        )
-        if topology.replicate_degree not in allowed:
+        if topology.replicate_degree not in self._sizes(topology):
             raise ConfigError(
                 f"the job has {topology.replicate_degree} replicas of {self.replica_size} ranks, and ElasticTraining "
-                f"allows {list(allowed)}. Start another number of processes, or change its limits."
+                f"allows {list(self._sizes(topology))}. Start another number of processes, or change its limits."
             )
         split = plan_batch(options.global_batch_size, topology.data_degree, options.micro_batch_size)
         trainer.accumulate_grad_batches = split.micro_steps
+        return topology
 
     def open(self) -> None:
         """Let others come in from now on."""
-        topology, options = self._topology, self._options
-        assert topology is not None
-        sizes = options.policy.serving(
+        assert self._topology is not None
+        sizes = self._sizes(self._topology)
+        leave_terms(self._ledger, Terms(policy=self._options.policy, replica_size=self.replica_size, sizes=sizes))
+
+    def _sizes(self, topology: Topology) -> tuple[int, ...]:
+        options = self._options
+        return options.policy.serving(
             global_batch_size=options.global_batch_size,
             ranks_per_replica=topology.shard_degree,
             max_micro_batch=options.micro_batch_size,
         )
-        leave_terms(self._ledger, Terms(policy=options.policy, replica_size=self.replica_size, sizes=sizes))

@@ -5,7 +5,6 @@
 
 import io
 import logging
-import warnings
 from collections.abc import Callable
 from pathlib import PosixPath, PurePosixPath
 from typing import Any
@@ -13,16 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import abandon_broken, breaker
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.joining import find_world, found
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
+from hyperpod_plugins.elastic.restarts import NOT_NEEDED
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import ConfigError, RecoveryError, StateLost
+from hyperpod_plugins.errors import ConfigError, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.elastic import Elasticity, ElasticTraining
 from hyperpod_plugins.lightning.fits import fits
-from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, TrainerFn, TrainerStatus
+from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, TrainerStatus
 from hyperpod_plugins.lightning.loggers import continue_runs, keep_rows, name_runs
 from hyperpod_plugins.lightning.rest import RestOfEpoch
 from hyperpod_plugins.lightning.trainer_state import (
@@ -54,7 +54,6 @@ from hyperpod_plugins.recovery import (
 )
 
 log = logging.getLogger(__name__)
-_SNAPSHOT_EVERY_STEPS = 20  # where nothing else has the state of a rank
 
 
 class TrainerRecovery:
@@ -93,36 +92,6 @@ class TrainerRecovery:
         self._snapshots: Snapshots | None = None
         self._returned: Snapshot | None = None
         self._entered_with: dict[str, Any] = {}
-
-    @classmethod
-    def of(cls, trainer: Trainer, *, place: int, world_size: int) -> "TrainerRecovery | None":
-        """Recovery as the trainer's callback wants it, or None where there is no agent or it is not wanted.
-
-        It is over when the first `fit` of this process is. A replacement begins with the program's first line, so it
-        could not come to the aid of a later one.
-        """
-        callbacks: list[Any] = vars(trainer)["callbacks"]
-        chosen = [callback for callback in callbacks if isinstance(callback, CheckpointlessRecovery)]
-        job = JobEnv.from_environ()
-        if job is None:
-            if chosen and chosen[0].enabled:
-                warnings.warn(
-                    "CheckpointlessRecovery has no agent that would replace a lost process, so it does nothing. Start "
-                    "the program with `hyperpodrun` instead of `torchrun` or `python`.",
-                    stacklevel=2,
-                )
-            return None
-        options = chosen[0] if chosen else CheckpointlessRecovery()
-        if fits.is_over:
-            if options.enabled and trainer.state.fn == TrainerFn.FITTING:
-                warnings.warn(
-                    "only the first fit of a program is repaired in place: from now on the loss of a process ends the "
-                    "job. Do later fits in a program of their own.",
-                    stacklevel=2,
-                )
-            return None
-        elastic = next((callback for callback in callbacks if isinstance(callback, ElasticTraining)), None)
-        return cls(options, elastic, job, place=place, world_size=world_size) if options.enabled else None
 
     @property
     def seat(self) -> tuple[int, int]:
@@ -289,12 +258,17 @@ class TrainerRecovery:
         if not self.has_moved:
             return
         if self.member.job.is_newcomer and self.member.committed == NO_STATE:
-            raise RecoveryError(f"{self.member.world} has changed before this process was part of it; begin again")
+            log.warning("the world has changed before this process was part of it: another begins again in its place")
+            raise SystemExit(NOT_NEEDED)
         if world.rank_of(self.member.place) is None:
             log.warning("%s, and goes on without this process", world.cause)
             self.member.leave()
-            raise SystemExit(0)
+            raise SystemExit(NOT_NEEDED)
+        abandon_broken()
         self.member.move(world)
+        if self.member.rank == 0 and self.saved is None:
+            self.saved = SavedCheckpoints(Ledger.connect(self.member.job))
+            self.continue_runs(trainer)
         self._snapshots = None
         forget_loaders(trainer)
 

@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
 from hyperpod_plugins.lightning.collectives import reduced
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
+from hyperpod_plugins.lightning.evaluating import EvaluatingStrategy
 from hyperpod_plugins.lightning.flavour import Precision, Trainer, TrainerFn, optimizers_to_device
 from hyperpod_plugins.lightning.module import (
     forbid_inference_mode,
@@ -35,9 +35,8 @@ from hyperpod_plugins.lightning.module import (
     treat_steps_as_forward,
     warn_of_placement,
 )
+from hyperpod_plugins.lightning.participation import take_part
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
-from hyperpod_plugins.lightning.recovery import TrainerRecovery
-from hyperpod_plugins.lightning.saving import SavingStrategy
 from hyperpod_plugins.lightning.sigterm import SigtermNews
 from hyperpod_plugins.lightning.window import SAVING_GROUP
 from hyperpod_plugins.memory import delayed_init, materialize
@@ -52,10 +51,10 @@ from hyperpod_plugins.parallel import (
 )
 from hyperpod_plugins.parallel.local_update import step_locally
 from hyperpod_plugins.parallel.mesh import move_groups
-from hyperpod_plugins.parallel.shard import reshard, sharded_parts, without_replica_sync
+from hyperpod_plugins.parallel.shard import sharded_parts, without_replica_sync
 
 
-class HyperPodStrategy(SavingStrategy):
+class HyperPodStrategy(EvaluatingStrategy):
     """Hybrid sharding (HSDP on FSDP2) and tensor parallelism for any LightningModule.
 
     The module needs no change: the strategy parallelises it after `configure_model`. A module that shards itself
@@ -136,16 +135,19 @@ class HyperPodStrategy(SavingStrategy):
         trainer = self.lightning_module.trainer
         if self._recovery is None:
             env = self._env
-            self._recovery = TrainerRecovery.of(trainer, place=env.global_rank, world_size=env.world_size)
-            self._checkpoints.saved = None if self._recovery is None else self._recovery.saved
+            self._recovery = take_part(trainer, place=env.global_rank, world_size=env.world_size)
         if self._recovery is not None:
-            self._seat = self._recovery.seat
+            self._seat, self._checkpoints.saved = self._recovery.seat, self._recovery.saved
         self._join()
         if self._recovery is not None and self._recovery.is_apart:
             self._recovery.without_barriers(trainer)
             if self._recovery.is_newcomer:
                 self._recovery.continue_runs(trainer)
-        self._topology = self._lay_out()
+        elastic = None if self._recovery is None else self._recovery.elastic
+        if elastic is None:
+            self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
+        else:
+            self._topology = elastic.lay_out(self.config, self.world_size, self.num_processes, trainer)
         if self.global_rank == 0:
             warn_of_placement(self._topology)
         if self._recovery is not None and self._recovery.has_moved:
@@ -161,16 +163,6 @@ class HyperPodStrategy(SavingStrategy):
         refuse_another_layout(self.lightning_module, self._device_mesh)
         refuse_weight_averaging(trainer)
         self.lightning_module._device_mesh = self._device_mesh
-
-    def _lay_out(self) -> Topology:
-        """The degrees in the present world; those within a replica stay what they were in the first one."""
-        elastic = None if self._recovery is None else self._recovery.elastic
-        size = self.world_size if elastic is None else elastic.replica_size or self.world_size
-        first = self.config.topology(size, ranks_per_node=self.num_processes)
-        topology = replace(first, world_size=self.world_size)
-        if elastic is not None:
-            elastic.enter(topology, self.lightning_module.trainer)
-        return topology
 
     @contextmanager
     @override
@@ -235,32 +227,6 @@ class HyperPodStrategy(SavingStrategy):
                 optimizer.zero_grad()
         with loss_parallel_context(self.config):
             return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; see `training_step`."""
-        with self._evaluation():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; see `training_step`."""
-        with self._evaluation():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; see `training_step`."""
-        with self._evaluation():
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluation(self) -> Generator[None, None, None]:
-        """Callbacks that swap or average weights must find the parameters that the optimizer holds: reshard."""
-        with loss_parallel_context(self.config):
-            yield
-        assert self.model is not None
-        reshard(self.model)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,5 +1,6 @@
 """This process as a member of the job: what it tells the others, and what it hears from them while it computes."""
 
+import contextlib
 import logging
 import sys
 import threading
@@ -276,7 +277,8 @@ class Member:
     def _report(self, cause: str) -> None:
         """Tell the others; called in whatever thread noticed the break."""
         told = self._told or Incident(kind="collective", cause=cause, step=self.committed)
-        self._end(self.generation, told)
+        with contextlib.suppress(dist.DistError):  # the store may be what is lost
+            self._end(self.generation, told)
 
     def _end(self, generation: int, incident: Incident) -> Incident:
         with self._reporting:

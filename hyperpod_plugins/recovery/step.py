@@ -11,7 +11,6 @@ all-reduce, completes only if every rank got that far with valid gradients. Only
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -33,6 +32,7 @@ from hyperpod_plugins.recovery.assign import (
     plan_farewell,
     plan_recovery,
 )
+from hyperpod_plugins.recovery.attempts import Attempts
 from hyperpod_plugins.recovery.ending import Ending
 from hyperpod_plugins.recovery.gpu import GpuHangs, come_to_rest
 from hyperpod_plugins.recovery.member import Member
@@ -68,7 +68,7 @@ class StepTransaction:
         self._ending = Ending(member, subject)
         self._prepared = NO_STATE
         self._has_begun = self._has_told = self._must_resize = False
-        self._failures: Counter[tuple[str, int]] = Counter()
+        self._attempts = Attempts(policy, member.place)
         self._has_reentered = member.committed != NO_STATE
         self.has_left_step = False
         """Whether this rank gave up its place in a step, for others were outside of one."""
@@ -209,7 +209,7 @@ class StepTransaction:
         self._member.committed, self._prepared = self.step + 1, NO_STATE
         self._member.in_step = False
         self._member.step_times.committed(time.monotonic())
-        self._failures.clear()
+        self._attempts.succeeded()
         self._member.whereabouts = f"between steps {self.step - 1} and {self.step}"
         return result
 
@@ -229,11 +229,11 @@ class StepTransaction:
         outcome: tuple[R] | None = None
         must_undo = commit is not None
         if error is not None:
-            self._failures["exception", member.place] += 1
+            self._attempts.failed()
         while True:
             began_s = time.time()
             incident = member.end_generation()
-            ends = self._count(incident, error)
+            ends = self._attempts.why_end(incident, error, self.step)
             if self._snapshots is not None:
                 self._snapshots.settle()
             member.whereabouts = f"waiting for the members of the next generation, at step {self.step}"
@@ -387,20 +387,6 @@ class StepTransaction:
             self._ending.save(plan.step, plan.owes)
         if plan.ends:
             self._ending.end(plan, ends, error)
-
-    def _count(self, incident: Incident, error: Exception | None) -> str:
-        """Why to stop, where the same step fails again and again: that is the program, not the machine."""
-        own = ("exception", self._member.place)  # has been counted, whatever a peer was first to report
-        if (incident.kind, incident.rank) != own:
-            self._failures[incident.kind, incident.rank] += 1
-        if error is not None and self._failures["exception", self._member.place] >= self._policy.max_attempts:
-            return f"{type(error).__name__} in step {self.step}, {self._policy.max_attempts} times"
-        if incident.kind == "process" and self._failures["process", incident.rank] >= self._policy.max_losses:
-            return (
-                f"rank {incident.rank} was lost {self._policy.max_losses} times in step {self.step}, the last time "
-                f"because: {incident.cause}"
-            )
-        return ""
 
     def _synchronize(self) -> None:
         come_to_rest(self._device)

@@ -82,6 +82,20 @@ def test_a_running_round(node, claims, has_entered, can_absorb, decision):
     assert found.slot == decision.slot or decision.step is Step.RENEW
 
 
+@pytest.mark.parametrize(
+    ("claims", "can_absorb", "decision"),
+    [
+        pytest.param(held("a", "b"), True, Decision(Step.ADD, 2), id="a new slot"),
+        pytest.param(vacant(held("a", "b"), 1), True, Decision(Step.CLAIM, 1), id="a vacant one first"),
+        pytest.param(ALL, True, Decision(Step.WAIT), id="no more nodes are wanted"),
+        pytest.param(held("a", "b"), False, Decision(Step.RENEW), id="not yet, or no more"),
+        pytest.param(done(held("a", "b"), 0), True, Decision(Step.WAIT), id="at the end"),
+    ],
+)
+def test_a_round_that_grows(claims, can_absorb, decision):
+    assert next_step(View(node="d", claims=claims, can_absorb=can_absorb, can_grow=True), POLICY) == decision
+
+
 HOLDINGS = st.sampled_from(Holding)
 
 

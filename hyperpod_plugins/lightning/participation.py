@@ -1,0 +1,52 @@
+"""Whether the process of a Trainer takes part in recovery."""
+
+import warnings
+from typing import Any
+
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
+from hyperpod_plugins.lightning.elastic import ElasticTraining
+from hyperpod_plugins.lightning.fits import fits
+from hyperpod_plugins.lightning.flavour import Trainer, TrainerFn
+from hyperpod_plugins.lightning.recovery import TrainerRecovery
+
+
+def take_part(trainer: Trainer, *, place: int, world_size: int) -> TrainerRecovery | None:
+    """Recovery as the trainer's callbacks want it, or None where there is no agent or it is not wanted.
+
+    It is over when the first `fit` of this process is. A replacement begins with the program's first line, so it
+    could not come to the aid of a later one.
+
+    Args:
+        trainer: about to fit.
+        place: of this process, from its launcher.
+        world_size: of the first world.
+
+    Raises:
+        ConfigError: the job is to change its size without recovery.
+    """
+    callbacks: list[Any] = vars(trainer)["callbacks"]
+    chosen = next((callback for callback in callbacks if isinstance(callback, CheckpointlessRecovery)), None)
+    elastic = next((callback for callback in callbacks if isinstance(callback, ElasticTraining)), None)
+    options, job = chosen or CheckpointlessRecovery(), JobEnv.from_environ()
+    if elastic is not None and not options.enabled:
+        raise ConfigError("ElasticTraining needs recovery: leave out CheckpointlessRecovery(enabled=False), or it.")
+    if job is None:
+        wants = [type(callback).__name__ for callback in (chosen, elastic) if callback is not None]
+        if wants and options.enabled:
+            warnings.warn(
+                f"{' and '.join(wants)} has no agent that would replace or add processes, so it does nothing. Start "
+                "the program with `hyperpodrun` instead of `torchrun` or `python`.",
+                stacklevel=2,
+            )
+        return None
+    if fits.is_over:
+        if options.enabled and trainer.state.fn == TrainerFn.FITTING:
+            warnings.warn(
+                "only the first fit of a program is repaired in place: from now on the loss of a process ends the "
+                "job. Do later fits in a program of their own.",
+                stacklevel=2,
+            )
+        return None
+    return TrainerRecovery(options, elastic, job, place=place, world_size=world_size) if options.enabled else None

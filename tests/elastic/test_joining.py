@@ -1,0 +1,113 @@
+"""How a world changes: who waits, who is missing, and what is planned; over a real store."""
+
+import pytest
+import torch.distributed as dist
+
+from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.joining import (
+    Terms,
+    found,
+    give_notice,
+    leave_terms,
+    present_world,
+    stand,
+    takes_part,
+    terms_of,
+    world_or_none,
+    world_without,
+)
+from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.errors import StateLost
+
+POLICY = ElasticPolicy(min_replicas=1, max_replicas=4, faulty_scale_down_timeout_s=30.0)
+TERMS = Terms(policy=POLICY, replica_size=2, sizes=(1, 2, 4))
+
+
+@pytest.fixture
+def ledger():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return Ledger.of("job", server)
+
+
+def change(ledger, world):
+    """Let a planned world take over."""
+    number = ledger.generation()
+    ledger.end(number, Incident(kind="resize", cause=world.cause, world=world.number))
+
+
+def wait_as_candidate(ledger, place):
+    stand(ledger, place, ledger.next_incarnation(place), present_world(ledger))
+
+
+def test_the_world_is_that_of_the_last_change(ledger):
+    assert world_or_none(ledger) is None
+    assert takes_part(ledger, 9)  # nobody knows better
+    assert found(ledger, 4) == present_world(ledger) == World.of_founders(4)
+    assert not takes_part(ledger, 9)
+    ledger.end(0, Incident(kind="process", cause="a test"))
+    planned = ledger.propose_world(World(places=(0, 1), number=1, cause="smaller"))
+    assert present_world(ledger).number == 0  # planned, and not begun
+    change(ledger, planned)
+    assert present_world(ledger) == planned
+    assert not takes_part(ledger, 3)
+
+
+def test_the_first_terms_hold(ledger):
+    assert terms_of(ledger) is None
+    leave_terms(ledger, TERMS)
+    leave_terms(ledger, Terms(policy=POLICY, replica_size=1, sizes=(1,)))
+    assert terms_of(ledger) == TERMS
+
+
+def test_the_job_waits_for_replacements_before_it_shrinks(ledger):
+    world = found(ledger, 4)
+    assert world_without(ledger, TERMS, world, {3: 0}, waited_s=0.1) is None
+    assert world_without(ledger, TERMS, world, {3: 0}, waited_s=29.0) is None
+    smaller = world_without(ledger, TERMS, world, {3: 0}, waited_s=31.0)
+    assert smaller.places == (0, 1)
+    assert smaller.cause == "the job shrinks from 2 to 1 replicas"
+
+
+def test_nobody_waits_for_those_that_gave_notice(ledger):
+    world = found(ledger, 4)
+    give_notice(ledger, 2, 0)
+    assert world_without(ledger, TERMS, world, {2: 1, 3: 1}, waited_s=0.0) is None  # 3 has not
+    give_notice(ledger, 3, 0)
+    assert world_without(ledger, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).places == (0, 1)
+    assert world_without(ledger, TERMS, world, {2: 2, 3: 2}, waited_s=0.0) is None  # those that came after them
+
+
+def test_processes_that_wait_take_the_places_of_lost_ones(ledger):
+    world = found(ledger, 4)
+    wait_as_candidate(ledger, 7)
+    assert world_without(ledger, TERMS, world, {1: 0}, waited_s=1.0) is None  # its agent may replace it
+    assert world_without(ledger, TERMS, world, {1: 0}, waited_s=4.0).places == (0, 7, 2, 3)
+
+
+def test_a_candidate_that_was_lost_is_none(ledger):
+    world = found(ledger, 4)
+    wait_as_candidate(ledger, 7)
+    ledger.next_incarnation(7)
+    assert world_without(ledger, TERMS, world, {1: 0}, waited_s=4.0) is None
+
+
+def test_a_process_that_came_in_and_was_lost_with_its_node_does_not_wait_any_more(ledger):
+    found(ledger, 4)
+    wait_as_candidate(ledger, 7)
+    wait_as_candidate(ledger, 8)
+    for number, places in ((1, (0, 1, 2, 3, 7, 8)), (2, (0, 1, 2, 3))):
+        change(ledger, ledger.propose_world(World(places=places, number=number)))
+    world = present_world(ledger)
+    assert world_without(ledger, TERMS, world, {1: 0}, waited_s=4.0) is None
+    ledger.next_incarnation(8)
+    stand(ledger, 8, 2, world)  # another process in one of these places
+    assert world_without(ledger, TERMS, world, {1: 0}, waited_s=4.0).places == (0, 8, 2, 3)
+
+
+def test_a_part_of_the_state_that_is_lost_is_said(ledger):
+    world = found(ledger, 4)
+    wait_as_candidate(ledger, 7)
+    wait_as_candidate(ledger, 8)
+    with pytest.raises(StateLost, match=r"the part \[1\]"):
+        world_without(ledger, TERMS, world, {1: 0, 3: 0}, waited_s=4.0)

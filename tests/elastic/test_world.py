@@ -1,0 +1,76 @@
+"""Worlds that follow each other: whole replicas from what is left, with as little new state as possible."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperpod_plugins.elastic.world import World, regroup
+from hyperpod_plugins.errors import ConfigError, StateLost
+
+FOUR = World.of_founders(4)
+
+
+@pytest.mark.parametrize(
+    ("world", "healthy", "joining", "num_replicas", "replica_size", "places"),
+    [
+        pytest.param(FOUR, {0, 1, 2, 3}, [4, 5], 3, 2, (0, 1, 2, 3, 4, 5), id="growth"),
+        pytest.param(World.of_founders(1), {0}, [3, 7], 3, 1, (0, 3, 7), id="growth of single ranks"),
+        pytest.param(FOUR, {0, 1}, [], 1, 2, (0, 1), id="a replica is lost"),
+        pytest.param(FOUR, {2, 3}, [], 1, 2, (2, 3), id="the first replica is lost"),
+        pytest.param(FOUR, {0, 3}, [], 1, 2, (0, 3), id="one of each replica is lost: the rest make one"),
+        pytest.param(FOUR, {1, 2}, [], 1, 2, (2, 1), id="the same, crosswise: shards keep their index"),
+        pytest.param(FOUR, {0, 1, 3}, [9], 2, 2, (0, 1, 9, 3), id="a spare for a lost one, in its place"),
+        pytest.param(FOUR, {0, 1, 2, 3}, [], 1, 2, (0, 1), id="somebody asked for fewer"),
+        pytest.param(
+            World(places=(5, 1, 2, 7, 0, 3), number=4), {5, 1, 7, 0, 3}, [], 2, 2, (5, 1, 0, 3), id="a later world"
+        ),
+        pytest.param(
+            World(places=(5, 1, 2, 7, 0, 3), number=4), {5, 1, 7, 0}, [], 2, 2, (5, 1, 0, 7), id="two half replicas"
+        ),
+    ],
+)
+def test_regroup(world, healthy, joining, num_replicas, replica_size, places):
+    found = regroup(
+        world, healthy=healthy, joining=joining, num_replicas=num_replicas, replica_size=replica_size, cause="a test"
+    )
+    assert found == World(places=places, number=world.number + 1, cause="a test")
+    assert World.from_json(found.to_json()) == found
+
+
+def test_a_part_that_nobody_holds_is_named():
+    with pytest.raises(StateLost, match=r"no healthy rank holds the part \[1\]"):
+        regroup(FOUR, healthy={0, 2}, joining=[8, 9], num_replicas=1, replica_size=2)
+
+
+def test_too_few_places_are_refused():
+    with pytest.raises(ConfigError, match="3 replicas of 2 ranks need 6 places, but only 4 are healthy and 1 join"):
+        regroup(FOUR, healthy={0, 1, 2, 3}, joining=[8], num_replicas=3, replica_size=2)
+
+
+@given(
+    replica_size=st.integers(1, 3),
+    lost=st.sets(st.integers(0, 11)),
+    num_joining=st.integers(0, 6),
+    num_replicas=st.integers(1, 5),
+)
+def test_survivors_keep_their_index(replica_size, lost, num_joining, num_replicas):
+    world = World.of_founders(4 * replica_size)
+    healthy = set(world.places) - lost
+    joining = list(range(100, 100 + num_joining))
+    try:
+        after = regroup(
+            world, healthy=healthy, joining=joining, num_replicas=num_replicas, replica_size=replica_size
+        ).places
+    except (StateLost, ConfigError):
+        return
+    assert len(after) == len(set(after)) == num_replicas * replica_size
+    assert set(after) <= healthy | set(joining)
+    for rank, place in enumerate(after):
+        if place in healthy:
+            assert world.places.index(place) % replica_size == rank % replica_size
+    needed = num_replicas * replica_size
+    assert sum(place in joining for place in after) >= needed - len(healthy)
+    for index in range(replica_size):  # nobody receives a part while somebody who holds it is left over
+        holders = {place for place in world.places[index::replica_size] if place in healthy}
+        newcomers = [place for place in after[index::replica_size] if place in joining]
+        assert not newcomers or holders <= set(after)

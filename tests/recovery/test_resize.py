@@ -1,0 +1,155 @@
+"""A job that grows and shrinks while it runs, with real agents of one rank each that come, go and are killed."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from recovery.faults import HYPERPODRUN, left_processes, run_job, start
+
+from hyperpod_plugins.data import write_tokens
+
+NUM_SAMPLES, BATCH, NUM_STEPS = 600, 12, 330
+PATIENCE_S = 60.0
+
+pytestmark = pytest.mark.spawns
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """A file whose samples of one token are their own ids."""
+    path = tmp_path_factory.mktemp("tokens") / "ids"
+    write_tokens(path, [np.arange(NUM_SAMPLES + 1)], vocab_size=NUM_SAMPLES + 1, progress=False)
+    return path
+
+
+class Nodes:
+    """Agents of one job on this machine."""
+
+    def __init__(self, folder, tokens, launcher=HYPERPODRUN):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self.port = port = free.getsockname()[1]
+        conf = "--rdzv-conf=keep_alive_interval=0.2,last_call_timeout=0"
+        self.folder, self.launcher = folder, launcher
+        self.args = ("--nnodes=1:4", f"--rdzv-endpoint=localhost:{port}", conf)
+        self.environ = {
+            "FAULTS_FOLDER": str(folder),
+            "TOKENS": str(tokens),
+            "STEPS": str(NUM_STEPS),
+            "STEP_S": "0.06",
+            "SHRINK_S": "2",
+        }
+        self.agents, self.outputs = {}, []
+
+    def start(self, name):
+        folder = self.folder / name
+        options = {"num_ranks": 1, "environ": self.environ, "args": self.args, "launcher": self.launcher}
+        self.agents[name] = start("ranks_elastic.py", folder, **options)
+        self.outputs.append(folder / "output")
+
+    def await_store(self):
+        until_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until_s:
+            with contextlib.suppress(OSError), socket.create_connection(("localhost", self.port), timeout=1):
+                return
+            time.sleep(0.05)
+        pytest.fail(f"nobody serves the store\n{self.output()}")
+
+    def lose(self, *names):
+        for name in names:
+            agent = self.agents.pop(name)
+            for pid in left_processes(agent.mark, patience_s=0.0):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            agent.wait(10)
+
+    def steps(self):
+        """What was written down of each step: a list of entries, one a rank."""
+        found = defaultdict(list)
+        for path in self.folder.glob("record-*.jsonl"):
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                found[entry["step"]].append(entry)
+        return found
+
+    def await_size(self, size):
+        """Wait until the job has made ten steps at a size."""
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            steps = self.steps()
+            latest = sorted(steps)[-10:]
+            if len(latest) == 10 and all(entry["size"] == size for step in latest for entry in steps[step]):
+                return
+            assert time.monotonic() < until_s, f"never {size} ranks\n{self.output()}"
+            time.sleep(0.1)
+
+    def output(self):
+        return "\n".join(path.read_text()[-6000:] for path in self.outputs)
+
+    def finish(self):
+        for agent in self.agents.values():
+            assert agent.wait(PATIENCE_S) == 0, self.output()
+
+    def clear(self):
+        for name in list(self.agents):
+            self.lose(name)
+
+
+@pytest.fixture
+def nodes(tmp_path, tokens):
+    nodes = Nodes(tmp_path, tokens)
+    yield nodes
+    nodes.clear()
+
+
+def samples_of(steps):
+    """Ids in the order in which the job had them; the ranks of a step read one after the other."""
+    return [
+        [i for entry in sorted(steps[step], key=lambda e: e["rank"]) for i in entry["ids"]]
+        for step in range(len(steps))
+    ]
+
+
+def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
+    nodes.start("a")
+    nodes.await_store()  # it ends with its agent
+    nodes.start("b")
+    nodes.await_size(2)
+    nodes.start("c")
+    nodes.start("d")
+    nodes.await_size(4)
+    nodes.lose("b", "c", "d")
+    nodes.await_size(1)
+    nodes.start("e")
+    nodes.start("f")
+    nodes.await_size(3)
+    nodes.finish()
+
+    environ = {"TOKENS": str(tokens), "STEPS": str(NUM_STEPS)}
+    calm = run_job("ranks_elastic.py", tmp_path_factory.mktemp("calm"), num_ranks=1, environ=environ)
+    assert calm.code == 0, calm.output[-8000:]
+    fixed = {entry["step"]: entry for entry in calm.records("step", 1)[0]}
+    steps = nodes.steps()
+    assert sorted(steps) == list(range(NUM_STEPS))
+    epochs = samples_of(steps)
+    for step, ids in enumerate(epochs):  # the same samples in the same steps, whatever the number of ranks
+        assert sorted(ids) == sorted(fixed[step]["ids"]), step
+    flat = [i for ids in epochs for i in ids]
+    for begin in range(0, len(flat) - NUM_SAMPLES + 1, NUM_SAMPLES):
+        assert sorted(flat[begin : begin + NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+    for step, entries in steps.items():
+        loss = sum(entry["loss"] for entry in entries)
+        assert loss == pytest.approx(fixed[step]["loss"], rel=1e-3), step
+    (wanted,) = calm.results(1)
+    found = torch.load(nodes.folder / "result-0.pt", weights_only=True)
+    assert found["lr"] == wanted["lr"]
+    for name, value in wanted["state"].items():
+        torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
+    assert not left_processes("FAULTS_FOLDER=" + str(nodes.folder), patience_s=5.0)
