@@ -16,6 +16,7 @@ DEADLINE_S = {
     "data_restart": 900,
     "recovery": 2700,
     "membership_scale": 900,
+    "resize": 900,
 }
 COLUMNS = ("benchmark", "comparison", "contender", "against", "time ratio", "95 % interval")
 

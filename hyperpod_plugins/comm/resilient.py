@@ -20,6 +20,7 @@ from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.delegating import DelegatingGroup
 from hyperpod_plugins.comm.roles import GroupRole
 from hyperpod_plugins.comm.traffic import Collective, counters
+from hyperpod_plugins.comm.transports import forget_device
 from hyperpod_plugins.comm.works import (
     FinishedWork,
     ResilientWork,
@@ -275,6 +276,8 @@ class ResilientProcessGroup(DelegatingGroup):
             wires.release(inner)
             inner.shutdown()
             let_go(inner)
+        if not live_groups():
+            forget_device()
 
     def abort(self) -> None:
         """End the group without waiting for its collectives: peers that wait in them get an error."""

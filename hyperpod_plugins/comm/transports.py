@@ -131,6 +131,11 @@ def gloo_backend(spec: InnerSpec) -> Backend:
     return backend
 
 
+def forget_device() -> None:
+    """Let go of the device that is kept for groups of one member; called when no group is left."""
+    _latest_devices.clear()
+
+
 def whole_group(spec: InnerSpec, backends: Mapping[str, tuple[str, Backend]]) -> dist.ProcessGroup:
     """Assemble a `ProcessGroup` out of one `(name, backend)` per device type; the first is the default.
 

@@ -67,10 +67,9 @@ def terms_of(ledger: Ledger) -> Terms | None:
     return None if text is None else Terms.from_json(text)
 
 
-def found(ledger: Ledger, world_size: int) -> World:
-    """The first world of a job, for a founder."""
-    ledger.put_first(_FOUNDERS, str(world_size).encode())
-    return World.of_founders(world_size)
+def found(ledger: Ledger, world: World) -> None:
+    """Say, as a founder, how large the first world of the job is."""
+    ledger.put_first(_FOUNDERS, str(world.size).encode())
 
 
 def present_world(ledger: Ledger) -> World:

@@ -1,6 +1,6 @@
 """What a user may choose about a job that changes its size, and what a Trainer does when it has another one."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hyperpod_plugins.elastic import Ledger
@@ -9,7 +9,23 @@ from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rescale import plan_batch
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.flavour import Callback, Trainer
+from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel import ParallelConfig, Topology
+from hyperpod_plugins.recovery import Repair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """A change of the number of replicas, as a process saw it that was there before."""
+
+    cause: str
+    """Why, in words."""
+    step: int
+    """Steps committed by then."""
+    num_replicas: int
+    """Replicas from now on."""
+    took_s: float
+    """From the word for it, or from the loss that led to it, until the next step could begin; in seconds."""
 
 
 class ElasticTraining(Callback):
@@ -24,6 +40,9 @@ class ElasticTraining(Callback):
         micro_batch_size: most samples of one rank in one forward and backward pass.
         policy: limits on the number of replicas, and how soon it changes. Default: any number.
         **limits: fields of `ElasticPolicy`, instead of `policy`.
+
+    Attributes:
+        resizes: every change that this process has lived through, in order.
 
     Raises:
         ConfigError: impossible limits or sizes.
@@ -46,6 +65,7 @@ class ElasticTraining(Callback):
             raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the limits there are.") from None
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
+        self.resizes: list[Resize] = []
 
 
 class Elasticity:
@@ -84,6 +104,20 @@ class Elasticity:
         assert self._topology is not None
         sizes = self._sizes(self._topology)
         leave_terms(self._ledger, Terms(policy=self._options.policy, replica_size=self.replica_size, sizes=sizes))
+
+    def resized(self, cause: str, repair: Repair) -> None:
+        """Write down that the job goes on with another number of replicas."""
+        assert self._topology is not None
+        now = self._topology.replicate_degree
+        self._options.resizes.append(Resize(cause=cause, step=repair.step, num_replicas=now, took_s=repair.total_s))
+        record(
+            Event(
+                name="elastic.resize",
+                at_s=repair.incident.at_s,
+                duration_s=repair.total_s,
+                details={"cause": cause, "step": repair.step, "replicas": now},
+            )
+        )
 
     def _sizes(self, topology: Topology) -> tuple[int, ...]:
         options = self._options

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from hyperpod_plugins.comm import abandon_broken, breaker
 from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.joining import find_world, found
+from hyperpod_plugins.elastic.joining import find_world
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.restarts import NOT_NEEDED
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
@@ -69,8 +70,9 @@ class TrainerRecovery:
         world_size: int,
     ) -> None:
         self.options = options
-        ledger = Ledger.connect(job)
-        world = find_world(ledger, place, job.incarnation) if job.is_newcomer else found(ledger, world_size)
+        ledger, world = Ledger.connect(job), World.of_founders(world_size)
+        if job.is_newcomer:
+            world = find_world(ledger, place, job.incarnation)
         self.elastic = None if elastic is None else Elasticity(elastic, ledger)
         """How the job changes its size; None for one that does not."""
         self.member = Member(job, place=place, world=world, policy=options.membership, hangs=options.hangs)
@@ -78,7 +80,7 @@ class TrainerRecovery:
         self.saved = SavedCheckpoints(Ledger.connect(job)) if self.member.rank == 0 else None
         """Where rank 0 writes down which checkpoints there are."""
         self.has_moved = False
-        """Whether this process belongs to another world than when it entered the loops last."""
+        """Whether this process belongs to another world than in the last generation that was formed."""
         self._begins_at = NO_STATE
         self._owes = ""
         self._broadcasts = 0
@@ -171,17 +173,6 @@ class TrainerRecovery:
         if self.options.step_keyed_random:
             self._seed = lambda step, micro_step: seed_micro_step(seed, step, micro_step, data_rank)
 
-    def without_barriers(self, trainer: Trainer) -> None:
-        """Let a newcomer prepare data alone: the others have long passed the barrier around it."""
-        connector = trainer._data_connector
-
-        def prepare_data() -> None:
-            for owner in (vars(trainer).get("datamodule"), trainer.lightning_module):
-                if owner is not None and trainer.local_rank == 0 and owner.prepare_data_per_node:
-                    owner.prepare_data()
-
-        vars(connector)["prepare_data"] = prepare_data
-
     def continue_runs(self, trainer: Trainer) -> None:
         """Let a newcomer log to where the lost process did."""
         continue_runs(self.member.ledger, trainer.loggers)
@@ -254,23 +245,22 @@ class TrainerRecovery:
             SystemExit: this process is no part of it.
         """
         world = self.member.next_world()
-        self.has_moved = world.number != self.member.world.number
-        if not self.has_moved:
-            return
-        if self.member.job.is_newcomer and self.member.committed == NO_STATE:
-            log.warning("the world has changed before this process was part of it: another begins again in its place")
-            raise SystemExit(NOT_NEEDED)
-        if world.rank_of(self.member.place) is None:
-            log.warning("%s, and goes on without this process", world.cause)
-            self.member.leave()
-            raise SystemExit(NOT_NEEDED)
-        abandon_broken()
-        self.member.move(world)
-        if self.member.rank == 0 and self.saved is None:
-            self.saved = SavedCheckpoints(Ledger.connect(self.member.job))
-            self.continue_runs(trainer)
-        self._snapshots = None
-        forget_loaders(trainer)
+        if world.number != self.member.world.number:
+            if self.member.job.is_newcomer and self.member.committed == NO_STATE:
+                log.warning("the world has changed before this process was part of it: another begins in its place")
+                raise SystemExit(NOT_NEEDED)
+            if world.rank_of(self.member.place) is None:
+                log.warning("%s, and goes on without this process", world.cause)
+                self.member.leave()
+                raise SystemExit(NOT_NEEDED)
+            self.member.move(world)
+            self.has_moved, self._snapshots = True, None
+            forget_loaders(trainer)
+            if self.member.rank == 0 and self.saved is None:
+                self.saved = SavedCheckpoints(Ledger.connect(self.member.job))
+                self.continue_runs(trainer)
+        if self.has_moved:
+            abandon_broken()
 
     def _stop_outside(self, number: int) -> None:
         self.member.stop(number, in_step=False, trainer=self._description)
@@ -397,5 +387,8 @@ class TrainerRecovery:
         assert self._window is not None
         self._window.entered_with, self._owes = b"", ""
         self.options.repairs.append(repair)
+        if self.elastic is not None and self.has_moved:
+            self.elastic.resized(self.member.world.cause, repair)
+        self.has_moved = False
         if self.member.rank == min(set(range(self.member.world.size)) - set(repair.newcomers), default=0):
             log.warning("%s", repair)

@@ -38,6 +38,7 @@ from hyperpod_plugins.lightning.module import (
 from hyperpod_plugins.lightning.participation import take_part
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.lightning.sigterm import SigtermNews
+from hyperpod_plugins.lightning.trainer_state import prepare_data_alone
 from hyperpod_plugins.lightning.window import SAVING_GROUP
 from hyperpod_plugins.memory import delayed_init, materialize
 from hyperpod_plugins.memory.allocator import AllocatorWatch
@@ -140,7 +141,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             self._seat, self._checkpoints.saved = self._recovery.seat, self._recovery.saved
         self._join()
         if self._recovery is not None and self._recovery.is_apart:
-            self._recovery.without_barriers(trainer)
+            prepare_data_alone(trainer)
             if self._recovery.is_newcomer:
                 self._recovery.continue_runs(trainer)
         elastic = None if self._recovery is None else self._recovery.elastic

@@ -256,6 +256,17 @@ def forget_loaders(trainer: Trainer) -> None:
         loop._combined_loader = None
 
 
+def prepare_data_alone(trainer: Trainer) -> None:
+    """Let a newcomer prepare data without the others, which have long passed the barrier around it."""
+
+    def prepare_data() -> None:
+        for owner in (vars(trainer).get("datamodule"), trainer.lightning_module):
+            if owner is not None and trainer.local_rank == 0 and owner.prepare_data_per_node:
+                owner.prepare_data()
+
+    vars(trainer._data_connector)["prepare_data"] = prepare_data
+
+
 def begin_afresh(trainer: Trainer) -> None:
     """Set the loops back to where `fit` begins."""
     loop = trainer.fit_loop

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from hyperpod_plugins.comm import abandon_broken, break_groups, breaker, reform, waiting
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
-from hyperpod_plugins.elastic.joining import await_turn, wanted_world
+from hyperpod_plugins.elastic.joining import await_turn, found, wanted_world
 from hyperpod_plugins.elastic.leash import end_with
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import MembershipPolicy
@@ -111,6 +111,8 @@ class Member:
             end_with(self.job.agent_pid)
         if self.job.is_newcomer:
             breaker.detach()
+        else:
+            found(self.ledger, self.world)
         breaker.when_broken(self._report)
         folder = events_folder()
         if folder is not None:
@@ -140,8 +142,9 @@ class Member:
         """End the generation for the next world, if its newcomers are ready."""
         number = wanted_world(self._reports)
         self.wants_resize = False
-        if number > self.world.number:
-            incident = Incident(kind="resize", cause=f"world {number} takes over", step=self.committed, world=number)
+        planned = self.ledger.world(number) if number > self.world.number else None
+        if planned is not None:
+            incident = Incident(kind="resize", cause=planned.cause, step=self.committed, world=number)
             break_groups(str(self._end(self.generation, incident)))
 
     def next_world(self) -> World:

@@ -73,8 +73,9 @@ class Repair:
 
     def __str__(self) -> str:
         """One line for people."""
+        done = "changed" if self.incident.kind == "resize" else "repaired"
         return (
-            f"{self.incident}; repaired in {self.total_s:.2f} s (noticed {self.noticed_s:.2f}, assembled "
+            f"{self.incident}; {done} in {self.total_s:.2f} s (noticed {self.noticed_s:.2f}, assembled "
             f"{self.assembled_s:.2f}, restored {self.restored_s:.2f}), {self.steps_lost} steps lost, "
             f"going on after step {self.step}"
         )

@@ -30,6 +30,11 @@ def ledger():
     return Ledger.of("job", server)
 
 
+def begin(ledger, world_size):
+    found(ledger, World.of_founders(world_size))
+    return World.of_founders(world_size)
+
+
 def change(ledger, world):
     """Let a planned world take over."""
     number = ledger.generation()
@@ -43,7 +48,7 @@ def wait_as_candidate(ledger, place):
 def test_the_world_is_that_of_the_last_change(ledger):
     assert world_or_none(ledger) is None
     assert takes_part(ledger, 9)  # nobody knows better
-    assert found(ledger, 4) == present_world(ledger) == World.of_founders(4)
+    assert begin(ledger, 4) == present_world(ledger) == World.of_founders(4)
     assert not takes_part(ledger, 9)
     ledger.end(0, Incident(kind="process", cause="a test"))
     planned = ledger.propose_world(World(places=(0, 1), number=1, cause="smaller"))
@@ -61,7 +66,7 @@ def test_the_first_terms_hold(ledger):
 
 
 def test_the_job_waits_for_replacements_before_it_shrinks(ledger):
-    world = found(ledger, 4)
+    world = begin(ledger, 4)
     assert world_without(ledger, TERMS, world, {3: 0}, waited_s=0.1) is None
     assert world_without(ledger, TERMS, world, {3: 0}, waited_s=29.0) is None
     smaller = world_without(ledger, TERMS, world, {3: 0}, waited_s=31.0)
@@ -70,7 +75,7 @@ def test_the_job_waits_for_replacements_before_it_shrinks(ledger):
 
 
 def test_nobody_waits_for_those_that_gave_notice(ledger):
-    world = found(ledger, 4)
+    world = begin(ledger, 4)
     give_notice(ledger, 2, 0)
     assert world_without(ledger, TERMS, world, {2: 1, 3: 1}, waited_s=0.0) is None  # 3 has not
     give_notice(ledger, 3, 0)
@@ -79,21 +84,21 @@ def test_nobody_waits_for_those_that_gave_notice(ledger):
 
 
 def test_processes_that_wait_take_the_places_of_lost_ones(ledger):
-    world = found(ledger, 4)
+    world = begin(ledger, 4)
     wait_as_candidate(ledger, 7)
     assert world_without(ledger, TERMS, world, {1: 0}, waited_s=1.0) is None  # its agent may replace it
     assert world_without(ledger, TERMS, world, {1: 0}, waited_s=4.0).places == (0, 7, 2, 3)
 
 
 def test_a_candidate_that_was_lost_is_none(ledger):
-    world = found(ledger, 4)
+    world = begin(ledger, 4)
     wait_as_candidate(ledger, 7)
     ledger.next_incarnation(7)
     assert world_without(ledger, TERMS, world, {1: 0}, waited_s=4.0) is None
 
 
 def test_a_process_that_came_in_and_was_lost_with_its_node_does_not_wait_any_more(ledger):
-    found(ledger, 4)
+    begin(ledger, 4)
     wait_as_candidate(ledger, 7)
     wait_as_candidate(ledger, 8)
     for number, places in ((1, (0, 1, 2, 3, 7, 8)), (2, (0, 1, 2, 3))):
@@ -106,7 +111,7 @@ def test_a_process_that_came_in_and_was_lost_with_its_node_does_not_wait_any_mor
 
 
 def test_a_part_of_the_state_that_is_lost_is_said(ledger):
-    world = found(ledger, 4)
+    world = begin(ledger, 4)
     wait_as_candidate(ledger, 7)
     wait_as_candidate(ledger, 8)
     with pytest.raises(StateLost, match=r"the part \[1\]"):

@@ -108,6 +108,7 @@ def main():
         "lr": optimizer.param_groups[0]["lr"],
         "repairs": [str(repair) for repair in recovery.repairs],
         "lasted_s": [repair.total_s for repair in recovery.repairs],
+        "replicas": [resize.num_replicas for resize in elastic.resizes],
     }
     torch.save(result, faults.folder / f"result-{faults.rank}.pt")
 

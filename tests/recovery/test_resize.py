@@ -150,6 +150,9 @@ def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
     (wanted,) = calm.results(1)
     found = torch.load(nodes.folder / "result-0.pt", weights_only=True)
     assert found["lr"] == wanted["lr"]
+    replicas = found["replicas"]
+    assert [size for size in replicas if size in (2, 4, 1)][:3] == [2, 4, 1]
+    assert replicas[-1] == 3
     for name, value in wanted["state"].items():
         torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
     assert not left_processes("FAULTS_FOLDER=" + str(nodes.folder), patience_s=5.0)

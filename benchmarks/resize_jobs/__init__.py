@@ -1,0 +1,1 @@
+"""What `resize.py` runs."""
