@@ -1,14 +1,18 @@
 """`hyperpod COMMAND`: what people ask of a job from a shell. Each command is a line of `COMMANDS`.
 
 hyperpod chaos --every 30 --seed 1 --kinds kill,stop --pid AGENT_PID
+hyperpod scale --replicas 2
+hyperpod status
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from hyperpod_plugins.elastic.control import Request, Ticket, send
 from hyperpod_plugins.errors import HyperPodError
 from hyperpod_plugins.recovery.chaos import SIGNALS, ChaosPlan, choose_agents, processes, run_chaos
 from hyperpod_plugins.recovery.faults import FaultKind
@@ -57,7 +61,41 @@ def _chaos(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run-id", help="the job's --rdzv-id (default: the only job whose store this machine serves)")
+
+
+def _add_scale_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=int, required=True, help="how many replicas to go on with")
+    _add_job_arguments(parser)
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    ticket = Ticket.find(arguments.run_id)
+    _say(send(ticket.ledger(), ticket.token, Request(kind="scale", value=arguments.replicas)))
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    ticket = Ticket.find(arguments.run_id)
+    found = json.loads(send(ticket.ledger(), ticket.token, Request(kind="status")))
+    _say(f"job {ticket.run_id}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+    return 0
+
+
 COMMANDS = (
+    Command(
+        name="scale",
+        summary="have a running job with ElasticTraining grow or shrink",
+        add_arguments=_add_scale_arguments,
+        run=_scale,
+    ),
+    Command(
+        name="status",
+        summary="show the size of a running job",
+        add_arguments=_add_job_arguments,
+        run=_status,
+    ),
     Command(
         name="chaos",
         summary="kill or stop random workers of a running hyperpodrun job on this machine",

@@ -2,8 +2,10 @@
 
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from hyperpod_plugins.errors import ConfigError
@@ -133,6 +135,12 @@ class JobEnv:
 def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
     """Path of the SMP JSON file named by `HYPERPOD_CONFIG`, or None."""
     return environ.get("HYPERPOD_CONFIG") or None
+
+
+def runtime_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Folder of this user for what running processes leave for each other: `XDG_RUNTIME_DIR`, else one in /tmp."""
+    given = environ.get("XDG_RUNTIME_DIR")
+    return Path(given, "hyperpod") if given else Path(tempfile.gettempdir(), f"hyperpod-{os.getuid()}")
 
 
 def events_folder(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -26,6 +26,7 @@ _FOUNDERS = "founders"  # value: the size of the first world
 _TERMS = "elastic"  # value: `Terms`
 _CANDIDATE = "candidate"  # count, and value NUMBER: place and number of a process that wants to come in, and the world
 _LEAVING = "leaving"  # value PLACE: the number of the process there, which has got notice
+_SCALE = "scale"  # value: replicas that somebody has asked for
 _WANTED = "wanted_world"  # value: number of the planned world that is ready
 _POLL_S = 0.05
 _SPARE_AFTER_S = 3.0
@@ -208,6 +209,47 @@ def world_without(
     )
 
 
+def ask_for(ledger: Ledger, num_replicas: int) -> None:
+    """Have the job grow or shrink to so many replicas; it stays there until somebody asks for another number."""
+    ledger.put(_SCALE, str(num_replicas).encode())
+
+
+def heed(ledger: Ledger, world: World) -> None:
+    """Plan a smaller world, where somebody has asked for one; for one member to call about once a second."""
+    asked, terms = _asked(ledger), terms_of(ledger)
+    if not asked or terms is None:
+        return
+    now = world.size // terms.replica_size
+    target = next_size(ReplicaView(now=now, healthy=now, wanted=asked), terms.policy, terms.sizes)
+    if target >= now:
+        return
+    newest = _newest_plan(ledger, world.number) or world
+    base = replace(world, number=max(newest.number, world.number))
+    cause = f"somebody asked for {asked} replicas: the job shrinks from {now} to {target}"
+    smaller = regroup(
+        base, healthy=set(world.places), num_replicas=target, replica_size=terms.replica_size, cause=cause
+    )
+    if wanted_world(ledger) <= world.number and ledger.propose_world(smaller) == smaller:
+        ledger.put(_WANTED, str(smaller.number).encode())
+
+
+def describe(ledger: Ledger) -> dict[str, int]:
+    """The size of the job, for people."""
+    world, terms = world_or_none(ledger), terms_of(ledger)
+    size = 0 if world is None else world.size
+    return {
+        "ranks": size,
+        "replicas": size // terms.replica_size if terms is not None else 0,
+        "waiting": 0 if world is None else len(_candidates(ledger, world)),
+        "asked": _asked(ledger),
+        "generation": ledger.generation(),
+    }
+
+
+def _asked(ledger: Ledger) -> int:
+    return int(ledger.find(_SCALE) or 0)
+
+
 def _leaving(place: int) -> str:
     return f"{_LEAVING}/{place}"
 
@@ -218,7 +260,11 @@ def _plan(
     """Plan the world that comes after `number`, if the policy lets the job grow now."""
     now = world.size // terms.replica_size
     view = ReplicaView(
-        now=now, healthy=now, waiting=len(waiting) // terms.replica_size, since_arrival_s=since_arrival_s
+        now=now,
+        healthy=now,
+        waiting=len(waiting) // terms.replica_size,
+        wanted=_asked(ledger),
+        since_arrival_s=since_arrival_s,
     )
     target = next_size(view, terms.policy, terms.sizes)
     if target <= now:

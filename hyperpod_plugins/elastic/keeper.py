@@ -7,6 +7,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.utils.logging import get_logger
 
+from hyperpod_plugins.elastic.control import Controller
 from hyperpod_plugins.elastic.endpoint import Endpoint
 from hyperpod_plugins.elastic.inherited import Brood, Failed
 from hyperpod_plugins.elastic.ledger import RESTART_KEY, Ledger
@@ -33,6 +34,7 @@ class Keeper:
         self._dead_end: Seat | None = None
         self._brood = Brood()
         self._failed: Failed | None = None
+        self._controller: Controller | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hyperpod-slots", daemon=True)
 
@@ -41,6 +43,8 @@ class Keeper:
         self._roster = Roster(self._endpoint.connect())
         self._roster.beat(self.node)
         self._turn_to(self._roster.round())
+        if self._endpoint.server is not None:
+            self._controller = Controller(self._endpoint.host, self._endpoint.port, self._run_id)
         self._thread.start()
 
     def stop(self) -> None:
@@ -49,6 +53,8 @@ class Keeper:
         self._brood.wake()
         if self._thread.is_alive():
             self._thread.join(2 * self._policy.beat_s)
+        if self._controller is not None:
+            self._controller.close()
 
     def is_lost(self, node: str) -> bool:
         """Whether another node has fallen silent."""
@@ -96,6 +102,8 @@ class Keeper:
         self._pulse.look(roster.beats(watched(nodes, self.node)))
         if claims is not None:
             self._clear(number, claims)
+        if self._controller is not None:
+            self._controller.heed(name_of_round(self._run_id, number), self._ledger)
         if seat is None:
             return
         closing = roster.closing()

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from hyperpod_plugins.comm import abandon_broken, break_groups, breaker, reform, waiting
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
-from hyperpod_plugins.elastic.joining import await_turn, found, wanted_world
+from hyperpod_plugins.elastic.joining import await_turn, found, heed, wanted_world
 from hyperpod_plugins.elastic.leash import end_with
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import MembershipPolicy
@@ -311,6 +311,8 @@ class Member:
                 own = self._beat()
                 self._reports.beat(self.place, own.to_dict())
                 self._look_after(own)
+                if self.rank == 0:
+                    heed(self._reports, self.world)
                 self.wants_resize = wanted_world(self._reports) > self.world.number
                 time.sleep(_BEAT_S)
         except dist.DistError as error:

@@ -5,13 +5,15 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
-from recovery.faults import HYPERPODRUN, left_processes, run_job, start
+from recovery.faults import HYPERPODRUN, TORCHRUN, left_processes, run_job, start
 
 from hyperpod_plugins.data import write_tokens
 
@@ -38,13 +40,16 @@ class Nodes:
             self.port = port = free.getsockname()[1]
         conf = "--rdzv-conf=keep_alive_interval=0.2,last_call_timeout=0"
         self.folder, self.launcher = folder, launcher
-        self.args = ("--nnodes=1:4", f"--rdzv-endpoint=localhost:{port}", conf)
+        self.args = ("--rdzv-backend=hyperpod", "--nnodes=1:4", f"--rdzv-endpoint=localhost:{port}", conf)
+        if launcher == TORCHRUN:
+            self.args += ("--max-restarts=5",)
         self.environ = {
             "FAULTS_FOLDER": str(folder),
             "TOKENS": str(tokens),
             "STEPS": str(NUM_STEPS),
             "STEP_S": "0.06",
             "SHRINK_S": "2",
+            "XDG_RUNTIME_DIR": str(folder),
         }
         self.agents, self.outputs = {}, []
 
@@ -78,6 +83,13 @@ class Nodes:
                 entry = json.loads(line)
                 found[entry["step"]].append(entry)
         return found
+
+    def hyperpod(self, *command):
+        """What `hyperpod COMMAND` says, and its exit code."""
+        environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.folder)}
+        argv = [sys.executable, "-m", "hyperpod_plugins.cli", *command]
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
 
     def await_size(self, size):
         """Wait until the job has made ten steps at a size."""
@@ -156,3 +168,55 @@ def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
     for name, value in wanted["state"].items():
         torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
     assert not left_processes("FAULTS_FOLDER=" + str(nodes.folder), patience_s=5.0)
+
+
+def test_asked_for_from_a_shell(nodes):
+    nodes.start("a")
+    nodes.await_store()
+    nodes.start("b")
+    nodes.await_size(2)
+    (ticket,) = (nodes.folder / "hyperpod").glob("*.ticket")
+    assert ticket.stat().st_mode & 0o077 == 0
+    assert nodes.hyperpod("scale", "--replicas", "1") == (
+        0,
+        "the job goes to 1 replicas, as soon as there are enough\n",
+    )
+    nodes.await_size(1)
+    code, text = nodes.hyperpod("scale", "--replicas", "5")
+    assert code == 2
+    assert "5 replicas are not possible in this job; [1, 2, 3, 4] are" in text
+    written = ticket.read_text()
+    ticket.write_text(json.dumps(json.loads(written) | {"token": "guessed"}))
+    code, text = nodes.hyperpod("scale", "--replicas", "2")
+    assert code == 2
+    assert "the request was not made with this job's ticket" in text
+    ticket.write_text(written)
+    assert nodes.hyperpod("scale", "--replicas", "2")[0] == 0
+    nodes.await_size(2)  # by the process that took the evicted one's place, and waited
+    assert "ranks 2, replicas 2, waiting 0, asked 2" in nodes.hyperpod("status")[1]
+    nodes.finish()
+    assert not ticket.exists()
+    steps = nodes.steps()
+    assert sorted(steps) == list(range(NUM_STEPS))
+    assert all(len(ids) == BATCH for ids in samples_of(steps))
+
+
+def test_under_torchrun(tmp_path, tokens):
+    nodes = Nodes(tmp_path, tokens, TORCHRUN)
+    try:
+        nodes.start("a")
+        nodes.await_store()
+        nodes.start("b")
+        nodes.await_size(2)
+        nodes.lose("b")
+        nodes.await_size(1)
+        nodes.start("c")
+        nodes.await_size(2)
+        nodes.finish()
+    finally:
+        nodes.clear()
+    steps = nodes.steps()
+    assert sorted(steps) == list(range(NUM_STEPS))
+    assert all(len(ids) == BATCH for ids in samples_of(steps))
+    epoch = [i for ids in samples_of(steps) for i in ids][:NUM_SAMPLES]
+    assert sorted(epoch) == list(range(NUM_SAMPLES))

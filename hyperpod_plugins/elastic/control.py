@@ -1,0 +1,159 @@
+"""Requests to a running job from a shell. Only those are heard who may read the job's ticket.
+
+The agent that serves the store writes the ticket, a file for its user alone: where the store is, and a token. A request
+carries no token but a code made with it, for whoever reaches the store can read what is written there.
+"""
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from torch._C._distributed_c10d import TCPStore
+
+from hyperpod_plugins.elastic.joining import ask_for, describe, terms_of
+from hyperpod_plugins.elastic.ledger import Ledger
+from hyperpod_plugins.elastic.line import Line
+from hyperpod_plugins.elastic.roster import Roster, name_of_round
+from hyperpod_plugins.env import runtime_folder
+from hyperpod_plugins.errors import ConfigError
+
+Kind = Literal["scale", "status"]
+_REQUEST = "control/request"  # count, and value NUMBER: Request
+_ANSWER = "control/answer"  # value NUMBER: text
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket(Line):
+    """How to reach a job, and the right to change it."""
+
+    host: str
+    port: int
+    run_id: str
+    token: str
+
+    @property
+    def path(self) -> Path:
+        """Where the agent leaves it on its machine."""
+        return _path(self.run_id)
+
+    @classmethod
+    def find(cls, run_id: str | None) -> Self:
+        """The ticket of a job whose store this machine serves.
+
+        Args:
+            run_id: its `--rdzv-id`; None for the only one.
+
+        Raises:
+            ConfigError: there is none, or several could be meant.
+        """
+        there = {path.stem: path for path in sorted(runtime_folder().glob("*.ticket"))}
+        if run_id is not None and _path(run_id).stem in there:
+            return cls.from_json(there[_path(run_id).stem].read_text())
+        listed = ", ".join(there) or "none"
+        if run_id is not None or len(there) != 1:
+            raise ConfigError(
+                f"which job is meant? Give --run-id, the --rdzv-id of one of those whose store this machine serves: "
+                f"{listed}. On another machine, copy the ticket from {runtime_folder()} of that one."
+            )
+        return cls.from_json(next(iter(there.values())).read_text())
+
+    def ledger(self) -> Ledger:
+        """A connection to the ledger of the job's present round."""
+        store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
+        return Ledger.of(name_of_round(self.run_id, Roster(store).round()), store)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Line):
+    """What somebody asks for."""
+
+    kind: Kind
+    value: int = 0
+    """Replicas, for `scale`."""
+    code: str = ""
+
+    def signed(self, token: str, number: int) -> Self:
+        """The same, with its code; a code holds for one number, so no request can be repeated by others."""
+        return type(self)(kind=self.kind, value=self.value, code=self._code(token, number))
+
+    def is_genuine(self, token: str, number: int) -> bool:
+        """Whether whoever asks knows the token."""
+        return hmac.compare_digest(self.code, self._code(token, number))
+
+    def _code(self, token: str, number: int) -> str:
+        return hmac.new(token.encode(), f"{number} {self.kind} {self.value}".encode(), "sha256").hexdigest()
+
+
+class Controller:
+    """The agent's end: leaves the ticket, and does what is asked by those who hold it."""
+
+    def __init__(self, host: str, port: int, run_id: str) -> None:
+        """Write the ticket."""
+        self._ticket = Ticket(host=host, port=port, run_id=run_id, token=secrets.token_hex(16))
+        path = self._ticket.path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(self._ticket.to_json())
+        self._seen: dict[str, int] = {}
+
+    def heed(self, name: str, ledger: Ledger) -> None:
+        """Answer what has been asked since the last call; `name` is that of the ledger's round."""
+        first, last = self._seen.get(name, 0) + 1, ledger.count(_REQUEST)
+        for number in range(first, last + 1):
+            text = ledger.find(f"{_REQUEST}/{number}")
+            if text is None:  # it is being written just now
+                return
+            self._seen[name] = number
+            ledger.put(f"{_ANSWER}/{number}", self._answer(number, text, ledger).encode())
+
+    def close(self) -> None:
+        """Take the ticket back."""
+        self._ticket.path.unlink(missing_ok=True)
+
+    def _answer(self, number: int, text: bytes, ledger: Ledger) -> str:
+        request = None
+        with contextlib.suppress(ValueError, TypeError):
+            request = Request.from_json(text)
+        if request is None or not request.is_genuine(self._ticket.token, number):
+            return "refused: the request was not made with this job's ticket"
+        if request.kind == "status":
+            return json.dumps(describe(ledger))
+        terms = terms_of(ledger)
+        if terms is None:
+            return "refused: the job does not change its size, for it has no ElasticTraining, or has not begun"
+        if request.value not in terms.sizes:
+            return f"refused: {request.value} replicas are not possible in this job; {list(terms.sizes)} are"
+        ask_for(ledger, request.value)
+        return f"the job goes to {request.value} replicas, as soon as there are enough"
+
+
+def send(ledger: Ledger, token: str, request: Request, timeout_s: float = 15.0) -> str:
+    """Ask for something, and return the answer.
+
+    Raises:
+        ConfigError: the agent does not answer, or refuses.
+    """
+    number = ledger.count(_REQUEST, 1)
+    ledger.put(f"{_REQUEST}/{number}", request.signed(token, number).to_json().encode())
+    deadline_s = time.monotonic() + timeout_s
+    while (answer := ledger.find(f"{_ANSWER}/{number}")) is None:
+        if time.monotonic() > deadline_s:
+            raise ConfigError(f"the agent that serves the job's store did not answer within {timeout_s:.0f} s.")
+        time.sleep(_POLL_S)
+    text = answer.decode()
+    if text.startswith("refused: "):
+        raise ConfigError(text.removeprefix("refused: ") + ".")
+    return text
+
+
+def _path(run_id: str) -> Path:
+    name = "".join(each if each.isalnum() or each in "-_." else "_" for each in run_id) or "none"
+    return runtime_folder() / f"{name}.ticket"

@@ -1,0 +1,77 @@
+"""Requests from a shell: whoever lacks the ticket is refused."""
+
+import json
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from hyperpod_plugins.elastic.control import Controller, Request, Ticket, send
+from hyperpod_plugins.elastic.joining import Terms, describe, found, leave_terms
+from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.errors import ConfigError
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """(its controller, its ticket, a ledger), and a thread that answers."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    controller = Controller("127.0.0.1", server.port, "job/1")
+    ticket, over = Ticket.find("job/1"), threading.Event()
+    ledger = ticket.ledger()
+
+    def answer():
+        own = ticket.ledger()
+        while not over.wait(0.02):
+            controller.heed("job/1", own)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    yield controller, ticket, ledger
+    over.set()
+    thread.join(5)
+    controller.close()
+
+
+def test_a_job_that_does_not_change_its_size_refuses(job):
+    _, ticket, ledger = job
+    with pytest.raises(ConfigError, match="it has no ElasticTraining"):
+        send(ledger, ticket.token, Request(kind="scale", value=2))
+
+
+def test_sizes_that_are_possible_are_taken(job):
+    _, ticket, ledger = job
+    found(ledger, World.of_founders(4))
+    leave_terms(ledger, Terms(policy=ElasticPolicy(max_replicas=4), replica_size=2, sizes=(1, 2, 4)))
+    with pytest.raises(ConfigError, match=r"3 replicas are not possible in this job; \[1, 2, 4\] are"):
+        send(ledger, ticket.token, Request(kind="scale", value=3))
+    assert "goes to 4 replicas" in send(ledger, ticket.token, Request(kind="scale", value=4))
+    assert describe(ledger) == {"ranks": 4, "replicas": 2, "waiting": 0, "asked": 4, "generation": 0}
+    assert json.loads(send(ledger, ticket.token, Request(kind="status"))) == describe(ledger)
+
+
+def test_requests_without_the_token_are_refused_and_none_can_be_repeated(job):
+    _, ticket, ledger = job
+    with pytest.raises(ConfigError, match="not made with this job's ticket"):
+        send(ledger, "guessed", Request(kind="status"))
+    seen = ledger.find("control/request/1")
+    genuine = Request(kind="status").signed(ticket.token, 2)
+    assert genuine.is_genuine(ticket.token, 2)
+    assert not genuine.is_genuine(ticket.token, 3)
+    assert ticket.token.encode() not in seen
+    number = ledger.count("control/request", 1)
+    ledger.put(f"control/request/{number}", b"no json")
+    assert b"refused" in ledger.take(f"control/answer/{number}", timeout_s=5.0)
+
+
+def test_the_ticket_is_for_its_user_alone_and_goes_with_the_agent(job):
+    controller, ticket, _ = job
+    assert ticket.path.stat().st_mode & 0o077 == 0
+    assert Ticket.find(None) == ticket
+    with pytest.raises(ConfigError, match="which job is meant"):
+        Ticket.find("another")
+    controller.close()
+    with pytest.raises(ConfigError, match="none"):
+        Ticket.find(None)
