@@ -1,7 +1,7 @@
 """The Lightning adapter: translate and delegate."""
 
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
-from hyperpod_plugins.lightning.datamodule import TokenDataConfig, TokenDataModule
+from hyperpod_plugins.lightning.datamodule import TokenDataConfig, TokenDataModule, TrainerLoader
 from hyperpod_plugins.lightning.elastic import ElasticTraining
 from hyperpod_plugins.lightning.faults import FaultInjection
 from hyperpod_plugins.lightning.strategy import HyperPodStrategy
@@ -13,4 +13,5 @@ __all__ = [
     "HyperPodStrategy",
     "TokenDataConfig",
     "TokenDataModule",
+    "TrainerLoader",
 ]

@@ -6,11 +6,13 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
+from torch.utils.data import Dataset
 from typing_extensions import override
 
 from hyperpod_plugins.data import BatchSplit, ElasticSampler, StatefulLoader, TokenDataset
+from hyperpod_plugins.data.loader import LoaderOptions
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.flavour import LightningDataModule, Trainer
 
@@ -97,7 +99,7 @@ class TokenDataModule(LightningDataModule):
             drop_last=config.drop_last,
             fingerprint=dataset.fingerprint,
         )
-        return _TrainerLoader(trainer, dataset, sampler, num_workers=config.num_workers)
+        return TrainerLoader(trainer, dataset, sampler, num_workers=config.num_workers)
 
     @override
     def val_dataloader(self) -> StatefulLoader:
@@ -130,15 +132,25 @@ class TokenDataModule(LightningDataModule):
         return self.trainer
 
 
-class _TrainerLoader(StatefulLoader):
+class TrainerLoader(StatefulLoader):
     """Keeps the Trainer's count of batches in step with a position that is counted in samples.
 
     Lightning saves how many batches a rank has run. In a job of another size the same samples are another number of
-    batches, and the epoch would silently end early or late.
+    batches, and the epoch would silently end early or late. What `train_dataloader` returns in a job that changes its
+    size; `TokenDataModule` does.
+
+    Args:
+        trainer: whose loop reads the batches.
+        dataset: a map-style dataset.
+        sampler: says which samples this rank reads, and keeps the position. Its `BatchSplit` is made for the Trainer's
+            present `distributed_sampler_kwargs`.
+        options: see `StatefulLoader`.
     """
 
-    def __init__(self, trainer: Trainer, dataset: TokenDataset, sampler: ElasticSampler, *, num_workers: int) -> None:
-        super().__init__(dataset, sampler, num_workers=num_workers)
+    def __init__(
+        self, trainer: Trainer, dataset: Dataset[Any], sampler: ElasticSampler, **options: Unpack[LoaderOptions]
+    ) -> None:
+        super().__init__(dataset, sampler, **options)
         self._trainer = trainer
 
     @override

@@ -1,5 +1,8 @@
 """What a user may choose about a job that changes its size, and what a Trainer does when it has another one."""
 
+# Lightning's loops have no public spelling.
+# pyright: reportPrivateUsage=false
+
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +11,7 @@ from hyperpod_plugins.elastic.joining import Terms, leave_terms, terms_of
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rescale import plan_batch
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.datamodule import TrainerLoader
 from hyperpod_plugins.lightning.flavour import Callback, Trainer
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel import ParallelConfig, Topology
@@ -99,9 +103,23 @@ class Elasticity:
         trainer.accumulate_grad_batches = split.micro_steps
         return topology
 
-    def open(self) -> None:
-        """Let others come in from now on."""
+    def open(self, trainer: Trainer) -> None:
+        """Let others come in from now on.
+
+        Raises:
+            ConfigError: a loader counts its position in batches, which are others in a world of another size.
+        """
         assert self._topology is not None
+        combined = trainer.fit_loop._combined_loader
+        for loader in [] if combined is None else combined.flattened:
+            split = loader.batch_sampler.split if isinstance(loader, TrainerLoader) else None
+            if split is None or split.global_batch_size != self._options.global_batch_size:
+                what = type(loader).__name__ if split is None else f"a global batch of {split.global_batch_size}"
+                raise ConfigError(
+                    "ElasticTraining needs train loaders that count their position in samples, with its own global "
+                    f"batch of {self._options.global_batch_size}, but found {what}. Use a TokenDataModule, or return a "
+                    "TrainerLoader over an ElasticSampler from train_dataloader."
+                )
         sizes = self._sizes(self._topology)
         leave_terms(self._ledger, Terms(policy=self._options.policy, replica_size=self.replica_size, sizes=sizes))
 

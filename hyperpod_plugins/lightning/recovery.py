@@ -321,7 +321,7 @@ class TrainerRecovery:
             refuse_unreadable(trainer)
             self._is_checked = True
         if self.elastic is not None and not self.is_apart:
-            self.elastic.open()
+            self.elastic.open(trainer)
         if self._starts_epoch:
             trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run: it is not resumed
         if self._ends_epoch:
