@@ -40,8 +40,9 @@ class Ticket(Line):
 
     @property
     def path(self) -> Path:
-        """Where the agent leaves it on its machine."""
-        return _path(self.run_id)
+        """Where the agent leaves it on its machine; two jobs may have the same name."""
+        name = "".join(each if each.isalnum() or each in "-_." else "_" for each in self.run_id)
+        return runtime_folder() / f"{name}@{self.port}.ticket"
 
     @classmethod
     def find(cls, run_id: str | None) -> Self:
@@ -53,16 +54,15 @@ class Ticket(Line):
         Raises:
             ConfigError: there is none, or several could be meant.
         """
-        there = {path.stem: path for path in sorted(runtime_folder().glob("*.ticket"))}
-        if run_id is not None and _path(run_id).stem in there:
-            return cls.from_json(there[_path(run_id).stem].read_text())
-        listed = ", ".join(there) or "none"
-        if run_id is not None or len(there) != 1:
+        there = [cls.from_json(path.read_text()) for path in sorted(runtime_folder().glob("*.ticket"))]
+        meant = [ticket for ticket in there if run_id in (None, ticket.run_id)]
+        if len(meant) != 1:
+            listed = ", ".join(f"{ticket.run_id} (port {ticket.port})" for ticket in there) or "none"
             raise ConfigError(
                 f"which job is meant? Give --run-id, the --rdzv-id of one of those whose store this machine serves: "
                 f"{listed}. On another machine, copy the ticket from {runtime_folder()} of that one."
             )
-        return cls.from_json(next(iter(there.values())).read_text())
+        return meant[0]
 
     def ledger(self) -> Ledger:
         """A connection to the ledger of the job's present round."""
@@ -152,8 +152,3 @@ def send(ledger: Ledger, token: str, request: Request, timeout_s: float = 15.0) 
     if text.startswith("refused: "):
         raise ConfigError(text.removeprefix("refused: ") + ".")
     return text
-
-
-def _path(run_id: str) -> Path:
-    name = "".join(each if each.isalnum() or each in "-_." else "_" for each in run_id) or "none"
-    return runtime_folder() / f"{name}.ticket"

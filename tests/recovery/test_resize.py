@@ -17,7 +17,7 @@ from recovery.faults import HYPERPODRUN, TORCHRUN, left_processes, run_job, star
 
 from hyperpod_plugins.data import write_tokens
 
-NUM_SAMPLES, BATCH, NUM_STEPS = 600, 12, 330
+NUM_SAMPLES, BATCH = 600, 12
 PATIENCE_S = 60.0
 
 pytestmark = pytest.mark.spawns
@@ -46,8 +46,7 @@ class Nodes:
         self.environ = {
             "FAULTS_FOLDER": str(folder),
             "TOKENS": str(tokens),
-            "STEPS": str(NUM_STEPS),
-            "STEP_S": "0.06",
+            "STEP_S": "0.05",
             "SHRINK_S": "2",
             "XDG_RUNTIME_DIR": str(folder),
         }
@@ -106,8 +105,14 @@ class Nodes:
         return "\n".join(path.read_text()[-6000:] for path in self.outputs)
 
     def finish(self):
+        """End the job; how many steps it had."""
+        num_steps = max(self.steps()) + 30
+        written = self.folder / "stop.part"
+        written.write_text(str(num_steps))
+        written.rename(self.folder / "stop")
         for agent in self.agents.values():
             assert agent.wait(PATIENCE_S) == 0, self.output()
+        return num_steps
 
     def clear(self):
         for name in list(self.agents):
@@ -142,14 +147,14 @@ def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
     nodes.start("e")
     nodes.start("f")
     nodes.await_size(3)
-    nodes.finish()
+    num_steps = nodes.finish()
 
-    environ = {"TOKENS": str(tokens), "STEPS": str(NUM_STEPS)}
+    environ = {"TOKENS": str(tokens), "STEPS": str(num_steps)}
     calm = run_job("ranks_elastic.py", tmp_path_factory.mktemp("calm"), num_ranks=1, environ=environ)
     assert calm.code == 0, calm.output[-8000:]
     fixed = {entry["step"]: entry for entry in calm.records("step", 1)[0]}
     steps = nodes.steps()
-    assert sorted(steps) == list(range(NUM_STEPS))
+    assert sorted(steps) == list(range(num_steps))
     epochs = samples_of(steps)
     for step, ids in enumerate(epochs):  # the same samples in the same steps, whatever the number of ranks
         assert sorted(ids) == sorted(fixed[step]["ids"]), step
@@ -194,10 +199,10 @@ def test_asked_for_from_a_shell(nodes):
     assert nodes.hyperpod("scale", "--replicas", "2")[0] == 0
     nodes.await_size(2)  # by the process that took the evicted one's place, and waited
     assert "ranks 2, replicas 2, waiting 0, asked 2" in nodes.hyperpod("status")[1]
-    nodes.finish()
+    num_steps = nodes.finish()
     assert not ticket.exists()
     steps = nodes.steps()
-    assert sorted(steps) == list(range(NUM_STEPS))
+    assert sorted(steps) == list(range(num_steps))
     assert all(len(ids) == BATCH for ids in samples_of(steps))
 
 
@@ -212,11 +217,11 @@ def test_under_torchrun(tmp_path, tokens):
         nodes.await_size(1)
         nodes.start("c")
         nodes.await_size(2)
-        nodes.finish()
+        num_steps = nodes.finish()
     finally:
         nodes.clear()
     steps = nodes.steps()
-    assert sorted(steps) == list(range(NUM_STEPS))
+    assert sorted(steps) == list(range(num_steps))
     assert all(len(ids) == BATCH for ids in samples_of(steps))
     epoch = [i for ids in samples_of(steps) for i in ids][:NUM_SAMPLES]
     assert sorted(epoch) == list(range(NUM_SAMPLES))
