@@ -93,7 +93,8 @@ def takes_part(ledger: Ledger, place: int) -> bool:
 
 def world_or_none(ledger: Ledger) -> World | None:
     """`present_world`; None where the program takes no part in recovery."""
-    number = ledger.world_number(ledger.generation())
+    has_changed = ledger.world(1) is not None  # most jobs never do, and to count their generations would take long
+    number = ledger.world_number(ledger.generation()) if has_changed else 0
     size = None if number else ledger.find(_FOUNDERS)
     return ledger.world(number) if number else None if size is None else World.of_founders(int(size))
 
