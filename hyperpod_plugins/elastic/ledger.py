@@ -148,7 +148,12 @@ class Ledger:
         return None if text is None else World.from_json(text)
 
     def world_number(self, generation: int) -> int:
-        """Number of the world that a generation is formed for: the last to begin with the end of an earlier one."""
+        """Number of the world that a generation is formed for: the last to begin with the end of an earlier one.
+
+        Where worlds are planned at all, it reads the end of each generation since the last call on this connection.
+        """
+        if not self._ends_seen and self.world(1) is None:
+            return 0
         while self._ends_seen < generation:
             incident = self.ended(self._ends_seen)
             if incident is None:
