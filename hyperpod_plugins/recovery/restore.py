@@ -9,6 +9,7 @@ read with torch's `weights_only`.
 import io
 import math
 import zlib
+from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from hyperpod_plugins.parallel.checkpoint_state import (
 )
 
 MESSAGE_BYTES = 64 * 2**20
+_AT_ONCE = 8  # messages under way while the next one is prepared
 ALONE_BYTES = 2**18  # a tensor of this size makes up a message of its own
 
 
@@ -93,9 +95,15 @@ class TrainingState:
         payload = torch.frombuffer(bytearray(self.header()), dtype=torch.uint8).to(device)
         dist.send(torch.tensor([payload.numel()], device=device), rank)
         dist.send(payload, rank)
+        under_way: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
         for batch in _batches(self._tensors().values()):
             parts = [_bytes(tensor) for tensor in batch]
-            dist.send(parts[0] if len(parts) == 1 else torch.cat(parts), rank)
+            message = parts[0] if len(parts) == 1 else torch.cat(parts)
+            under_way.append((dist.isend(message, rank), message))
+            if len(under_way) > _AT_ONCE:
+                _wait(under_way.popleft()[0])
+        for work, _ in under_way:
+            _wait(work)
 
     def receive(self, rank: int) -> None:
         """Take everything from a global rank, in place; optimizer state is made without stepping.
@@ -110,16 +118,21 @@ class TrainingState:
         dist.recv(payload, rank)
         described = _read_header(payload.cpu().numpy().tobytes())
         tensors = self._make_room(described, f"rank {rank}")
+        under_way: deque[tuple[dist.Work | None, torch.Tensor, list[torch.Tensor]]] = deque()
         with torch.no_grad():
             for batch in _batches(tensors.values()):
-                if len(batch) == 1 and batch[0].is_contiguous():
-                    dist.recv(_bytes(batch[0]), rank)
-                    continue
+                is_in_place = len(batch) == 1 and batch[0].is_contiguous()
                 num_bytes = sum(tensor.nbytes for tensor in batch)
-                message = torch.empty(num_bytes, dtype=torch.uint8, device=batch[0].device)
-                dist.recv(message, rank)
-                for tensor, part in zip(batch, message.split([t.nbytes for t in batch]), strict=True):
-                    tensor.copy_(_typed(part, tensor))
+                message = (
+                    _bytes(batch[0])
+                    if is_in_place
+                    else torch.empty(num_bytes, dtype=torch.uint8, device=batch[0].device)
+                )
+                under_way.append((dist.irecv(message, rank), message, [] if is_in_place else batch))
+                if len(under_way) > _AT_ONCE:
+                    _take(*under_way.popleft())
+            for each in under_way:
+                _take(*each)
         if self._verify:
             _compare(self.checksum(), described, f"rank {rank}")
 
@@ -172,6 +185,19 @@ class TrainingState:
     def _device(self) -> torch.device:
         parameter = next(self.model.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _take(work: dist.Work | None, message: torch.Tensor, batch: list[torch.Tensor]) -> None:
+    """Wait for a message, and copy its parts to the tensors of a batch."""
+    _wait(work)
+    if batch:
+        for tensor, part in zip(batch, message.split([each.nbytes for each in batch]), strict=True):
+            tensor.copy_(_typed(part, tensor))
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _read_header(header: bytes) -> dict[str, Any]:

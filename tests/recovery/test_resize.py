@@ -38,7 +38,8 @@ class Nodes:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             self.port = port = free.getsockname()[1]
-        conf = "--rdzv-conf=keep_alive_interval=0.2,last_call_timeout=0"
+        # Whoever comes before the program takes newcomers in makes all begin again, and waits for others like it.
+        conf = f"--rdzv-conf=keep_alive_interval=0.2,last_call_timeout={2 if launcher == TORCHRUN else 0}"
         self.folder, self.launcher = folder, launcher
         self.args = ("--rdzv-backend=hyperpod", "--nnodes=1:4", f"--rdzv-endpoint=localhost:{port}", conf)
         if launcher == TORCHRUN:
