@@ -95,13 +95,18 @@ class Controller:
     """The agent's end: leaves the ticket, and does what is asked by those who hold it."""
 
     def __init__(self, host: str, port: int, run_id: str) -> None:
-        """Write the ticket."""
+        """Write the ticket.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         self._ticket = Ticket(host=host, port=port, run_id=run_id, token=secrets.token_hex(16))
         path = self._ticket.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        unfinished = path.with_name(f".{self._ticket.token}")
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(self._ticket.to_json())
+        unfinished.replace(path)
         self._seen: dict[str, int] = {}
 
     def heed(self, name: str, ledger: Ledger) -> None:

@@ -44,7 +44,10 @@ class Keeper:
         self._roster.beat(self.node)
         self._turn_to(self._roster.round())
         if self._endpoint.server is not None:
-            self._controller = Controller(self._endpoint.host, self._endpoint.port, self._run_id)
+            try:
+                self._controller = Controller(self._endpoint.host, self._endpoint.port, self._run_id)
+            except OSError as error:
+                logger.warning("nobody can ask this job for anything, for its ticket cannot be written: %s", error)
         self._thread.start()
 
     def stop(self) -> None:
