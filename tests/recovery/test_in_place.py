@@ -138,7 +138,7 @@ def test_a_mistake_in_the_program_ends_the_job_with_its_own_traceback(tmp_path):
     assert text.count("gives up") == 1
     assert text.count("repaired in") == 2
     replaced = [line for line in text.splitlines() if "takes its place" in line]
-    assert not any(line.startswith("rank 1 ") for line in replaced), replaced  # others may be too slow for 4 s
+    assert not replaced, replaced
     # What all ranks held was saved before, and training goes on from it as if nothing had happened.
     saved = tmp_path / "checkpoints" / "emergency-step=7.ckpt"
     assert f"step 7 was saved as {saved}" in text, text[-8000:]
