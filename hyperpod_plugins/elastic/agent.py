@@ -125,10 +125,11 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """`timeout` is torch's idea; ours is in the options, and the same."""
-        if self.stopped is None and self._round.num_nodes > 1:
+        if self.stopped is None:
             with contextlib.suppress(DistError):
-                for post in self._crew.posts:
-                    give_notice(self._ledger, post.global_rank, post.incarnation)
+                for post in self._crew.posts:  # none before the first round
+                    if post.phase is not Phase.DONE:
+                        give_notice(self._ledger, post.global_rank, post.incarnation)
         for post, code in self._stop(death_sig):
             if code != 0 and self.stopped is None and self._round.num_nodes > 1:
                 with contextlib.suppress(DistError):

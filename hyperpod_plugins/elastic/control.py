@@ -9,12 +9,15 @@ import hmac
 import json
 import os
 import secrets
+import socket
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal, Self
 
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 
 from hyperpod_plugins.elastic.joining import ask_for, describe, terms_of
 from hyperpod_plugins.elastic.ledger import Ledger
@@ -27,6 +30,7 @@ Kind = Literal["scale", "status"]
 _REQUEST = "control/request"  # count, and value NUMBER: Request
 _ANSWER = "control/answer"  # value NUMBER: text
 _POLL_S = 0.1
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,15 @@ class Ticket(Line):
     port: int
     run_id: str
     token: str
+    machine: str
+    """Name of the machine of the agent that wrote it."""
+    pid: int
+    """Of that agent."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the agent was killed before it could take the ticket back, as far as this machine can tell."""
+        return self.machine == socket.gethostname() and not Path(f"/proc/{self.pid}").exists()
 
     @property
     def path(self) -> Path:
@@ -54,7 +67,8 @@ class Ticket(Line):
         Raises:
             ConfigError: there is none, or several could be meant.
         """
-        there = [cls.from_json(path.read_text()) for path in sorted(runtime_folder().glob("*.ticket"))]
+        found = [cls.from_json(path.read_text()) for path in sorted(runtime_folder().glob("*.ticket"))]
+        there = [ticket for ticket in found if not ticket.is_stale]
         meant = [ticket for ticket in there if run_id in (None, ticket.run_id)]
         if len(meant) != 1:
             listed = ", ".join(f"{ticket.run_id} (port {ticket.port})" for ticket in there) or "none"
@@ -65,8 +79,19 @@ class Ticket(Line):
         return meant[0]
 
     def ledger(self) -> Ledger:
-        """A connection to the ledger of the job's present round."""
-        store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
+        """A connection to the ledger of the job's present round.
+
+        Raises:
+            ConfigError: nobody answers.
+        """
+        timeout = timedelta(seconds=_CONNECT_S)
+        try:
+            store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except DistError as error:
+            raise ConfigError(
+                f"nobody answers at {self.host}:{self.port} any more, where the job {self.run_id!r} was ({error}). If "
+                f"it is over, remove {self.path}."
+            ) from error
         return Ledger.of(name_of_round(self.run_id, Roster(store).round()), store)
 
 
@@ -100,9 +125,18 @@ class Controller:
         Raises:
             OSError: it cannot be written.
         """
-        self._ticket = Ticket(host=host, port=port, run_id=run_id, token=secrets.token_hex(16))
+        self._ticket = Ticket(
+            host=host,
+            port=port,
+            run_id=run_id,
+            token=secrets.token_hex(16),
+            machine=socket.gethostname(),
+            pid=os.getpid(),
+        )
         path = self._ticket.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid != os.getuid():
+            raise PermissionError(f"{path.parent} belongs to somebody else")
         unfinished = path.with_name(f".{self._ticket.token}")
         with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(self._ticket.to_json())

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -93,8 +94,7 @@ def takes_part(ledger: Ledger, place: int) -> bool:
 
 def world_or_none(ledger: Ledger) -> World | None:
     """`present_world`; None where the program takes no part in recovery."""
-    has_changed = ledger.world(1) is not None  # most jobs never do, and to count their generations would take long
-    number = ledger.world_number(ledger.generation()) if has_changed else 0
+    number = ledger.world_number()
     size = None if number else ledger.find(_FOUNDERS)
     return ledger.world(number) if number else None if size is None else World.of_founders(int(size))
 
@@ -130,9 +130,9 @@ def find_world(ledger: Ledger, place: int, incarnation: int) -> World:
         now_s, waiting = time.monotonic(), _candidates(ledger, world)
         if len(waiting) != num_waiting:
             num_waiting, came_s = len(waiting), now_s
-        is_over = planned is None or planned.number <= world.number or now_s - changed_s > _SET_UP_S
-        if is_over or (planned is not None and not _can_begin(ledger, planned, world)):
-            _plan(ledger, terms, world, max(number, world.number), waiting, now_s - came_s)
+        is_void = planned is None or planned.number <= world.number or not _can_begin(ledger, planned, world)
+        if is_void or now_s - changed_s > _SET_UP_S:
+            _plan(ledger, terms, world, waiting, now_s - came_s)
             changed_s = now_s
         time.sleep(_POLL_S)
 
@@ -172,7 +172,7 @@ def give_notice(ledger: Ledger, place: int, incarnation: int) -> None:
 def world_without(
     ledger: Ledger, terms: Terms, world: World, missing: Mapping[int, int], waited_s: float
 ) -> World | None:
-    """Plan the world that goes on without those of its places that are missing; None to wait for replacements.
+    """Plan the world that goes on without those of its places that are missing; None to wait, and to look again.
 
     Processes that wait to come in take the places of lost ones, if no agent has replaced those within moments.
     Otherwise the job shrinks, as soon as the policy allows it, or at once where all that are missing had given notice.
@@ -203,11 +203,7 @@ def world_without(
         cause = f"the job shrinks from {now} to {target} replicas"
         if target >= now:
             return None
-    newest = _newest_plan(ledger, world.number) or world
-    base = replace(world, number=max(newest.number, world.number))
-    return ledger.propose_world(
-        regroup(base, healthy=healthy, joining=waiting, num_replicas=target, replica_size=size, cause=cause)
-    )
+    return _propose(ledger, terms, world, target, cause, healthy=healthy, joining=waiting)
 
 
 def ask_for(ledger: Ledger, num_replicas: int) -> None:
@@ -224,13 +220,11 @@ def heed(ledger: Ledger, world: World) -> None:
     target = next_size(ReplicaView(now=now, healthy=now, wanted=asked), terms.policy, terms.sizes)
     if target >= now:
         return
-    newest = _newest_plan(ledger, world.number) or world
-    base = replace(world, number=max(newest.number, world.number))
+    if wanted_world(ledger) > world.number:
+        return
     cause = f"somebody asked for {asked} replicas: the job shrinks from {now} to {target}"
-    smaller = regroup(
-        base, healthy=set(world.places), num_replicas=target, replica_size=terms.replica_size, cause=cause
-    )
-    if wanted_world(ledger) <= world.number and ledger.propose_world(smaller) == smaller:
+    smaller = _propose(ledger, terms, world, target, cause)
+    if smaller is not None:
         ledger.put(_WANTED, str(smaller.number).encode())
 
 
@@ -255,10 +249,8 @@ def _leaving(place: int) -> str:
     return f"{_LEAVING}/{place}"
 
 
-def _plan(
-    ledger: Ledger, terms: Terms, world: World, number: int, waiting: Sequence[int], since_arrival_s: float
-) -> None:
-    """Plan the world that comes after `number`, if the policy lets the job grow now."""
+def _plan(ledger: Ledger, terms: Terms, world: World, waiting: Sequence[int], since_arrival_s: float) -> None:
+    """Plan the world that comes next, if the policy lets the job grow now."""
     now = world.size // terms.replica_size
     view = ReplicaView(
         now=now,
@@ -268,19 +260,31 @@ def _plan(
         since_arrival_s=since_arrival_s,
     )
     target = next_size(view, terms.policy, terms.sizes)
-    if target <= now:
-        return
-    base = replace(world, number=number)
-    cause = f"the job grows from {now} to {target} replicas"
+    if target > now:
+        _propose(ledger, terms, world, target, f"the job grows from {now} to {target} replicas", joining=waiting)
+
+
+def _propose(
+    ledger: Ledger,
+    terms: Terms,
+    world: World,
+    num_replicas: int,
+    cause: str,
+    *,
+    healthy: AbstractSet[int] | None = None,
+    joining: Sequence[int] = (),
+) -> World | None:
+    """Plan the world that comes after all that were planned; None if somebody else has just planned another one."""
+    newest = _newest_plan(ledger, world.number) or world
     planned = regroup(
-        base,
-        healthy=set(world.places),
-        joining=waiting,
-        num_replicas=target,
+        replace(world, number=newest.number),
+        healthy=set(world.places) if healthy is None else healthy,
+        joining=joining,
+        num_replicas=num_replicas,
         replica_size=terms.replica_size,
         cause=cause,
     )
-    ledger.propose_world(planned)
+    return planned if ledger.propose_world(planned) == planned else None
 
 
 def _newest_plan(ledger: Ledger, at_least: int) -> World | None:

@@ -25,6 +25,7 @@ A call makes one to three requests of the store, however many ranks it is about,
 
 import contextlib
 import json
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -147,10 +148,13 @@ class Ledger:
         text = self._read(f"world/{number}")
         return None if text is None else World.from_json(text)
 
-    def world_number(self, generation: int) -> int:
+    def world_number(self, generation: float = math.inf) -> int:
         """Number of the world that a generation is formed for: the last to begin with the end of an earlier one.
 
         Where worlds are planned at all, it reads the end of each generation since the last call on this connection.
+
+        Args:
+            generation: its number; by default the one that is running, or is about to be formed.
         """
         if not self._ends_seen and self.world(1) is None:
             return 0

@@ -10,12 +10,14 @@ from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.joining import Terms, leave_terms, terms_of
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rescale import plan_batch
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.lightning.datamodule import TrainerLoader
 from hyperpod_plugins.lightning.flavour import Callback, Trainer
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
+
+_UNHEEDED = ("graceful_shutdown_timeout_s", "min_stable_s", "max_backoff_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class ElasticTraining(Callback):
     """Let the job grow and shrink by whole replicas while it runs; every optimizer step keeps its global batch.
 
     Needs `hyperpodrun` or `torchrun --rdzv-backend=hyperpod`, with `--nnodes=MIN:MAX`, and loaders that count their
-    position in samples: a `TokenDataModule`, or a `StatefulLoader` over an `ElasticSampler`. The Trainer's
+    position in samples: a `TokenDataModule`, or a `TrainerLoader` over an `ElasticSampler`. The Trainer's
     `accumulate_grad_batches` follows from the sizes below, whatever it was.
 
     Args:
@@ -50,6 +52,7 @@ class ElasticTraining(Callback):
 
     Raises:
         ConfigError: impossible limits or sizes.
+        NotBuiltYetError: a limit that a running job does not heed yet.
     """
 
     def __init__(
@@ -67,6 +70,10 @@ class ElasticTraining(Callback):
             self.policy = policy or ElasticPolicy(**limits)
         except TypeError as error:
             raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the limits there are.") from None
+        usual = ElasticPolicy()
+        unheeded = [name for name in _UNHEEDED if getattr(self.policy, name) != getattr(usual, name)]
+        if unheeded:
+            raise NotBuiltYetError(f"ElasticTraining does not heed {' and '.join(unheeded)} yet. Leave it out.")
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.resizes: list[Resize] = []

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hyperpod_plugins.comm import abandon_broken, breaker
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.joining import find_world
+from hyperpod_plugins.elastic.leash import end_with
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.restarts import NOT_NEEDED
 from hyperpod_plugins.elastic.world import World
@@ -71,11 +72,14 @@ class TrainerRecovery:
     ) -> None:
         self.options = options
         ledger, world = Ledger.connect(job), World.of_founders(world_size)
+        if job.agent_pid:
+            end_with(job.agent_pid)  # it may wait for long now
         if job.is_newcomer:
             world = find_world(ledger, place, job.incarnation)
         self.elastic = None if elastic is None else Elasticity(elastic, ledger)
         """How the job changes its size; None for one that does not."""
         self.member = Member(job, place=place, world=world, policy=options.membership, hangs=options.hangs)
+        self.member.is_elastic = elastic is not None
         self.member.start()
         self.saved = SavedCheckpoints(Ledger.connect(job)) if self.member.rank == 0 else None
         """Where rank 0 writes down which checkpoints there are."""

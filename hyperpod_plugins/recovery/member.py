@@ -69,6 +69,8 @@ class Member:
         self._reporting = threading.Lock()
         self._told: Incident | None = None
         self._worlds = Worlds(self.ledger, world)
+        self.is_elastic = False
+        """Whether the job may change its size: only then does anybody ask about it."""
         self.wants_resize = False
         """Whether the next world is ready to take over, as far as this process has heard."""
         self._stops = Stops(self.ledger, self._worlds, place=place, incarnation=job.incarnation, policy=policy)
@@ -311,12 +313,16 @@ class Member:
                 own = self._beat()
                 self._reports.beat(self.place, own.to_dict())
                 self._look_after(own)
-                if self.rank == 0:
-                    heed(self._reports, self.world)
-                self.wants_resize = wanted_world(self._reports) > self.world.number
+                if self.is_elastic:
+                    self._look_for_worlds()
                 time.sleep(_BEAT_S)
         except dist.DistError as error:
             self._lost_store(error)
+
+    def _look_for_worlds(self) -> None:
+        if self.rank == 0:
+            heed(self._reports, self.world)
+        self.wants_resize = wanted_world(self._reports) > self.world.number
 
     def _beat(self) -> Beat:
         role = waiting.role

@@ -190,7 +190,7 @@ class StepTransaction:
             self._synchronize()
         if breaker.cause is not None:
             return False
-        self._must_resize = bool(ballot)
+        self._must_resize = self._member.is_elastic and bool(ballot)
         return True
 
     def _make_way(self) -> None:

@@ -1,7 +1,10 @@
 """Requests from a shell: whoever lacks the ticket is refused."""
 
 import json
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -75,3 +78,17 @@ def test_the_ticket_is_for_its_user_alone_and_goes_with_the_agent(job):
     controller.close()
     with pytest.raises(ConfigError, match="none"):
         Ticket.find(None)
+
+
+def test_the_ticket_of_an_agent_that_was_killed_does_not_count(job):
+    _, ticket, _ = job
+    killed = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    stale = replace(ticket, port=1, pid=int(killed.stdout))
+    stale.path.write_text(stale.to_json())
+    assert Ticket.find(None) == ticket
+    elsewhere = replace(stale, machine="another machine")
+    elsewhere.path.write_text(elsewhere.to_json())
+    with pytest.raises(ConfigError, match=r"job/1 \(port 1\), job/1 \(port \d+\)"):
+        Ticket.find("job/1")
+    with pytest.raises(ConfigError, match=r"nobody answers at 127\.0\.0\.1:1 any more"):
+        elsewhere.ledger()

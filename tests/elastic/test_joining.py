@@ -58,6 +58,24 @@ def test_the_world_is_that_of_the_last_change(ledger):
     assert not takes_part(ledger, 3)
 
 
+def test_worlds_are_counted_from_what_has_ended(ledger):
+    begin(ledger, 2)
+    assert ledger.world_number() == 0
+    for number in (1, 2):
+        ledger.end(ledger.generation(), Incident(kind="process", cause="a test"))
+        change(ledger, ledger.propose_world(World(places=(0,), number=number)))
+        assert ledger.world_number() == number
+        assert ledger.world_number(2 * number - 1) == number  # a connection remembers
+
+
+def test_a_plan_comes_after_all_that_were_made(ledger):
+    world = begin(ledger, 4)
+    give_notice(ledger, 3, 0)
+    give_notice(ledger, 2, 0)
+    ledger.propose_world(World(places=(0, 1, 2, 3, 4, 5), number=1, cause="growth"))
+    assert world_without(ledger, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).number == 2
+
+
 def test_the_first_terms_hold(ledger):
     assert terms_of(ledger) is None
     leave_terms(ledger, TERMS)

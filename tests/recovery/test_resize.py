@@ -34,13 +34,13 @@ def tokens(tmp_path_factory):
 class Nodes:
     """Agents of one job on this machine."""
 
-    def __init__(self, folder, tokens, launcher=HYPERPODRUN):
+    def __init__(self, folder, tokens, launcher=HYPERPODRUN, num_ranks=1):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             self.port = port = free.getsockname()[1]
         # Whoever comes before the program takes newcomers in makes all begin again, and waits for others like it.
         conf = f"--rdzv-conf=keep_alive_interval=0.2,last_call_timeout={2 if launcher == TORCHRUN else 0}"
-        self.folder, self.launcher = folder, launcher
+        self.folder, self.launcher, self.num_ranks = folder, launcher, num_ranks
         self.args = ("--rdzv-backend=hyperpod", "--nnodes=1:4", f"--rdzv-endpoint=localhost:{port}", conf)
         if launcher == TORCHRUN:
             self.args += ("--max-restarts=5",)
@@ -49,13 +49,14 @@ class Nodes:
             "TOKENS": str(tokens),
             "STEP_S": "0.05",
             "SHRINK_S": "2",
+            "SHARDS": str(num_ranks),
             "XDG_RUNTIME_DIR": str(folder),
         }
         self.agents, self.outputs = {}, []
 
     def start(self, name):
         folder = self.folder / name
-        options = {"num_ranks": 1, "environ": self.environ, "args": self.args, "launcher": self.launcher}
+        options = {"num_ranks": self.num_ranks, "environ": self.environ, "args": self.args, "launcher": self.launcher}
         self.agents[name] = start("ranks_elastic.py", folder, **options)
         self.outputs.append(folder / "output")
 
@@ -207,17 +208,17 @@ def test_asked_for_from_a_shell(nodes):
     assert all(len(ids) == BATCH for ids in samples_of(steps))
 
 
-def test_under_torchrun(tmp_path, tokens):
-    nodes = Nodes(tmp_path, tokens, TORCHRUN)
+def test_replicas_of_two_shards_under_torchrun(tmp_path, tokens):
+    nodes = Nodes(tmp_path, tokens, TORCHRUN, num_ranks=2)
     try:
         nodes.start("a")
         nodes.await_store()
         nodes.start("b")
-        nodes.await_size(2)
+        nodes.await_size(4)
         nodes.lose("b")
-        nodes.await_size(1)
-        nodes.start("c")
         nodes.await_size(2)
+        nodes.start("c")
+        nodes.await_size(4)
         num_steps = nodes.finish()
     finally:
         nodes.clear()
