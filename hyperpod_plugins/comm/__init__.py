@@ -2,7 +2,7 @@
 
 from hyperpod_plugins.comm.backend import CommOptions, choose_transport
 from hyperpod_plugins.comm.breaker import Breaker, Phase, breaker
-from hyperpod_plugins.comm.generations import abandon_broken, break_groups, reform
+from hyperpod_plugins.comm.generations import Reform, abandon_broken, break_groups, reform
 from hyperpod_plugins.comm.groups import (
     connect,
     create_group,
@@ -24,6 +24,7 @@ __all__ = [
     "ResilientProcessGroup",
     "Traffic",
     "WORLD",
+    "Reform",
     "abandon_broken",
     "break_groups",
     "breaker",

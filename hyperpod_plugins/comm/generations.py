@@ -1,8 +1,10 @@
 """From one generation of the job to the next: new connections under all groups of this process."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -35,6 +37,113 @@ def abandon_broken() -> None:
             _end(group.part_with_inner())
 
 
+class Reform:
+    """New inner groups under all living groups, for one generation of the job.
+
+    [Note: abandoning] While gloo connects it can wait in vain, until its timeout, for a peer that was lost in the same
+    moment, and nothing wakes it. So it connects in a thread of its own. If the generation ends meanwhile, that thread
+    is left to itself, and so is the store that it asks: the next generation needs another connection to it.
+    """
+
+    def __init__(
+        self,
+        generation: int,
+        *,
+        store: Store,
+        timeout_s: float,
+        members: Mapping[str, Sequence[int]] | None = None,
+        is_last: bool = False,
+    ) -> None:
+        """See `reform` for the arguments."""
+        self._generation, self._store, self._timeout = generation, store, timedelta(seconds=timeout_s)
+        self._members, self._is_last = dict(members or {}), is_last
+        self._outcome: list[dist.ProcessGroup] | Exception | None = None
+        self._deciding, self._is_decided = threading.Lock(), threading.Event()
+        self.is_abandoned = False
+        """Whether a thread may still be connecting."""
+
+    def run(self) -> None:
+        """Connect all groups and mend the breaker.
+
+        Raises:
+            PeerLost: a member did not come, or the attempt was abandoned. The groups are broken then.
+        """
+        groups = {name: group for name, group in live_groups().items() if not self._is_last or name in self._members}
+        ranks = {name: list(self._members.get(name, dist.get_process_group_ranks(groups[name]))) for name in groups}
+        for group in groups.values():
+            group.refuse_former(self._generation)  # before anybody else could meet this process there
+            group.root_store = self._store
+        drop_pending()
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
+        arguments = (list(groups.values()), list(ranks.values()), dist.get_rank(), dist.get_world_size(), gpu)
+        threading.Thread(target=self._connect, args=arguments, name="hyperpod_connect", daemon=True).start()
+        if not self._is_decided.wait((len(groups) + 1) * self._timeout.total_seconds()):
+            self.abandon("connections took longer than their timeout")
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, PeerLost):
+            breaker.close()
+            break_groups(str(outcome))
+            raise PeerLost(f"{outcome}. Another rank was lost meanwhile.")
+        if isinstance(outcome, Exception):
+            raise outcome
+        for name, inner in zip(groups, outcome or [], strict=True):
+            inner.set_timeout(groups[name].timeout)
+            _end(groups[name].replace_inner(inner, generation=self._generation, global_ranks=ranks[name]))
+        breaker.close()
+
+    def abandon(self, cause: str) -> None:
+        """End `run` with an error, from another thread; nothing happens where it has ended by itself."""
+        self.is_abandoned = self._decide(PeerLost(f"generation {self._generation} ended while it was formed: {cause}"))
+
+    def _connect(
+        self,
+        groups: Sequence[ResilientProcessGroup],
+        ranks: Sequence[Sequence[int]],
+        rank: int,
+        world_size: int,
+        gpu: int | None,
+    ) -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        connected: list[dist.ProcessGroup] = []
+        for group, members in zip(groups, ranks, strict=True):
+            try:
+                inner = self._connect_one(group, members, rank, world_size)
+            except Exception as error:  # noqa: BLE001 (whatever it is, `run` raises it)
+                cause = f"the group {group.role.name!r} could not be formed in generation {self._generation}: {error}"
+                is_loss = isinstance(error, RuntimeError) and is_transport_error(error)
+                _let_go_of(connected)
+                self._decide(PeerLost(cause.partition("\n")[0]) if is_loss else error)
+                return
+            if self._is_decided.is_set():
+                _end(inner)  # without a cut: the next generation's sockets may be taken for its own
+                break
+            connected.append(inner)
+        if not self._decide(connected):
+            _let_go_of(connected)
+
+    def _connect_one(
+        self, group: ResilientProcessGroup, members: Sequence[int], rank: int, world_size: int
+    ) -> dist.ProcessGroup:
+        spec = inner_spec(
+            group,
+            generation=self._generation,
+            rank=members.index(rank),
+            global_ranks=members,
+            timeout=self._timeout,
+        )
+        return connect(spec, group.options, len(members) if group.role.axis == "world" else world_size)
+
+    def _decide(self, outcome: list[dist.ProcessGroup] | Exception) -> bool:
+        """Whether this outcome is the first, and counts."""
+        with self._deciding:
+            if self._is_decided.is_set():
+                return False
+            self._outcome = outcome
+            self._is_decided.set()
+            return True
+
+
 def reform(
     generation: int,
     *,
@@ -56,33 +165,15 @@ def reform(
     Raises:
         PeerLost: a member did not come. The groups are broken then; try again with a higher number.
     """
-    rank = dist.get_rank()
-    for name, group in live_groups().items():
-        if is_last and name not in (members or {}):
-            continue
-        ranks = list((members or {}).get(name, dist.get_process_group_ranks(group)))
-        try:
-            _reconnect(group, generation, ranks.index(rank), ranks, store, timeout_s)
-        except RuntimeError as error:
-            if not is_transport_error(error):
-                raise
-            cause = f"the group {name!r} could not be formed in generation {generation}: {error}".splitlines()[0]
-            breaker.close()
-            break_groups(cause)
-            raise PeerLost(f"{cause}. Another rank was lost meanwhile.") from error
-    breaker.close()
+    Reform(generation, store=store, timeout_s=timeout_s, members=members, is_last=is_last).run()
 
 
-def _reconnect(
-    group: ResilientProcessGroup, generation: int, rank: int, ranks: list[int], store: Store, timeout_s: float
-) -> None:
-    group.refuse_former(generation)  # before anybody else could meet this process there
-    drop_pending()
-    group.root_store = store
-    spec = inner_spec(group, generation=generation, rank=rank, global_ranks=ranks, timeout=timedelta(seconds=timeout_s))
-    inner = connect(spec, group.options, len(ranks) if group.role.axis == "world" else dist.get_world_size())
-    inner.set_timeout(group.timeout)
-    _end(group.replace_inner(inner, generation=generation, global_ranks=ranks))
+def _let_go_of(connected: list[dist.ProcessGroup]) -> None:
+    """End connections that come to nothing; members that have made theirs notice."""
+    while connected:
+        inner = connected.pop()
+        wires.cut(inner)
+        _end(inner)
 
 
 def _end(former: dist.ProcessGroup | None) -> None:

@@ -11,7 +11,6 @@ recovery needs, is known by its port.
 
 import os
 import socket
-import threading
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,22 +48,20 @@ class Wires:
 
 
 _wires: WeakKeyDictionary[dist.ProcessGroup, Wires] = WeakKeyDictionary()
-_recording = threading.Lock()
 
 
 @contextmanager
 def recording(store: Store) -> Generator[Wires]:
     """Remember the sockets that are connected inside the block, apart from those of `store`.
 
-    One block runs at a time in a process: two at once could not tell their sockets apart.
+    Two blocks at once cannot tell their sockets apart. That happens only beside a thread that was left to itself (see
+    `generations.Reform`), whose sockets may be cut, and which cuts none that it found.
     """
-    wires = Wires()
-    with _recording:
-        before = _open_sockets()
-        try:
-            yield wires
-        finally:
-            wires.add(_connected(_open_sockets() - before, store_port(store)))
+    wires, before = Wires(), _open_sockets()
+    try:
+        yield wires
+    finally:
+        wires.add(_connected(_open_sockets() - before, store_port(store)))
 
 
 def keep(group: dist.ProcessGroup, wires: Wires) -> None:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hyperpod_plugins.comm import abandon_broken, break_groups, breaker, reform, waiting
+from hyperpod_plugins.comm import Reform, abandon_broken, break_groups, breaker, reform, waiting
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
 from hyperpod_plugins.elastic.joining import await_turn, found, heed, wanted_world
@@ -58,7 +58,7 @@ class Member:
         self.policy = policy
         self.hangs = hangs
         self.step_times = StepTimes()
-        self.generation = 0
+        self.generation = self._heeded = 0
         self.committed = NO_STATE
         self.whereabouts = "setting up"
         """Where the main thread is, in words; the others hear it once a second."""
@@ -84,6 +84,8 @@ class Member:
         )
         self._changed = threading.Condition()
         self._is_leaving = self._is_joining = False
+        self._attempt: Reform | None = None
+        self._meeting = Ledger.connect(job)
         self._end_listening: Callable[[], None] = lambda: None
         self._threads = [
             threading.Thread(target=target, name=f"hyperpod{target.__name__}", daemon=True)
@@ -214,15 +216,21 @@ class Member:
             formed = self._assembly.meet(number, arrival, began_s)
             if formed is None:
                 continue
+            attempt = Reform(number, store=self.meeting_store(), timeout_s=_REFORM_TIMEOUT_S)
+            with self._changed:
+                self._heeded, self._attempt = number, attempt
+                self._changed.notify_all()
             try:
-                reform(number, store=self.meeting_store(), timeout_s=_REFORM_TIMEOUT_S)
+                attempt.run()
             except PeerLost:
                 self.generation = number
                 self._report(breaker.cause or "")
+                if attempt.is_abandoned:  # with this connection to the store
+                    self._meeting = Ledger.connect(self.job)
                 continue
             with self._changed:
                 self.generation = number
-                self._told, self._is_joining = None, False
+                self._told, self._is_joining, self._attempt = None, False, None
                 self._changed.notify_all()
             return formed
 
@@ -262,7 +270,7 @@ class Member:
 
     def meeting_store(self) -> Store:
         """Where members of a generation find each other."""
-        return self.ledger.store("groups")
+        return self._meeting.store("groups")
 
     def end_generation(self) -> Incident:
         """Make sure that the present generation has ended, and tell what ended it."""
@@ -290,21 +298,28 @@ class Member:
             return self._reports.end(generation, replace(incident, reporter=f"rank {self.rank}"))
 
     def _listen(self) -> None:
-        """Wait for the end of each generation in turn, and break the groups then."""
+        """Wait for the end of each generation in turn; break the groups then, or leave off forming them."""
         try:
             ledger = Ledger.connect(self.job)
             while not self._is_leaving:
-                generation = self.generation
+                generation = self._heeded
                 incident = ledger.wait_ended(generation, timeout_s=_LISTEN_S)
-                if incident is None:
-                    continue
-                with self._changed:
-                    if generation == self.generation and not self._is_joining:
-                        self._told = self._told or incident
-                        break_groups(str(incident))
-                    self._changed.wait_for(lambda g=generation: self._is_leaving or self.generation != g)
+                if incident is not None:
+                    self._hear(generation, incident)
         except dist.DistError as error:
             self._lost_store(error)
+
+    def _hear(self, generation: int, incident: Incident) -> None:
+        """Of the end of a generation; returns when there is something else to listen to."""
+        with self._changed:
+            heard = generation, self._attempt
+            if generation == self._heeded:
+                if self._attempt is not None:
+                    self._attempt.abandon(str(incident))
+                elif not self._is_joining:
+                    self._told = self._told or incident
+                    break_groups(str(incident))
+            self._changed.wait_for(lambda: self._is_leaving or (self._heeded, self._attempt) != heard)
 
     def _tell(self) -> None:
         """Say about once a second where this process is, and look whether somebody keeps it waiting."""
