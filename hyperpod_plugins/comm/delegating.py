@@ -6,6 +6,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Store
 
+from hyperpod_plugins.comm.scatter import reduce_scatter
 from hyperpod_plugins.comm.traffic import Collective
 
 
@@ -85,17 +87,20 @@ class DelegatingGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Reduce one tensor per member, and keep one's own."""
-        call = self.inner.reduce_scatter
+        inner = self.inner
+        call = partial(reduce_scatter, inner, inner.reduce_scatter)
         return self._issue("reduce_scatter", num_bytes(inputs), call, outputs, inputs, *args, **kwargs)
 
     def reduce_scatter_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Reduce one tensor, and keep one's own part."""
-        call = self.inner._reduce_scatter_base
+        inner = self.inner
+        call = partial(reduce_scatter, inner, inner._reduce_scatter_base)
         return self._issue("reduce_scatter", input.nbytes, call, output, input, *args, **kwargs)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Reduce several tensors, and keep one's own part of each."""
-        call = self.inner.reduce_scatter_tensor_coalesced
+        inner = self.inner
+        call = partial(reduce_scatter, inner, inner.reduce_scatter_tensor_coalesced)
         return self._issue("reduce_scatter", num_bytes(inputs), call, outputs, inputs, *args, **kwargs)
 
     def all_to_all_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> dist.Work:

@@ -209,7 +209,8 @@ def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
     """Wait as long as the groups are whole; for collectives on the CPU.
 
     [Note: slices] A gloo collective has been seen to sleep on after all its connections were cut. So a wait on the CPU
-    is made of short ones, and one that goes on after a break is left to itself (see `let_go`).
+    is made of short ones, and one that goes on after a break is left to itself (see `let_go`). gloo's own
+    reduce-scatter has no such waits; `scatter.py` mends that.
     Not so the wait of a send or a receive: where one of those times out, gloo closes all connections of the group.
 
     Raises:

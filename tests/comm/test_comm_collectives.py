@@ -114,7 +114,14 @@ def reduce_scatter(group):
     dist.reduce_scatter(output, list(mine(4, 3)), group=group)
     dist.reduce_scatter_tensor(single, mine(8), dist.ReduceOp.AVG, group=group)
     group._reduce_scatter_base(base, mine(8), dist.ReduceScatterOptions()).wait()
-    return output, single, base
+    group._reduce_scatter_base(base, mine(8)).wait()
+    listed, wide = torch.empty(3), torch.empty(101, dtype=torch.bfloat16)
+    group.reduce_scatter(listed, list(mine(4, 3)), dist.ReduceOp.MAX).wait()
+    work = dist.reduce_scatter_tensor(wide, mine(404, dtype=torch.bfloat16), group=group, async_op=True)
+    work.wait()
+    work.wait()
+    assert work.is_completed() or type(group) is dist.ProcessGroup  # gloo's own never says so
+    return output, single, base, listed, wide
 
 
 @case

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hyperpod_plugins import comm
-from hyperpod_plugins.comm import break_groups, reform
+from hyperpod_plugins.comm import Reform, break_groups, reform
 from hyperpod_plugins.errors import CommError, PeerLost
 
 pytestmark = pytest.mark.spawns
@@ -136,6 +138,45 @@ def test_a_blocked_peer_is_woken(run_ranks):
     assert run_ranks(blocked_peer, world_size=2, timeout_s=60.0) == [True, True]
 
 
+def waits_that_end():
+    """Rank 0 waits for a peer in each collective, and the groups break without any connection being cut."""
+    comm.register()
+    dist.init_process_group("hyperpod", timeout=timedelta(seconds=12))
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["all waits have ended"], timedelta(seconds=50))
+        return []
+    x, half, twice = torch.ones(4), torch.empty(2), torch.empty(8)
+    group, ended = dist.group.WORLD, []
+    for begin in (
+        lambda: dist.all_reduce(x, async_op=True),
+        lambda: group.allreduce_coalesced([x, half]),
+        lambda: dist.reduce_scatter_tensor(half, x, async_op=True),
+        lambda: dist.reduce_scatter(half, [half.clone(), half.clone()], async_op=True),
+        lambda: group.reduce_scatter_tensor_coalesced([half], [x]),
+        lambda: dist.all_gather_into_tensor(twice, x, async_op=True),
+        lambda: dist.all_gather([x.clone(), x.clone()], x, async_op=True),
+        lambda: dist.broadcast(x, src=1, async_op=True),
+        lambda: dist.reduce(x, dst=0, async_op=True),
+        lambda: dist.all_to_all_single(torch.empty(4), x, async_op=True),
+        lambda: dist.barrier(async_op=True),
+    ):
+        with comm.breaker.tolerant():
+            work = begin()
+            threading.Timer(0.1, comm.breaker.trip, ["a test", lambda: None]).start()
+            work.wait()
+        ended.append(work.is_completed())
+        comm.breaker.close()
+    store.set("all waits have ended", "")
+    return ended
+
+
+def test_every_wait_ends_when_the_groups_are_broken_though_the_collective_sleeps_on(run_ranks):
+    waited, _ = run_ranks(waits_that_end, world_size=2, timeout_s=60.0)
+    assert waited == [False] * 11  # none had come to its own end, at the timeout
+
+
 def chain(lost, first_waits_for_all):
     """Each rank waits for the next one in a group of these two, and the last one is killed meanwhile.
 
@@ -198,6 +239,31 @@ def stale_generation():
 
 def test_a_generation_that_is_over_is_refused(run_ranks):
     assert run_ranks(stale_generation, world_size=2, timeout_s=60.0) == [True, True]
+
+
+def abandoned_attempt():
+    """Rank 1 does not come to generation 1, which rank 0 leaves off forming; both come to generation 2."""
+    start()
+    store = dist.distributed_c10d._get_default_store().clone()  # of its own: the attempt goes on to wait there
+    if dist.get_rank() == 0:
+        break_groups("a test")
+        attempt = Reform(1, store=dist.PrefixStore("meeting", store), timeout_s=50.0)
+        threading.Timer(0.5, attempt.abandon, ["a test says so"]).start()
+        with pytest.raises(PeerLost, match="generation 1 ended while it was formed: a test says so"):
+            attempt.run()
+        assert attempt.is_abandoned
+        assert comm.breaker.is_open
+    else:
+        with pytest.raises(PeerLost):
+            dist.barrier()
+    reform(2, store=meeting_store(), timeout_s=20.0)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_an_attempt_to_connect_is_left_off_when_its_generation_ends(run_ranks):
+    assert run_ranks(abandoned_attempt, world_size=2, timeout_s=40.0) == [2.0, 2.0]
 
 
 def pinned_to_a_generation():
