@@ -12,8 +12,10 @@ FAULTS = [
     ["voted", 9, 0, "kill"],
     ["optimizer", 11, 2, "kill"],
     ["committed", 13, 1, "kill"],
-    ["forward", 15, 0, "kill"],  # two at once
-    ["forward", 15, 3, "kill"],
+    # Two at once, when all have committed step 14: their neighbours too, with whom they have gathered parameters since.
+    # Were all killed that know of a commit, the others would rightly do that step again.
+    ["backward", 15, 0, "kill"],
+    ["backward", 15, 3, "kill"],
     ["setup", 1, 0, "kill"],  # the first replacement of rank 0
     ["voted", 17, 3, "break"],  # it has voted, does not know the result, and gives its state to rank 1
     ["optimizer", 17, 1, "kill"],
