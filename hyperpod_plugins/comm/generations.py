@@ -13,7 +13,7 @@ from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.groups import connect, inner_spec
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup, cut_all, live_groups
 from hyperpod_plugins.comm.works import drop_pending, is_transport_error, let_go
-from hyperpod_plugins.errors import PeerLost
+from hyperpod_plugins.errors import CommError, PeerLost
 
 
 def break_groups(cause: str) -> bool:
@@ -103,24 +103,27 @@ class Reform:
         world_size: int,
         gpu: int | None,
     ) -> None:
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
         connected: list[dist.ProcessGroup] = []
-        for group, members in zip(groups, ranks, strict=True):
-            try:
+        try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            for group, members in zip(groups, ranks, strict=True):
                 inner = self._connect_one(group, members, rank, world_size)
-            except Exception as error:  # noqa: BLE001 (whatever it is, `run` raises it)
-                cause = f"the group {group.role.name!r} could not be formed in generation {self._generation}: {error}"
-                is_loss = isinstance(error, RuntimeError) and is_transport_error(error)
-                _let_go_of(connected)
-                self._decide(PeerLost(cause.partition("\n")[0]) if is_loss else error)
-                return
-            if self._is_decided.is_set():
-                _end(inner)  # without a cut: the next generation's sockets may be taken for its own
-                break
-            connected.append(inner)
-        if not self._decide(connected):
-            _let_go_of(connected)
+                if self._is_decided.is_set():
+                    _end(inner)  # without a cut: the next generation's sockets may be taken for its own
+                    return
+                connected.append(inner)
+            if self._decide(connected):
+                connected = []
+        except RuntimeError as error:
+            cause = f"the groups could not be formed in generation {self._generation}: {error}".partition("\n")[0]
+            self._decide(PeerLost(cause) if is_transport_error(error) else error)
+        finally:
+            while connected:
+                inner = connected.pop()
+                wires.cut(inner)  # members that have made their connections notice
+                _end(inner)
+            self._decide(CommError("the groups could not be connected; see the traceback of the thread that tried"))
 
     def _connect_one(
         self, group: ResilientProcessGroup, members: Sequence[int], rank: int, world_size: int
@@ -166,14 +169,6 @@ def reform(
         PeerLost: a member did not come. The groups are broken then; try again with a higher number.
     """
     Reform(generation, store=store, timeout_s=timeout_s, members=members, is_last=is_last).run()
-
-
-def _let_go_of(connected: list[dist.ProcessGroup]) -> None:
-    """End connections that come to nothing; members that have made theirs notice."""
-    while connected:
-        inner = connected.pop()
-        wires.cut(inner)
-        _end(inner)
 
 
 def _end(former: dist.ProcessGroup | None) -> None:
