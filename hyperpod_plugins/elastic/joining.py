@@ -18,7 +18,7 @@ from typing import Any
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, Ledger
 from hyperpod_plugins.elastic.policy import ElasticPolicy, ReplicaView, next_size
 from hyperpod_plugins.elastic.restarts import NOT_NEEDED
-from hyperpod_plugins.elastic.world import World, regroup
+from hyperpod_plugins.elastic.world import World, num_setbacks, regroup
 from hyperpod_plugins.errors import RecoveryError
 
 log = logging.getLogger(__name__)
@@ -259,6 +259,13 @@ def _plan(ledger: Ledger, terms: Terms, world: World, waiting: Sequence[int], si
         wanted=_asked(ledger),
         since_arrival_s=since_arrival_s,
     )
+    if next_size(view, terms.policy, terms.sizes) <= now:
+        return
+    if terms.policy.min_stable_s and world.number:
+        worlds = [World.of_founders(int(ledger.find(_FOUNDERS) or 0))]
+        worlds += [each for number in range(1, world.number + 1) if (each := ledger.world(number)) is not None]
+        setbacks = num_setbacks(worlds, terms.policy.min_stable_s)
+        view = replace(view, since_change_s=time.time() - world.at_s, num_setbacks=setbacks)
     target = next_size(view, terms.policy, terms.sizes)
     if target > now:
         _propose(ledger, terms, world, target, f"the job grows from {now} to {target} replicas", joining=waiting)
@@ -276,14 +283,16 @@ def _propose(
 ) -> World | None:
     """Plan the world that comes after all that were planned; None if somebody else has just planned another one."""
     newest = _newest_plan(ledger, world.number) or world
+    staying = set(world.places) if healthy is None else healthy
     planned = regroup(
         replace(world, number=newest.number),
-        healthy=set(world.places) if healthy is None else healthy,
+        healthy=staying,
         joining=joining,
         num_replicas=num_replicas,
         replica_size=terms.replica_size,
         cause=cause,
     )
+    planned = replace(planned, num_lost=world.size - len(staying), at_s=time.time())
     return planned if ledger.propose_world(planned) == planned else None
 
 

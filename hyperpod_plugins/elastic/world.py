@@ -5,9 +5,11 @@ Its rank is the index of that place in the present world. In the first world the
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Self
 
 from typing_extensions import override
@@ -25,6 +27,10 @@ class World(Line):
     """How many worlds the job has had before."""
     cause: str = ""
     """Why it took the place of the one before."""
+    num_lost: int = 0
+    """Places of the one before that it had to leave out."""
+    at_s: float = field(default=0.0, compare=False)
+    """When it was planned, in seconds since the epoch."""
 
     @classmethod
     def of_founders(cls, world_size: int) -> Self:
@@ -45,7 +51,7 @@ class World(Line):
     def from_json(cls, text: str | bytes) -> Self:
         """Inverse of `to_json`."""
         values = json.loads(text)
-        return cls(places=tuple(values["places"]), number=values["number"], cause=values["cause"])
+        return cls(**values | {"places": tuple(values["places"])})
 
 
 def regroup(
@@ -105,6 +111,22 @@ def regroup(
         rows.append(row)
     rows.sort(key=lambda row: min(world.places.index(place) if place in healthy else world.size for place in row))
     return World(places=tuple(place for row in rows for place in row), number=world.number + 1, cause=cause)
+
+
+def num_setbacks(worlds: Sequence[World], min_stable_s: float) -> int:
+    """How often in a row, up to now, the job lost places within `min_stable_s` seconds after it had grown.
+
+    Args:
+        worlds: all that the job has had, in order.
+        min_stable_s: seconds.
+    """
+    found, grown_s = 0, -math.inf
+    for before, world in pairwise(worlds):
+        if world.size > before.size:
+            grown_s = world.at_s
+        elif world.size < before.size and world.num_lost:
+            found = found + 1 if world.at_s - grown_s <= min_stable_s else 0
+    return found
 
 
 def _places_by_index(world: World, healthy: AbstractSet[int], replica_size: int) -> Mapping[int, list[int]]:

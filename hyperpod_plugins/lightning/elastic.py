@@ -17,7 +17,7 @@ from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
 
-_UNHEEDED = ("graceful_shutdown_timeout_s", "min_stable_s", "max_backoff_s")
+_UNHEEDED = ("graceful_shutdown_timeout_s",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

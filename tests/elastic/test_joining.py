@@ -1,11 +1,14 @@
 """How a world changes: who waits, who is missing, and what is planned; over a real store."""
 
+import time
+
 import pytest
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.joining import (
     Terms,
+    find_world,
     found,
     give_notice,
     leave_terms,
@@ -16,6 +19,7 @@ from hyperpod_plugins.elastic.joining import (
     world_or_none,
     world_without,
 )
+from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import StateLost
@@ -126,6 +130,26 @@ def test_a_process_that_came_in_and_was_lost_with_its_node_does_not_wait_any_mor
     ledger.next_incarnation(8)
     stand(ledger, 8, 2, world)  # another process in one of these places
     assert world_without(ledger, TERMS, world, {1: 0}, waited_s=4.0).places == (0, 8, 2, 3)
+
+
+def test_the_job_is_stable_for_a_while_before_it_grows_again(ledger, monkeypatch):
+    policy = ElasticPolicy(max_replicas=2, scaling_timeout_s=0.0, min_stable_s=10.0, max_backoff_s=15.0)
+    leave_terms(ledger, Terms(policy=policy, replica_size=1, sizes=(1, 2)))
+    begin(ledger, 1)
+    ledger.put(ARMED_KEY, b"1")
+    now_s = time.time()
+    change(ledger, ledger.propose_world(World(places=(0, 5), number=1, at_s=now_s - 3.0)))
+    change(ledger, ledger.propose_world(World(places=(0,), number=2, num_lost=1, at_s=now_s - 2.0)))
+    slept = []
+
+    def sleep(seconds):
+        """Instead of `time.sleep`: the clock goes on by a second."""
+        slept.append(seconds)
+        monkeypatch.setattr(time, "time", lambda: now_s + len(slept))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert find_world(ledger, 7, ledger.next_incarnation(7)).places == (0, 7)
+    assert len(slept) == 14  # 15 s after the change, for 10 s are doubled, and bounded
 
 
 def test_a_part_of_the_state_that_is_lost_is_said(ledger):

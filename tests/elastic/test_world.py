@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.world import World, regroup
+from hyperpod_plugins.elastic.world import World, num_setbacks, regroup
 from hyperpod_plugins.errors import ConfigError, StateLost
 
 FOUR = World.of_founders(4)
@@ -35,6 +35,32 @@ def test_regroup(world, healthy, joining, num_replicas, replica_size, places):
     )
     assert found == World(places=places, number=world.number + 1, cause="a test")
     assert World.from_json(found.to_json()) == found
+
+
+def world_of(size, at_s, num_lost=0):
+    return World(places=tuple(range(size)), at_s=at_s, num_lost=num_lost)
+
+
+@pytest.mark.parametrize(
+    ("worlds", "setbacks"),
+    [
+        ([world_of(2, 0.0)], 0),
+        ([world_of(2, 0.0), world_of(4, 100.0), world_of(2, 105.0, num_lost=2)], 1),
+        ([world_of(2, 0.0), world_of(4, 100.0), world_of(2, 111.0, num_lost=2)], 0),  # it was stable
+        ([world_of(2, 0.0), world_of(4, 100.0), world_of(2, 105.0)], 0),  # somebody asked for it
+        ([world_of(4, 0.0), world_of(2, 5.0, num_lost=2)], 0),  # it had not grown
+        ([world_of(2, 0.0), *[world_of(4, 0.0), world_of(2, 1.0, num_lost=1)] * 3], 3),
+        (
+            [
+                *[world_of(2, 0.0), world_of(4, 1.0), world_of(2, 2.0, num_lost=1)],
+                *[world_of(4, 3.0), world_of(2, 30.0, num_lost=1), world_of(4, 31.0)],
+            ],
+            0,
+        ),
+    ],
+)
+def test_setbacks(worlds, setbacks):
+    assert num_setbacks(worlds, min_stable_s=10.0) == setbacks
 
 
 def test_a_part_that_nobody_holds_is_named():
