@@ -35,6 +35,8 @@ from hyperpod_plugins.recovery.worlds import Worlds
 
 log = logging.getLogger(__name__)
 _REFORM_TIMEOUT_S = 20.0
+_MAX_FAILURES = 10
+"""Generations in a row whose groups cannot be formed, after which a member does not try again."""
 _BEAT_S = 1.0
 _APART_S = 0.01
 _LISTEN_S = 365 * 86400.0  # the wait costs nothing, and torch warns of each one that times out
@@ -200,9 +202,10 @@ class Member:
             NobodyCame: the others did not come in time.
             PeersOutside: this process waits in a step, and another one was outside.
             WorldChanged: the generation is formed for another world.
-            RecoveryError: another process has given up.
+            RecoveryError: another process has given up, or groups could not be formed many times in a row.
         """
         began_s = time.monotonic()
+        num_failures = 0
         self.in_step = False
         with self._changed:
             self._is_joining = True  # from here on an old generation's end is no news
@@ -227,6 +230,13 @@ class Member:
                 self._report(breaker.cause or "")
                 if attempt.is_abandoned:  # with this connection to the store
                     self._meeting = Ledger.connect(self.job)
+                num_failures += 1
+                lasted_s = time.monotonic() - began_s
+                if num_failures >= _MAX_FAILURES and lasted_s > self.policy.replacement_timeout_s:
+                    raise RecoveryError(
+                        f"groups could not be formed {num_failures} times in {lasted_s:.0f} s, though all ranks were "
+                        f"there each time: {breaker.cause}. See whether the ranks reach each other over the network."
+                    ) from None
                 continue
             with self._changed:
                 self.generation = number
