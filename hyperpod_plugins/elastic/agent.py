@@ -10,6 +10,7 @@ whether its place can be filled depends on the rendezvous; see `rendezvous.py`.
 """
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -25,14 +26,14 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing import LogsDest
+from torch.distributed.elastic.multiprocessing import LogsDest, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.crew import Crew, Phase, Post
 from hyperpod_plugins.elastic.failures import cause, failure
 from hyperpod_plugins.elastic.incident import Incident
-from hyperpod_plugins.elastic.joining import give_notice, world_or_none
+from hyperpod_plugins.elastic.joining import give_notice, terms_of, world_or_none
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, BEGUN_KEY, GAVE_UP_KEY, RESTART_KEY, Ledger
 from hyperpod_plugins.elastic.logs import Sink
 from hyperpod_plugins.elastic.options import AgentOptions
@@ -81,6 +82,9 @@ class HyperPodAgent(SimpleElasticAgent):
         self._generation = 0
         self._next_poll_s = 0.0
         self._has_left = False
+        self._leave_by_s: float | None = None
+        self._next_signal, self._next_signal_s = signal.SIGTERM, 0.0
+        self._is_needed = True
         self._stopped_s = 0.0
         self.stopped: Incident | None = None
         """Why the whole job ends, where it does before its work is done."""
@@ -109,7 +113,7 @@ class HyperPodAgent(SimpleElasticAgent):
                     self._on_end(post, code)
                 self._inbox.raise_pending()
                 for notice in self._inbox.take_notices():
-                    self._crew.send(self._crew.posts, notice)
+                    self._heed_notice(notice)
                 self._poll_ledger()
                 result = self._outcome()
                 if result is not None:
@@ -196,6 +200,8 @@ class HyperPodAgent(SimpleElasticAgent):
             incident = self._write_up(post, code)
             if self._ledger.incarnation(post.global_rank) != incident.incarnation + 1:
                 return  # another node has taken the slot over just now
+            if self._leave_by_s is not None:
+                return
             refusal = self._refusal(post, code)
         except DistError as error:
             self._lose_store(error)
@@ -256,6 +262,8 @@ class HyperPodAgent(SimpleElasticAgent):
                 here = [post for post in self._crew.posts if (post.global_rank, post.incarnation) == wanted]
                 self._crew.send(here, signal.SIGKILL)
             stopped, restart = self._ledger.find(_STOPPED), self._ledger.find(RESTART_KEY)
+            if self._leave_by_s is not None:
+                self._take_leave(self._leave_by_s)
         except DistError as error:
             self._lose_store(error)
             return
@@ -263,6 +271,45 @@ class HyperPodAgent(SimpleElasticAgent):
             self._end_with(Incident.from_json(stopped))
         elif restart is not None and self._restart is None:
             self._begin_again(JobRestart.from_json(restart))
+
+    # -- this node leaves, and the job goes on --------------------------------------------------------------------
+
+    def _heed_notice(self, notice: signal.Signals) -> None:
+        """Have the job shrink, so that this node can leave between two steps; where it cannot, tell the workers."""
+        handler = self._worker_group.spec.rdzv_handler
+        try:
+            terms = terms_of(self._ledger)
+            if terms is None or not isinstance(handler, SlotRendezvous):
+                self._crew.send(self._crew.posts, notice)
+                return
+            if handler.serves_store:
+                logger.warning("%s: this node serves the store of the job, and cannot leave it", notice.name)
+                return
+            for post in self._crew.posts:
+                give_notice(self._ledger, post.global_rank, post.incarnation)
+        except DistError as error:
+            self._lose_store(error)
+            return
+        timeout_s = terms.policy.graceful_shutdown_timeout_s
+        logger.warning("%s: this node leaves the job, between two steps, within %.0f s", notice.name, timeout_s)
+        self._leave_by_s = time.monotonic() + timeout_s
+
+    def _take_leave(self, leave_by_s: float) -> None:
+        """End those of this node's processes that the job has done without.
+
+        Raises:
+            SignalException: it has not within the time that its policy grants; then this node leaves as it is.
+        """
+        if time.monotonic() > leave_by_s:
+            cause = f"process {os.getpid()} got notice, and the job has not gone on without it in time"
+            raise SignalException(cause, signal.SIGTERM)
+        world = world_or_none(self._ledger)
+        places = () if world is None else world.places
+        aside = [post for post in self._crew.posts if post.global_rank not in places]
+        self._is_needed = len(aside) < len(self._crew.posts)
+        if aside and time.monotonic() >= self._next_signal_s:
+            self._crew.send(aside, self._next_signal, last=True)
+            self._next_signal, self._next_signal_s = signal.SIGKILL, time.monotonic() + _LEAVE_S
 
     # -- the end of the job ---------------------------------------------------------------------------------------
 
@@ -281,7 +328,8 @@ class HyperPodAgent(SimpleElasticAgent):
             return RunResult(state=WorkerState.FAILED, failures=self._failures)
         if self._restart is not None:
             return RunResult(state=WorkerState.UNHEALTHY)
-        if any(post.phase is not Phase.DONE for post in self._crew.posts):
+        final = {Phase.DONE} if self._is_needed else {Phase.DONE, Phase.LOST}
+        if any(post.phase not in final for post in self._crew.posts):
             return None
         return RunResult(
             state=WorkerState.SUCCEEDED, return_values={post.global_rank: None for post in self._crew.posts}

@@ -27,6 +27,7 @@ _FOUNDERS = "founders"  # value: the size of the first world
 _TERMS = "elastic"  # value: `Terms`
 _CANDIDATE = "candidate"  # count, and value NUMBER: place and number of a process that wants to come in, and the world
 _LEAVING = "leaving"  # value PLACE: the number of the process there, which has got notice
+_NOTICES = "notices"  # count of those
 _SCALE = "scale"  # value: replicas that somebody has asked for
 _WANTED = "wanted_world"  # value: number of the planned world that is ready
 _POLL_S = 0.05
@@ -167,6 +168,7 @@ def wanted_world(ledger: Ledger) -> int:
 def give_notice(ledger: Ledger, place: int, incarnation: int) -> None:
     """Say that a process is about to leave for good, so that nobody waits for its replacement."""
     ledger.put(_leaving(place), str(incarnation).encode())
+    ledger.count(_NOTICES, 1)
 
 
 def world_without(
@@ -197,7 +199,7 @@ def world_without(
     if len(waiting) >= len(missing):
         target, cause = now, f"processes that waited take the places of {len(missing)} lost ones"
     else:
-        whole = min(sum(place in healthy for place in world.places[index::size]) for index in range(size))
+        whole = _num_whole(world, healthy, size)
         view = ReplicaView(now=now, healthy=whole, since_loss_s=math.inf if have_left else waited_s)
         target = next_size(view, terms.policy, terms.sizes)
         cause = f"the job shrinks from {now} to {target} replicas"
@@ -212,18 +214,25 @@ def ask_for(ledger: Ledger, num_replicas: int) -> None:
 
 
 def heed(ledger: Ledger, world: World) -> None:
-    """Plan a smaller world, where somebody has asked for one; for one member to call about once a second."""
-    asked, terms = _asked(ledger), terms_of(ledger)
-    if not asked or terms is None:
+    """Plan a smaller world, where somebody has asked for one, or processes have got notice; for one member to call
+    about once a second.
+    """
+    asked, leaving, terms = _asked(ledger), _leaving_of(ledger, world.places), terms_of(ledger)
+    if terms is None or not (asked or leaving) or wanted_world(ledger) > world.number:
         return
-    now = world.size // terms.replica_size
-    target = next_size(ReplicaView(now=now, healthy=now, wanted=asked), terms.policy, terms.sizes)
+    now, staying = world.size // terms.replica_size, set(world.places) - leaving
+    view = ReplicaView(
+        now=now,
+        healthy=now,
+        leaving=now - _num_whole(world, staying, terms.replica_size),
+        wanted=asked,
+    )
+    target = next_size(view, terms.policy, terms.sizes)
     if target >= now:
         return
-    if wanted_world(ledger) > world.number:
-        return
-    cause = f"somebody asked for {asked} replicas: the job shrinks from {now} to {target}"
-    smaller = _propose(ledger, terms, world, target, cause)
+    why = f"{len(leaving)} processes have got notice" if leaving else f"somebody asked for {asked} replicas"
+    cause = f"{why}: the job shrinks from {now} to {target}"
+    smaller = _propose(ledger, terms, world, target, cause, healthy=staying)
     if smaller is not None:
         ledger.put(_WANTED, str(smaller.number).encode())
 
@@ -249,8 +258,23 @@ def _leaving(place: int) -> str:
     return f"{_LEAVING}/{place}"
 
 
+def _leaving_of(ledger: Ledger, places: Sequence[int]) -> set[int]:
+    """Those of some places whose living process has got notice."""
+    if not ledger.count(_NOTICES):
+        return set()
+    noticed, living = ledger.find_all([_leaving(place) for place in places]), ledger.incarnations(places)
+    return {place for place, now in zip(places, living, strict=True) if int(noticed.get(_leaving(place), "-1")) >= now}
+
+
+def _num_whole(world: World, staying: AbstractSet[int], replica_size: int) -> int:
+    """How many replicas can be put together of some places of a world."""
+    return min(sum(place in staying for place in world.places[index::replica_size]) for index in range(replica_size))
+
+
 def _plan(ledger: Ledger, terms: Terms, world: World, waiting: Sequence[int], since_arrival_s: float) -> None:
-    """Plan the world that comes next, if the policy lets the job grow now."""
+    """Plan the world that comes next, if the policy lets the job grow now, and nobody is about to leave it."""
+    if _leaving_of(ledger, world.places):
+        return
     now = world.size // terms.replica_size
     view = ReplicaView(
         now=now,
@@ -317,7 +341,8 @@ def _candidates(ledger: Ledger, world: World) -> list[int]:
         said[place, incarnation] = since
     places = sorted({place for place, _ in said} - set(world.places))
     living = ledger.incarnations(places)
-    waiting = [each for each in zip(places, living, strict=True) if each in said]
+    leaving = _leaving_of(ledger, places)
+    waiting = [each for each in zip(places, living, strict=True) if each in said and each[0] not in leaving]
     first = min((said[each] for each in waiting), default=world.number)
     former = {n: known for n in range(first + 1, world.number) if (known := ledger.world(n)) is not None}
     return [

@@ -145,6 +145,11 @@ class SlotRendezvous(RendezvousHandler):
         """How often all workers have been started together before."""
         return self._apply().number
 
+    @property
+    def serves_store(self) -> bool:
+        """Whether this node serves the store that all agents and workers use."""
+        return self._endpoint.server is not None
+
     def finish(self) -> None:
         """Say that the workers of this node have come to a good end, so that nobody need take their place.
 

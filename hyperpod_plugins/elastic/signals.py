@@ -11,7 +11,8 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing import SignalException
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""Passed on to the workers, stopping nothing, unless --signals-to-handle names them."""
+"""An elastic job goes on without this node; to others' workers they are passed on. They stop nothing by themselves,
+unless --signals-to-handle names them."""
 
 
 class SignalInbox:

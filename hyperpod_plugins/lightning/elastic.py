@@ -10,14 +10,12 @@ from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.joining import Terms, leave_terms, terms_of
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rescale import plan_batch
-from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.datamodule import TrainerLoader
 from hyperpod_plugins.lightning.flavour import Callback, Trainer
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
-
-_UNHEEDED = ("graceful_shutdown_timeout_s",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,6 @@ class ElasticTraining(Callback):
 
     Raises:
         ConfigError: impossible limits or sizes.
-        NotBuiltYetError: a limit that a running job does not heed yet.
     """
 
     def __init__(
@@ -70,10 +67,6 @@ class ElasticTraining(Callback):
             self.policy = policy or ElasticPolicy(**limits)
         except TypeError as error:
             raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the limits there are.") from None
-        usual = ElasticPolicy()
-        unheeded = [name for name in _UNHEEDED if getattr(self.policy, name) != getattr(usual, name)]
-        if unheeded:
-            raise NotBuiltYetError(f"ElasticTraining does not heed {' and '.join(unheeded)} yet. Leave it out.")
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.resizes: list[Resize] = []

@@ -11,11 +11,13 @@ from hyperpod_plugins.elastic.joining import (
     find_world,
     found,
     give_notice,
+    heed,
     leave_terms,
     present_world,
     stand,
     takes_part,
     terms_of,
+    wanted_world,
     world_or_none,
     world_without,
 )
@@ -103,6 +105,34 @@ def test_nobody_waits_for_those_that_gave_notice(ledger):
     give_notice(ledger, 3, 0)
     assert world_without(ledger, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).places == (0, 1)
     assert world_without(ledger, TERMS, world, {2: 2, 3: 2}, waited_s=0.0) is None  # those that came after them
+
+
+def test_the_job_shrinks_by_those_that_got_notice(ledger):
+    leave_terms(ledger, TERMS)
+    world = begin(ledger, 8)
+    heed(ledger, world)
+    assert wanted_world(ledger) == 0
+    give_notice(ledger, 2, 0)
+    ledger.next_incarnation(5)
+    give_notice(ledger, 5, 0)  # that process is gone, and another has come
+    heed(ledger, world)
+    planned = ledger.world(wanted_world(ledger))
+    assert planned.places == (0, 1, 4, 5)  # 3 replicas are not allowed
+    assert planned.num_lost == 1
+    heed(ledger, world)
+    assert wanted_world(ledger) == planned.number == 1  # it is on its way
+    change(ledger, planned)
+    give_notice(ledger, 0, 0)
+    give_notice(ledger, 4, 0)
+    heed(ledger, planned)
+    assert wanted_world(ledger) == 1  # nobody would hold that part of the state
+
+
+def test_one_that_got_notice_does_not_wait_to_come_in(ledger):
+    world = begin(ledger, 4)
+    wait_as_candidate(ledger, 7)
+    give_notice(ledger, 7, 1)
+    assert world_without(ledger, TERMS, world, {1: 0}, waited_s=4.0) is None
 
 
 def test_processes_that_wait_take_the_places_of_lost_ones(ledger):

@@ -208,6 +208,29 @@ def test_asked_for_from_a_shell(nodes):
     assert all(len(ids) == BATCH for ids in samples_of(steps))
 
 
+def test_a_node_that_gets_notice_leaves_between_two_steps(nodes):
+    nodes.start("a")
+    nodes.await_store()
+    nodes.start("b")
+    nodes.await_size(2)
+    leaving = nodes.agents.pop("b")
+    leaving.send_signal(signal.SIGUSR1)
+    assert leaving.wait(PATIENCE_S) == 0, nodes.output()
+    nodes.await_size(1)
+    nodes.agents["a"].send_signal(signal.SIGUSR2)  # which serves the store
+    nodes.start("c")
+    nodes.await_size(2)
+    num_steps = nodes.finish()
+    steps = nodes.steps()
+    assert sorted(steps) == list(range(num_steps))
+    assert all(len(ids) == BATCH for ids in samples_of(steps))
+    output = nodes.output()
+    assert "SIGUSR1: this node leaves the job, between two steps" in output
+    assert "SIGUSR2: this node serves the store of the job, and cannot leave it" in output
+    assert "1 processes have got notice: the job shrinks from 2 to 1" in output
+    assert not left_processes(leaving.mark, patience_s=5.0)
+
+
 def test_replicas_of_two_shards_under_torchrun(tmp_path, tokens):
     nodes = Nodes(tmp_path, tokens, TORCHRUN, num_ranks=2)
     try:
