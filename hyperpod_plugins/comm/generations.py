@@ -93,7 +93,8 @@ class Reform:
 
     def abandon(self, cause: str) -> None:
         """End `run` with an error, from another thread; nothing happens where it has ended by itself."""
-        self.is_abandoned = self._decide(PeerLost(f"generation {self._generation} ended while it was formed: {cause}"))
+        cause = f"generation {self._generation} ended while it was formed: {cause}"
+        self._decide(PeerLost(cause), is_abandoned=True)
 
     def _connect(
         self,
@@ -137,12 +138,12 @@ class Reform:
         )
         return connect(spec, group.options, len(members) if group.role.axis == "world" else world_size)
 
-    def _decide(self, outcome: list[dist.ProcessGroup] | Exception) -> bool:
+    def _decide(self, outcome: list[dist.ProcessGroup] | Exception, *, is_abandoned: bool = False) -> bool:
         """Whether this outcome is the first, and counts."""
         with self._deciding:
             if self._is_decided.is_set():
                 return False
-            self._outcome = outcome
+            self._outcome, self.is_abandoned = outcome, is_abandoned
             self._is_decided.set()
             return True
 

@@ -102,8 +102,12 @@ def reduce_scatter(
 
 
 def _options(*args: Any, **kwargs: Any) -> dist.ReduceScatterOptions | None:
-    """What the caller wants; None for a spelling without options."""
+    """What the caller wants; None for a spelling that only the library knows."""
     values = [*args, *kwargs.values()] or [dist.ReduceScatterOptions()]
+    if len(values) == 1 and isinstance(values[0], dist.ReduceOp | dist.ReduceOp.RedOpType):
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp(values[0]) if isinstance(values[0], dist.ReduceOp.RedOpType) else values[0]
+        return options
     return values[0] if len(values) == 1 and isinstance(values[0], dist.ReduceScatterOptions) else None
 
 

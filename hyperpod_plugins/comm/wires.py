@@ -71,8 +71,9 @@ def keep(group: dist.ProcessGroup, wires: Wires) -> None:
 
 def cut(group: dist.ProcessGroup) -> None:
     """Wake everybody who waits in a gloo collective of this inner group, here and at its other members."""
-    if group in _wires:
-        _wires[group].cut()
+    wires = _wires.get(group)
+    if wires is not None:
+        wires.cut()
 
 
 def abort_on_gpu(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -128,8 +129,13 @@ def _connected(descriptors: set[tuple[int, str]], excluded_port: int | None) -> 
     kept: list[socket.socket] = []
     for descriptor, _ in descriptors:
         try:
-            candidate = socket.socket(fileno=os.dup(descriptor))
+            copy = os.dup(descriptor)
         except OSError:
+            continue
+        try:
+            candidate = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
             continue
         if _is_data_socket(candidate, excluded_port):
             kept.append(candidate)

@@ -5,6 +5,7 @@
 
 import ctypes
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.roles import GroupRole
+from hyperpod_plugins.comm.scatter import ScatteredSum
 from hyperpod_plugins.errors import PeerLost
 
 _FOREVER = timedelta(0)  # what C++ passes for "no timeout"
@@ -31,6 +33,9 @@ _HAS_CUDA = torch.cuda.is_available()
 _PATIENCE_S = 0.3
 _unfinished: dict[dist.ProcessGroup, list[dist.Work]] = {}
 _asleep: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
+
+_gone: "WeakSet[dist.ProcessGroup]" = WeakSet()
+_letting_go = threading.Lock()
 
 pending: "WeakSet[ResilientWork]" = WeakSet()
 
@@ -132,8 +137,13 @@ class ResilientWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective has ended, well or not."""
-        return True if self._inner is None else self._inner.is_completed()
+        """Whether the collective has ended, well or not, and has written its outputs."""
+        inner = self._inner
+        if inner is None or not inner.is_completed():
+            return inner is None
+        if isinstance(inner, ScatteredSum) and inner.is_success():
+            inner.wait()
+        return True
 
     def is_success(self) -> bool:
         """Whether it ended well."""
@@ -187,8 +197,11 @@ def let_go(group: dist.ProcessGroup) -> None:
 
     If a collective in it does not end, both stay until it does, which its timeout sees to: destroying them would wait.
     """
-    for entry in [entry for entry in _asleep if _have_ended(entry[1])]:
-        _asleep.remove(entry)
+    _gone.add(group)
+    with _letting_go:
+        awake = [entry for entry in _asleep if _have_ended(entry[1])]
+        _asleep[:] = [entry for entry in _asleep if entry not in awake]
+    for entry in awake:
         for thing in (entry[0], *entry[1]):
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
     works, deadline_s = _unfinished.pop(group, []), time.monotonic() + _PATIENCE_S
@@ -196,7 +209,8 @@ def let_go(group: dist.ProcessGroup) -> None:
         if time.monotonic() > deadline_s:
             for thing in (group, *works):  # not even the end of the process may destroy them
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-            _asleep.append((group, works))
+            with _letting_go:
+                _asleep.append((group, works))
             return
         time.sleep(0.002)
 
@@ -222,8 +236,11 @@ def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
         except RuntimeError:
             if inner.is_completed():
                 return inner.wait()  # its own error, or none if it ended just now
+            if not inner.is_success():
+                raise  # one of several has failed
         if breaker.cause is not None:
-            _unfinished.setdefault(group, []).append(inner)
+            if group not in _gone:
+                _unfinished.setdefault(group, []).append(inner)
             raise dist.DistNetworkError(f"the groups are broken: {breaker.cause}")
 
 

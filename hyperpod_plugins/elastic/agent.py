@@ -103,6 +103,8 @@ class HyperPodAgent(SimpleElasticAgent):
             self._crew.man(posts, self._sinks(destination))
             for post, code in self._crew.wait_started(self._inbox):
                 self._on_end(post, code)
+            if self._leave_by_s is not None:  # what it said in the round before is forgotten
+                self._give_notice()
             return {post.local_rank: post.pid for post in posts}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -131,9 +133,7 @@ class HyperPodAgent(SimpleElasticAgent):
         """`timeout` is torch's idea; ours is in the options, and the same."""
         if self.stopped is None:
             with contextlib.suppress(DistError):
-                for post in self._crew.posts:  # none before the first round
-                    if post.phase is not Phase.DONE:
-                        give_notice(self._ledger, post.global_rank, post.incarnation)
+                self._give_notice()
         for post, code in self._stop(death_sig):
             if code != 0 and self.stopped is None and self._round.num_nodes > 1:
                 with contextlib.suppress(DistError):
@@ -285,14 +285,18 @@ class HyperPodAgent(SimpleElasticAgent):
             if handler.serves_store:
                 logger.warning("%s: this node serves the store of the job, and cannot leave it", notice.name)
                 return
-            for post in self._crew.posts:
-                give_notice(self._ledger, post.global_rank, post.incarnation)
+            self._give_notice()
         except DistError as error:
             self._lose_store(error)
             return
         timeout_s = terms.policy.graceful_shutdown_timeout_s
         logger.warning("%s: this node leaves the job, between two steps, within %.0f s", notice.name, timeout_s)
         self._leave_by_s = time.monotonic() + timeout_s
+
+    def _give_notice(self) -> None:
+        for post in self._crew.posts:  # none before the first round
+            if post.phase is not Phase.DONE:
+                give_notice(self._ledger, post.global_rank, post.incarnation)
 
     def _take_leave(self, leave_by_s: float) -> None:
         """End those of this node's processes that the job has done without.
@@ -304,8 +308,9 @@ class HyperPodAgent(SimpleElasticAgent):
             cause = f"process {os.getpid()} got notice, and the job has not gone on without it in time"
             raise SignalException(cause, signal.SIGTERM)
         world = world_or_none(self._ledger)
-        places = () if world is None else world.places
-        aside = [post for post in self._crew.posts if post.global_rank not in places]
+        if world is None:
+            return
+        aside = [post for post in self._crew.posts if post.global_rank not in world.places]
         self._is_needed = len(aside) < len(self._crew.posts)
         if aside and time.monotonic() >= self._next_signal_s:
             self._crew.send(aside, self._next_signal, last=True)

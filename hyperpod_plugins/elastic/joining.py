@@ -131,9 +131,8 @@ def find_world(ledger: Ledger, place: int, incarnation: int) -> World:
         now_s, waiting = time.monotonic(), _candidates(ledger, world)
         if len(waiting) != num_waiting:
             num_waiting, came_s = len(waiting), now_s
-        is_void = planned is None or planned.number <= world.number or not _can_begin(ledger, planned, world)
-        if is_void or now_s - changed_s > _SET_UP_S:
-            _plan(ledger, terms, world, waiting, now_s - came_s)
+        if planned is None or _is_void(ledger, planned, world) or now_s - changed_s > _SET_UP_S:
+            _plan(ledger, terms, world, waiting, now_s - came_s, after=max(number, world.number))
             changed_s = now_s
         time.sleep(_POLL_S)
 
@@ -271,7 +270,9 @@ def _num_whole(world: World, staying: AbstractSet[int], replica_size: int) -> in
     return min(sum(place in staying for place in world.places[index::replica_size]) for index in range(replica_size))
 
 
-def _plan(ledger: Ledger, terms: Terms, world: World, waiting: Sequence[int], since_arrival_s: float) -> None:
+def _plan(
+    ledger: Ledger, terms: Terms, world: World, waiting: Sequence[int], since_arrival_s: float, *, after: int
+) -> None:
     """Plan the world that comes next, if the policy lets the job grow now, and nobody is about to leave it."""
     if _leaving_of(ledger, world.places):
         return
@@ -285,14 +286,15 @@ def _plan(ledger: Ledger, terms: Terms, world: World, waiting: Sequence[int], si
     )
     if next_size(view, terms.policy, terms.sizes) <= now:
         return
-    if terms.policy.min_stable_s and world.number:
-        worlds = [World.of_founders(int(ledger.find(_FOUNDERS) or 0))]
-        worlds += [each for number in range(1, world.number + 1) if (each := ledger.world(number)) is not None]
-        setbacks = num_setbacks(worlds, terms.policy.min_stable_s)
-        view = replace(view, since_change_s=time.time() - world.at_s, num_setbacks=setbacks)
+    history = ledger.history() if terms.policy.min_stable_s else []
+    if history:
+        founders = World.of_founders(int(ledger.find(_FOUNDERS) or 0))
+        setbacks = num_setbacks([(founders, 0.0), *history], terms.policy.min_stable_s)
+        view = replace(view, since_change_s=time.time() - history[-1][1], num_setbacks=setbacks)
     target = next_size(view, terms.policy, terms.sizes)
     if target > now:
-        _propose(ledger, terms, world, target, f"the job grows from {now} to {target} replicas", joining=waiting)
+        cause = f"the job grows from {now} to {target} replicas"
+        _propose(ledger, terms, world, target, cause, after=after, joining=waiting)
 
 
 def _propose(
@@ -302,21 +304,36 @@ def _propose(
     num_replicas: int,
     cause: str,
     *,
+    after: int | None = None,
     healthy: AbstractSet[int] | None = None,
     joining: Sequence[int] = (),
 ) -> World | None:
-    """Plan the world that comes after all that were planned; None if somebody else has just planned another one."""
+    """Plan the world that comes next; returns the plan that counts if it is the same, whoever made it.
+
+    Args:
+        ledger: of the job.
+        terms: of the job.
+        world: the present one.
+        num_replicas: of the next one.
+        cause: for the record.
+        after: number of the newest plan that was known when this was decided, so that of several who decide the same
+            one is heard; None to come after all plans.
+        healthy: places of the present world that go on; all of them if None.
+        joining: places that come in.
+    """
     newest = _newest_plan(ledger, world.number) or world
     staying = set(world.places) if healthy is None else healthy
     planned = regroup(
-        replace(world, number=newest.number),
+        replace(world, number=newest.number if after is None else after),
         healthy=staying,
         joining=joining,
         num_replicas=num_replicas,
         replica_size=terms.replica_size,
         cause=cause,
     )
-    planned = replace(planned, num_lost=world.size - len(staying), at_s=time.time())
+    planned = replace(planned, num_lost=world.size - len(staying))
+    if newest.number > world.number and replace(planned, number=newest.number) == newest:
+        return newest
     return planned if ledger.propose_world(planned) == planned else None
 
 
@@ -356,6 +373,16 @@ def _can_begin(ledger: Ledger, planned: World, before: World) -> bool:
     """Whether all that are to come in with a planned world still wait."""
     waiting = _candidates(ledger, before)
     return all(place in before.places or place in waiting for place in planned.places)
+
+
+def _is_void(ledger: Ledger, planned: World, world: World) -> bool:
+    """Whether a plan will not be carried out: it is of the past, or some of its newcomers are gone.
+
+    One that brings in nobody takes over at once, or never.
+    """
+    if planned.number <= world.number or not _can_begin(ledger, planned, world):
+        return True
+    return set(planned.places) <= set(world.places) and wanted_world(ledger) < planned.number
 
 
 def _are_ready(ledger: Ledger, world: World, before: World) -> bool:

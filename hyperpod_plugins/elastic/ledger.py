@@ -60,6 +60,7 @@ class Ledger:
         self._replacements_seen = 0
         self._replaced: dict[int, int] = {}
         self._ends_seen = self._world_number = 0
+        self._history: list[tuple[World, float]] = []
 
     @classmethod
     def connect(cls, job: JobEnv, timeout_s: float = 30.0) -> Self:
@@ -162,8 +163,17 @@ class Ledger:
             incident = self.ended(self._ends_seen)
             if incident is None:
                 break
-            self._ends_seen, self._world_number = self._ends_seen + 1, max(self._world_number, incident.world)
+            self._ends_seen += 1
+            if incident.world > self._world_number:
+                self._world_number = incident.world
+                world = self.world(incident.world)
+                self._history += [] if world is None else [(world, incident.at_s)]
         return self._world_number
+
+    def history(self) -> list[tuple[World, float]]:
+        """The worlds after that of the founders that have begun, and when, in seconds since the epoch."""
+        self.world_number()
+        return list(self._history)
 
     def wait_planned(self, generation: int, timeout_s: float) -> bool:
         """Wait until a generation has a plan, for at most `timeout_s` seconds; whether it has one."""

@@ -3,7 +3,7 @@
 import resource
 
 OPEN_FILES = 65536
-"""Enough for 16,000 workers, each of which keeps up to four connections."""
+"""Enough for 13,000 workers, each of which keeps up to five connections."""
 
 
 def allow_connections() -> None:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
@@ -29,8 +29,6 @@ class World(Line):
     """Why it took the place of the one before."""
     num_lost: int = 0
     """Places of the one before that it had to leave out."""
-    at_s: float = field(default=0.0, compare=False)
-    """When it was planned, in seconds since the epoch."""
 
     @classmethod
     def of_founders(cls, world_size: int) -> Self:
@@ -113,19 +111,19 @@ def regroup(
     return World(places=tuple(place for row in rows for place in row), number=world.number + 1, cause=cause)
 
 
-def num_setbacks(worlds: Sequence[World], min_stable_s: float) -> int:
+def num_setbacks(history: Sequence[tuple[World, float]], min_stable_s: float) -> int:
     """How often in a row, up to now, the job lost places within `min_stable_s` seconds after it had grown.
 
     Args:
-        worlds: all that the job has had, in order.
+        history: the worlds that the job has had, in order, and when each began, in seconds since the epoch.
         min_stable_s: seconds.
     """
     found, grown_s = 0, -math.inf
-    for before, world in pairwise(worlds):
+    for (before, _), (world, began_s) in pairwise(history):
         if world.size > before.size:
-            grown_s = world.at_s
+            grown_s = began_s
         elif world.size < before.size and world.num_lost:
-            found = found + 1 if world.at_s - grown_s <= min_stable_s else 0
+            found = found + 1 if began_s - grown_s <= min_stable_s else 0
     return found
 
 

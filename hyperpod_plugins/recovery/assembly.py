@@ -181,12 +181,23 @@ class Assembly:
             formed = Generation(number=number, arrivals=arrivals)
             if len(arrivals) < world.size:
                 raise NobodyCame(formed, mine.ends)
+            self._look_for_losses(formed)
             return formed
         if mine.incarnation > arrival.incarnation:
             raise self._replaced()
         cause = "the plan names a process as it was before"
         self._ledger.end(number, Incident(kind="request", cause=cause, reporter=f"rank {self._rank}"))
         return None
+
+    def _look_for_losses(self, formed: Generation) -> None:
+        """End a generation one of whose members was lost while its plan was made.
+
+        Its agent counts the loss before it looks for a plan, and this comes after the plan: one of the two must see it.
+        """
+        now = self._ledger.incarnations(self._worlds.now.places)
+        if any(now[rank] != arrival.incarnation for rank, arrival in formed.arrivals.items()):
+            cause = "a member was lost when it had just arrived"
+            self._ledger.end(formed.number, Incident(kind="process", cause=cause, reporter=f"rank {self._rank}"))
 
     @property
     def _rank(self) -> int:

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 _REFORM_TIMEOUT_S = 20.0
 _MAX_FAILURES = 10
 """Generations in a row whose groups cannot be formed, after which a member does not try again."""
+_FIRST_PAUSE_S = 0.005
 _BEAT_S = 1.0
 _APART_S = 0.01
 _LISTEN_S = 365 * 86400.0  # the wait costs nothing, and torch warns of each one that times out
@@ -231,18 +232,24 @@ class Member:
                 if attempt.is_abandoned:  # with this connection to the store
                     self._meeting = Ledger.connect(self.job)
                 num_failures += 1
-                lasted_s = time.monotonic() - began_s
-                if num_failures >= _MAX_FAILURES and lasted_s > self.policy.replacement_timeout_s:
-                    raise RecoveryError(
-                        f"groups could not be formed {num_failures} times in {lasted_s:.0f} s, though all ranks were "
-                        f"there each time: {breaker.cause}. See whether the ranks reach each other over the network."
-                    ) from None
+                self._refuse_more(num_failures, time.monotonic() - began_s)
                 continue
             with self._changed:
                 self.generation = number
                 self._told, self._is_joining, self._attempt = None, False, None
                 self._changed.notify_all()
             return formed
+
+    def _refuse_more(self, num_failures: int, lasted_s: float) -> None:
+        """Pause before groups are formed once more, or give up."""
+        if num_failures >= _MAX_FAILURES and lasted_s > self.policy.replacement_timeout_s:
+            cause = (
+                f"groups could not be formed {num_failures} times in {lasted_s:.0f} s, though all ranks were there "
+                f"each time: {breaker.cause}"
+            )
+            self.give_up(cause)
+            raise RecoveryError(f"{cause}. See whether the ranks reach each other over the network.")
+        time.sleep(min(1.0, _FIRST_PAUSE_S * 2**num_failures))
 
     def stop(self, number: int, *, in_step: bool, trainer: bytes) -> None:
         """Tell newcomers of a generation that this process has stopped, and what its trainer knew then.

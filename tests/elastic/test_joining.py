@@ -1,6 +1,7 @@
 """How a world changes: who waits, who is missing, and what is planned; over a real store."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -41,10 +42,10 @@ def begin(ledger, world_size):
     return World.of_founders(world_size)
 
 
-def change(ledger, world):
+def change(ledger, world, at_s=0.0):
     """Let a planned world take over."""
     number = ledger.generation()
-    ledger.end(number, Incident(kind="resize", cause=world.cause, world=world.number))
+    ledger.end(number, Incident(kind="resize", cause=world.cause, world=world.number, at_s=at_s))
 
 
 def wait_as_candidate(ledger, place):
@@ -80,6 +81,24 @@ def test_a_plan_comes_after_all_that_were_made(ledger):
     give_notice(ledger, 2, 0)
     ledger.propose_world(World(places=(0, 1, 2, 3, 4, 5), number=1, cause="growth"))
     assert world_without(ledger, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).number == 2
+
+
+def test_of_several_who_plan_the_same_one_is_heard(ledger):
+    world = begin(ledger, 4)
+    for place in (2, 3):
+        give_notice(ledger, place, 0)
+    first = world_without(ledger, TERMS, world, {2: 1, 3: 1}, waited_s=0.0)
+    assert world_without(ledger, TERMS, world, {2: 1, 3: 1}, waited_s=0.0) == first
+    assert ledger.world(2) is None
+
+
+def test_a_plan_that_brings_in_nobody_and_did_not_begin_stands_in_nobodys_way(ledger):
+    leave_terms(ledger, Terms(policy=replace(POLICY, scaling_timeout_s=0.0), replica_size=1, sizes=(1, 2, 4)))
+    begin(ledger, 2)
+    ledger.put(ARMED_KEY, b"1")
+    ledger.propose_world(World(places=(0,), number=1, num_lost=1))
+    wait_as_candidate(ledger, 5)
+    assert find_world(ledger, 7, ledger.next_incarnation(7)).places == (0, 1, 5, 7)
 
 
 def test_the_first_terms_hold(ledger):
@@ -168,8 +187,9 @@ def test_the_job_is_stable_for_a_while_before_it_grows_again(ledger, monkeypatch
     begin(ledger, 1)
     ledger.put(ARMED_KEY, b"1")
     now_s = time.time()
-    change(ledger, ledger.propose_world(World(places=(0, 5), number=1, at_s=now_s - 3.0)))
-    change(ledger, ledger.propose_world(World(places=(0,), number=2, num_lost=1, at_s=now_s - 2.0)))
+    ledger.propose_world(World(places=(0, 5, 6), number=1))  # never begun
+    change(ledger, ledger.propose_world(World(places=(0, 5), number=2)), at_s=now_s - 3.0)
+    change(ledger, ledger.propose_world(World(places=(0,), number=3, num_lost=1)), at_s=now_s - 2.0)
     slept = []
 
     def sleep(seconds):

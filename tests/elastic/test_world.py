@@ -38,7 +38,7 @@ def test_regroup(world, healthy, joining, num_replicas, replica_size, places):
 
 
 def world_of(size, at_s, num_lost=0):
-    return World(places=tuple(range(size)), at_s=at_s, num_lost=num_lost)
+    return World(places=tuple(range(size)), num_lost=num_lost), at_s
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def main():
     checkpoints = pl.callbacks.ModelCheckpoint(
         faults.folder / "checkpoints", filename="{step}", every_n_train_steps=6, save_top_k=-1
     )
-    early = pl.callbacks.EarlyStopping("val", patience=100)
+    early = pl.callbacks.EarlyStopping("val", patience=option("PATIENCE", 100))
     bars = [Bar()] if option("BAR", 0) else []
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(

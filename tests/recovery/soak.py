@@ -93,6 +93,7 @@ def main():
     parser.add_argument("--limit-s", type=float, default=1800.0)
     args = parser.parse_args()
     environ = {"STEPS": str(200 + 14 * args.kills), "STEP_S": str(SLOW_STEP_S), "REPLACEMENT_S": "120"}
+    environ["PATIENCE"] = environ["STEPS"]  # early stopping has no part in this
     failed = False
 
     def check(name, is_good, detail=""):
