@@ -51,6 +51,8 @@ _POLL_PER_NODE_S = 0.0005
 """The same where there are many nodes, which share one ledger: 1,000 ask twice a second each."""
 _LEAVE_S = 5.0
 """How long nodes wait for each other's farewell when all their workers are done."""
+_PART_FOR_LEAVING = 1 / 3
+"""Of the time from SIGTERM to SIGKILL, in which an elastic job may go on without this node."""
 _NEWS_S = 0.5
 """How long the store outlives the decision to stop, for the other nodes to read why."""
 _STOPPED = "agent/stopped"  # value: the Incident for which the whole job ends
@@ -134,6 +136,8 @@ class HyperPodAgent(SimpleElasticAgent):
         if self.stopped is None:
             with contextlib.suppress(DistError):
                 self._give_notice()
+                if death_sig == signal.SIGTERM:
+                    self._leave_between_steps()
         for post, code in self._stop(death_sig):
             if code != 0 and self.stopped is None and self._round.num_nodes > 1:
                 with contextlib.suppress(DistError):
@@ -292,6 +296,24 @@ class HyperPodAgent(SimpleElasticAgent):
         timeout_s = terms.policy.graceful_shutdown_timeout_s
         logger.warning("%s: this node leaves the job, between two steps, within %.0f s", notice.name, timeout_s)
         self._leave_by_s = time.monotonic() + timeout_s
+
+    def _leave_between_steps(self) -> None:
+        """Wait a while for the job to go on without this node, if it can; another signal ends the wait."""
+        terms, world = terms_of(self._ledger), world_or_none(self._ledger)
+        handler = self._worker_group.spec.rdzv_handler
+        own = {post.global_rank for post in self._crew.posts if post.phase is Phase.RUNNING}
+        if terms is None or world is None or not isinstance(handler, SlotRendezvous) or handler.serves_store:
+            return
+        if not own or own.issuperset(world.places):
+            return
+        grace_s = min(terms.policy.graceful_shutdown_timeout_s, self._options.shutdown_timeout_s * _PART_FOR_LEAVING)
+        self._leave_by_s = time.monotonic() + grace_s
+        with self._inbox.deferred(), contextlib.suppress(SignalException):
+            while self.stopped is None and any(post.phase is Phase.RUNNING for post in self._crew.posts):
+                for post, code in self._crew.wait(self._next_poll_s, self._inbox):
+                    self._on_end(post, code)
+                self._inbox.raise_pending()
+                self._poll_ledger()
 
     def _give_notice(self) -> None:
         for post in self._crew.posts:  # none before the first round

@@ -220,15 +220,20 @@ def test_a_node_that_gets_notice_leaves_between_two_steps(nodes):
     nodes.agents["a"].send_signal(signal.SIGUSR2)  # which serves the store
     nodes.start("c")
     nodes.await_size(2)
+    second = nodes.agents.pop("c")
+    second.terminate()
+    assert second.wait(PATIENCE_S) == 128 + signal.SIGTERM, nodes.output()
+    nodes.await_size(1)
     num_steps = nodes.finish()
     steps = nodes.steps()
     assert sorted(steps) == list(range(num_steps))
     assert all(len(ids) == BATCH for ids in samples_of(steps))
     output = nodes.output()
+    assert "repaired in" not in output  # nothing was lost
     assert "SIGUSR1: this node leaves the job, between two steps" in output
     assert "SIGUSR2: this node serves the store of the job, and cannot leave it" in output
     assert "1 processes have got notice: the job shrinks from 2 to 1" in output
-    assert not left_processes(leaving.mark, patience_s=5.0)
+    assert not left_processes(leaving.mark, patience_s=5.0) + left_processes(second.mark, patience_s=5.0)
 
 
 def test_replicas_of_two_shards_under_torchrun(tmp_path, tokens):
