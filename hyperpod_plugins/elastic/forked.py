@@ -14,7 +14,6 @@ from typing import Literal
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from hyperpod_plugins.elastic.signals import NOTICES
 from hyperpod_plugins.elastic.wire import Start
 
 
@@ -33,8 +32,6 @@ def become(start: Start, mask: Iterable[int]) -> None:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(file, descriptor)
             os.close(file)
-    for number in NOTICES:  # a scheduler may send them to every process of a node; nobody is to die of a notice
-        signal.signal(number, signal.SIG_IGN)
     if start.kind == "executable":
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; other programs count on them
             signal.signal(number, signal.SIG_DFL)

@@ -15,6 +15,16 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 unless --signals-to-handle names them."""
 
 
+def ignore_notices() -> None:
+    """Let no notice end this process, a worker: a scheduler may send them to every process of a node, not to its agent
+    alone. Handlers of the program stay, and threads other than the main one can change nothing.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in NOTICES:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.SIG_IGN)
+
+
 class SignalInbox:
     """Signals that end the job, and notices to pass on.
 

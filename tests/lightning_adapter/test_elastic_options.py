@@ -1,5 +1,6 @@
 """`ElasticTraining` refuses what cannot be, before anything starts, and says what would fit."""
 
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,18 @@ from hyperpod_plugins.parallel import ParallelConfig
 def test_impossible_options(options, words):
     with pytest.raises(ConfigError, match=words):
         ElasticTraining(**{"global_batch_size": 8, "micro_batch_size": 2} | options)
+
+
+def test_no_worker_dies_of_a_notice():
+    handlers = {signal.SIGUSR1: signal.SIG_DFL, signal.SIGUSR2: print}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        ElasticTraining(global_batch_size=8, micro_batch_size=2)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGUSR2) is print  # the program's own
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.fixture
