@@ -293,6 +293,20 @@ def test_sigterm_is_passed_on_and_then_enforced(launch):
 
 
 @pytest.mark.spawns
+def test_sigterm_ends_a_node_that_waits_for_others(launch):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    job = launch("", "--nnodes=2", f"--rdzv-endpoint={endpoint}")
+    job.await_(lambda: len(job.processes()) == 2)  # agent and zygote: it has its handlers
+    time.sleep(1.0)
+    job.agent.send_signal(signal.SIGTERM)
+    assert job.code() == 128 + signal.SIGTERM
+    assert "Traceback" not in job.text()
+    job.await_nobody()
+
+
+@pytest.mark.spawns
 def test_a_second_interrupt_ends_everything_at_once(launch):
     job = launch(SIGTERM_SCRIPT, "--nproc-per-node=2", "--shutdown-timeout=120")
     job.await_(lambda: len(job.said("ready")) == 2)

@@ -280,6 +280,8 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _heed_notice(self, notice: signal.Signals) -> None:
         """Have the job shrink, so that this node can leave between two steps; where it cannot, tell the workers."""
+        if self._leave_by_s is not None:
+            return
         handler = self._worker_group.spec.rdzv_handler
         try:
             terms = terms_of(self._ledger)
@@ -299,17 +301,17 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _leave_between_steps(self) -> None:
         """Wait a while for the job to go on without this node, if it can; another signal ends the wait."""
-        terms, world = terms_of(self._ledger), world_or_none(self._ledger)
         handler = self._worker_group.spec.rdzv_handler
         own = {post.global_rank for post in self._crew.posts if post.phase is Phase.RUNNING}
-        if terms is None or world is None or not isinstance(handler, SlotRendezvous) or handler.serves_store:
+        if not own or not isinstance(handler, SlotRendezvous) or handler.serves_store:
             return
-        if not own or own.issuperset(world.places):
+        terms, world = terms_of(self._ledger), world_or_none(self._ledger)
+        if terms is None or world is None or own.issuperset(world.places):
             return
         grace_s = min(terms.policy.graceful_shutdown_timeout_s, self._options.shutdown_timeout_s * _PART_FOR_LEAVING)
         self._leave_by_s = time.monotonic() + grace_s
         with self._inbox.deferred(), contextlib.suppress(SignalException):
-            while self.stopped is None and any(post.phase is Phase.RUNNING for post in self._crew.posts):
+            while self._outcome() is None and any(post.phase is Phase.RUNNING for post in self._crew.posts):
                 for post, code in self._crew.wait(self._next_poll_s, self._inbox):
                     self._on_end(post, code)
                 self._inbox.raise_pending()

@@ -270,7 +270,8 @@ def main() -> None:
     gc.freeze()  # children never write to these objects' headers, so the pages stay shared
     agent = Lines(socket.socket(fileno=int(descriptor)))
     outlive_parent()  # from now on the end of its connection tells that the agent is gone, and all groups are killed
-    agent.send({"ready": time.monotonic() - began_s})
+    with contextlib.suppress(OSError):  # the agent ended while this imported: `serve` notices
+        agent.send({"ready": time.monotonic() - began_s})
     become(Zygote(agent, int(num_spares), mask).serve(), mask)
 
 
