@@ -11,6 +11,7 @@ from hyperpod_plugins.elastic.joining import Terms, leave_terms, terms_of
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rescale import plan_batch
 from hyperpod_plugins.elastic.signals import ignore_notices
+from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.datamodule import TrainerLoader
 from hyperpod_plugins.lightning.flavour import Callback, Trainer
@@ -68,7 +69,8 @@ class ElasticTraining(Callback):
             self.policy = policy or ElasticPolicy(**limits)
         except TypeError as error:
             raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the limits there are.") from None
-        ignore_notices()  # now, for model and data may take long to set up
+        if JobEnv.from_environ() is not None:
+            ignore_notices()  # now, for model and data may take long to set up
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.resizes: list[Resize] = []

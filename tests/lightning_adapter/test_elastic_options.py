@@ -33,16 +33,24 @@ def test_impossible_options(options, words):
         ElasticTraining(**{"global_batch_size": 8, "micro_batch_size": 2} | options)
 
 
-def test_no_worker_dies_of_a_notice():
-    handlers = {signal.SIGUSR1: signal.SIG_DFL, signal.SIGUSR2: print}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        ElasticTraining(global_batch_size=8, micro_batch_size=2)
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-        assert signal.getsignal(signal.SIGUSR2) is print  # the program's own
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+@pytest.fixture
+def handlers():
+    """Of SIGUSR1 and SIGUSR2: the default, and the program's own."""
+    before = {
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, signal.SIG_DFL),
+        signal.SIGUSR2: signal.signal(signal.SIGUSR2, print),
+    }
+    yield lambda: [signal.getsignal(number) for number in before]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_no_worker_dies_of_a_notice(handlers, monkeypatch):
+    ElasticTraining(global_batch_size=8, micro_batch_size=2)
+    assert handlers() == [signal.SIG_DFL, print]  # no agent has started this process
+    monkeypatch.setenv("HYPERPOD_STORE", "localhost:1")
+    ElasticTraining(global_batch_size=8, micro_batch_size=2)
+    assert handlers() == [signal.SIG_IGN, print]
 
 
 @pytest.fixture
