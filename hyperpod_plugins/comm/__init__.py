@@ -2,7 +2,7 @@
 
 from hyperpod_plugins.comm.backend import CommOptions, choose_transport
 from hyperpod_plugins.comm.breaker import Breaker, Phase, breaker
-from hyperpod_plugins.comm.generations import Reform, abandon_broken, break_groups, reform
+from hyperpod_plugins.comm.generations import Reform, abandon_broken, break_groups
 from hyperpod_plugins.comm.groups import (
     connect,
     create_group,
@@ -37,7 +37,6 @@ __all__ = [
     "live_groups",
     "new_axis_group",
     "pinned",
-    "reform",
     "register",
     "reset_traffic",
     "traffic",

@@ -5,7 +5,7 @@
     TOLERANT    return at once, outputs untouched                 inside a step, until its vote
     DETACHED    return at once, and there are no connections      a newcomer that sets itself up
 
-Breaking is one-way: only `reform` in `generations.py` mends. No exception crosses autograd or a hook of FSDP2 in a
+Breaking is one-way: only `Reform` in `generations.py` mends. No exception crosses autograd or a hook of FSDP2 in a
 step, so no module is left half gathered; what the step computes after a break is thrown away.
 """
 

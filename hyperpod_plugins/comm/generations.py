@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from hyperpod_plugins.comm import wires
+from hyperpod_plugins.comm.backend import CommOptions
 from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.groups import connect, inner_spec
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup, cut_all, live_groups
+from hyperpod_plugins.comm.transports import InnerSpec
 from hyperpod_plugins.comm.works import drop_pending, is_transport_error, let_go
 from hyperpod_plugins.errors import CommError, PeerLost
 
@@ -28,7 +30,7 @@ def break_groups(cause: str) -> bool:
 def abandon_broken() -> None:
     """End the inner groups of the generation that is over.
 
-    gloo takes some 10 ms for each. `reform` does it too, but then the other members wait for this one: better is while
+    gloo takes some 10 ms for each. `Reform` does it too, but then the other members wait for this one: better is while
     this one waits for them.
     """
     if breaker.is_open:
@@ -38,11 +40,19 @@ def abandon_broken() -> None:
 
 
 class Reform:
-    """New inner groups under all living groups, for one generation of the job.
+    """New inner groups under all living groups, for one generation of the job. All members do this at the same time.
 
     [Note: abandoning] While gloo connects it can wait in vain, until its timeout, for a peer that was lost in the same
     moment, and nothing wakes it. So it connects in a thread of its own. If the generation ends meanwhile, that thread
     is left to itself, and so is the store that it asks: the next generation needs another connection to it.
+
+    Args:
+        generation: its number, which no generation had before.
+        store: where the members meet; all name the same.
+        timeout_s: longest wait for another member. Collectives keep the timeout of their group.
+        members: global ranks of each group, by the name of its role; groups that are not named keep theirs.
+        is_last: leave groups that are not named as they are, without connections: what is left of the job only wants
+            to save before it ends.
     """
 
     def __init__(
@@ -54,7 +64,6 @@ class Reform:
         members: Mapping[str, Sequence[int]] | None = None,
         is_last: bool = False,
     ) -> None:
-        """See `reform` for the arguments."""
         self._generation, self._store, self._timeout = generation, store, timedelta(seconds=timeout_s)
         self._members, self._is_last = dict(members or {}), is_last
         self._outcome: list[dist.ProcessGroup] | Exception | None = None
@@ -66,17 +75,19 @@ class Reform:
         """Connect all groups and mend the breaker.
 
         Raises:
-            PeerLost: a member did not come, or the attempt was abandoned. The groups are broken then.
+            PeerLost: a member did not come, or the attempt was abandoned. The groups are broken then; try again with a
+                higher number.
+            CommError: the number is not higher than that of the groups.
         """
-        groups = {name: group for name, group in live_groups().items() if not self._is_last or name in self._members}
-        ranks = {name: list(self._members.get(name, dist.get_process_group_ranks(groups[name]))) for name in groups}
-        for group in groups.values():
-            group.refuse_former(self._generation)  # before anybody else could meet this process there
-            group.root_store = self._store
+        groups = [group for name, group in live_groups().items() if not self._is_last or name in self._members]
+        specs = [self._spec(group) for group in groups]
         drop_pending()
+        wanted = [
+            (spec, group.options, spec.size if group.role.axis == "world" else dist.get_world_size())
+            for group, spec in zip(groups, specs, strict=True)
+        ]
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
-        arguments = (list(groups.values()), list(ranks.values()), dist.get_rank(), dist.get_world_size(), gpu)
-        threading.Thread(target=self._connect, args=arguments, name="hyperpod_connect", daemon=True).start()
+        threading.Thread(target=self._connect, args=(wanted, gpu), name="hyperpod_connect", daemon=True).start()
         if not self._is_decided.wait((len(groups) + 1) * self._timeout.total_seconds()):
             self.abandon("connections took longer than their timeout")
         outcome, self._outcome = self._outcome, None
@@ -86,9 +97,9 @@ class Reform:
             raise PeerLost(f"{outcome}. Another rank was lost meanwhile.")
         if isinstance(outcome, Exception):
             raise outcome
-        for name, inner in zip(groups, outcome or [], strict=True):
-            inner.set_timeout(groups[name].timeout)
-            _end(groups[name].replace_inner(inner, generation=self._generation, global_ranks=ranks[name]))
+        for group, spec, inner in zip(groups, specs, outcome or [], strict=True):
+            inner.set_timeout(group.timeout)
+            _end(group.replace_inner(inner, generation=self._generation, global_ranks=spec.global_ranks))
         breaker.close()
 
     def abandon(self, cause: str) -> None:
@@ -96,20 +107,26 @@ class Reform:
         cause = f"generation {self._generation} ended while it was formed: {cause}"
         self._decide(PeerLost(cause), is_abandoned=True)
 
-    def _connect(
-        self,
-        groups: Sequence[ResilientProcessGroup],
-        ranks: Sequence[Sequence[int]],
-        rank: int,
-        world_size: int,
-        gpu: int | None,
-    ) -> None:
+    def _spec(self, group: ResilientProcessGroup) -> InnerSpec:
+        """How this process connects to the other members of a group."""
+        group.refuse_former(self._generation)  # before anybody else could meet this process there
+        group.root_store = self._store
+        ranks = list(self._members.get(group.role.name, dist.get_process_group_ranks(group)))
+        return inner_spec(
+            group,
+            generation=self._generation,
+            rank=ranks.index(dist.get_rank()),
+            global_ranks=ranks,
+            timeout=self._timeout,
+        )
+
+    def _connect(self, wanted: Sequence[tuple[InnerSpec, CommOptions, int]], gpu: int | None) -> None:
         connected: list[dist.ProcessGroup] = []
         try:
             if gpu is not None:
                 torch.cuda.set_device(gpu)
-            for group, members in zip(groups, ranks, strict=True):
-                inner = self._connect_one(group, members, rank, world_size)
+            for spec, options, world_size in wanted:
+                inner = connect(spec, options, world_size)
                 if self._is_decided.is_set():
                     _end(inner)  # without a cut: the next generation's sockets may be taken for its own
                     return
@@ -126,18 +143,6 @@ class Reform:
                 _end(inner)
             self._decide(CommError("the groups could not be connected; see the traceback of the thread that tried"))
 
-    def _connect_one(
-        self, group: ResilientProcessGroup, members: Sequence[int], rank: int, world_size: int
-    ) -> dist.ProcessGroup:
-        spec = inner_spec(
-            group,
-            generation=self._generation,
-            rank=members.index(rank),
-            global_ranks=members,
-            timeout=self._timeout,
-        )
-        return connect(spec, group.options, len(members) if group.role.axis == "world" else world_size)
-
     def _decide(self, outcome: list[dist.ProcessGroup] | Exception, *, is_abandoned: bool = False) -> bool:
         """Whether this outcome is the first, and counts."""
         with self._deciding:
@@ -146,30 +151,6 @@ class Reform:
             self._outcome, self.is_abandoned = outcome, is_abandoned
             self._is_decided.set()
             return True
-
-
-def reform(
-    generation: int,
-    *,
-    store: Store,
-    timeout_s: float,
-    members: Mapping[str, Sequence[int]] | None = None,
-    is_last: bool = False,
-) -> None:
-    """Build new inner groups under all living groups, and mend the breaker. All members call it at the same time.
-
-    Args:
-        generation: its number, which no generation had before.
-        store: where the members meet; all name the same.
-        timeout_s: longest wait for another member. Collectives keep the timeout of their group.
-        members: global ranks of each group, by the name of its role; groups that are not named keep theirs.
-        is_last: leave groups that are not named as they are, without connections: what is left of the job only wants
-            to save before it ends.
-
-    Raises:
-        PeerLost: a member did not come. The groups are broken then; try again with a higher number.
-    """
-    Reform(generation, store=store, timeout_s=timeout_s, members=members, is_last=is_last).run()
 
 
 def _end(former: dist.ProcessGroup | None) -> None:

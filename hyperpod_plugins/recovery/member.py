@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hyperpod_plugins.comm import Reform, abandon_broken, break_groups, breaker, reform, waiting
+from hyperpod_plugins.comm import Reform, abandon_broken, break_groups, breaker, waiting
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
 from hyperpod_plugins.elastic.joining import await_turn, found, heed, wanted_world
@@ -178,13 +178,13 @@ class Member:
         Raises:
             PeerLost: one of them did not come.
         """
-        reform(
+        Reform(
             number,
             store=self.meeting_store(),
             timeout_s=_REFORM_TIMEOUT_S,
             members={group: ranks},
             is_last=True,
-        )
+        ).run()
 
     def begin_again(self, lost: StateLost) -> NoReturn:
         """Have all processes started again from the last checkpoint."""

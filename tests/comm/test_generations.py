@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hyperpod_plugins import comm
-from hyperpod_plugins.comm import Reform, break_groups, reform
+from hyperpod_plugins.comm import Reform, break_groups
 from hyperpod_plugins.errors import CommError, PeerLost
 
 pytestmark = pytest.mark.spawns
@@ -31,7 +31,7 @@ def break_and_reform(generation):
         break_groups("a test")
     with pytest.raises(PeerLost):
         dist.barrier()
-    reform(generation, store=meeting_store(), timeout_s=20.0)
+    Reform(generation, store=meeting_store(), timeout_s=20.0).run()
 
 
 def start():
@@ -90,7 +90,7 @@ def compiled_training():
                 compute(step, breaks=True)
                 dist.all_reduce(torch.zeros(1))  # the vote
                 assert comm.breaker.cause is not None
-            reform(1, store=meeting_store(), timeout_s=20.0)
+            Reform(1, store=meeting_store(), timeout_s=20.0).run()
             optimizer.zero_grad()
         losses.append(compute(step, breaks=False).item())
         optimizer.step()
@@ -233,7 +233,7 @@ def stale_generation():
     start()
     break_and_reform(3)
     with pytest.raises(CommError, match="numbers only grow"):
-        reform(2, store=meeting_store(), timeout_s=5.0)
+        Reform(2, store=meeting_store(), timeout_s=5.0).run()
     return True
 
 
@@ -256,7 +256,7 @@ def abandoned_attempt():
     else:
         with pytest.raises(PeerLost):
             dist.barrier()
-    reform(2, store=meeting_store(), timeout_s=20.0)
+    Reform(2, store=meeting_store(), timeout_s=20.0).run()
     total = torch.ones(1)
     dist.all_reduce(total)
     return total.item()

@@ -10,7 +10,7 @@ from harness import run_ranks
 from recovery.faults import run_job
 from torch import nn
 
-from hyperpod_plugins.comm import GroupRole, break_groups, new_axis_group, reform
+from hyperpod_plugins.comm import GroupRole, Reform, break_groups, new_axis_group
 from hyperpod_plugins.errors import ConfigError, StateLost
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import (
@@ -218,7 +218,7 @@ def exchange(rank_that_breaks):
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     break_groups("a test")
-    reform(1, store=dist.PrefixStore("again", store), timeout_s=20)
+    Reform(1, store=dist.PrefixStore("again", store), timeout_s=20).run()
     if rank == 1:
         snapshots = make(SnapshotPolicy(every_steps=5))
         model.weight.data.zero_()
