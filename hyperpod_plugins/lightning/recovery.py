@@ -222,8 +222,8 @@ class TrainerRecovery:
         self._is_stopped = True
         if self._returned is not None:
             self._description = self._returned.trainer
-        elif self._transaction is not None and self._transaction.has_left_step:
-            self._description = b""  # what it said when it stopped in the step still holds
+        elif self._transaction is not None and self._transaction.left_with is not None:
+            self._description = self._transaction.left_with  # what it said when it stopped in the step still holds
         else:
             self._description = self._window.describe_outside()
             if not self._window.is_empty:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.joining import Terms, terms_of, world_without
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import Action, MembershipPolicy, View, next_action
 from hyperpod_plugins.elastic.world import World
@@ -86,7 +85,6 @@ class Assembly:
         self._policy = policy
         self._patience_s = patience_s
         self._next_chase_s = 0.0
-        self._terms: Terms | None = None
 
     def meet(self, number: int, arrival: Arrival, began_s: float) -> Generation | None:
         """Wait until the plan of a generation names this process; None if it ends before.
@@ -133,8 +131,7 @@ class Assembly:
     def _look(self, number: int, waited_s: float) -> Mapping[int, str] | None:
         """Read who is there, if that may be all, or if it is time to do without somebody; the plan if all are."""
         ledger, places = self._ledger, self._worlds.now.places
-        terms = self._terms = self._terms or terms_of(ledger)
-        is_late = terms is not None or waited_s > min(self._policy.replacement_timeout_s, self._patience_s())
+        is_late = self._worlds.may_change or waited_s > min(self._policy.replacement_timeout_s, self._patience_s())
         if not is_late and not ledger.all_arrived(number, places):
             return None
         expected = dict(zip(places, ledger.incarnations(places), strict=True))
@@ -155,20 +152,10 @@ class Assembly:
                     number, {place: to_text(replace(each, ends=cause)) for place, each in there.items()}
                 )
             case Action.WAIT:
-                if terms is not None and self._do_without(number, terms, view):
-                    return None
-                self._chase(number, view)
+                missing = {place: view.expected[place] for place in view.missing}
+                if not self._worlds.go_on_without(number, missing, waited_s, f"rank {self._rank}"):
+                    self._chase(number, view)
                 return None
-
-    def _do_without(self, number: int, terms: Terms, view: View) -> bool:
-        """Whether the world changes, so that the generation can be formed without those that are missing."""
-        missing = {place: view.expected[place] for place in view.missing}
-        world = world_without(self._ledger, terms, self._worlds.now, missing, view.waited_s)
-        if world is None:
-            return False
-        incident = Incident(kind="resize", cause=world.cause, reporter=f"rank {self._rank}", world=world.number)
-        self._ledger.end(number, incident)
-        return True
 
     def _accept(self, number: int, arrival: Arrival, plan: Mapping[int, str]) -> Generation | None:
         """Take part in a plan, unless it names what this process was before it came again."""

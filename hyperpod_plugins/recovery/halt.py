@@ -93,6 +93,7 @@ class Stops:
                 halt = self._look(here, incarnations, lost)
                 if halt is not None:
                     return halt
+                self._worlds.go_on_without(here, self._silent(here, incarnations, lost), waited_s, f"rank {rank}")
                 seen, look_s = news, waited_s + turn_s(rank, news[1])
             time.sleep(pause_s(rank, len(places), waited_s))
         raise RecoveryTimeout(
@@ -103,6 +104,11 @@ class Stops:
     def trainer_of(self, number: int, place: int) -> bytes | None:
         """State of the trainer that a process has left before generation `number`."""
         return self._ledger.find(f"trainer/{number}/{place}")
+
+    def _silent(self, number: int, incarnations: Mapping[int, int], lost: AbstractSet[int]) -> dict[int, int]:
+        """Those that have said nothing, and whose loss nobody has counted: perhaps their node is gone."""
+        said = self._ledger.find_all([_note(number, place) for place in incarnations])
+        return {p: n for p, n in incarnations.items() if p not in lost and _note(number, p) not in said}
 
     def _look(self, number: int, incarnations: Mapping[int, int], lost: AbstractSet[int]) -> Halt | None:
         """Read what each has said, if all have that are not lost."""

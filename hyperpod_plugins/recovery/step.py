@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import breaker
-from hyperpod_plugins.elastic import Incident
 from hyperpod_plugins.elastic.ledger import BEGUN_KEY
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.observability import record
 from hyperpod_plugins.parallel.topology import Topology
+from hyperpod_plugins.recovery import returning
 from hyperpod_plugins.recovery.assembly import Generation, NobodyCame, PeersOutside
 from hyperpod_plugins.recovery.assign import (
     NO_STATE,
@@ -70,8 +70,8 @@ class StepTransaction:
         self._has_begun = self._has_told = self._must_resize = False
         self._attempts = Attempts(policy, member.place)
         self._has_reentered = member.committed != NO_STATE
-        self.has_left_step = False
-        """Whether this rank gave up its place in a step, for others were outside of one."""
+        self.left_with: bytes | None = None
+        """What describes the trainer, where this rank gave up its place in a step, for others were outside of one."""
         self.entered_at: int | None = None
         """Step at which this rank entered the loops, until it is among the others."""
         self._passed_on = b""
@@ -248,14 +248,9 @@ class StepTransaction:
                 ends=ends,
                 owes=self.owes,
             )
-            try:
-                formed = member.join_next(arrival, lambda number, d=description: self._tell(number, d))
-            except PeersOutside as outside:
-                self._leave_step(outside, commit)
-                self.has_left_step = True
-                raise
-            except NobodyCame as late:
-                self._part(late, error, commit)
+            formed = self._join(arrival, description, error, commit)
+            if formed is None:
+                continue
             assembled_s = time.time()
             plan = self._plan(formed)
             self._check_entry(plan)
@@ -290,9 +285,23 @@ class StepTransaction:
         record(repair.event())
         self._on_repair(repair)
         if plan.is_return:
-            self._end_for_return(plan)
+            assert self._snapshots is not None
+            returning.end_generation(plan, self._snapshots, member, self._policy.max_losses)
             raise Returned(plan)
         return outcome
+
+    def _join(
+        self, arrival: Arrival, description: bytes, error: Exception | None, commit: Callable[[], R] | None
+    ) -> Generation | None:
+        """Come into the next generation; None where that ended while this rank was to leave its step for it."""
+        try:
+            return self._member.join_next(arrival, lambda number: self._tell(number, description))
+        except PeersOutside as outside:
+            if self._leave_step(outside, commit, description):
+                raise
+            return None
+        except NobodyCame as late:
+            self._part(late, error, commit)
 
     def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
         """Bring this rank to the plan's step. A `PeerLost` leaves it where it was."""
@@ -308,14 +317,7 @@ class StepTransaction:
             return
         snapshots.keep(newest_snapshot(formed.arrivals, self._topology))
         if plan.is_return:
-            try:
-                snapshots.deliver(plan.step, plan.sources)
-            except PeerLost:
-                # Whoever ends the generation for the return knows that all ranks have their snapshots.
-                ended = self._member.ledger.ended(formed.number)
-                if ended is None or ended.cause != _return_cause(plan):
-                    raise
-            snapshots.load(plan.step)
+            returning.take_back(plan, snapshots, self._member, formed.number)
 
     def _describe(self, *, is_in_commit: bool) -> bytes:
         """What a newcomer needs to know of the trainer; within a commit, what one said that had it behind it."""
@@ -339,31 +341,26 @@ class StepTransaction:
             raise RecoveryError(f"{cause}; its replacement enters them there")
         raise PeerLost(cause)
 
-    def _end_for_return(self, plan: RecoveryPlan) -> None:
-        """End the generation, since all ranks enter the loops again; stop where this has not helped before."""
-        member, snapshots = self._member, self._snapshots
-        assert snapshots is not None
-        lost_at = plan.step + plan.steps_lost
-        if snapshots.count_return(lost_at) >= self._policy.max_losses:
-            cause = f"the state after step {lost_at} was lost {self._policy.max_losses} times"
-            member.give_up(cause)
-            raise RecoveryError(f"{cause}. Look at the logs of the lost ranks; the step itself may kill them.")
-        wish = Incident(kind="request", cause=_return_cause(plan), step=plan.step, reporter=f"rank {member.rank}")
-        member.ledger.end(member.generation, wish)
-
     def _tell(self, number: int, description: bytes) -> None:
         # Of those without a description, too: a newcomer waits for the word of everybody who is not new.
         self._member.stop(number, in_step=not self._has_reentered, trainer=description)
 
-    def _leave_step(self, outside: PeersOutside, commit: Callable[[], object] | None) -> None:
-        """Commit what others have committed, before this rank enters the loops again."""
-        halt = self._member.wait_for_stops(outside.number)
-        if commit is None:
-            return  # nothing was computed since the last commit
-        if halt.step == self._prepared:
+    def _leave_step(self, outside: PeersOutside, commit: Callable[[], object] | None, description: bytes) -> bool:
+        """Commit what others have committed, before this rank enters the loops again.
+
+        False where the generation ended before all had stopped: perhaps nobody is outside of a step in the next one.
+        """
+        try:
+            halt = self._member.wait_for_stops(outside.number)
+        except PeerLost:
+            return False
+        self.left_with = description
+        if commit is not None and halt.step == self._prepared:
             self._finish(commit)
-        else:
+            self.left_with = halt.trainer
+        elif commit is not None:
             self._subject.undo()
+        return True
 
     def _plan(self, formed: Generation) -> RecoveryPlan:
         try:
@@ -394,7 +391,3 @@ class StepTransaction:
 
 def _commit_nothing() -> NoReturn:
     raise RecoveryError("a step was to be committed for which this rank has not voted; please report this")
-
-
-def _return_cause(plan: RecoveryPlan) -> str:
-    return f"all ranks return to the snapshot of step {plan.step}"

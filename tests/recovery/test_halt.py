@@ -7,7 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.joining import Terms, leave_terms
 from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.halt import Halt, Note, Stops, furthest, members_before
@@ -143,3 +145,21 @@ def test_a_generation_that_ends_is_left(store, ledger):
 def test_survivors_that_do_not_stop(store, ledger):
     with pytest.raises(RecoveryTimeout):
         stops(store, 2, timeout_s=0.1).wait(1, 0, None)
+
+
+def test_a_job_that_shrinks_goes_on_without_those_that_say_nothing(store, ledger):
+    policy = ElasticPolicy(max_replicas=3, faulty_scale_down_timeout_s=0.1)
+    leave_terms(ledger, Terms(policy=policy, replica_size=1, sizes=(1, 2, 3)))
+    stops(store, 1).tell(
+        1, committed=7, in_step=False, trainer=b"seven"
+    )  # its node is gone since, as is that of rank 2
+    waiting = stops(store, 0)
+    waiting.tell(1, committed=7, in_step=True, trainer=b"seven")
+    with pytest.raises(PeerLost):
+        waiting.wait(1, 0, None)
+    world = ledger.world(1)
+    assert world is not None
+    assert (world.places, world.num_lost) == ((0, 1), 1)
+    ended = ledger.ended(1)
+    assert ended is not None
+    assert (ended.kind, ended.world) == ("resize", 1)
