@@ -228,7 +228,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, help="runs of each contender with a fault (default: 3)")
     parser.add_argument("--fault-step", type=int, default=125, help="step that is interrupted (default: 125)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with one of these words in their name")
-    parser.add_argument("--rounds", type=int, default=60, help="of the part where nothing fails (default: 60)")
+    parser.add_argument("--rounds", type=int, default=200, help="of the part where nothing fails (default: 200)")
     parser.add_argument("--skip-overhead", action="store_true", help="leave out the part where nothing fails")
     parser.add_argument("--quick", action="store_true", help="see that it works; the figures mean nothing")
     parser.add_argument(

@@ -93,9 +93,11 @@ class Window:
 
     def begin(self, step: int) -> None:
         """Remember buffers and logged metrics."""
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._state.model.buffers()]
+        parts = _parts(self._state.model)
+        buffers = [buffer for part in parts for buffer in part._buffers.values() if buffer is not None]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._results = {key: _attributes(metric) for key, metric in self._logged().items()}
-        self._metrics = [(part, _counts(part)) for part in self._state.model.modules() if isinstance(part, Metric)]
+        self._metrics = [(part, _counts(part)) for part in parts if isinstance(part, Metric)]
 
     def undo(self) -> None:
         """Forget gradients; put buffers and logged metrics back."""
@@ -162,6 +164,17 @@ def reset_sharding(model: nn.Module) -> None:
         if isinstance(part, FSDPModule) and not any(name.startswith(f"{root}." if root else "") for root in roots):
             roots.append(name)
             part.reset_iter_state()
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """`model.modules()`, in a tenth of the time and in another order; each step asks for them."""
+    parts, known = [model], {model}
+    for part in parts:
+        for child in part._modules.values():
+            if child is not None and child not in known:
+                known.add(child)
+                parts.append(child)
+    return parts
 
 
 def _attributes(metric: Any) -> dict[str, Any]:
