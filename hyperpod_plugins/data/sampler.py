@@ -1,6 +1,7 @@
 """A batch sampler whose place is counted in samples of the whole job, so that a job of another size can resume it."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +19,7 @@ class ElasticSampler(Sampler[list[int]]):
     """Yields the sample ids of one data-parallel rank, one list a micro-step; use it as a `batch_sampler`.
 
     Step s of an epoch consumes positions `s * G .. (s + 1) * G - 1` for the global batch size G, whatever the number of
-    ranks. `cursor` is where the job stands: it moves when a list is handed out, and after the last list of an epoch it
+    ranks. Where a job goes on with another G, its steps continue from where the last one ended. `cursor` is where the job stands: it moves when a list is handed out, and after the last list of an epoch it
     is already the start of the next one. A loader with worker processes takes lists ahead of training, so wrap it: see
     `StatefulLoader`.
 
@@ -37,7 +38,8 @@ class ElasticSampler(Sampler[list[int]]):
         fingerprint: identifies the data; a state of other data is refused.
 
     Raises:
-        ConfigError: the rank lies outside the world, or an epoch has no step, or its last step cannot serve all ranks.
+        ConfigError: the rank lies outside the world, or an epoch has no step, or its last step cannot serve all ranks,
+            or is to be both padded and left out.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class ElasticSampler(Sampler[list[int]]):
                 f"the data has {num_samples} samples, fewer than one global batch of {split.global_batch_size}, so an "
                 "epoch would have no step. Use a smaller global_batch_size, more data, or drop_last=False."
             )
+        if split.pads and drop_last:
+            raise ConfigError("a BatchSplit with pads=True is for the last step that drop_last=True leaves out.")
         self.split = split
         self.num_samples = num_samples
         self.data_rank = data_rank
@@ -70,6 +74,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._cursor = Cursor()
         self._continues = False
         self._epoch_offset = 0
+        self._first = (0, 0)  # of the epoch's steps of this split: position, and number of the batch
         self._check_last_step()
 
     @property
@@ -80,7 +85,9 @@ class ElasticSampler(Sampler[list[int]]):
     @property
     def identity(self) -> str:
         """Names the sequence of lists: equal for two samplers that hand out the same ids in the same order."""
-        return f"{self._identity()}, {self.split}, drop_last {self.drop_last}, rank {self.data_rank}"
+        begin = self._first[0] % self.split.global_batch_size
+        since = f", steps from {begin}" if begin else ""
+        return f"{self._identity()}, {self.split}, drop_last {self.drop_last}, rank {self.data_rank}{since}"
 
     @property
     def micro_steps_left(self) -> int:
@@ -102,6 +109,9 @@ class ElasticSampler(Sampler[list[int]]):
         if not self._continues:
             self._cursor = Cursor(epoch=self._cursor.epoch)
         self._continues = False
+        start = self._cursor.step_start
+        left = self.split.count(replace(self._cursor, position=start), self.num_samples, drop_last=self.drop_last)
+        self._first = (start, len(self) - left)
         return self._cursor
 
     def walk(self, cursor: Cursor) -> Iterator[MicroStep]:
@@ -111,6 +121,8 @@ class ElasticSampler(Sampler[list[int]]):
     def ids(self, micro_step: MicroStep) -> list[int]:
         """The sample ids of this rank in one micro-step."""
         mine = share(micro_step, rank=self.data_rank, world_size=self.split.data_world_size)
+        if not mine:  # of the last step, padded; a batch cannot be empty, and this sample's weight is 0
+            mine = range(micro_step.before.position, micro_step.before.position + 1)
         return sample_order(
             mine, num_samples=self.num_samples, seed=self._seed, epoch=micro_step.before.epoch, shuffle=self._shuffle
         ).tolist()
@@ -119,11 +131,10 @@ class ElasticSampler(Sampler[list[int]]):
         """Factor for the mean loss of this rank's batch of that number in an epoch, counted from 0.
 
         With it each sample of a step counts the same, where gradients are averaged over ranks, and over as many
-        micro-steps as a whole step of this split has; see `sample_weight`. All steps of the epoch have this split.
+        micro-steps as a whole step of this split has; see `sample_weight`.
         """
-        split = self.split
-        step, micro_step = divmod(batch_index, split.micro_steps)
-        step_size = split.step_size_at(step * split.global_batch_size, self.num_samples, drop_last=self.drop_last)
+        split, step_size = self.split, self.step_size(batch_index)
+        micro_step = (batch_index - self._first[1]) % split.micro_steps
         each, rest = divmod(split.micro_step_sizes(step_size)[micro_step], split.data_world_size)
         return sample_weight(
             each + (self.data_rank < rest),
@@ -131,6 +142,12 @@ class ElasticSampler(Sampler[list[int]]):
             data_degree=split.data_world_size,
             num_micro_steps=split.micro_steps,
         )
+
+    def step_size(self, batch_index: int) -> int:
+        """Samples, over all ranks, of the step to which the batch of that number in the present epoch belongs."""
+        position, number = self._first
+        step_start = position + (batch_index - number) // self.split.micro_steps * self.split.global_batch_size
+        return self.split.step_size_at(step_start, self.num_samples, drop_last=self.drop_last)
 
     def advance(self, micro_step: MicroStep) -> None:
         """Count `micro_step` as consumed."""

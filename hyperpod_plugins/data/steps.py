@@ -47,6 +47,9 @@ class BatchSplit:
     """Most samples of one rank in one micro-step."""
     data_world_size: int
     """Number of data-parallel ranks."""
+    pads: bool = False
+    """Whether an incomplete last step has as many micro-steps as any other, however few its samples are; a rank that
+    gets none in a micro-step runs another rank's, with weight 0."""
 
     def __post_init__(self) -> None:
         """Check that every rank gets a sample in every micro-step."""
@@ -68,6 +71,10 @@ class BatchSplit:
         Raises:
             ConfigError: some rank would be left without a sample in some micro-step, and collectives would hang.
         """
+        if self.pads and step_size < self.global_batch_size:
+            count = self.micro_steps
+            each, rest = divmod(step_size, count)
+            return [each + (index >= count - rest) for index in range(count)]
         world = self.data_world_size
         each, rest = divmod(step_size, world)
         count = -(-(each + (rest > 0)) // self.micro_batch_size)
@@ -92,20 +99,21 @@ class BatchSplit:
 
     def walk(self, cursor: Cursor, num_samples: int, *, drop_last: bool) -> Iterator[MicroStep]:
         """The micro-steps from `cursor` to the end of its epoch."""
-        step_start, skipped = cursor.step_start, cursor.position - cursor.step_start
+        step_start = cursor.step_start
+        num_skipped = self._micro_steps_done(cursor, num_samples, drop_last=drop_last)
         while size := self.step_size_at(step_start, num_samples, drop_last=drop_last):
             step_end = step_start + size
             is_last_step = not self.step_size_at(step_end, num_samples, drop_last=drop_last)
             before = Cursor(epoch=cursor.epoch, position=step_start, step_start=step_start)
-            for micro_size in self.micro_step_sizes(size):
+            for index, micro_size in enumerate(self.micro_step_sizes(size)):
                 end = before.position + micro_size
                 after = Cursor(epoch=cursor.epoch, position=end, step_start=step_start if end < step_end else end)
                 if end == step_end and is_last_step:
                     after = Cursor(epoch=cursor.epoch + 1)
-                if end > step_start + skipped:
+                if index >= num_skipped:
                     yield MicroStep(before=before, size=micro_size, after=after)
                 before = after
-            step_start, skipped = step_end, 0
+            step_start, num_skipped = step_end, 0
 
     def cursor_at(self, position: int, start: Cursor) -> Cursor:
         """The cursor at a later `position` of the epoch in which `start` lies."""
