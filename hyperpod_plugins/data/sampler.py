@@ -19,9 +19,9 @@ class ElasticSampler(Sampler[list[int]]):
     """Yields the sample ids of one data-parallel rank, one list a micro-step; use it as a `batch_sampler`.
 
     Step s of an epoch consumes positions `s * G .. (s + 1) * G - 1` for the global batch size G, whatever the number of
-    ranks. Where a job goes on with another G, its steps continue from where the last one ended. `cursor` is where the job stands: it moves when a list is handed out, and after the last list of an epoch it
-    is already the start of the next one. A loader with worker processes takes lists ahead of training, so wrap it: see
-    `StatefulLoader`.
+    ranks. Where a job goes on with another G, its steps begin where the last one has ended. `cursor` is where the job
+    stands: it moves when a list is handed out, and after the last list of an epoch it is already the start of the next
+    one. A loader with worker processes takes lists ahead of training, so wrap it: see `StatefulLoader`.
 
     [Note: a position inside a step] A state that was saved between two micro-steps is continued there by a job with the
     same batch sizes and world, whose trainer counts micro-steps itself. A job that cuts the step differently starts the

@@ -216,7 +216,7 @@ def heed(ledger: Ledger, world: World) -> None:
     """Plan a smaller world, where somebody has asked for one, or processes have got notice; for one member to call
     about once a second.
     """
-    asked, leaving, terms = _asked(ledger), _leaving_of(ledger, world.places), terms_of(ledger)
+    asked, leaving, terms = _asked(ledger), leaving_of(ledger, world.places), terms_of(ledger)
     if terms is None or not (asked or leaving) or wanted_world(ledger) > world.number:
         return
     now, staying = world.size // terms.replica_size, set(world.places) - leaving
@@ -257,7 +257,7 @@ def _leaving(place: int) -> str:
     return f"{_LEAVING}/{place}"
 
 
-def _leaving_of(ledger: Ledger, places: Sequence[int]) -> set[int]:
+def leaving_of(ledger: Ledger, places: Sequence[int]) -> set[int]:
     """Those of some places whose living process has got notice."""
     if not ledger.count(_NOTICES):
         return set()
@@ -274,7 +274,7 @@ def _plan(
     ledger: Ledger, terms: Terms, world: World, waiting: Sequence[int], since_arrival_s: float, *, after: int
 ) -> None:
     """Plan the world that comes next, if the policy lets the job grow now, and nobody is about to leave it."""
-    if _leaving_of(ledger, world.places):
+    if leaving_of(ledger, world.places):
         return
     now = world.size // terms.replica_size
     view = ReplicaView(
@@ -358,7 +358,7 @@ def _candidates(ledger: Ledger, world: World) -> list[int]:
         said[place, incarnation] = since
     places = sorted({place for place, _ in said} - set(world.places))
     living = ledger.incarnations(places)
-    leaving = _leaving_of(ledger, places)
+    leaving = leaving_of(ledger, places)
     waiting = [each for each in zip(places, living, strict=True) if each in said and each[0] not in leaving]
     first = min((said[each] for each in waiting), default=world.number)
     former = {n: known for n in range(first + 1, world.number) if (known := ledger.world(n)) is not None}

@@ -204,10 +204,15 @@ def _in_replicas(values: dict[str, Any], *, ranks_per_node: int, ranks_per_repli
             )
         return replicas
 
+    sizes = values.get("replica_sizes", ())
+    if sizes:
+        values = {"min_replicas": min(sizes), "max_replicas": max(sizes), **values}
+    elif "max_replicas" not in values:
+        raise ConfigError("the policy does not say how far the job may grow: give it maxReplicas (max_nodes).")
     for name in ("min_replicas", "max_replicas"):
         if name in values:
             values[name] = count(name, values[name])
-    if "replica_sizes" in values:
+    if sizes:
         values["replica_sizes"] = tuple(count("replica_sizes", nodes) for nodes in values["replica_sizes"])
     else:
         values["replica_increment"] = count("replica_increment", values.get("replica_increment", 1))

@@ -14,6 +14,7 @@ from typing_extensions import override
 from hyperpod_plugins.data import BatchSplit, ElasticSampler, StatefulLoader, TokenDataset
 from hyperpod_plugins.data.loader import LoaderOptions
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.batching import batch_split
 from hyperpod_plugins.lightning.flavour import LightningDataModule, Trainer
 
 
@@ -23,16 +24,16 @@ class TokenDataConfig:
 
     sequence_length: int
     """Tokens of one sample."""
-    global_batch_size: int
-    """Samples of one optimizer step, over all ranks."""
-    micro_batch_size: int
-    """Most samples of one rank in one forward and backward pass."""
+    global_batch_size: int = 0
+    """Samples of one optimizer step, over all ranks; 0 for what `ElasticTraining` says."""
+    micro_batch_size: int = 0
+    """Most samples of one rank in one forward and backward pass; 0 for what `ElasticTraining` says."""
     seed: int = 0
     """The order of the samples depends on it and on the epoch."""
     shuffle: bool = True
     """Whether training reads the samples in random order."""
     drop_last: bool = True
-    """Whether the incomplete global batch at the end of an epoch is left out."""
+    """Whether the incomplete global batch at the end of an epoch is left out; one that follows the world never is."""
     num_workers: int = 0
     """Reading processes of one rank; a token file is read fast enough without any."""
 
@@ -78,14 +79,10 @@ class TokenDataModule(LightningDataModule):
         """
         config, trainer = self.config, self._trainer()
         data_rank, data_world_size = _data_coordinates(trainer)
-        split = BatchSplit(
-            global_batch_size=config.global_batch_size,
-            micro_batch_size=config.micro_batch_size,
-            data_world_size=data_world_size,
-        )
+        split = self._split(data_world_size)
         if trainer.accumulate_grad_batches != split.micro_steps:
             raise ConfigError(
-                f"a global batch of {config.global_batch_size} in micro-batches of {config.micro_batch_size} on "
+                f"a global batch of {split.global_batch_size} in micro-batches of {split.micro_batch_size} on "
                 f"{data_world_size} data-parallel ranks needs Trainer(accumulate_grad_batches={split.micro_steps}), "
                 f"but it has {trainer.accumulate_grad_batches}. Change that, or the batch sizes."
             )
@@ -96,7 +93,7 @@ class TokenDataModule(LightningDataModule):
             data_rank=data_rank,
             seed=config.seed,
             shuffle=config.shuffle and not trainer.overfit_batches,  # pyright: ignore[reportAttributeAccessIssue]
-            drop_last=config.drop_last,
+            drop_last=config.drop_last and not split.pads,
             fingerprint=dataset.fingerprint,
         )
         return TrainerLoader(trainer, dataset, sampler, num_workers=config.num_workers)
@@ -116,11 +113,15 @@ class TokenDataModule(LightningDataModule):
         # The whole file as a single step: split evenly, each sample once, with as many batches on every rank.
         split = BatchSplit(
             global_batch_size=len(dataset),
-            micro_batch_size=self.config.micro_batch_size,
+            micro_batch_size=self.config.micro_batch_size or self._split(data_world_size).micro_batch_size,
             data_world_size=data_world_size,
         )
         sampler = ElasticSampler(len(dataset), split, data_rank=data_rank, shuffle=False)
         return StatefulLoader(dataset, sampler, num_workers=self.config.num_workers)
+
+    def _split(self, data_world_size: int) -> BatchSplit:
+        sizes = (self.config.global_batch_size, self.config.micro_batch_size)
+        return batch_split(self._trainer(), data_world_size, global_batch_size=sizes[0], micro_batch_size=sizes[1])
 
     def _trainer(self) -> Trainer:
         if self.trainer is None:

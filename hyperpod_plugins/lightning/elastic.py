@@ -3,21 +3,36 @@
 # Lightning's loops have no public spelling.
 # pyright: reportPrivateUsage=false
 
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+from typing_extensions import override
+
 from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.elastic.batch import StepBatch
+from hyperpod_plugins.elastic.course import RateRule
 from hyperpod_plugins.elastic.joining import Terms, leave_terms, terms_of
 from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.elastic.rescale import plan_batch
+from hyperpod_plugins.elastic.policy_sources import PolicyBlock, batch_of, read_policy
+from hyperpod_plugins.elastic.rescale import LrScaling
 from hyperpod_plugins.elastic.signals import ignore_notices
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.batching import SizesSteps
 from hyperpod_plugins.lightning.datamodule import TrainerLoader
-from hyperpod_plugins.lightning.flavour import Callback, Trainer
+from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.lightning.rates import Rates
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
+
+_REFERENCE = (
+    "reference_batch"  # value: of a job whose batch follows the world; its founders say it before anybody comes
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,46 +49,125 @@ class Resize:
     """From the word for it, or from the loss that led to it, until the next step could begin; in seconds."""
 
 
-class ElasticTraining(Callback):
-    """Let the job grow and shrink by whole replicas while it runs; every optimizer step keeps its global batch.
+class ElasticTraining(SizesSteps):
+    """Let the job grow and shrink by whole replicas while it runs; by default every step keeps its global batch.
 
     Needs `hyperpodrun` or `torchrun --rdzv-backend=hyperpod`, with `--nnodes=MIN:MAX`, and loaders that count their
     position in samples: a `TokenDataModule`, or a `TrainerLoader` over an `ElasticSampler`. The Trainer's
     `accumulate_grad_batches` follows from the sizes below, whatever it was.
 
+    With `samples_per_replica` the batch follows the world: R replicas have R times as many samples a step. The learning
+    rate follows by `lr_scaling`, and schedulers with `interval="step"` go on by samples: one step for each
+    reference batch. Each change of the batch is logged, and recorded as the event `elastic.batch`.
+
     Args:
         global_batch_size: samples of one optimizer step, over all ranks; the same for every number of replicas.
+        samples_per_replica: samples of one optimizer step for each replica, instead of `global_batch_size`. Needs
+            `max_replicas`.
         micro_batch_size: most samples of one rank in one forward and backward pass.
-        policy: limits on the number of replicas, and how soon it changes. Default: any number.
+        policy: limits on the number of replicas, and how soon it changes: an `ElasticPolicy`, the `elasticPolicy` of a
+            HyperPod manifest, the `elastic_policy` of a recipe, DeepSpeed's `elasticity` (which says the batch sizes
+            too), or the path of a JSON or YAML file with one of these. Default: any number.
+        lr_scaling: how the learning rate follows a batch that is kappa times the reference: `"none"`, `"linear"`
+            (kappa), `"sqrt"`, or a function of kappa.
+        reference_batch_size: batch that learning rate and schedule were made for; 0 for the one of the first world.
+        warmup_samples: samples over which the learning rate goes to its new value.
+        scale_adam: with `"sqrt"`, scale Adam's betas and eps too: kappa (1 - beta), and eps / sqrt(kappa).
         **limits: fields of `ElasticPolicy`, instead of `policy`.
 
     Attributes:
         resizes: every change that this process has lived through, in order.
+        split: how a step is spread in the present world, for an `ElasticSampler`; None before there is one.
 
     Raises:
-        ConfigError: impossible limits or sizes.
+        ConfigError: impossible limits or sizes, or options that do nothing together.
     """
 
     def __init__(
-        self, *, global_batch_size: int, micro_batch_size: int, policy: ElasticPolicy | None = None, **limits: Any
+        self,
+        *,
+        global_batch_size: int = 0,
+        samples_per_replica: int = 0,
+        micro_batch_size: int = 0,
+        policy: ElasticPolicy | Mapping[str, Any] | str | Path | None = None,
+        lr_scaling: LrScaling = "none",
+        reference_batch_size: int = 0,
+        warmup_samples: int = 0,
+        scale_adam: bool = False,
+        **limits: Any,
     ) -> None:
         if policy is not None and limits:
             raise ConfigError(f"give ElasticTraining a policy, or limits ({', '.join(limits)}), not both.")
-        if min(global_batch_size, micro_batch_size) < 1:
+        rule = RateRule(
+            scaling=lr_scaling,
+            reference_batch_size=reference_batch_size,
+            warmup_samples=warmup_samples,
+            scale_adam=scale_adam,
+        )
+        source = None if policy is None else read_policy(policy)
+        self._deepspeed = source.deepspeed if isinstance(source, PolicyBlock) else None
+        sizes = (global_batch_size, samples_per_replica, micro_batch_size)
+        self.batch = batch_of(self._deepspeed, *sizes)
+        if not self.batch.follows_world and rule != RateRule():
             raise ConfigError(
-                f"global_batch_size and micro_batch_size must be at least 1, but are {global_batch_size} and "
-                f"{micro_batch_size}."
+                "lr_scaling, reference_batch_size, warmup_samples and scale_adam are for a batch that follows the "
+                "world: give samples_per_replica. With the same global batch the learning rate stays what it is."
             )
+        if self.batch.follows_world and source is None and "max_replicas" not in limits:
+            raise ConfigError("samples_per_replica needs max_replicas: nothing else limits the batch.")
         limits = {"max_replicas": global_batch_size} | limits
         try:
-            self.policy = policy or ElasticPolicy(**limits)
+            self._policy = source or ElasticPolicy(**limits)
         except TypeError as error:
             raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the limits there are.") from None
         if JobEnv.from_environ() is not None:
             ignore_notices()  # now, for model and data may take long to set up
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
+        self.rates = Rates(rule=rule)
         self.resizes: list[Resize] = []
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step, over all ranks; of a batch that follows the world, in the present world.
+
+        Raises:
+            ConfigError: there is no world yet; there is one when loaders are made.
+        """
+        if self.split is None and self.batch.follows_world:
+            raise ConfigError("how many samples a step has is known only when the Trainer has set up the processes.")
+        return self.batch.global_batch_size if self.split is None else self.split.global_batch_size
+
+    @property
+    def lr_factor(self) -> float:
+        """By what the learning rate of the next step is multiplied; schedulers and loggers see it without."""
+        return 1.0 if self.rates.course is None else self.rates.course.factor
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Where learning rate and schedule stand; nothing for a batch that does not change."""
+        return self.rates.state_dict() if self.batch.follows_world else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        if self.batch.follows_world:
+            self.rates.load_state_dict(state_dict)
+
+    def settle(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
+        """Limits and batch, once it is known how many ranks a node and a replica have.
+
+        Raises:
+            ConfigError: the policy counts nodes or GPUs that make up no whole replicas, or not the ones that there are.
+        """
+        policy, batch = self._policy, self.batch
+        if isinstance(policy, PolicyBlock):
+            policy = policy.in_replicas(
+                ranks_per_node=topology.ranks_per_node,
+                ranks_per_replica=topology.shard_degree * topology.tensor_degree,
+                data_ranks_per_replica=topology.shard_degree,
+            )
+        if self._deepspeed is not None:
+            batch = replace(batch, micro_batch_size=self._deepspeed.micro_batch_at(topology.data_degree))
+        return policy, batch
 
 
 class Elasticity:
@@ -86,6 +180,9 @@ class Elasticity:
         self.replica_size = 0 if known is None else known.replica_size
         """Ranks of one replica; 0 until the first world has been laid out."""
         self._topology: Topology | None = None
+        self._trainer: Trainer | None = None
+        self._policy: ElasticPolicy | None = None
+        self._sizes: tuple[int, ...] = ()
 
     def lay_out(self, config: ParallelConfig, world_size: int, ranks_per_node: int, trainer: Trainer) -> Topology:
         """The degrees in a world, and the shares of the global batch; within a replica nothing ever changes.
@@ -94,17 +191,22 @@ class Elasticity:
             DegreeError: the world does not consist of whole replicas.
             ConfigError: the batch cannot be shared out, or the world is smaller or larger than the limits allow.
         """
-        options = self._options
         first = config.topology(self.replica_size or world_size, ranks_per_node=ranks_per_node)
         topology = replace(first, world_size=world_size)
         self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
-        if topology.replicate_degree not in self._sizes(topology):
+        self._policy, batch = self._options.settle(topology)
+        self._sizes = batch.serving(self._policy, topology.shard_degree)
+        if topology.replicate_degree not in self._sizes:
             raise ConfigError(
                 f"the job has {topology.replicate_degree} replicas of {self.replica_size} ranks, and ElasticTraining "
-                f"allows {list(self._sizes(topology))}. Start another number of processes, or change its limits."
+                f"allows {list(self._sizes)}. Start another number of processes, or change its limits."
             )
-        split = plan_batch(options.global_batch_size, topology.data_degree, options.micro_batch_size)
+        split = batch.split(topology.replicate_degree, topology.shard_degree)
+        self._options.split, self._trainer = split, trainer
         trainer.accumulate_grad_batches = split.micro_steps
+        if batch.follows_world:
+            self._options.rates.begin(self._reference())
+            self._options.rates.take_over_schedulers(trainer)
         return topology
 
     def open(self, trainer: Trainer) -> None:
@@ -113,19 +215,50 @@ class Elasticity:
         Raises:
             ConfigError: a loader counts its position in batches, which are others in a world of another size.
         """
-        assert self._topology is not None
-        combined = trainer.fit_loop._combined_loader
-        for loader in [] if combined is None else combined.flattened:
+        for loader in _train_loaders(trainer):
             split = loader.batch_sampler.split if isinstance(loader, TrainerLoader) else None
-            if split is None or split.global_batch_size != self._options.global_batch_size:
-                what = type(loader).__name__ if split is None else f"a global batch of {split.global_batch_size}"
+            own = self._options.split
+            assert own is not None
+            if split is None or (split.global_batch_size, split.pads) != (own.global_batch_size, own.pads):
+                what = f"a global batch of {split.global_batch_size}" if split else type(loader).__name__
+                if split and split.global_batch_size == own.global_batch_size:
+                    what += " that does not follow the world"
                 raise ConfigError(
                     "ElasticTraining needs train loaders that count their position in samples, with its own global "
-                    f"batch of {self._options.global_batch_size}, but found {what}. Use a TokenDataModule, or return a "
-                    "TrainerLoader over an ElasticSampler from train_dataloader."
+                    f"batch of {own.global_batch_size}, but found {what}. Use a TokenDataModule that leaves the sizes "
+                    "to ElasticTraining, or return a TrainerLoader over an ElasticSampler from train_dataloader, with "
+                    "the callback's `split`."
                 )
-        sizes = self._sizes(self._topology)
-        leave_terms(self._ledger, Terms(policy=self._options.policy, replica_size=self.replica_size, sizes=sizes))
+        assert self._policy is not None
+        terms = Terms(policy=self._policy, replica_size=self.replica_size, sizes=self._sizes)
+        if self._options.batch.follows_world:
+            rates, largest = self._options.rates, self._options.batch.at(self._sizes[-1])
+            rates.check(trainer.optimizers, rates.rule.factor(largest, self._reference()))
+            self._ledger.put_first(_REFERENCE, str(self._reference()).encode())
+        leave_terms(self._ledger, terms)
+
+    @contextmanager
+    def step(self, optimizer: Optimizer) -> Generator[None]:
+        """Let the optimizer step inside, at the learning rate for the present batch."""
+        options, trainer = self._options, self._trainer
+        if not options.batch.follows_world:
+            yield
+            return
+        assert trainer is not None
+        loader = _train_loaders(trainer)[0]
+        with options.rates.step(
+            optimizer,
+            batch_size=options.global_batch_size,
+            num_samples=loader.batch_sampler.step_size(trainer.fit_loop.epoch_loop.batch_idx),
+            is_first_rank=trainer.global_rank == 0,
+        ):
+            yield
+
+    def _reference(self) -> int:
+        """Batch that learning rate and schedule were made for, for a job that begins."""
+        known = self._ledger.find(_REFERENCE)
+        wanted = self._options.rates.rule.reference_batch_size
+        return wanted or (self._options.global_batch_size if known is None else int(known))
 
     def resized(self, cause: str, repair: Repair) -> None:
         """Write down that the job goes on with another number of replicas."""
@@ -141,10 +274,7 @@ class Elasticity:
             )
         )
 
-    def _sizes(self, topology: Topology) -> tuple[int, ...]:
-        options = self._options
-        return options.policy.serving(
-            global_batch_size=options.global_batch_size,
-            ranks_per_replica=topology.shard_degree,
-            max_micro_batch=options.micro_batch_size,
-        )
+
+def _train_loaders(trainer: Trainer) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else combined.flattened

@@ -253,10 +253,15 @@ class HyperPodStrategy(EvaluatingStrategy):
         else:
             assert self.lightning_module is not None
             compute = partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
-            result = self._recovery.step(compute, lambda loss: step_locally(optimizer, lambda: loss, **kwargs))
+            result = self._recovery.step(compute, partial(self._update, optimizer, **kwargs))
         if self._allocator_watch is not None:
             self._allocator_watch.after_step()
         return result
+
+    def _update(self, optimizer: Optimizer, loss: Any, **kwargs: Any) -> Any:
+        elastic = None if self._recovery is None else self._recovery.elastic
+        with nullcontext() if elastic is None else elastic.step(optimizer):
+            return step_locally(optimizer, lambda: loss, **kwargs)
 
     @property
     @override

@@ -21,7 +21,8 @@ from hyperpod_plugins.parallel import ParallelConfig
     ("options", "words"),
     [
         ({"policy": ElasticPolicy(), "max_replicas": 2}, r"a policy, or limits \(max_replicas\), not both"),
-        ({"global_batch_size": 0}, "at least 1, but are 0 and 2"),
+        ({"global_batch_size": 0}, "they are 0 and 0"),
+        ({"global_batch_size": -8}, "at least 1, but are -8 and 2"),
         ({"micro_batch_size": 0}, "at least 1, but are 8 and 0"),
         ({"max_replica": 2}, "max_replica"),
         ({"min_replicas": 3, "max_replicas": 2}, "min is 3 and max 2"),
