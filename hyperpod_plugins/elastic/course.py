@@ -11,7 +11,6 @@ from typing import Any
 from hyperpod_plugins.elastic.rescale import LrScaling, Ramp, SampleClock, lr_factor
 from hyperpod_plugins.errors import ConfigError
 
-
 _LEVEL = Ramp(start=1.0, end=1.0)
 
 

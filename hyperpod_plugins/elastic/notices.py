@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ class _Notices:
     def __init__(self) -> None:
         self.is_told = False
         self._pid = 0
-        self._before: dict[int, signal._HANDLER] = {}
+        self._before: dict[int, Any] = {}
         self._ledger: Ledger | None = None
         self._asked_s = -_ASK_EVERY_S
         self._is_planned = False
@@ -54,16 +55,22 @@ class _Notices:
         if now_s - self._asked_s < _ASK_EVERY_S:
             return self._is_planned
         self._asked_s = now_s
+        try:
+            self._is_planned = self._ask()
+        except dist.DistError:
+            self._is_planned = True  # the agent that serves the store has ended, and the job with it
+        return self._is_planned
+
+    def _ask(self) -> bool:
         if self._ledger is None:
             job = JobEnv.from_environ()
             if job is None:
                 return False
             self._ledger = Ledger.connect(job)
         world = world_or_none(self._ledger)
-        self._is_planned = world is not None and bool(
-            wanted_world(self._ledger) > world.number or leaving_of(self._ledger, world.places)
-        )
-        return self._is_planned
+        if world is None:
+            return False
+        return wanted_world(self._ledger) > world.number or bool(leaving_of(self._ledger, world.places))
 
 
 _notices = _Notices()

@@ -61,6 +61,8 @@ class Module(pl.LightningModule):
             size=self.trainer.world_size,
             ids=self.ids,
             loss=self.loss,
+            lr=self.trainer.optimizers[0].param_groups[0]["lr"],
+            pid=os.getpid(),
             at_s=time.time(),
         )
 
@@ -83,8 +85,12 @@ def main():
     pl.seed_everything(1, verbose=False)
     module = Module()
     recovery = CheckpointlessRecovery(verify=True, replacement_timeout_s=30.0, hang_timeout_s=10.0)
+    per_replica = option("PER_REPLICA", 0)
+    batch = {"global_batch_size": BATCH}
+    if per_replica:  # the batch follows the world
+        batch = {"samples_per_replica": per_replica, "lr_scaling": "linear", "warmup_samples": option("WARMUP", 0)}
     elastic = ElasticTraining(
-        global_batch_size=BATCH,
+        **batch,
         micro_batch_size=MICRO_BATCH,
         max_replicas=4,
         scaling_timeout_s=option("SCALING_S", 0.0),
@@ -92,7 +98,7 @@ def main():
     )
     data = TokenDataModule(
         os.environ["TOKENS"],
-        config=TokenDataConfig(sequence_length=1, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH),
+        config=TokenDataConfig(sequence_length=1),
     )
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(hybrid_shard_degree=option("SHARDS", 1)),
@@ -114,6 +120,7 @@ def main():
         "step": trainer.global_step,
         "size": trainer.world_size,
         "rank": trainer.global_rank,
+        "lr_factor": elastic.lr_factor,
         "lr": optimizer.param_groups[0]["lr"],
         "repairs": [str(repair) for repair in recovery.repairs],
         "lasted_s": [repair.total_s for repair in recovery.repairs],

@@ -255,3 +255,80 @@ def test_replicas_of_two_shards_under_torchrun(tmp_path, tokens):
     assert all(len(ids) == BATCH for ids in samples_of(steps))
     epoch = [i for ids in samples_of(steps) for i in ids][:NUM_SAMPLES]
     assert sorted(epoch) == list(range(NUM_SAMPLES))
+
+
+class Replay:
+    """One process that trains on what the job was seen to train on, with learning rate and schedule by hand."""
+
+    def __init__(self, reference, warmup):
+        torch.manual_seed(1)
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
+        self.reference, self.warmup, self.num_samples = reference, warmup, 0
+        self.factor, self.way = 1.0, (0, 1.0, 1.0)
+
+    def step(self, ids, num_replicas):
+        """The loss, and the learning rate."""
+        if num_replicas != self.way[2]:
+            self.way = (self.num_samples, self.factor, float(num_replicas))
+        begin, start, end = self.way
+        self.factor = start + (end - start) * min(1.0, (self.num_samples - begin) / self.warmup)
+        (group,) = self.optimizer.param_groups
+        own, group["lr"] = group["lr"], group["lr"] * self.factor
+        x = torch.sin(torch.tensor(ids)[:, None] * torch.arange(1, 17) / 7.0)
+        loss = (self.net(x) - x.flip(1)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        used, group["lr"] = group["lr"], own
+        before = self.num_samples // self.reference
+        self.num_samples += len(ids)
+        self.factor = start + (end - start) * min(1.0, (self.num_samples - begin) / self.warmup)
+        for _ in range(self.num_samples // self.reference - before):
+            self.scheduler.step()
+        return float(loss.detach()), used
+
+
+def test_a_batch_that_follows_the_world(nodes):
+    per_replica, warmup = 7, 100
+    nodes.environ |= {"PER_REPLICA": str(per_replica), "WARMUP": str(warmup), "STEP_S": "0.02"}
+    nodes.start("a")
+    nodes.await_store()
+    nodes.start("b")
+    nodes.await_size(2)
+    second = next(entry["pid"] for entry in nodes.steps()[max(nodes.steps())] if entry["rank"] == 1)
+    os.kill(second, signal.SIGKILL)
+    until_s = time.monotonic() + PATIENCE_S
+    while {e["pid"] for entries in nodes.steps().values() for e in entries if e["rank"] == 1} == {second}:
+        assert time.monotonic() < until_s, nodes.output()
+        time.sleep(0.1)
+    nodes.lose("b")
+    nodes.await_size(1)
+    num_steps = nodes.finish()
+
+    steps = nodes.steps()
+    assert sorted(steps) == list(range(num_steps))
+    replay, epoch, sizes = Replay(per_replica, warmup), [], []
+    for step, entries in sorted(steps.items()):
+        sizes += [len(entries)] if sizes[-1:] != [len(entries)] else []
+        ids = [i for entry in sorted(entries, key=lambda e: e["rank"]) for i in entry["ids"]]
+        left = NUM_SAMPLES - len(epoch)
+        counted = sorted(set(ids))  # ranks that the end of an epoch leaves without a sample repeat another's
+        assert len(counted) == min(per_replica * len(entries), left), step
+        loss, lr = replay.step(counted, len(entries))
+        assert [entry["lr"] for entry in entries] == [pytest.approx(lr, rel=1e-6)] * len(entries), step
+        if len(ids) == len(counted):
+            assert sum(entry["loss"] for entry in entries) / len(ids) == pytest.approx(loss, rel=1e-3), step
+        epoch += counted
+        if len(epoch) == NUM_SAMPLES:
+            assert sorted(epoch) == list(range(NUM_SAMPLES))
+            epoch = []
+    assert sizes == [1, 2, 1]
+    assert replay.num_samples > NUM_SAMPLES
+    found = torch.load(nodes.folder / "result-0.pt", weights_only=True)
+    assert found["lr"] == pytest.approx(replay.scheduler.get_last_lr()[0])
+    assert found["lr_factor"] == pytest.approx(replay.factor)
+    for name, value in replay.net.state_dict().items():
+        torch.testing.assert_close(found["state"][f"net.{name}"], value, rtol=1e-3, atol=1e-4)
+    assert "the global batch is 14 samples now, and was 7" in nodes.output()
