@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from hyperpod_plugins.data.order import ORDER_VERSION, sample_order
-from hyperpod_plugins.data.steps import BatchSplit, Cursor, MicroStep, sample_weight, share
+from hyperpod_plugins.data.steps import BatchSplit, Cursor, MicroStep, sample_weight
 from hyperpod_plugins.errors import ConfigError, DatasetChanged
 
 # What must be equal for a saved position to mean the same samples. Batch sizes, drop_last and the world may change.
@@ -120,7 +120,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def ids(self, micro_step: MicroStep) -> list[int]:
         """The sample ids of this rank in one micro-step."""
-        mine = share(micro_step, rank=self.data_rank, world_size=self.split.data_world_size)
+        mine = self.split.share(micro_step, self.data_rank)
         if not mine:  # of the last step, padded; a batch cannot be empty, and this sample's weight is 0
             mine = range(micro_step.before.position, micro_step.before.position + 1)
         return sample_order(
@@ -232,4 +232,6 @@ class ElasticSampler(Sampler[list[int]]):
         return dict(zip(_IDENTITY, values, strict=True))
 
     def _split_key(self) -> list[int]:
-        return [self.split.global_batch_size, self.split.micro_batch_size, self.split.data_world_size]
+        split = self.split
+        key = [split.global_batch_size, split.micro_batch_size, split.data_world_size]
+        return [*key, split.num_logical_shards] if split.num_logical_shards else key

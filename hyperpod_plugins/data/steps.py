@@ -5,6 +5,9 @@
     micro-step  | r0 | r1 | r2 | r3 |                            contiguous shares, in order of data-parallel rank
 
 What the ranks together have consumed after any micro-step is therefore a prefix of the epoch, and one number tells it.
+
+A step can be cut into logical shards instead, each computed by itself, in one micro-step of one replica, whatever the
+number of replicas. These get contiguous runs of logical shards, so the prefix holds between steps only.
 """
 
 from collections.abc import Iterator
@@ -50,12 +53,36 @@ class BatchSplit:
     pads: bool = False
     """Whether an incomplete last step has as many micro-steps as any other, however few its samples are; a rank that
     gets none in a micro-step runs another rank's, with weight 0."""
+    num_logical_shards: int = 0
+    """Parts of a step that are computed each by itself; 0 where the shares follow from the number of ranks.
+
+    Then every micro-batch has exactly `micro_batch_size` samples, and a replica computes one such part at a time.
+    """
 
     def __post_init__(self) -> None:
         """Check that every rank gets a sample in every micro-step."""
-        if min(self.global_batch_size, self.micro_batch_size, self.data_world_size) < 1:
+        if min(self.global_batch_size, self.micro_batch_size, self.data_world_size) < 1 or self.num_logical_shards < 0:
             raise ConfigError(f"every number of {self} must be at least 1.")
+        if self.num_logical_shards and self.num_replicas * self.replica_size != self.data_world_size:
+            raise ConfigError(
+                f"a step of {self.global_batch_size} samples in {self.num_logical_shards} logical shards of "
+                f"micro-batches of {self.micro_batch_size} cannot be spread over {self.data_world_size} ranks: each "
+                "replica must have as many logical shards, and each of its ranks one micro-batch of each."
+            )
         self.micro_step_sizes(self.global_batch_size)
+
+    @property
+    def replica_size(self) -> int:
+        """Data-parallel ranks that compute one logical shard together."""
+        return self.global_batch_size // (self.num_logical_shards * self.micro_batch_size)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of that many ranks that each have as many logical shards; 0 if there is no such number."""
+        replicas = self.data_world_size // max(1, self.replica_size)
+        is_even = replicas > 0 and self.num_logical_shards % replicas == 0
+        is_whole = self.num_logical_shards * self.micro_batch_size * self.replica_size == self.global_batch_size
+        return replicas if is_even and is_whole else 0
 
     @property
     def micro_steps(self) -> int:
@@ -76,6 +103,13 @@ class BatchSplit:
             each, rest = divmod(step_size, count)
             return [each + (index >= count - rest) for index in range(count)]
         world = self.data_world_size
+        if self.num_logical_shards:
+            if step_size != self.global_batch_size:
+                raise ConfigError(
+                    f"a step of {step_size} samples cannot be cut into {self.num_logical_shards} logical shards of "
+                    f"{self.global_batch_size // self.num_logical_shards}. Use drop_last=True."
+                )
+            return [world * self.micro_batch_size] * (self.num_logical_shards // self.num_replicas)
         each, rest = divmod(step_size, world)
         count = -(-(each + (rest > 0)) // self.micro_batch_size)
         if each < count:
@@ -127,6 +161,16 @@ class BatchSplit:
         if last and not drop_last:
             total += len(self.micro_step_sizes(last))
         return total - self._micro_steps_done(cursor, num_samples, drop_last=drop_last)
+
+    def share(self, micro_step: MicroStep, rank: int) -> range:
+        """The positions of a micro-step that belong to a data-parallel rank; they are contiguous."""
+        if not self.num_logical_shards:
+            return share(micro_step, rank=rank, world_size=self.data_world_size)
+        replica, place = divmod(rank, self.replica_size)
+        index = (micro_step.before.position - micro_step.before.step_start) // micro_step.size
+        logical = replica * self.micro_steps + index
+        first = micro_step.before.step_start + (logical * self.replica_size + place) * self.micro_batch_size
+        return range(first, first + self.micro_batch_size)
 
     def _micro_steps_done(self, cursor: Cursor, num_samples: int, *, drop_last: bool) -> int:
         begun = cursor.position - cursor.step_start

@@ -22,6 +22,8 @@ class StepBatch:
     """Samples of each replica, so that the batch follows the world; 0 with `global_batch_size`."""
     micro_batch_size: int
     """Most samples of one rank in one forward and backward pass."""
+    num_logical_shards: int = 0
+    """Parts of the step that are computed each by itself; 0 for none. See `in_logical_shards`."""
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -56,6 +58,13 @@ class StepBatch:
         Raises:
             ConfigError: some rank would have no sample in some micro-step.
         """
+        if self.num_logical_shards:
+            return BatchSplit(
+                global_batch_size=self.global_batch_size,
+                micro_batch_size=self.global_batch_size // (self.num_logical_shards * ranks_per_replica),
+                data_world_size=num_replicas * ranks_per_replica,
+                num_logical_shards=self.num_logical_shards,
+            )
         plan = plan_batch(self.at(num_replicas), num_replicas * ranks_per_replica, self.micro_batch_size)
         return replace(plan, pads=self.follows_world)
 
@@ -65,6 +74,8 @@ class StepBatch:
         Raises:
             ConfigError: there are none.
         """
+        if self.num_logical_shards:
+            return tuple(size for size in policy.sizes if self.num_logical_shards % size == 0)
         if not self.follows_world:
             return policy.serving(
                 global_batch_size=self.global_batch_size,
@@ -78,3 +89,39 @@ class StepBatch:
                 f"{ranks_per_replica}, or larger micro-batches."
             )
         return policy.sizes
+
+    def in_logical_shards(self, policy: ElasticPolicy, ranks_per_replica: int) -> "StepBatch":
+        """The same batch, cut into parts that as many of the allowed numbers of replicas as possible can share evenly.
+
+        Of the numbers of parts that serve equally many, the smallest is taken: the largest micro-batches.
+
+        Args:
+            policy: the limits.
+            ranks_per_replica: those that read different samples: the shard degree.
+
+        Raises:
+            ConfigError: the batch follows the world, or cannot be cut into parts with as many samples for each rank.
+        """
+        if self.follows_world:
+            raise ConfigError(
+                "reproducible=True is for a global batch that stays the same: give global_batch_size, not "
+                "samples_per_replica. Another batch is another computation."
+            )
+        share, rest = divmod(self.global_batch_size, ranks_per_replica)
+        if rest:
+            raise ConfigError(
+                f"reproducible=True cuts a step into parts whose samples the {ranks_per_replica} data-parallel ranks "
+                f"of a replica share evenly, which a global batch of {self.global_batch_size} does not allow. Use "
+                + " or ".join(str(each * ranks_per_replica) for each in (share, share + 1) if each)
+                + "."
+            )
+        parts = [n for n in range(1, share + 1) if share % n == 0 and share // n <= self.micro_batch_size]
+        served = {n: sum(n % size == 0 for size in policy.sizes) for n in parts}
+        most = max(served.values())
+        if not most:
+            raise ConfigError(
+                f"no number of replicas in {list(policy.sizes)} can share a global batch of {self.global_batch_size} "
+                f"evenly with {ranks_per_replica} data-parallel ranks each, as reproducible=True needs it. Numbers "
+                f"that divide {share} can."
+            )
+        return replace(self, num_logical_shards=min(n for n in parts if served[n] == most))

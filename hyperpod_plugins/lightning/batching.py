@@ -36,7 +36,8 @@ def batch_split(trainer: Trainer, data_world_size: int, *, global_batch_size: in
             f"global_batch_size={global_batch_size} and micro_batch_size={micro_batch_size} leave the sizes to "
             "ElasticTraining, and this Trainer does not have that callback. Give both sizes."
         )
-    if found is None or global_batch_size:
+    is_settled = found is not None and found.split is not None and found.split.num_logical_shards > 0
+    if found is None or (global_batch_size and not is_settled):
         micro_batch_size = micro_batch_size or (0 if found is None else found.batch.micro_batch_size)
         return BatchSplit(
             global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, data_world_size=data_world_size

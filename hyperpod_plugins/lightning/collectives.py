@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -27,3 +28,10 @@ def reduced(tensor: Tensor, group: dist.ProcessGroup | None, reduce_op: Any) -> 
         result = result.float()
     dist.all_reduce(result, op=operation, group=group)
     return result / dist.get_world_size(group) if is_mean else result
+
+
+def decided(decision: bool, device: torch.device, *, by_all: bool) -> bool:
+    """Whether all ranks, or any, decided so."""
+    votes = torch.tensor(int(decision), device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN if by_all else dist.ReduceOp.MAX)
+    return bool(votes)

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from hyperpod_plugins.data import BatchSplit
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.batch import StepBatch
 from hyperpod_plugins.elastic.course import RateRule
@@ -73,11 +75,15 @@ class ElasticTraining(SizesSteps):
         reference_batch_size: batch that learning rate and schedule were made for; 0 for the one of the first world.
         warmup_samples: samples over which the learning rate goes to its new value.
         scale_adam: with `"sqrt"`, scale Adam's betas and eps too: kappa (1 - beta), and eps / sqrt(kappa).
+        reproducible: train to the same bits whatever the number of replicas, and however often it changes. A step is
+            cut into logical shards that are computed each by itself and added up in one order; only numbers of replicas
+            that divide their number are allowed, and the incomplete batch at the end of an epoch is left out.
         **limits: fields of `ElasticPolicy`, instead of `policy`.
 
     Attributes:
         resizes: every change that this process has lived through, in order.
         split: how a step is spread in the present world, for an `ElasticSampler`; None before there is one.
+        step_loss: with `reproducible`, the mean loss of the last step over its whole global batch, `()`; None before.
 
     Raises:
         ConfigError: impossible limits or sizes, or options that do nothing together.
@@ -94,6 +100,7 @@ class ElasticTraining(SizesSteps):
         reference_batch_size: int = 0,
         warmup_samples: int = 0,
         scale_adam: bool = False,
+        reproducible: bool = False,
         **limits: Any,
     ) -> None:
         if policy is not None and limits:
@@ -123,6 +130,8 @@ class ElasticTraining(SizesSteps):
         if JobEnv.from_environ() is not None:
             ignore_notices()  # now, for model and data may take long to set up
         self.rates = Rates(rule=rule)
+        self.reproducible = reproducible
+        self.step_loss: Tensor | None = None
         self.resizes: list[Resize] = []
 
     @property
@@ -167,6 +176,8 @@ class ElasticTraining(SizesSteps):
             )
         if self._deepspeed is not None:
             batch = replace(batch, micro_batch_size=self._deepspeed.micro_batch_at(topology.data_degree))
+        if self.reproducible:
+            batch = batch.in_logical_shards(policy, topology.shard_degree)
         return policy, batch
 
 
@@ -209,6 +220,21 @@ class Elasticity:
             self._options.rates.take_over_schedulers(trainer)
         return topology
 
+    @property
+    def reproduces(self) -> ElasticTraining | None:
+        """The options, where bits are not to depend on the number of replicas."""
+        return self._options if self._options.reproducible else None
+
+    def stream(self, micro_step: int, rank: int) -> tuple[int, int]:
+        """What tells the random numbers of a micro-step from those of the others: two numbers."""
+        topology, split = self._topology, self._options.split
+        assert topology is not None
+        assert split is not None
+        if not split.num_logical_shards:
+            return micro_step, topology.data_rank(rank)
+        here = topology.coordinates(rank)
+        return here.replicate * split.micro_steps + micro_step, here.shard
+
     def open(self, trainer: Trainer) -> None:
         """Let others come in from now on.
 
@@ -219,10 +245,10 @@ class Elasticity:
             split = loader.batch_sampler.split if isinstance(loader, TrainerLoader) else None
             own = self._options.split
             assert own is not None
-            if split is None or (split.global_batch_size, split.pads) != (own.global_batch_size, own.pads):
+            if split is None or _kind_of(split) != _kind_of(own):
                 what = f"a global batch of {split.global_batch_size}" if split else type(loader).__name__
                 if split and split.global_batch_size == own.global_batch_size:
-                    what += " that does not follow the world"
+                    what += " that does not follow the world" if own.pads else " that is cut otherwise"
                 raise ConfigError(
                     "ElasticTraining needs train loaders that count their position in samples, with its own global "
                     f"batch of {own.global_batch_size}, but found {what}. Use a TokenDataModule that leaves the sizes "
@@ -273,6 +299,10 @@ class Elasticity:
                 details={"cause": cause, "step": repair.step, "replicas": now},
             )
         )
+
+
+def _kind_of(split: BatchSplit) -> tuple[int, bool, int]:
+    return split.global_batch_size, split.pads, split.num_logical_shards
 
 
 def _train_loaders(trainer: Trainer) -> list[Any]:

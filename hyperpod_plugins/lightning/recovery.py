@@ -173,9 +173,11 @@ class TrainerRecovery:
         if self.member.rank == 0 and not self.is_newcomer:
             name_runs(self.member.ledger, trainer.loggers)
         self.member.ledger.put(ARMED_KEY, b"1")
-        data_rank = topology.data_rank(self.member.rank)
-        if self.options.step_keyed_random:
-            self._seed = lambda step, micro_step: seed_micro_step(seed, step, micro_step, data_rank)
+        rank, elastic = self.member.rank, self.elastic
+        if self.options.step_keyed_random and elastic is not None:
+            self._seed = lambda step, micro_step: seed_micro_step(seed, step, *elastic.stream(micro_step, rank))
+        elif self.options.step_keyed_random:
+            self._seed = lambda step, micro_step: seed_micro_step(seed, step, micro_step, topology.data_rank(rank))
 
     def continue_runs(self, trainer: Trainer) -> None:
         """Let a newcomer log to where the lost process did."""

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,8 +20,9 @@ from hyperpod_plugins.data import StatefulLoader
 from hyperpod_plugins.env import config_path
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
-from hyperpod_plugins.lightning.collectives import reduced
+from hyperpod_plugins.lightning.collectives import decided, reduced
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
+from hyperpod_plugins.lightning.elastic import Elasticity, ElasticTraining
 from hyperpod_plugins.lightning.evaluating import EvaluatingStrategy
 from hyperpod_plugins.lightning.flavour import Precision, Trainer, TrainerFn, optimizers_to_device
 from hyperpod_plugins.lightning.module import (
@@ -37,6 +37,7 @@ from hyperpod_plugins.lightning.module import (
 )
 from hyperpod_plugins.lightning.participation import take_part
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
+from hyperpod_plugins.lightning.reproducible import LogicalShards
 from hyperpod_plugins.lightning.sigterm import SigtermNews
 from hyperpod_plugins.lightning.trainer_state import prepare_data_alone
 from hyperpod_plugins.lightning.window import SAVING_GROUP
@@ -93,6 +94,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._data_group: dist.ProcessGroup | None = None
         self._snapshot_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
+        self._logical_shards: LogicalShards | None = None
         self._drops_gradients = False
         self._sigterm_news: SigtermNews | None = None
 
@@ -144,11 +146,10 @@ class HyperPodStrategy(EvaluatingStrategy):
             prepare_data_alone(trainer)
             if self._recovery.is_newcomer:
                 self._recovery.continue_runs(trainer)
-        elastic = None if self._recovery is None else self._recovery.elastic
-        if elastic is None:
+        if self._elastic is None:
             self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
         else:
-            self._topology = elastic.lay_out(self.config, self.world_size, self.num_processes, trainer)
+            self._topology = self._elastic.lay_out(self.config, self.world_size, self.num_processes, trainer)
         if self.global_rank == 0:
             warn_of_placement(self._topology)
         if self._recovery is not None and self._recovery.has_moved:
@@ -183,7 +184,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             refuse_other_types(module, self.config.precision)
             materialize(module, device=self.root_device, seed=self.config.random_seed)
         else:
-            parallelize(module, self.device_mesh, self.config)
+            parallelize(module, self.device_mesh, self.config, averages_replicas=self._reproduces is None)
             treat_steps_as_forward(module)
         if self.config.fsdp_cache_flush_warnings:
             self._allocator_watch = AllocatorWatch(self.root_device)
@@ -204,6 +205,8 @@ class HyperPodStrategy(EvaluatingStrategy):
             self._drops_gradients = not looks_at_old_gradients(trainer, module)
             optimizers_to_device(self.optimizers, self.root_device)
             if self._recovery is not None:
+                if self._reproduces is not None:
+                    self._logical_shards = LogicalShards(trainer, module, self.device_mesh, self._reproduces)
                 self._recovery.begin_fit(
                     trainer,
                     module,
@@ -213,6 +216,14 @@ class HyperPodStrategy(EvaluatingStrategy):
                     snapshot_group=self._snapshot_group,
                     save=self._save_again,
                 )
+
+    @property
+    def _elastic(self) -> Elasticity | None:
+        return None if self._recovery is None else self._recovery.elastic
+
+    @property
+    def _reproduces(self) -> ElasticTraining | None:
+        return None if self._elastic is None else self._elastic.reproduces
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -227,19 +238,25 @@ class HyperPodStrategy(EvaluatingStrategy):
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         with loss_parallel_context(self.config):
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if self._logical_shards is not None:
+            self._logical_shards.computed(output)
+        return output
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward in the context the loss was computed in; each sample of a step counts the same."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         back = 0 if self._recovery is None else self._recovery.num_batches_back
-        weight = sample_weight_of(trainer, trainer.fit_loop.epoch_loop.batch_idx - back)
+        batch_index = trainer.fit_loop.epoch_loop.batch_idx - back
+        weight = sample_weight_of(trainer, batch_index)
         with loss_parallel_context(self.config):
             if weight != 1.0:
                 closure_loss = closure_loss * weight
-            return super().backward(closure_loss, *args, **kwargs)
+            backward = super().backward
+            if self._logical_shards is None:
+                return backward(closure_loss, *args, **kwargs)
+            return self._logical_shards.add(closure_loss, lambda loss: backward(loss, *args, **kwargs), batch_index)
 
     @override
     def optimizer_step(
@@ -248,7 +265,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         """Run the closure and the optimizer, with recovery as one transaction; then look at the allocator."""
         if self._recovery is None or not self._recovery.is_fitting:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        elif self._accumulates:
+        elif self._trainer.fit_loop._should_accumulate():
             return self._recovery.micro_step(partial(self._unsynchronised, closure))
         else:
             assert self.lightning_module is not None
@@ -259,8 +276,9 @@ class HyperPodStrategy(EvaluatingStrategy):
         return result
 
     def _update(self, optimizer: Optimizer, loss: Any, **kwargs: Any) -> Any:
-        elastic = None if self._recovery is None else self._recovery.elastic
-        with nullcontext() if elastic is None else elastic.step(optimizer):
+        if self._logical_shards is not None:
+            self._logical_shards.committed()
+        with nullcontext() if self._elastic is None else self._elastic.step(optimizer):
             return step_locally(optimizer, lambda: loss, **kwargs)
 
     @property
@@ -272,23 +290,21 @@ class HyperPodStrategy(EvaluatingStrategy):
         """
         if self._recovery is None or not self._recovery.is_fitting:
             return False
-        assert self.lightning_module is not None
-        return not self.lightning_module.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        return not self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
     def _unsynchronised(self, closure: Callable[[], Any]) -> Any:
         with self.block_backward_sync():
             return closure()
 
     @property
-    def _begins_window(self) -> bool:
+    def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        return self.lightning_module.trainer
 
     @property
-    def _accumulates(self) -> bool:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.fit_loop._should_accumulate()
+    def _begins_window(self) -> bool:
+        trainer = self._trainer
+        return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     @contextmanager
     @override
@@ -339,8 +355,7 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @property
     def _is_training(self) -> bool:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.training
+        return self._trainer.training
 
     # -- collectives --------------------------------------------------------------------------------------------
 
@@ -361,9 +376,7 @@ class HyperPodStrategy(EvaluatingStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) decided so."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(votes)
+        return decided(decision, self.root_device, by_all=all)
 
     @override
     def on_train_end(self) -> None:

@@ -17,7 +17,9 @@ from hyperpod_plugins.parallel.tensor import shard_tensors
 from hyperpod_plugins.parallel.tensor_plan import plan_for
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> nn.Module:
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, *, averages_replicas: bool = True
+) -> nn.Module:
     """Apply `config` to `model` over `mesh`, in place, innermost technique first. The order is part of the contract.
 
     Values that exist already are taken from global rank 0, so all ranks start from the same model. Values that do
@@ -28,6 +30,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> n
         model: a plain module, with real parameters, delayed ones, or both.
         mesh: `("replicate", "shard", "tensor")`, as `build_mesh` returns it.
         config: what to apply; its degrees are those the mesh was built with.
+        averages_replicas: let FSDP2 average gradients over the axis `replicate`; otherwise that is left to the caller.
 
     Returns:
         The same module; its parameters are DTensors.
@@ -43,7 +46,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> n
         _to_bfloat16(model)
     copy_from_first_rank(model, torch.device(mesh.device_type))
     shard_tensors(model, mesh["tensor"], plan, config)
-    shard_hybrid(model, mesh["replicate", "shard"], config)
+    shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
     materialize(model, device=torch.device(mesh.device_type), seed=config.random_seed)
     draw_alike(mesh["tensor"])
     return model

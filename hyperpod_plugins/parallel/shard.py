@@ -15,15 +15,15 @@ from hyperpod_plugins.parallel.config import ParallelConfig
 
 
 def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
-    """Apply `fully_shard` to every block and then to the root, over the 2-axis `mesh`, in place.
+    """Apply `fully_shard` to every block and then to the root, over `mesh`, in place.
 
-    Parameters are split over the second axis; the first holds replicas whose gradients are averaged.
+    Parameters are split over its last axis. A first axis before that holds replicas whose gradients are averaged.
 
     Raises:
         DegreeError: a parameter would leave ranks with an empty shard, and the configuration forbids that.
         ConfigError: `block_classes` names a class the model does not contain; a parameter has no dimension to split.
     """
-    shard_degree = mesh.size(1)
+    shard_degree = mesh.size(mesh.ndim - 1)
     _refuse_scalars(model)
     blocks = list(find_blocks(model, config.block_classes))
     if not config.allow_empty_shards:

@@ -163,3 +163,50 @@ def test_equal_shares_weigh_exactly_one():
     split = BatchSplit(global_batch_size=24, micro_batch_size=2, data_world_size=3)
     sampler = ElasticSampler(48, split, data_rank=2)
     assert {sampler.weight(index) for index in range(8)} == {1.0}
+
+
+@pytest.mark.parametrize("replica_size", [1, 2])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 6])
+def test_logical_shards_are_the_same_samples_for_every_number_of_replicas(num_replicas, replica_size):
+    micro = 24 // 12 // replica_size
+    split = BatchSplit(
+        global_batch_size=24,
+        micro_batch_size=micro,
+        data_world_size=num_replicas * replica_size,
+        num_logical_shards=12,
+    )
+    assert (split.num_replicas, split.replica_size, split.micro_steps) == (
+        num_replicas,
+        replica_size,
+        12 // num_replicas,
+    )
+    walk = list(split.walk(Cursor(), 53, drop_last=True))
+    assert len(walk) == 2 * split.micro_steps
+    for step in range(2):
+        steps = walk[step * split.micro_steps : (step + 1) * split.micro_steps]
+        computed = [  # by one replica after the other, each in order
+            [i for place in range(replica_size) for i in split.share(each, replica * replica_size + place)]
+            for replica in range(num_replicas)
+            for each in steps
+        ]
+        assert computed == [list(range(step * 24 + 2 * n, step * 24 + 2 * n + 2)) for n in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((24, 2, 5, 12), "cannot be spread over 5 ranks"),
+        ((24, 2, 24, 12), "cannot be spread over 24 ranks"),
+        ((24, 5, 2, 4), "cannot be spread over 2 ranks"),
+    ],
+)
+def test_logical_shards_that_replicas_cannot_share(sizes, words):
+    names = ("global_batch_size", "micro_batch_size", "data_world_size", "num_logical_shards")
+    with pytest.raises(ConfigError, match=words):
+        BatchSplit(**dict(zip(names, sizes, strict=True)))
+
+
+def test_logical_shards_need_whole_steps():
+    split = BatchSplit(global_batch_size=24, micro_batch_size=2, data_world_size=2, num_logical_shards=12)
+    with pytest.raises(ConfigError, match="drop_last=True"):
+        split.micro_step_sizes(5)

@@ -32,7 +32,8 @@ def option(name, default):
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        drop = nn.Dropout(option("DROPOUT", 0.0))
+        self.net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), drop, nn.Linear(2 * WIDTH, WIDTH))
         self.ids, self.loss = [], 0.0
 
     def training_step(self, batch, index):
@@ -67,6 +68,17 @@ class Module(pl.LightningModule):
         )
 
 
+class LossCurve(pl.Callback):
+    """Writes down the loss over the whole global batch of each committed step."""
+
+    def __init__(self, elastic):
+        self.elastic = elastic
+
+    def on_train_batch_end(self, trainer, *_):
+        if self.elastic.step_loss is not None:
+            faults.note(kind="curve", step=trainer.global_step, loss=self.elastic.step_loss.item().hex())
+
+
 class StopWhenTold(pl.Callback):
     """All ranks stop after the same step, which somebody has written down in good time."""
 
@@ -91,6 +103,7 @@ def main():
         batch = {"samples_per_replica": per_replica, "lr_scaling": "linear", "warmup_samples": option("WARMUP", 0)}
     elastic = ElasticTraining(
         **batch,
+        reproducible=bool(option("REPRODUCIBLE", 0)),
         micro_batch_size=MICRO_BATCH,
         max_replicas=4,
         scaling_timeout_s=option("SCALING_S", 0.0),
@@ -105,7 +118,7 @@ def main():
         accelerator="cpu",
         max_steps=option("STEPS", 100_000),
         logger=False,
-        callbacks=[recovery, elastic, StopWhenTold()],
+        callbacks=[recovery, elastic, LossCurve(elastic), StopWhenTold()],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -1,0 +1,122 @@
+"""Agents of one elastic job on this machine, which come, go and are killed; and what its program writes down."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+
+import pytest
+from recovery.faults import HYPERPODRUN, TORCHRUN, left_processes, start
+
+NUM_SAMPLES, BATCH = 600, 12
+PATIENCE_S = 60.0
+
+
+class Nodes:
+    """Agents of one job on this machine."""
+
+    def __init__(self, folder, tokens, launcher=HYPERPODRUN, num_ranks=1):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self.port = port = free.getsockname()[1]
+        # Whoever comes before the program takes newcomers in makes all begin again, and waits for others like it.
+        conf = f"--rdzv-conf=keep_alive_interval=0.2,last_call_timeout={2 if launcher == TORCHRUN else 0}"
+        self.folder, self.launcher, self.num_ranks = folder, launcher, num_ranks
+        self.args = ("--rdzv-backend=hyperpod", "--nnodes=1:4", f"--rdzv-endpoint=localhost:{port}", conf)
+        if launcher == TORCHRUN:
+            self.args += ("--max-restarts=5",)
+        self.environ = {
+            "FAULTS_FOLDER": str(folder),
+            "TOKENS": str(tokens),
+            "STEP_S": "0.05",
+            "SHRINK_S": "2",
+            "SHARDS": str(num_ranks),
+            "XDG_RUNTIME_DIR": str(folder),
+        }
+        self.agents, self.outputs = {}, []
+
+    def start(self, name, faults=()):
+        folder = self.folder / name
+        options = {
+            "faults": faults,
+            "num_ranks": self.num_ranks,
+            "environ": self.environ,
+            "args": self.args,
+            "launcher": self.launcher,
+        }
+        self.agents[name] = start("ranks_elastic.py", folder, **options)
+        self.outputs.append(folder / "output")
+
+    def await_store(self):
+        until_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until_s:
+            with contextlib.suppress(OSError), socket.create_connection(("localhost", self.port), timeout=1):
+                return
+            time.sleep(0.05)
+        pytest.fail(f"nobody serves the store\n{self.output()}")
+
+    def lose(self, *names):
+        for name in names:
+            agent = self.agents.pop(name)
+            for pid in left_processes(agent.mark, patience_s=0.0):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            agent.wait(10)
+
+    def steps(self):
+        """What was written down of each step: a list of entries, one a rank."""
+        found = defaultdict(list)
+        for path in self.folder.glob("record-*.jsonl"):
+            for line in path.read_text().split("\n")[:-1]:  # the last one may be half written
+                entry = json.loads(line)
+                if entry["kind"] == "step":
+                    found[entry["step"]].append(entry)
+        return found
+
+    def hyperpod(self, *command):
+        """What `hyperpod COMMAND` says, and its exit code."""
+        environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.folder)}
+        argv = [sys.executable, "-m", "hyperpod_plugins.cli", *command]
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    def await_size(self, size):
+        """Wait until the job has made ten steps at a size."""
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            steps = self.steps()
+            latest = sorted(steps)[-10:]
+            if len(latest) == 10 and all(entry["size"] == size for step in latest for entry in steps[step]):
+                return
+            assert time.monotonic() < until_s, f"never {size} ranks\n{self.output()}"
+            time.sleep(0.1)
+
+    def output(self):
+        return "\n".join(path.read_text()[-6000:] for path in self.outputs)
+
+    def finish(self):
+        """End the job; how many steps it had."""
+        num_steps = max(self.steps()) + 30
+        written = self.folder / "stop.part"
+        written.write_text(str(num_steps))
+        written.rename(self.folder / "stop")
+        for agent in self.agents.values():
+            assert agent.wait(PATIENCE_S) == 0, self.output()
+        return num_steps
+
+    def clear(self):
+        for name in list(self.agents):
+            self.lose(name)
+
+
+def samples_of(steps):
+    """Ids in the order in which the job had them; the ranks of a step read one after the other."""
+    return [
+        [i for entry in sorted(steps[step], key=lambda e: e["rank"]) for i in entry["ids"]]
+        for step in range(len(steps))
+    ]
