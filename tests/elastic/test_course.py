@@ -1,0 +1,79 @@
+"""Learning rate and schedule where the batch follows the world: tables for the rules, and laws of any course."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperpod_plugins.elastic.course import Course, RateRule, scaled_adam
+from hyperpod_plugins.errors import ConfigError
+
+REFERENCE = 100
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scaling": "square"}, "one of none, linear, sqrt"),
+        ({"scaling": "linear", "warmup_samples": -1}, "must not be negative"),
+        ({"scaling": "linear", "reference_batch_size": -1}, "must not be negative"),
+        ({"warmup_samples": 10}, "warmup_samples needs a learning rate that changes"),
+        ({"scaling": "linear", "scale_adam": True}, "goes with lr_scaling='sqrt'"),
+        ({"scaling": lambda kappa: kappa - 1}, "must return a positive number"),
+    ],
+)
+def test_rules_that_make_no_sense(options, words):
+    with pytest.raises(ConfigError, match=words):
+        RateRule(**options)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "warmup", "batches", "factors"),
+    [
+        ("none", 0, [100, 200, 400], [1, 1, 1]),
+        ("linear", 0, [100, 200, 400, 100], [1, 2, 4, 1]),
+        ("sqrt", 0, [100, 400, 100], [1, 2, 1]),
+        ("linear", 400, [100, 200, 200, 200, 200], [1, 1, 1.5, 2, 2]),
+        ("linear", 400, [200, 200, 100, 100, 100], [1, 1.5, 2, 1.75, 1.5]),  # down by a ramp too
+        ("linear", 400, [200, 200, 400], [1, 1.5, 2]),  # the second change begins where the first has come to
+        (lambda kappa: kappa**0.25, 0, [1600], [2]),
+    ],
+)
+def test_factors_of_the_learning_rate(scaling, warmup, batches, factors):
+    rule, course, found = RateRule(scaling=scaling, warmup_samples=warmup), Course.beginning(REFERENCE), []
+    for batch in batches:
+        course = course.toward(batch, rule)
+        found.append(course.factor)
+        course = course.after(batch)
+    assert found == pytest.approx(factors)
+
+
+def test_a_reference_other_than_the_first_batch():
+    rule = RateRule(scaling="linear", reference_batch_size=50, warmup_samples=200)
+    course = Course.beginning(50).toward(100, rule)
+    assert course.factor == 1.0
+    assert course.after(200).factor == 2.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 900), st.booleans()), max_size=30), st.sampled_from([0, 150, 1000]))
+def test_whoever_is_given_the_course_goes_on_as_those_who_gave_it(steps, warmup):
+    rule = RateRule(scaling="sqrt", warmup_samples=warmup)
+    old = new = Course.beginning(REFERENCE)
+    for batch, is_passed_on in steps:
+        if is_passed_on:
+            new = Course.of(json.loads(json.dumps(old.to_dict())))
+        old, new = old.toward(batch, rule), new.toward(batch, rule)
+        assert old == new
+        assert 0.0 < old.factor <= math.sqrt(900 / REFERENCE)
+        old, new = old.after(batch), new.after(batch)
+    assert old.schedule_step == sum(batch for batch, _ in steps) // REFERENCE
+
+
+def test_adam_beside_a_learning_rate_by_the_square_root():
+    (first, second), eps = scaled_adam((0.9, 0.999), 1e-8, 2.0)
+    assert (first, second, eps) == pytest.approx((0.6, 0.996, 0.5e-8))
+    assert scaled_adam((0.9, 0.999), 1e-8, 1.0) == (pytest.approx((0.9, 0.999)), 1e-8)
+    with pytest.raises(ConfigError, match="up to 10 times is possible"):
+        scaled_adam((0.9, 0.999), 1e-8, 4.0)
