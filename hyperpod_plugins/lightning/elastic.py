@@ -206,7 +206,7 @@ class Elasticity:
         topology = replace(first, world_size=world_size)
         self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
         self._policy, batch = self._options.settle(topology)
-        self._sizes = batch.serving(self._policy, topology.shard_degree)
+        self._sizes = self._options.batch.serving(self._policy, topology.shard_degree)
         if topology.replicate_degree not in self._sizes:
             raise ConfigError(
                 f"the job has {topology.replicate_degree} replicas of {self.replica_size} ranks, and ElasticTraining "
@@ -258,9 +258,8 @@ class Elasticity:
         assert self._policy is not None
         terms = Terms(policy=self._policy, replica_size=self.replica_size, sizes=self._sizes)
         if self._options.batch.follows_world:
-            rates, largest = self._options.rates, self._options.batch.at(self._sizes[-1])
-            rates.check(trainer.optimizers, rates.rule.factor(largest, self._reference()))
-            self._ledger.put_first(_REFERENCE, str(self._reference()).encode())
+            reference = self._options.rates.check(trainer.optimizers, self._options.batch.at(self._sizes[-1]))
+            self._ledger.put_first(_REFERENCE, str(reference).encode())
         leave_terms(self._ledger, terms)
 
     @contextmanager

@@ -104,25 +104,28 @@ class Rates:
         self.course = course
         self.ticks = {False: state["ticks"], True: state["metric_ticks"]}
 
-    def check(self, optimizers: list[Optimizer], largest_factor: float) -> None:
-        """Refuse, before training starts, optimizers that the rule is not for.
+    def check(self, optimizers: list[Optimizer], largest_batch_size: int) -> int:
+        """Refuse, before training starts, what the rule is not for; returns the batch that the schedule counts in.
 
         Args:
             optimizers: of the Trainer.
-            largest_factor: for the largest batch there may be.
+            largest_batch_size: global batch of the largest world there may be.
 
         Raises:
-            ConfigError: no Adam, or a beta that such a batch would make negative.
+            ConfigError: a rule that gives no factor, no Adam, or a beta that such a batch would make negative.
         """
-        if not self.rule.scale_adam:
-            return
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        assert self.course is not None
+        reference = self.course.reference_batch_size
+        largest_factor = self.rule.factor(largest_batch_size, reference)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group in groups if self.rule.scale_adam else []:
             if not {"betas", "eps"} <= group.keys():
                 raise ConfigError(
                     "scale_adam is for Adam and its like, whose groups have betas and eps; these have "
                     f"{', '.join(sorted(set(group) - {'params'}))}. Leave it out."
                 )
             scaled_adam(_floats(group["betas"]), float(group["eps"]), largest_factor)
+        return reference
 
     def take_over_schedulers(self, trainer: Trainer) -> None:
         """Let schedulers with `interval="step"` go on by samples, a step for each reference batch, from now on."""

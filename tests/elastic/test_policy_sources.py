@@ -1,4 +1,4 @@
-"""Policies in others' formats: told apart, checked at once, and turned into replicas when it is known what those are."""
+"""Policies in others' formats: told apart and checked at once; in replicas when it is known what those are."""
 
 import json
 

@@ -12,6 +12,7 @@ from hyperpod_plugins.elastic.joining import terms_of
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning import ElasticTraining
+from hyperpod_plugins.lightning.batching import batch_split
 from hyperpod_plugins.lightning.datamodule import TrainerLoader
 from hyperpod_plugins.lightning.elastic import Elasticity
 from hyperpod_plugins.parallel import ParallelConfig
@@ -26,6 +27,14 @@ from hyperpod_plugins.parallel import ParallelConfig
         ({"micro_batch_size": 0}, "at least 1, but are 8 and 0"),
         ({"max_replica": 2}, "max_replica"),
         ({"min_replicas": 3, "max_replicas": 2}, "min is 3 and max 2"),
+        ({"samples_per_replica": 4}, "they are 8 and 4"),
+        ({"global_batch_size": 0, "samples_per_replica": 4}, "samples_per_replica needs max_replicas"),
+        ({"lr_scaling": "linear"}, "are for a batch that follows the world: give samples_per_replica"),
+        ({"reference_batch_size": 4}, "are for a batch that follows the world"),
+        ({"lr_scaling": "cubic"}, "must be one of none, linear, sqrt"),
+        ({"policy": {"minReplicas": 2, "maxReplicas": 1}}, "min is 2 and max 1"),
+        ({"policy": {"minReplicas": 1, "maxReplicas": 2, "scalingTimeout": 3}}, "has no key scalingTimeout"),
+        ({"policy": {"enabled": True, "micro_batch_sizes": [2]}}, "elasticity block says the batch"),
         ({"max_replicas": 6, "replica_increment": 2}, "never reaches max_replicas=6. Use 5 or 7"),
     ],
 )
@@ -60,10 +69,19 @@ def ledger():
 
 
 def lay_out(ledger, world_size, **options):
-    trainer = SimpleNamespace()
-    elasticity = Elasticity(ElasticTraining(global_batch_size=8, micro_batch_size=2, **options), ledger)
+    epoch_loop = type("Loop", (), {"update_lr_schedulers": lambda *_: None})()
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=epoch_loop), optimizers=[])
+    if "samples_per_replica" not in options and "policy" not in options:
+        options["global_batch_size"] = 8
+    options = {"micro_batch_size": 2} | options
+    elasticity = Elasticity(ElasticTraining(**options), ledger)
     config = ParallelConfig(hybrid_shard_degree=2)
     return elasticity, elasticity.lay_out(config, world_size, ranks_per_node=world_size, trainer=trainer), trainer
+
+
+def open_with(elasticity, trainer, *loaders):
+    trainer.fit_loop._combined_loader = SimpleNamespace(flattened=list(loaders))
+    elasticity.open(trainer)
 
 
 def test_the_batch_is_shared_out_over_the_ranks_that_there_are(ledger):
@@ -83,9 +101,9 @@ def test_a_batch_that_no_allowed_size_can_share(ledger):
         lay_out(ledger, 12, min_replicas=5, max_replicas=6)
 
 
-def loader(global_batch_size):
-    split = BatchSplit(global_batch_size=global_batch_size, micro_batch_size=2, data_world_size=4)
-    return TrainerLoader(SimpleNamespace(), list(range(64)), ElasticSampler(64, split))
+def loader(global_batch_size, pads=False):
+    split = BatchSplit(global_batch_size=global_batch_size, micro_batch_size=2, data_world_size=4, pads=pads)
+    return TrainerLoader(SimpleNamespace(), list(range(64)), ElasticSampler(64, split, drop_last=not pads))
 
 
 @pytest.mark.parametrize(
@@ -97,15 +115,88 @@ def loader(global_batch_size):
 )
 def test_loaders_that_do_not_count_samples(ledger, loaders, words):
     elasticity, _, trainer = lay_out(ledger, 4)
-    trainer.fit_loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=loaders()))
     with pytest.raises(ConfigError, match=words):
-        elasticity.open(trainer)
+        open_with(elasticity, trainer, *loaders())
     assert terms_of(ledger) is None
 
 
 def test_what_fits_lets_others_come_in(ledger):
     elasticity, _, trainer = lay_out(ledger, 4, max_replicas=4)
-    trainer.fit_loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader(8)]))
-    elasticity.open(trainer)
+    open_with(elasticity, trainer, loader(8))
     assert terms_of(ledger).replica_size == 2
     assert terms_of(ledger).sizes == (1, 2, 3, 4)
+
+
+FOLLOWS = {"samples_per_replica": 4, "max_replicas": 4}
+
+
+def split_for(elasticity, world_size):
+    """What a loader that leaves the sizes to the callback is told."""
+    trainer = SimpleNamespace(callbacks=[elasticity._options])
+    return batch_split(trainer, world_size, global_batch_size=0, micro_batch_size=0)
+
+
+def test_a_batch_that_follows_the_world(ledger):
+    for world_size, batch in ((2, 4), (4, 8), (8, 16)):
+        elasticity, _, trainer = lay_out(ledger, world_size, **FOLLOWS)
+        assert trainer.accumulate_grad_batches == 1
+        split = split_for(elasticity, world_size)
+        assert (split.global_batch_size, split.data_world_size, split.pads) == (batch, world_size, True)
+
+
+def test_the_first_world_says_what_the_schedule_counts_in(ledger):
+    elasticity, _, trainer = lay_out(ledger, 4, **FOLLOWS)
+    open_with(elasticity, trainer, loader(8, pads=True))
+    later, _, _ = lay_out(ledger, 8, **FOLLOWS)
+    for each in (elasticity, later):
+        assert each._options.state_dict()["course"]["reference_batch_size"] == 8
+    told, _, _ = lay_out(ledger, 8, **FOLLOWS, reference_batch_size=6)
+    assert told._options.state_dict()["course"]["reference_batch_size"] == 6
+
+
+def test_loaders_whose_batch_does_not_follow(ledger):
+    elasticity, _, trainer = lay_out(ledger, 4, **FOLLOWS)
+    with pytest.raises(ConfigError, match="a global batch of 8 that does not follow the world"):
+        open_with(elasticity, trainer, loader(8))
+
+
+def test_adam_is_looked_at_before_training(ledger):
+    elasticity, _, trainer = lay_out(ledger, 2, **FOLLOWS, lr_scaling="sqrt", scale_adam=True)
+    trainer.optimizers = [torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], betas=(0.6, 0.9))]
+    with pytest.raises(ConfigError, match=r"up to 2\.5 times is possible"):
+        open_with(elasticity, trainer, loader(4, pads=True))
+
+
+def test_samples_of_a_replica_that_its_ranks_cannot_share(ledger):
+    with pytest.raises(ConfigError, match=r"over the 2 data-parallel ranks of a replica\. Use a multiple of 2"):
+        lay_out(ledger, 4, samples_per_replica=1, max_replicas=4)
+
+
+def test_a_policy_that_counts_nodes(ledger):
+    block = {"minReplicas": 1, "maxReplicas": 2}
+    elasticity, _, _ = lay_out(ledger, 4, policy=block, global_batch_size=8)
+    assert elasticity._sizes == (2, 4)  # of nodes of four ranks, in replicas of two
+
+
+def test_deepspeed_says_the_sizes(ledger):
+    block = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2, 3], "min_gpus": 2, "max_gpus": 8}
+    elasticity, _, trainer = lay_out(ledger, 4, policy=block, micro_batch_size=0)
+    split = split_for(elasticity, 4)
+    assert (split.global_batch_size, split.micro_batch_size) == (24, 3)
+    assert trainer.accumulate_grad_batches == 2
+    assert elasticity._sizes == (1, 2, 3, 4)
+
+
+def test_sizes_that_nobody_says():
+    with pytest.raises(ConfigError, match="leave the sizes to ElasticTraining, and this Trainer does not have"):
+        batch_split(SimpleNamespace(callbacks=[]), 2, global_batch_size=8, micro_batch_size=0)
+
+
+def test_sizes_without_an_agent():
+    callback = ElasticTraining(micro_batch_size=2, **FOLLOWS)
+    trainer = SimpleNamespace(callbacks=[callback], strategy=None)
+    assert batch_split(trainer, 3, global_batch_size=0, micro_batch_size=0).global_batch_size == 12
+    assert callback.state_dict() == {}
+    assert callback.lr_factor == 1.0
+    with pytest.raises(ConfigError, match="known only when the Trainer has set up the processes"):
+        _ = callback.global_batch_size

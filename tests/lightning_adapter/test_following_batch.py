@@ -1,4 +1,4 @@
-"""Any schedule of joins, losses and kills: each sample once an epoch, in the order of the seed, each counting the same."""
+"""Under any schedule of joins, losses and kills each sample comes once an epoch, in the seed's order, and counts 1."""
 
 import json
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ class Job:
                 for each in ids if weight else ():
                     trained.append(each)
                     totals[each] = weight / len(ids) / len(self.ranks) / micro_steps * size
-        assert totals.values() and all(total == pytest.approx(1.0) for total in totals.values())
+        assert all(total == pytest.approx(1.0) for total in totals.values())
         assert len(trained) == size == len(totals)
         states = {json.dumps(rank.loader.state_dict()) for rank in self.ranks}
         assert len(states) == 1
@@ -99,7 +99,7 @@ class Job:
 
 
 events = st.lists(
-    st.tuples(st.integers(1, 5), st.integers(0, 6), st.one_of(st.none(), st.integers(0, 3))), min_size=1, max_size=8
+    st.tuples(st.integers(1, 5), st.integers(0, 6), st.one_of(st.none(), st.integers(0, 3))), min_size=1, max_size=6
 )
 
 
@@ -117,7 +117,7 @@ def play(batch, num_samples, shards, schedule):
     return job
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(events, st.integers(1, 3), st.integers(1, 4), st.integers(0, 7), st.integers(5, 60))
 def test_a_batch_that_follows_the_world(schedule, shards, micro, extra, num_samples):
     batch = StepBatch(samples_per_replica=shards * max(1, micro - 1) + extra, micro_batch_size=max(2, micro))
@@ -129,7 +129,7 @@ def test_a_batch_that_follows_the_world(schedule, shards, micro, extra, num_samp
         left = left - len(trained) or num_samples
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(events, st.integers(1, 3), st.integers(2, 4), st.integers(15, 30), st.integers(30, 90))
 def test_a_batch_that_stays(schedule, shards, micro, size, num_samples):
     job = play(StepBatch(global_batch_size=size, micro_batch_size=micro), num_samples, shards, schedule)
