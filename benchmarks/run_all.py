@@ -17,6 +17,7 @@ DEADLINE_S = {
     "recovery": 2700,
     "membership_scale": 900,
     "resize": 900,
+    "reproducible": 900,
 }
 COLUMNS = ("benchmark", "comparison", "contender", "against", "time ratio", "95 % interval")
 

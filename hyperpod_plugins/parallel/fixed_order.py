@@ -119,7 +119,7 @@ class FixedOrderMean:
         return self._give(whole.div_(self._num_leaves))
 
     def _take(self, loss: Tensor) -> Tensor:
-        """All gradients, who has one, and the loss, in one vector."""
+        """All gradients, who has one, and the loss, in one vector; as many slices of it as there are replicas."""
         parts: list[Tensor] = []
         has_one: list[float] = []
         for parameter in self._parameters:
@@ -129,12 +129,14 @@ class FixedOrderMean:
             if gradient is None:
                 parts[-1] = torch.zeros_like(parts[-1])
         device = parts[0].device
-        return torch.cat([*parts, torch.tensor(has_one, device=device), loss.detach().to(device).float().reshape(1)])
+        parts += [torch.tensor(has_one, device=device), loss.detach().to(device).float().reshape(1)]
+        parts.append(torch.zeros(-sum(part.numel() for part in parts) % self._replicas.size(), device=device))
+        return torch.cat(parts)
 
     def _give(self, mean: Tensor) -> Tensor:
         """Put a vector's parts back; returns the loss."""
         sizes = [_local(parameter).numel() for parameter in self._parameters]
-        *parts, counts, loss = mean.split([*sizes, len(sizes), 1])
+        *parts, counts, loss, _ = mean.split([*sizes, len(sizes), 1, mean.numel() - sum(sizes) - len(sizes) - 1])
         for parameter, part, has_one in zip(self._parameters, parts, counts.tolist(), strict=True):
             if has_one:
                 parameter.grad = _as_gradient(parameter, part)
@@ -142,25 +144,26 @@ class FixedOrderMean:
 
     def _exchange(self, held: Mapping[Node, Tensor]) -> Tensor:
         """Sum the nodes of all replicas, each of which adds up one slice."""
-        size, length = self._replicas.size(), next(iter(held.values())).numel()
-        width = -(-length // size)
-        each = self._num_leaves // size
+        size, each = self._replicas.size(), len(self.leaves)
         theirs = [nodes_of(range(rank * each, (rank + 1) * each)) for rank in range(size)]
-        mine = torch.stack([nn.functional.pad(part, (0, size * width - length)) for part in held.values()])
-        sent = mine.view(len(held), size, width).transpose(0, 1).contiguous()
+        mine = list(held.values())
+        sent = mine[0].view(size, -1)
+        if len(mine) > 1:
+            sent = torch.stack([part.view(size, -1) for part in mine], dim=1)
+        width = mine[0].numel() // size
         nodes = [node for rank in theirs for node in rank]
         received = sent.new_zeros(len(nodes), width)
         dist.all_to_all_single(
             received.view(-1),
             sent.view(-1),
             [len(rank) * width for rank in theirs],
-            [len(held) * width] * size,
+            [len(mine) * width] * size,
             group=self._replicas,
         )
         found = dict(zip(nodes, received.unbind(), strict=True))
         whole = sent.new_zeros(size, width)
         dist.all_gather(list(whole.unbind()), total(found, self._num_leaves, torch.add).contiguous(), self._replicas)
-        return whole.view(-1)[:length]
+        return whole.view(-1)
 
 
 def _local(tensor: Tensor) -> Tensor:
