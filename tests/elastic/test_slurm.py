@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -10,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from elastic.slurm import PATH, Cluster, why_not
-from recovery.faults import left_processes
 
 from hyperpod_plugins.data import write_tokens
 from hyperpod_plugins.data.order import sample_order
@@ -20,5 +20,117 @@ SCRIPT = ROOT / "examples" / "slurm" / "elastic.sbatch"
 PROGRAM = ROOT / "tests" / "recovery" / "ranks_elastic.py"
 NUM_SAMPLES, BATCH = 600, 12
 PATIENCE_S = 60.0
+REFUSAL = why_not()
 
-pytestmark = [pytest.mark.spawns, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [pytest.mark.spawns, pytest.mark.skipif(REFUSAL is not None, reason=f"no Slurm here: {REFUSAL}")]
+
+
+@pytest.fixture
+def cluster():
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # a socket's path must be short
+        cluster = Cluster(Path(folder), num_nodes=3)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            left = cluster.stop()
+    assert not left, f"Slurm left processes: {left}"
+
+
+class ElasticJob:
+    """The script, as a user submits it; each committed step is written down with the ids of its samples."""
+
+    def __init__(self, cluster, folder):
+        tokens = folder / "ids"  # samples of one token, which is the sample's id
+        write_tokens(tokens, [np.arange(NUM_SAMPLES + 1)], vocab_size=NUM_SAMPLES + 1, progress=False)
+        self.cluster, self.folder = cluster, folder
+        environ = {
+            "PATH": f"{Path(sys.executable).parent}:{PATH}",
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            "OMP_NUM_THREADS": "1",
+            "FAULTS_FOLDER": str(folder),
+            "TOKENS": str(tokens),
+            "STEP_S": "0.05",
+            "SHRINK_S": "1",
+            "PORT": str(cluster.port),
+            "RDZV_CONF": "last_call_timeout=0,keep_alive_interval=0.2",
+        }
+        self.number = cluster.call(
+            "sbatch",
+            "--parsable",
+            "--array=0-2",
+            "--output=%a.output",
+            str(SCRIPT),
+            str(PROGRAM),
+            environ=environ,
+            cwd=folder,
+        )
+
+    def steps(self):
+        """Of each step, one entry a rank."""
+        found = defaultdict(list)
+        for path in self.folder.glob("record-*.jsonl"):
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                found[entry["step"]].append(entry)
+        return found
+
+    def await_size(self, size):
+        """Wait until the job has made ten steps with so many ranks."""
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            steps = self.steps()
+            latest = sorted(steps)[-10:]
+            if len(latest) == 10 and all(entry["size"] == size for step in latest for entry in steps[step]):
+                return
+            assert time.monotonic() < until_s, f"never {size} ranks\n{self.cluster.queue()}\n{self.output()}"
+            time.sleep(0.1)
+
+    def finish(self):
+        """Have the job end after some more steps; how many it has made by then."""
+        num_steps = max(self.steps()) + 30
+        written = self.folder / "stop.part"
+        written.write_text(str(num_steps))
+        written.rename(self.folder / "stop")
+        self.cluster.await_(lambda: not self.cluster.queue(), PATIENCE_S)
+        return num_steps
+
+    def output(self):
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self.folder.glob("*.output"))
+        )
+
+
+def test_a_job_goes_on_without_a_node_and_grows_when_it_comes_back(cluster, tmp_path):
+    job = ElasticJob(cluster, tmp_path)
+    job.await_size(3)
+    lost, warned = cluster.queue()[1][1], cluster.queue()[2][1]
+
+    cluster.call("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+    job.await_size(2)
+    assert cluster.queue()[1] == ("PENDING",)
+    cluster.call("scontrol", "update", f"nodename={lost}", "state=resume")
+    job.await_size(3)
+    assert cluster.queue()[1] == ("RUNNING", lost)
+
+    cluster.call("scancel", "--signal=USR1", "--batch", f"{job.number}_2")  # what --signal=B:USR1@120 does in good time
+    job.await_size(2)
+    job.await_size(3)
+    assert cluster.queue()[2] == ("RUNNING", warned)
+
+    cluster.call("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+    job.await_size(2)
+    num_steps = job.finish()  # nobody waits for the node that is down
+    assert "SIGUSR1: this node leaves the job, between two steps" in job.output()
+    assert "0 steps lost" in job.output()
+    steps = job.steps()
+    assert sorted(steps) == list(range(num_steps))
+    positions = np.arange(num_steps * BATCH)
+    epochs = [
+        sample_order(np.arange(NUM_SAMPLES), num_samples=NUM_SAMPLES, seed=0, epoch=epoch)
+        for epoch in range(1 + positions[-1] // NUM_SAMPLES)
+    ]
+    wanted = np.concatenate(epochs)[: num_steps * BATCH].reshape(num_steps, BATCH)
+    for step, entries in steps.items():  # the very samples that the order has for this step, each once
+        ids = [i for entry in entries for i in entry["ids"]]
+        assert sorted(ids) == sorted(wanted[step].tolist()), step
