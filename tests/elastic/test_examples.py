@@ -80,7 +80,7 @@ class Task:
         self.calls, self.endpoint = folder / "calls", folder / "endpoint"
         self.calls.touch()
         for name in ("scontrol", "scancel"):
-            self._write(folder / name, f'echo {name} "$@" >> {self.calls}')
+            self._write(folder / name, f'echo {name} "$@" >> {self.calls}; echo "JobState=$STATE Reason=None"')
         self._write(folder / "hyperpodrun", f'printf "hyperpodrun %s\\n" "$*" >> {self.calls}\n{agent}')
         self.environ = {
             "PATH": f"{folder}:{os.environ['PATH']}",
@@ -98,7 +98,7 @@ class Task:
 
     def start(self, **environ):
         command = ["bash", str(SCRIPT)]
-        return subprocess.Popen(command, cwd=EXAMPLES.parent, env=self.environ | environ, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(command, cwd=EXAMPLES.parent, env=self.environ | environ, stdout=subprocess.DEVNULL)
 
     def called(self):
         return self.calls.read_text().splitlines()
@@ -134,24 +134,34 @@ def test_what_a_task_does_when_its_agent_ends(tmp_path, store, number, code, con
 
 
 @pytest.mark.parametrize(
-    ("sent", "consequences"), [(signal.SIGUSR1, ["scontrol requeue 7_1"]), (signal.SIGTERM, [])], ids=["notice", "end"]
+    ("signals", "state", "consequences"),
+    [
+        ([signal.SIGUSR1], "RUNNING", ["scontrol requeue 7_1"]),
+        ([signal.SIGUSR1, signal.SIGTERM], "CANCELLED", []),  # or Slurm requeues it
+        ([signal.SIGUSR1, signal.SIGTERM], "TIMEOUT", ["scontrol requeue 7_1"]),
+    ],
+    ids=["notice", "cancelled", "time limit"],
 )
-def test_what_a_task_does_when_it_is_signalled(tmp_path, store, sent, consequences):
-    waiting = f"trap 'exit 3' USR1\n: > {tmp_path}/ready\nfor _ in {{1..2000}}; do sleep 0.01; done"
+def test_what_a_task_does_when_it_is_signalled(tmp_path, store, signals, state, consequences):
+    is_ended = signal.SIGTERM in signals  # the first task's agent does not leave by notice
+    waiting = (
+        f"trap '{':' if is_ended else 'exit 0'}' USR1\n: > {tmp_path}/ready\nfor _ in {{1..2000}}; do sleep 0.01; done"
+    )
     task = Task(tmp_path, 1, waiting)
     task.endpoint.write_text(store)
-    running = task.start()
+    running = task.start(STATE=state)
     until_s = time.monotonic() + PATIENCE_S
     while not (tmp_path / "ready").exists():
         assert time.monotonic() < until_s
         time.sleep(0.01)
-    running.send_signal(sent)
-    if sent == signal.SIGTERM:  # Slurm sends it to the agent too
+    for number in signals:
+        running.send_signal(number)
+    if is_ended:  # Slurm sends it to the agent too
         time.sleep(0.2)
         assert running.poll() is None
         subprocess.run(["pkill", "-P", str(running.pid)], check=True)
-    assert running.wait(PATIENCE_S) == (3 if sent == signal.SIGUSR1 else 128 + signal.SIGTERM)
-    assert task.called()[1:] == consequences
+    assert running.wait(PATIENCE_S) == (128 + signal.SIGTERM if is_ended else 0)
+    assert [call for call in task.called()[1:] if "show" not in call] == consequences
 
 
 def test_a_task_that_comes_when_all_is_over_ends(tmp_path):
