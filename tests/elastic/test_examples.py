@@ -143,15 +143,16 @@ def test_what_a_task_does_when_its_agent_ends(tmp_path, store, number, code, con
     ids=["notice", "cancelled", "time limit"],
 )
 def test_what_a_task_does_when_it_is_signalled(tmp_path, store, signals, state, consequences):
-    is_ended = signal.SIGTERM in signals  # the first task's agent does not leave by notice
-    waiting = (
-        f"trap '{':' if is_ended else 'exit 0'}' USR1\n: > {tmp_path}/ready\nfor _ in {{1..2000}}; do sleep 0.01; done"
+    is_ended = signal.SIGTERM in signals  # then the agent does not leave by notice: it is that of the first task
+    on_notice, pid = ":" if is_ended else "exit 0", tmp_path / "pid"
+    agent = (
+        f"trap '{on_notice}' USR1\necho $$ > {pid}.part; mv {pid}.part {pid}\nfor _ in {{1..2000}}; do sleep 0.01; done"
     )
-    task = Task(tmp_path, 1, waiting)
+    task = Task(tmp_path, 1, agent)
     task.endpoint.write_text(store)
     running = task.start(STATE=state)
     until_s = time.monotonic() + PATIENCE_S
-    while not (tmp_path / "ready").exists():
+    while not pid.exists():
         assert time.monotonic() < until_s
         time.sleep(0.01)
     for number in signals:
@@ -159,7 +160,7 @@ def test_what_a_task_does_when_it_is_signalled(tmp_path, store, signals, state, 
     if is_ended:  # Slurm sends it to the agent too
         time.sleep(0.2)
         assert running.poll() is None
-        subprocess.run(["pkill", "-P", str(running.pid)], check=True)
+        os.kill(int(pid.read_text()), signal.SIGTERM)
     assert running.wait(PATIENCE_S) == (128 + signal.SIGTERM if is_ended else 0)
     assert [call for call in task.called()[1:] if "show" not in call] == consequences
 

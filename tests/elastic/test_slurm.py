@@ -125,10 +125,9 @@ def test_a_job_goes_on_without_a_node_and_grows_when_it_comes_back(cluster, tmp_
     assert "0 steps lost" in job.output()
     steps = job.steps()
     assert sorted(steps) == list(range(num_steps))
-    positions = np.arange(num_steps * BATCH)
     epochs = [
         sample_order(np.arange(NUM_SAMPLES), num_samples=NUM_SAMPLES, seed=0, epoch=epoch)
-        for epoch in range(1 + positions[-1] // NUM_SAMPLES)
+        for epoch in range(1 + num_steps * BATCH // NUM_SAMPLES)
     ]
     wanted = np.concatenate(epochs)[: num_steps * BATCH].reshape(num_steps, BATCH)
     for step, entries in steps.items():  # the very samples that the order has for this step, each once
