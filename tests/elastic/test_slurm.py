@@ -22,7 +22,11 @@ NUM_SAMPLES, BATCH = 600, 12
 PATIENCE_S = 60.0
 REFUSAL = why_not()
 
-pytestmark = [pytest.mark.spawns, pytest.mark.skipif(REFUSAL is not None, reason=f"no Slurm here: {REFUSAL}")]
+pytestmark = [
+    pytest.mark.spawns,
+    pytest.mark.timeout(300),  # a minute where nothing else runs; most of it is the import of torch, five times
+    pytest.mark.skipif(REFUSAL is not None, reason=f"no Slurm here: {REFUSAL}"),
+]
 
 
 @pytest.fixture
