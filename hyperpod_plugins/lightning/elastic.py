@@ -258,7 +258,8 @@ class Elasticity:
         assert self._policy is not None
         terms = Terms(policy=self._policy, replica_size=self.replica_size, sizes=self._sizes)
         if self._options.batch.follows_world:
-            reference = self._options.rates.check(trainer.optimizers, self._options.batch.at(self._sizes[-1]))
+            batches = [self._options.batch.at(size) for size in self._sizes]
+            reference = self._options.rates.check(trainer.optimizers, batches)
             self._ledger.put_first(_REFERENCE, str(reference).encode())
         leave_terms(self._ledger, terms)
 

@@ -10,7 +10,7 @@ there: the rate for the reference batch.
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,19 +104,19 @@ class Rates:
         self.course = course
         self.ticks = {False: state["ticks"], True: state["metric_ticks"]}
 
-    def check(self, optimizers: list[Optimizer], largest_batch_size: int) -> int:
+    def check(self, optimizers: list[Optimizer], batch_sizes: Sequence[int]) -> int:
         """Refuse, before training starts, what the rule is not for; returns the batch that the schedule counts in.
 
         Args:
             optimizers: of the Trainer.
-            largest_batch_size: global batch of the largest world there may be.
+            batch_sizes: global batches of all worlds that there may be.
 
         Raises:
             ConfigError: a rule that gives no factor, no Adam, or a beta that such a batch would make negative.
         """
         assert self.course is not None
         reference = self.course.reference_batch_size
-        largest_factor = self.rule.factor(largest_batch_size, reference)
+        largest_factor = max(self.rule.factor(size, reference) for size in batch_sizes)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for group in groups if self.rule.scale_adam else []:
             if not {"betas", "eps"} <= group.keys():

@@ -169,11 +169,11 @@ def test_a_learning_rate_in_a_tensor_stays_that_tensor():
 
 def test_optimizers_that_the_rule_is_not_for():
     rates = rates_of(scaling="sqrt", scale_adam=True)
-    assert rates.check([adam()], 4 * REFERENCE) == REFERENCE
+    assert rates.check([adam()], [REFERENCE, 4 * REFERENCE]) == REFERENCE
     with pytest.raises(ConfigError, match="up to 10 times"):
-        rates.check([adam()], 16 * REFERENCE)
+        rates.check([adam()], [16 * REFERENCE])
     with pytest.raises(ConfigError, match="is for Adam and its like"):
-        rates.check([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)], REFERENCE)
+        rates.check([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)], [REFERENCE])
 
 
 def test_a_checkpoint_with_another_reference():
