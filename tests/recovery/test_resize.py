@@ -141,7 +141,8 @@ class Replay:
 
     def __init__(self, reference, warmup):
         torch.manual_seed(1)
-        self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+        layers = torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Dropout(0.0), torch.nn.Linear(32, 16)
+        self.net = torch.nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
         self.reference, self.warmup, self.num_samples = reference, warmup, 0
