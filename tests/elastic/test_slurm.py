@@ -77,7 +77,7 @@ class ElasticJob:
         """Of each step, one entry a rank."""
         found = defaultdict(list)
         for path in self.folder.glob("record-*.jsonl"):
-            for line in path.read_text().splitlines():
+            for line in path.read_text().rpartition("\n")[0].splitlines():  # the last may be half written
                 entry = json.loads(line)
                 found[entry["step"]].append(entry)
         return found
