@@ -10,8 +10,9 @@ from torch.distributed.elastic.utils.logging import get_logger
 from hyperpod_plugins.elastic.control import Controller
 from hyperpod_plugins.elastic.endpoint import Endpoint
 from hyperpod_plugins.elastic.inherited import Brood, Failed
+from hyperpod_plugins.elastic.joining import world_or_none
 from hyperpod_plugins.elastic.ledger import RESTART_KEY, Ledger
-from hyperpod_plugins.elastic.roster import Roster, name_of_round
+from hyperpod_plugins.elastic.roster import Roster, RoundEnd, name_of_round
 from hyperpod_plugins.elastic.slots import Claim, Holding, Pulse, Seat, SlotPolicy, watched
 from hyperpod_plugins.elastic.succession import can_absorb, renew, vacate
 
@@ -111,6 +112,10 @@ class Keeper:
             return
         closing = roster.closing()
         is_over = number > seat.number or (closing is not None and not closing.is_success)
+        if claims is not None and closing is None and not is_over and self._waits_in_vain(seat, claims):
+            cause = "all nodes that trained are gone, and those that are left only waited"
+            logger.warning("round %d ends: %s", number, cause)
+            roster.end_round(number, RoundEnd(cause=cause))
         if is_over or (claims is not None and not self._keep(seat, claims[seat.slot])):
             self._dead_end = seat
         elif seat.ranks:
@@ -128,6 +133,14 @@ class Keeper:
                 cause = f"nothing is heard of the agent {claim.node}"
                 if vacate(self._roster, self._ledger, seat, cause, f"agent {self.node}"):
                     logger.warning("slot %d is vacant: %s", slot, cause)
+
+    def _waits_in_vain(self, seat: Seat, claims: tuple[Claim, ...]) -> bool:
+        """Whether the workers of this node wait for others to take them in, and none of those is left."""
+        held = {slot for slot, claim in enumerate(claims) if claim.holding is not Holding.VACANT}
+        if not seat.ranks or len(held) == len(claims):
+            return False
+        world = world_or_none(self._ledger)
+        return world is not None and not any(place // len(seat.ranks) in held for place in world.places)
 
     def _keep(self, seat: Seat, last: Claim) -> bool:
         """Whether the slot is still this node's; one that others took for lost is taken back."""

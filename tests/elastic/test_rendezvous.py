@@ -23,10 +23,13 @@ from torch.distributed.elastic.utils.store import barrier
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.endpoint import Endpoint
 from hyperpod_plugins.elastic.inherited import Brood
+from hyperpod_plugins.elastic.joining import Terms, found, leave_terms
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, RESTART_KEY
+from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous import SlotRendezvous, create_rendezvous
 from hyperpod_plugins.elastic.restarts import JobRestart
 from hyperpod_plugins.elastic.slots import Claim, Holding, Seat, SlotPolicy
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import ConfigError
 
 pytestmark = pytest.mark.slow_single  # threads that wait for each other
@@ -263,6 +266,25 @@ def test_unequal_nodes_are_refused_and_say_so(nodes):
     await_(lambda: other.num_nodes_waiting() == 1)
     with pytest.raises(RendezvousClosedError, match="--nproc-per-node"):
         other.next_rendezvous()
+
+
+def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes):
+    trained = [nodes.node(1, 3, last_call_s=0.3), nodes.node(1, 3, last_call_s=0.3)]
+    nodes.enter(*trained)
+    ledger = ledger_of(nodes.store)
+    ledger.put(ARMED_KEY, b"1")
+    found(ledger, World.of_founders(4))
+    leave_terms(ledger, Terms(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3, 4)))
+    waiting = nodes.node(1, 3)
+    assert nodes.enter(waiting) == [(2, 3, 4, 6)]
+    nodes.vanish(trained[0])
+    await_(lambda: Holding.VACANT in [claim.holding for claim in waiting._application.roster.claims(0)])
+    time.sleep(0.2)
+    assert waiting.num_nodes_waiting() == 0  # one is left that can take it in
+    nodes.vanish(trained[1])
+    await_(lambda: waiting.num_nodes_waiting() == 1)
+    assert nodes.enter(waiting) == [(0, 1, 0, 2)]
+    assert waiting.round_number == 1
 
 
 def test_an_unequal_newcomer_does_not_harm_the_others(nodes, pair):
