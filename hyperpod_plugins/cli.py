@@ -72,13 +72,14 @@ def _add_scale_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _scale(arguments: argparse.Namespace) -> int:
     ticket = Ticket.find(arguments.run_id)
-    _say(send(ticket.ledger(), ticket.token, Request(kind="scale", value=arguments.replicas)))
+    request = Request(kind="scale", value=arguments.replicas)
+    _say(send(ticket.ledger(), ticket.token, request, queue=ticket.queue))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
     ticket = Ticket.find(arguments.run_id)
-    found = json.loads(send(ticket.ledger(), ticket.token, Request(kind="status")))
+    found = json.loads(send(ticket.ledger(), ticket.token, Request(kind="status"), queue=ticket.queue))
     _say(f"job {ticket.run_id}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
     return 0
 

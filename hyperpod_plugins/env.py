@@ -78,12 +78,14 @@ class WorkerEnv:
 class JobEnv:
     """How a worker reaches the ledger of its job; written by `hyperpodrun` and by the rendezvous `hyperpod`."""
 
-    store_host: str
-    """Host of the store, which an agent serves, never a worker."""
-    store_port: int
-    """Port of the store."""
     run_id: str
     """Name of the job."""
+    store_host: str = ""
+    """Host of the store, which an agent serves, never a worker; empty where it is in etcd."""
+    store_port: int = 0
+    """Port of the store."""
+    etcd_url: str = ""
+    """`etcd://HOST:PORT[,HOST:PORT...]/NAME` where it is in etcd."""
     incarnation: int = 0
     """Which process in this rank's place: 0 for the founder, more for one that replaces a lost one."""
     restart_count: int = 0
@@ -101,7 +103,7 @@ class JobEnv:
     def to_environ(self) -> dict[str, str]:
         """The variables that tell a worker."""
         return {
-            "HYPERPOD_STORE": f"{self.store_host}:{self.store_port}",
+            "HYPERPOD_STORE": self.etcd_url or f"{self.store_host}:{self.store_port}",
             "HYPERPOD_RUN_ID": self.run_id,
             "HYPERPOD_INCARNATION": str(self.incarnation),
             "HYPERPOD_RESUME_FROM": self.resume_from,
@@ -118,12 +120,16 @@ class JobEnv:
         address = environ.get("HYPERPOD_STORE")
         if address is None:
             return None
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ConfigError(f"HYPERPOD_STORE={address!r} must be HOST:PORT. Only hyperpodrun should set it.")
+        is_etcd = address.startswith("etcd://")
+        host, _, port = ("", "", "0") if is_etcd else address.rpartition(":")
+        if not (is_etcd or host) or not port.isdecimal():
+            raise ConfigError(
+                f"HYPERPOD_STORE={address!r} must be HOST:PORT or etcd://HOST:PORT. Only hyperpodrun should set it."
+            )
         return cls(
             store_host=host,
             store_port=int(port),
+            etcd_url=address if is_etcd else "",
             run_id=environ.get("HYPERPOD_RUN_ID", ""),
             incarnation=_number(environ, "HYPERPOD_INCARNATION", 0),
             restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),

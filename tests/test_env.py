@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperpod_plugins import env
-from hyperpod_plugins.env import WorkerEnv, config_path, instance_type
+from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path, instance_type
 from hyperpod_plugins.errors import ConfigError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
@@ -155,3 +155,20 @@ def test_the_manual_names_every_variable_that_is_read():
     names = {text for text in strings if isinstance(text, str) and re.fullmatch(r"[A-Z][A-Z0-9_]+", text)}
     assert {"RANK", "SLURM_STEP_NODELIST", "HYPERPOD_CONFIG"} < names
     assert names <= set(re.findall(r"`([A-Z0-9_]+)`", PAGE.read_text()))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        JobEnv(store_host="::1", store_port=7, run_id="a", incarnation=2, agent_pid=5, resume_from="here"),
+        JobEnv(etcd_url="etcd://a:1,b:2/hyperpod/x", run_id="x.1"),
+    ],
+)
+def test_a_worker_finds_the_store_of_its_job(job):
+    assert JobEnv.from_environ(job.to_environ()) == job
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:port", "http://host"])
+def test_a_damaged_address_is_refused(address):
+    with pytest.raises(ConfigError, match="HYPERPOD_STORE"):
+        JobEnv.from_environ({"HYPERPOD_STORE": address})

@@ -5,8 +5,8 @@ ends when a socket of its group is shut down, on this side or on the other. So t
 connects are remembered, as duplicates: a descriptor's number may belong to something else by the time it is needed.
 Cutting our side ends our peers' waits too, so that one rank that knows of a fault tells all it is connected to.
 
-Only connected sockets are taken: shutting down a listener makes gloo abort the process. The store's connection, which
-recovery needs, is known by its port.
+Only connected sockets are taken: shutting down a listener makes gloo abort the process. The store's connections, which
+recovery needs, are known by the ports of its servers.
 """
 
 import os
@@ -14,7 +14,7 @@ import socket
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -61,7 +61,7 @@ def recording(store: Store) -> Generator[Wires]:
     try:
         yield wires
     finally:
-        wires.add(_connected(_open_sockets() - before, store_port(store)))
+        wires.add(_connected(_open_sockets() - before, server_ports(store)))
 
 
 def keep(group: dist.ProcessGroup, wires: Wires) -> None:
@@ -105,11 +105,23 @@ def release(group: dist.ProcessGroup) -> None:
         wires.close()
 
 
-def store_port(store: Store) -> int | None:
-    """Port of the server behind a store, or None where it has none."""
+@runtime_checkable
+class Served(Protocol):
+    """A store in Python that says where its servers are."""
+
+    @property
+    def server_ports(self) -> frozenset[int]:
+        """Ports of the servers."""
+        ...
+
+
+def server_ports(store: Store) -> frozenset[int]:
+    """Ports of the servers behind a store; none where it has none."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.port if isinstance(store, TCPStore) else None
+    if isinstance(store, TCPStore):
+        return frozenset([store.port])
+    return store.server_ports if isinstance(store, Served) else frozenset()
 
 
 def _open_sockets() -> set[tuple[int, str]]:
@@ -125,7 +137,7 @@ def _open_sockets() -> set[tuple[int, str]]:
     return found
 
 
-def _connected(descriptors: set[tuple[int, str]], excluded_port: int | None) -> list[socket.socket]:
+def _connected(descriptors: set[tuple[int, str]], excluded_ports: frozenset[int]) -> list[socket.socket]:
     kept: list[socket.socket] = []
     for descriptor, _ in descriptors:
         try:
@@ -137,18 +149,18 @@ def _connected(descriptors: set[tuple[int, str]], excluded_port: int | None) -> 
         except OSError:
             os.close(copy)
             continue
-        if _is_data_socket(candidate, excluded_port):
+        if _is_data_socket(candidate, excluded_ports):
             kept.append(candidate)
         else:
             candidate.close()
     return kept
 
 
-def _is_data_socket(candidate: socket.socket, excluded_port: int | None) -> bool:
+def _is_data_socket(candidate: socket.socket, excluded_ports: frozenset[int]) -> bool:
     if candidate.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     try:
         ports = {candidate.getsockname()[1], candidate.getpeername()[1]}
     except OSError:  # a listener has no peer
         return False
-    return excluded_port not in ports
+    return ports.isdisjoint(excluded_ports)

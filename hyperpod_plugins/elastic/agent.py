@@ -5,8 +5,8 @@ A death takes this path, within milliseconds: the kernel tells the zygote, the z
 been formed), and the zygote forks the replacement. Workers are free to notice earlier; whoever writes the end
 of a generation first is believed.
 
-All agents talk to a store that one of them serves, so no worker's death takes it along. A lost node is another matter:
-whether its place can be filled depends on the rendezvous; see `rendezvous.py`.
+All agents talk to a store that one of them serves, or to etcd, so no worker's death takes it along. A lost node is
+another matter: whether its place can be filled depends on the rendezvous; see `rendezvous.py`.
 """
 
 import contextlib
@@ -371,7 +371,7 @@ class HyperPodAgent(SimpleElasticAgent):
             self._ledger.put(_STOPPED, reason.to_json().encode())
 
     def _lose_store(self, error: Exception) -> None:
-        cause = f"the agent that serves the store of the job is gone ({error})"
+        cause = f"the store of the job, which an agent serves or etcd, does not answer any more ({error})"
         self._end_with(Incident(kind="agent", cause=cause, reporter=self._reporter))
 
     def _end_with(self, incident: Incident) -> None:

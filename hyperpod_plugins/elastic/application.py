@@ -46,7 +46,7 @@ class Application:
         served = self.roster.job(run_id)
         if served != run_id:
             raise RendezvousConnectionError(
-                f"{endpoint.host}:{endpoint.port} serves the job {served!r}, not {run_id!r} (--rdzv-id). Choose "
+                f"{endpoint} serves the job {served!r}, not {run_id!r} (--rdzv-id). Choose "
                 "another port with --rdzv-endpoint, for each job needs its own."
             )
         keeper.start()
@@ -82,7 +82,7 @@ class Application:
         self.number = number
         self._stood_s, self._enough_s, self._is_spare = time.monotonic(), None, False
         self.ledger = Ledger.of(name_of_round(self._run_id, number), self._endpoint.connect())
-        self._endpoint.serve_round(number, self.roster)
+        self._endpoint.tend(number, self.roster)
         self.roster.stand(number, self._keeper.node)
 
     def _look(self, *, has_entered: bool) -> View:

@@ -1,7 +1,8 @@
 """Requests to a running job from a shell. Only those are heard who may read the job's ticket.
 
-The agent that serves the store writes the ticket, a file for its user alone: where the store is, and a token. A request
-carries no token but a code made with it, for whoever reaches the store can read what is written there.
+The agent that serves the store writes the ticket, a file for its user alone: where the store is, and a token; where it
+is in etcd, each agent writes one of its own. A request carries no token but a code made with it, for whoever reaches
+the store can read what is written there.
 """
 
 import contextlib
@@ -12,23 +13,21 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal, Self
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from hyperpod_plugins.elastic.joining import ask_for, describe, terms_of
-from hyperpod_plugins.elastic.ledger import Ledger
+from hyperpod_plugins.elastic.ledger import Ledger, connect_store
 from hyperpod_plugins.elastic.line import Line
 from hyperpod_plugins.elastic.roster import Roster, name_of_round
-from hyperpod_plugins.env import runtime_folder
+from hyperpod_plugins.env import JobEnv, runtime_folder
 from hyperpod_plugins.errors import ConfigError
 
 Kind = Literal["scale", "status"]
-_REQUEST = "control/request"  # count, and value NUMBER: Request
-_ANSWER = "control/answer"  # value NUMBER: text
+_REQUEST = "control/request"  # count, and value NUMBER: Request; QUEUE before the number, where there is one
+_ANSWER = "control/answer"  # value NUMBER: text; the same
 _POLL_S = 0.1
 _CONNECT_S = 10.0
 
@@ -45,6 +44,10 @@ class Ticket(Line):
     """Name of the machine of the agent that wrote it."""
     pid: int
     """Of that agent."""
+    etcd_url: str = ""
+    """Where the store is, if that is in etcd."""
+    queue: str = ""
+    """Which requests that agent answers; empty where it is the only one."""
 
     @property
     def is_stale(self) -> bool:
@@ -55,7 +58,7 @@ class Ticket(Line):
     def path(self) -> Path:
         """Where the agent leaves it on its machine; two jobs may have the same name."""
         name = "".join(each if each.isalnum() or each in "-_." else "_" for each in self.run_id)
-        return runtime_folder() / f"{name}@{self.port}.ticket"
+        return runtime_folder() / f"{name}@{self.queue or self.port}.ticket"
 
     @classmethod
     def find(cls, run_id: str | None) -> Self:
@@ -69,14 +72,19 @@ class Ticket(Line):
         """
         found = [cls.from_json(path.read_text()) for path in sorted(runtime_folder().glob("*.ticket"))]
         there = [ticket for ticket in found if not ticket.is_stale]
-        meant = [ticket for ticket in there if run_id in (None, ticket.run_id)]
+        meant = {ticket.job: ticket for ticket in there if run_id in (None, ticket.run_id)}
         if len(meant) != 1:
-            listed = ", ".join(f"{ticket.run_id} (port {ticket.port})" for ticket in there) or "none"
+            listed = ", ".join(f"{each.run_id} ({each.etcd_url or f'port {each.port}'})" for each in there) or "none"
             raise ConfigError(
                 f"which job is meant? Give --run-id, the --rdzv-id of one of those whose store this machine serves: "
                 f"{listed}. On another machine, copy the ticket from {runtime_folder()} of that one."
             )
-        return meant[0]
+        return next(iter(meant.values()))
+
+    @property
+    def job(self) -> JobEnv:
+        """How to reach the store."""
+        return JobEnv(store_host=self.host, store_port=self.port, etcd_url=self.etcd_url, run_id=self.run_id)
 
     def ledger(self) -> Ledger:
         """A connection to the ledger of the job's present round.
@@ -84,15 +92,15 @@ class Ticket(Line):
         Raises:
             ConfigError: nobody answers.
         """
-        timeout = timedelta(seconds=_CONNECT_S)
         try:
-            store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            store = connect_store(self.job, _CONNECT_S)
+            return Ledger.of(name_of_round(self.run_id, Roster(store).round()), store)
         except DistError as error:
+            where = self.etcd_url or f"{self.host}:{self.port}"
             raise ConfigError(
-                f"nobody answers at {self.host}:{self.port} any more, where the job {self.run_id!r} was ({error}). If "
-                f"it is over, remove {self.path}."
+                f"nobody answers at {where} any more, where the job {self.run_id!r} was ({error}). If it is over, "
+                f"remove {self.path}."
             ) from error
-        return Ledger.of(name_of_round(self.run_id, Roster(store).round()), store)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,16 +127,21 @@ class Request(Line):
 class Controller:
     """The agent's end: leaves the ticket, and does what is asked by those who hold it."""
 
-    def __init__(self, host: str, port: int, run_id: str) -> None:
+    def __init__(self, job: JobEnv) -> None:
         """Write the ticket.
+
+        Args:
+            job: how to reach its store.
 
         Raises:
             OSError: it cannot be written.
         """
         self._ticket = Ticket(
-            host=host,
-            port=port,
-            run_id=run_id,
+            host=job.store_host,
+            port=job.store_port,
+            run_id=job.run_id,
+            etcd_url=job.etcd_url,
+            queue=secrets.token_hex(4) if job.etcd_url else "",
             token=secrets.token_hex(16),
             machine=socket.gethostname(),
             pid=os.getpid(),
@@ -145,13 +158,14 @@ class Controller:
 
     def heed(self, name: str, ledger: Ledger) -> None:
         """Answer what has been asked since the last call; `name` is that of the ledger's round."""
-        first, last = self._seen.get(name, 0) + 1, ledger.count(_REQUEST)
+        request, answer = _names(self._ticket.queue)
+        first, last = self._seen.get(name, 0) + 1, ledger.count(request)
         for number in range(first, last + 1):
-            text = ledger.find(f"{_REQUEST}/{number}")
+            text = ledger.find(f"{request}/{number}")
             if text is None:  # it is being written just now
                 return
             self._seen[name] = number
-            ledger.put(f"{_ANSWER}/{number}", self._answer(number, text, ledger).encode())
+            ledger.put(f"{answer}/{number}", self._answer(number, text, ledger).encode())
 
     def close(self) -> None:
         """Take the ticket back."""
@@ -174,18 +188,24 @@ class Controller:
         return f"the job goes to {request.value} replicas, as soon as there are enough"
 
 
-def send(ledger: Ledger, token: str, request: Request, timeout_s: float = 15.0) -> str:
+def _names(queue: str) -> tuple[str, str]:
+    """Of requests and answers."""
+    return (f"{_REQUEST}/{queue}", f"{_ANSWER}/{queue}") if queue else (_REQUEST, _ANSWER)
+
+
+def send(ledger: Ledger, token: str, request: Request, timeout_s: float = 15.0, queue: str = "") -> str:
     """Ask for something, and return the answer.
 
     Raises:
         ConfigError: the agent does not answer, or refuses.
     """
-    number = ledger.count(_REQUEST, 1)
-    ledger.put(f"{_REQUEST}/{number}", request.signed(token, number).to_json().encode())
+    requests, answers = _names(queue)
+    number = ledger.count(requests, 1)
+    ledger.put(f"{requests}/{number}", request.signed(token, number).to_json().encode())
     deadline_s = time.monotonic() + timeout_s
-    while (answer := ledger.find(f"{_ANSWER}/{number}")) is None:
+    while (answer := ledger.find(f"{answers}/{number}")) is None:
         if time.monotonic() > deadline_s:
-            raise ConfigError(f"the agent that serves the job's store did not answer within {timeout_s:.0f} s.")
+            raise ConfigError(f"the agent that wrote the job's ticket did not answer within {timeout_s:.0f} s.")
         time.sleep(_POLL_S)
     text = answer.decode()
     if text.startswith("refused: "):

@@ -5,8 +5,8 @@ import enum
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hyperpod_plugins.elastic.logs import ProcessLogs, Sink, Tee
 from hyperpod_plugins.elastic.signals import SignalInbox
@@ -49,6 +49,8 @@ class Post:
     prefix: str
     """Put before each line that is copied to the console."""
     args: tuple[str, ...] = ()
+    successors_environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What is different for processes that take the place of a lost one."""
     incarnation: int = 0
     ticket: int = -1
     pid: int = -1
@@ -88,7 +90,7 @@ class Crew:
             self._tee.complete(post.logs.path(stream))
         post.incarnation = incarnation
         post.logs = post.founder_logs.of_replacement(incarnation)
-        post.environ["TORCHELASTIC_ERROR_FILE"] = post.logs.error_file
+        post.environ |= {"TORCHELASTIC_ERROR_FILE": post.logs.error_file, **post.successors_environ}
         self._start(post)
 
     def wait_started(self, inbox: SignalInbox) -> list[tuple[Post, int]]:

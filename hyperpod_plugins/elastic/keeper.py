@@ -44,9 +44,9 @@ class Keeper:
         self._roster = Roster(self._endpoint.connect())
         self._roster.beat(self.node)
         self._turn_to(self._roster.round())
-        if self._endpoint.server is not None:
+        if self._endpoint.takes_requests:
             try:
-                self._controller = Controller(self._endpoint.host, self._endpoint.port, self._run_id)
+                self._controller = Controller(self._endpoint.job(self._run_id))
             except OSError as error:
                 logger.warning("nobody can ask this job for anything, for its ticket cannot be written: %s", error)
         self._thread.start()
@@ -99,7 +99,7 @@ class Keeper:
         number = roster.round(at_least=self._number)
         if number != self._number:
             self._turn_to(number)
-        self._endpoint.serve_round(number, roster)
+        self._endpoint.tend(number, roster)
         claims = roster.claims(number)
         holders = [claim.node for claim in claims or () if claim.holding is Holding.HELD]
         nodes = roster.candidates(number) if claims is None else holders

@@ -36,6 +36,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from hyperpod_plugins._autoload import rendezvous_creator
 from hyperpod_plugins.elastic.agent import HyperPodAgent
 from hyperpod_plugins.elastic.crew import Program
+from hyperpod_plugins.elastic.etcd_gateway import SCHEME
 from hyperpod_plugins.elastic.failures import story
 from hyperpod_plugins.elastic.limits import allow_connections
 from hyperpod_plugins.elastic.options import AgentOptions
@@ -127,7 +128,8 @@ def use_local_rendezvous(args: argparse.Namespace) -> None:
     """
     if args.rdzv_backend is None:
         has_others = parse_min_max_nnodes(args.nnodes)[1] > 1
-        args.rdzv_backend = SLOTS if args.rdzv_endpoint and has_others else "static"
+        has_endpoint = (args.rdzv_endpoint and has_others) or args.rdzv_endpoint.startswith(SCHEME)
+        args.rdzv_backend = SLOTS if has_endpoint else "static"
     is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (is_static and parse_min_max_nnodes(args.nnodes)[1] == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())

@@ -35,6 +35,7 @@ from typing import Any, Self
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hyperpod_plugins.elastic import bulk
+from hyperpod_plugins.elastic.etcd import EtcdStore
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
@@ -64,14 +65,12 @@ class Ledger:
 
     @classmethod
     def connect(cls, job: JobEnv, timeout_s: float = 30.0) -> Self:
-        """Open a connection of one's own to the store of the job's agent.
+        """Open a connection of one's own to the store of the job.
 
         Raises:
             DistNetworkError: nobody answers there within `timeout_s` seconds.
         """
-        timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(job.store_host, job.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return cls.of(job.run_id, store)
+        return cls.of(job.run_id, connect_store(job, timeout_s))
 
     @classmethod
     def of(cls, run_id: str, store: Store) -> Self:
@@ -293,6 +292,18 @@ class Ledger:
     def _read(self, key: str) -> str | None:
         value = bulk.read(self._store, key)
         return None if value is None else value.decode()
+
+
+def connect_store(job: JobEnv, timeout_s: float) -> Store:
+    """A connection to the store of a job, wherever that is.
+
+    Raises:
+        DistNetworkError: nobody answers there within `timeout_s` seconds; of etcd that is found out later.
+    """
+    if job.etcd_url:
+        return EtcdStore(job.etcd_url, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(job.store_host, job.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _pack(members: Mapping[int, str]) -> bytes:

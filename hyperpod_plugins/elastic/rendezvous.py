@@ -18,28 +18,29 @@ import socket
 import time
 import uuid
 from dataclasses import replace
+from datetime import timedelta
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
-    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.agents_store import AgentsStore
 from hyperpod_plugins.elastic.application import Application
-from hyperpod_plugins.elastic.endpoint import Endpoint, open_endpoint
+from hyperpod_plugins.elastic.endpoint import Endpoint, open_served
+from hyperpod_plugins.elastic.etcd_endpoint import open_etcd
+from hyperpod_plugins.elastic.etcd_gateway import SCHEME
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.inherited import Failed, hand_down, prepare
 from hyperpod_plugins.elastic.joining import takes_part
 from hyperpod_plugins.elastic.keeper import Keeper
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
-from hyperpod_plugins.elastic.roster import Closing, name_of_round
-from hyperpod_plugins.elastic.slots import Holding, Seat, SlotPolicy, policy_from
+from hyperpod_plugins.elastic.roster import Closing, Roster, name_of_round
+from hyperpod_plugins.elastic.slots import Holding, Pulse, Seat, SlotPolicy, policy_from
 from hyperpod_plugins.elastic.succession import can_absorb, enroll, vacate, write_up_node
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
@@ -48,10 +49,8 @@ logger = get_logger(__name__)
 
 NAME = "hyperpod"
 _POLL_S = 0.1
-_SERVED_S = 60.0
-"""Longest wait for the workers' store of a round."""
 _FAREWELL_S = 5.0
-"""Longest that the agent that serves the store waits for the others to leave before it."""
+"""Longest that an agent waits for the others to leave before it, where the store needs it so long."""
 
 
 class SlotRendezvous(RendezvousHandler):
@@ -98,17 +97,14 @@ class SlotRendezvous(RendezvousHandler):
         self._failed = None if former is None else self._keeper.failure(former)
         try:
             seat = self._apply().find_seat(former)
-            port = self._await_port(seat.number)
+            host, port = self._endpoint.workers_store(seat, self._apply().roster)
         except DistError as error:
-            raise RendezvousConnectionError(
-                f"the store at {self._endpoint.host}:{self._endpoint.port} does not answer any more ({error}). The "
-                "agent that served it is gone, and the job with it: start all nodes again."
-            ) from error
+            raise self._endpoint.loss(error) from error
         self._keeper.seat = seat
         store = AgentsStore(
             self._endpoint.connect(), seat.number, seat.num_slots, on_size=self._open, on_done=self.finish
         )
-        return RendezvousInfo(store, seat.slot, seat.num_slots, RendezvousStoreInfo(self._endpoint.host, port))
+        return RendezvousInfo(store, seat.slot, seat.num_slots, RendezvousStoreInfo(host, port))
 
     def num_nodes_waiting(self) -> int:
         """1 where the workers of this node must start again; 0 as long as those that run can take newcomers in."""
@@ -148,7 +144,12 @@ class SlotRendezvous(RendezvousHandler):
     @property
     def serves_store(self) -> bool:
         """Whether this node serves the store that all agents and workers use."""
-        return self._endpoint.server is not None
+        return self._endpoint.serves_store
+
+    @property
+    def newcomers_store(self) -> tuple[str, int] | None:
+        """Where processes find torch's store that take the places of lost ones, if that is not where founders do."""
+        return self._endpoint.newcomers_store(self.round_number)
 
     def finish(self) -> None:
         """Say that the workers of this node have come to a good end, so that nobody need take their place.
@@ -177,17 +178,6 @@ class SlotRendezvous(RendezvousHandler):
             atexit.register(self._release)
         return self._application
 
-    def _await_port(self, number: int) -> int:
-        deadline_s = time.monotonic() + _SERVED_S
-        while (port := self._apply().roster.port(number)) is None:
-            if time.monotonic() > deadline_s:
-                raise RendezvousTimeoutError(
-                    f"no agent of {self._endpoint.host} has served the workers of round {number} a store within "
-                    f"{_SERVED_S:.0f} s. Is that host overloaded?"
-                )
-            time.sleep(_POLL_S)
-        return port
-
     def _open(self, num_workers: int) -> None:
         """Void the places of those who were here before, and tell the workers that are about to start.
 
@@ -215,10 +205,8 @@ class SlotRendezvous(RendezvousHandler):
             logger.warning("this node takes slot %d over from %s", seat.slot, seat.predecessor)
             incarnation = write_up_node(application.ledger, ranks, self._loss(seat))
         end = application.roster.round_end(seat.number - 1)
-        self.job = JobEnv(
-            store_host=self._endpoint.host,
-            store_port=self._endpoint.port,
-            run_id=name_of_round(self._run_id, seat.number),
+        self.job = replace(
+            self._endpoint.job(name_of_round(self._run_id, seat.number)),
             incarnation=incarnation,
             resume_from="" if end is None else end.resume_from,
         )
@@ -249,20 +237,42 @@ class SlotRendezvous(RendezvousHandler):
             application.ledger.put(GAVE_UP_KEY, incident.to_json().encode())
 
     def _see_others_off(self) -> None:
-        """Serve the store until all that use it have left."""
-        application, deadline_s = self._apply(), time.monotonic() + _FAREWELL_S
-        roster, number = application.roster, application.number
-        nodes = {*roster.candidates(number), *(claim.node for claim in roster.claims(number) or ())}
-        while self._endpoint.server is not None and nodes and time.monotonic() < deadline_s:
-            nodes = {node for node in nodes.difference(roster.left()) if not self._keeper.is_lost(node)}
+        """Wait until all that use the store have left, where that is this node's business."""
+        is_over = self._apply().roster.closing() is not None
+        if not self._endpoint.must_outlast_others(job_is_over=is_over):
+            return
+        store = self._endpoint.connect()
+        store.set_timeout(timedelta(seconds=_FAREWELL_S))  # what is asked for may have been cleared away by now
+        roster, pulse, beat_s = Roster(store), Pulse(self._policy.max_missed_beats), self._policy.beat_s
+        nodes, next_look_s = self._others(roster), 0.0
+        deadline_s = time.monotonic() + max(_FAREWELL_S, (self._policy.max_missed_beats + 2) * beat_s)
+        while nodes and time.monotonic() < deadline_s:
+            if time.monotonic() >= next_look_s:
+                pulse.look(roster.beats(nodes))
+                next_look_s = time.monotonic() + beat_s
             time.sleep(_POLL_S)
+            nodes = {node for node in nodes.difference(roster.left()) if not pulse.is_lost(node)}
+        if not nodes:
+            self._endpoint.clear()
+
+    def _others(self, roster: Roster) -> set[str]:
+        """Nodes that may still use the store."""
+        number = self._apply().number
+        claims = roster.claims(number) or ()
+        vacated = {claim.node for claim in claims if claim.holding is Holding.VACANT}
+        nodes = {*roster.candidates(number), *(claim.node for claim in claims)}
+        return nodes.difference(vacated, roster.left(), {self._node})
 
     def _release(self) -> None:
         """Let others have the slot at once; called when this process ends without `shutdown`."""
         seat, self._keeper.seat = self._keeper.seat, None
         if seat is not None and not self._is_done and self._application is not None:
             with contextlib.suppress(DistError):
-                vacate(self._application.roster, self._application.ledger, seat, "its agent has left", seat.reporter)
+                roster = self._application.roster
+                vacate(roster, self._application.ledger, seat, "its agent has left", seat.reporter)
+                roster.leave(self._node)
+                if not self._others(roster):
+                    self._endpoint.clear()
 
 
 def create_rendezvous(parameters: RendezvousParameters) -> SlotRendezvous:
@@ -270,8 +280,10 @@ def create_rendezvous(parameters: RendezvousParameters) -> SlotRendezvous:
 
     Raises:
         ConfigError: `--rdzv-conf` holds something impossible.
-        RendezvousConnectionError: this node is told to serve the store, and cannot.
+        RendezvousConnectionError: this node is told to serve the store, and cannot; or etcd does not answer.
     """
     prepare()
     policy = policy_from(parameters.config, parameters.min_nodes, parameters.max_nodes)
-    return SlotRendezvous(open_endpoint(parameters, policy.join_timeout_s), policy, parameters.run_id)
+    is_etcd = parameters.endpoint.startswith(SCHEME)
+    endpoint = open_etcd(parameters) if is_etcd else open_served(parameters, policy.join_timeout_s)
+    return SlotRendezvous(endpoint, policy, parameters.run_id)

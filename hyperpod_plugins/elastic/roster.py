@@ -10,6 +10,7 @@
     changes/ROUND/NUMBER      SLOT                               whoever has changed its claim
     size/ROUND                workers a node                     the first agent to know (compare and set)
     port/ROUND                port of the workers' store         the agent that serves the stores
+    master/ROUND              HOST:PORT of it, with etcd         the first founder (compare and set)
     closed                    Closing                            whoever ends the job (compare and set)
     left/NUMBER               name of a node                     each agent that needs the store no more
     LIST/count                how many there are of a list       whoever adds to it, before it does
@@ -194,6 +195,10 @@ class Roster:
         """The port of that store, once it is served."""
         text = self._read(f"port/{number}")
         return None if text is None else int(text)
+
+    def first_master(self, number: int, address: str) -> str:
+        """Where the founders of a round have the workers' store, as the first to say it said."""
+        return self._first(f"master/{number}", address)
 
     def _first(self, key: str, value: str) -> str:
         return self._store.compare_set(key, "", value).decode()

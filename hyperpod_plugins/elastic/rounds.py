@@ -31,6 +31,8 @@ class Round:
     num_nodes: int
     master: tuple[str, int] | None = None
     """Host and port of the workers' own store; None where that of the ledger serves both ends."""
+    successors_master: tuple[str, int] | None = None
+    """The same for processes that take the places of lost ones."""
 
 
 class Meeting:
@@ -58,6 +60,7 @@ class Meeting:
                 node=node,
                 num_nodes=group.group_world_size or 1,
                 master=(group.master_addr, group.master_port),
+                successors_master=handler.newcomers_store,
             )
         store = PrefixStore("hyperpod", group.store)
         host, port = group.master_addr, group.master_port
@@ -101,6 +104,8 @@ def posts_of(group: WorkerGroup, settled: Round, options: AgentOptions) -> tuple
         )
         for worker in group.workers
     }
+    host, port = settled.successors_master or ("", 0)
+    successors = {"MASTER_ADDR": host, "MASTER_PORT": str(port)} if host else {}
     destination = options.logs.reify(environs)
     posts: list[Post] = []
     for worker in group.workers:
@@ -110,6 +115,7 @@ def posts_of(group: WorkerGroup, settled: Round, options: AgentOptions) -> tuple
             global_rank=worker.global_rank,
             args=tuple(macros.substitute(list(options.program.args), str(worker.local_rank))),
             environ=environs[worker.local_rank],
+            successors_environ=successors,
             incarnation=settled.job.incarnation,
             prefix=_prefix(group, worker, options.log_line_prefix_template),
             founder_logs=logs,

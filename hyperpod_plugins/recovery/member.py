@@ -391,7 +391,7 @@ class Member:
 
     def _lost_store(self, error: Exception) -> None:
         if not self._is_leaving:
-            log.error("rank %d lost the job's store, which an agent serves: %s", self.rank, error)
+            log.error("rank %d lost the job's store, which an agent serves or etcd: %s", self.rank, error)
             break_groups(f"the job's store is gone: {error}")
 
 

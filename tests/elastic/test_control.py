@@ -13,6 +13,7 @@ from hyperpod_plugins.elastic.control import Controller, Request, Ticket, send
 from hyperpod_plugins.elastic.joining import Terms, describe, found, leave_terms
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 
 
@@ -21,7 +22,7 @@ def job(tmp_path, monkeypatch):
     """(its controller, its ticket, a ledger), and a thread that answers."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    controller = Controller("127.0.0.1", server.port, "job/1")
+    controller = Controller(JobEnv(store_host="127.0.0.1", store_port=server.port, run_id="job/1"))
     ticket, over = Ticket.find("job/1"), threading.Event()
     ledger = ticket.ledger()
 

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.utils.store import barrier
 
 from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.endpoint import Endpoint
+from hyperpod_plugins.elastic.endpoint import ServedEndpoint
 from hyperpod_plugins.elastic.inherited import Brood
 from hyperpod_plugins.elastic.joining import Terms, found, leave_terms
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, RESTART_KEY
@@ -37,12 +37,19 @@ pytestmark = pytest.mark.slow_single  # threads that wait for each other
 PATIENCE_S = 30.0
 
 
+class SharedStore(ServedEndpoint):
+    """A store of this process, which needs no connections."""
+
+    def connect(self):
+        return self.server
+
+
 class Nodes:
     """Agents of one job, of which each is a handler and no more."""
 
     def __init__(self, store):
         self.store = store
-        self.endpoint = Endpoint("127.0.0.1", 1, connect=lambda: store, server=store)
+        self.endpoint = SharedStore("127.0.0.1", 1, server=store)
         self.handlers = []
         self.pool = ThreadPoolExecutor(8)
 
