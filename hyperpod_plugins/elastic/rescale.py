@@ -6,6 +6,7 @@ by samples.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -139,4 +140,6 @@ def adascale_gain(squared_norms: Sequence[float], mean_squared_norm: float) -> f
     mean = sum(squared_norms) / scale
     variance = max(0.0, (mean - mean_squared_norm) * scale / (scale - 1))
     signal = max(0.0, mean_squared_norm - variance / scale)
-    return (variance + signal) / (variance / scale + signal) if variance + signal else 1.0
+    if variance + signal < scale * sys.float_info.min:  # nothing to be told from rounding
+        return 1.0
+    return (variance + signal) / (variance / scale + signal)

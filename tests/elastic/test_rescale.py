@@ -90,6 +90,7 @@ def test_a_schedule_goes_on_by_samples(steps, reference):
         ([4.0, 4.0, 4.0, 4.0], 1.0, 4.0),
         ([4.0], 4.0, 1.0),
         ([0.0, 0.0], 0.0, 1.0),
+        ([5e-324, 0.0], 0.0, 1.0),  # too small for its half
     ],
 )
 def test_gain_of_a_larger_batch(squared_norms, of_mean, gain):
