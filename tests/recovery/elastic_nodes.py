@@ -20,14 +20,19 @@ PATIENCE_S = 60.0
 class Nodes:
     """Agents of one job on this machine."""
 
-    def __init__(self, folder, tokens, launcher=HYPERPODRUN, num_ranks=1):
+    def __init__(self, folder, tokens, launcher=HYPERPODRUN, num_ranks=1, endpoint=""):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             self.port = port = free.getsockname()[1]
         # Whoever comes before the program takes newcomers in makes all begin again, and waits for others like it.
         conf = f"--rdzv-conf=keep_alive_interval=0.2,last_call_timeout={2 if launcher == TORCHRUN else 0}"
         self.folder, self.launcher, self.num_ranks = folder, launcher, num_ranks
-        self.args = ("--rdzv-backend=hyperpod", "--nnodes=1:4", f"--rdzv-endpoint=localhost:{port}", conf)
+        self.args = (
+            "--rdzv-backend=hyperpod",
+            "--nnodes=1:4",
+            f"--rdzv-endpoint={endpoint or f'localhost:{port}'}",
+            conf,
+        )
         if launcher == TORCHRUN:
             self.args += ("--max-restarts=5",)
         self.environ = {
@@ -40,13 +45,14 @@ class Nodes:
         }
         self.agents, self.outputs = {}, []
 
-    def start(self, name, faults=()):
+    def start(self, name, faults=(), args=(), prefix=()):
         folder = self.folder / name
         options = {
             "faults": faults,
             "num_ranks": self.num_ranks,
             "environ": self.environ,
-            "args": self.args,
+            "args": (*self.args, *args),
+            "prefix": prefix,
             "launcher": self.launcher,
         }
         self.agents[name] = start("ranks_elastic.py", folder, **options)

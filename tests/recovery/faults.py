@@ -127,11 +127,11 @@ class Job:
         return [torch.load(path, weights_only=True) for path in paths]
 
 
-def start(script, folder, *, faults=(), num_ranks=4, environ=None, args=(), launcher=HYPERPODRUN):
-    """Start a job; its output goes to `folder/output`."""
+def start(script, folder, *, faults=(), num_ranks=4, environ=None, args=(), launcher=HYPERPODRUN, prefix=()):
+    """Start a job, with the words of `prefix` before its command; its output goes to `folder/output`."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = f"job-{uuid.uuid4().hex}"
-    command = [sys.executable, "-m", launcher, "--nproc-per-node", str(num_ranks)]
+    command = [*prefix, sys.executable, "-m", launcher, "--nproc-per-node", str(num_ranks)]
     with (folder / "output").open("w") as output:
         agent = subprocess.Popen(
             [*command, *args, str(HERE / script)],
