@@ -1,5 +1,8 @@
 """The thread of an agent that keeps its slot, and sees to it that vacant ones become known."""
 
+import math
+import os
+import signal
 import threading
 import time
 
@@ -17,6 +20,10 @@ from hyperpod_plugins.elastic.slots import Claim, Holding, Pulse, Seat, SlotPoli
 from hyperpod_plugins.elastic.succession import can_absorb, renew, vacate
 
 logger = get_logger(__name__)
+_CUT_OFF_S = 20.0
+_CUT_OFF_BEATS = 4
+"""After how many times the silence that costs a node its slot a node that hears nothing ends, but not before 20 s."""
+_GRACE_S = 5.0
 
 
 class Keeper:
@@ -38,6 +45,7 @@ class Keeper:
         self._controller: Controller | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hyperpod-slots", daemon=True)
+        self._num_looks = 0
 
     def start(self) -> None:
         """Begin to beat."""
@@ -50,6 +58,7 @@ class Keeper:
             except OSError as error:
                 logger.warning("nobody can ask this job for anything, for its ticket cannot be written: %s", error)
         self._thread.start()
+        threading.Thread(target=self._end_when_cut_off, name="hyperpod-cut-off", daemon=True).start()
 
     def stop(self) -> None:
         """Beat no more."""
@@ -78,8 +87,27 @@ class Keeper:
             while not self._end.is_set():
                 self._watch(time.monotonic() + self._policy.beat_s)
                 self._look()
+                self._num_looks += 1
         except (DistError, RendezvousConnectionError) as error:
             self.error = error
+
+    def _end_when_cut_off(self) -> None:
+        """End this node when its network is gone: a request to the store would wait until TCP gives up.
+
+        Seconds are counted, not measured, so that a process that was stopped for a while is not taken for cut off.
+        """
+        limit_s = max(_CUT_OFF_S, _CUT_OFF_BEATS * self._policy.beat_s * self._policy.max_missed_beats)
+        num_looks, silent_s = -1, 0
+        while self.error is None and not self._end.wait(1.0):
+            silent_s = silent_s + 1 if num_looks == self._num_looks else 0
+            num_looks = self._num_looks
+            if silent_s >= math.ceil(limit_s):
+                logger.error(
+                    "the store has not answered for %d s: this node is cut off, and ends", silent_s
+                )
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not self._end.wait(_GRACE_S):  # the main thread waits for the store, too
+                    os._exit(1)
 
     def _watch(self, until_s: float) -> None:
         """Spend the time until the next look on the workers, where they are torchrun's."""

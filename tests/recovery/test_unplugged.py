@@ -3,7 +3,8 @@
 import subprocess
 
 import pytest
-from recovery.elastic_nodes import BATCH, Nodes, samples_of
+from recovery.elastic_nodes import BATCH, PATIENCE_S, Nodes, samples_of
+from recovery.faults import left_processes
 
 from benchmarks import netns
 
@@ -34,7 +35,9 @@ def test_unplugged_and_plugged_in_again(tmp_path, tokens):
             nodes.await_size(2)
             plug(second, "down")
             nodes.await_size(1)
-            nodes.lose("b")
+            cut_off = nodes.agents.pop("b")
+            assert cut_off.wait(PATIENCE_S) != 0
+            assert not left_processes(cut_off.mark, patience_s=10.0)
             plug(second, "up")
             nodes.start("c", **within(second))
             nodes.await_size(2)
