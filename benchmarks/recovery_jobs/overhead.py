@@ -8,6 +8,7 @@ its rank is. An ordinary run without recovery asks its ranks about SIGTERM once 
 # The benchmark switches off a part of the strategy that no user switches off in a run.
 # pyright: reportPrivateUsage=false
 
+import gc
 import os
 import tempfile
 import warnings
@@ -45,6 +46,8 @@ class Module(pl.LightningModule):
         self.strategy = self.trainer.strategy
         assert isinstance(self.strategy, HyperPodStrategy)
         self.recovery = self.strategy._recovery
+        gc.collect()
+        gc.freeze()  # a collection of all that was imported takes a step's time, and falls into somebody's turn
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
         step = next(self.turns, None)
