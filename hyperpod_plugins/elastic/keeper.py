@@ -102,9 +102,7 @@ class Keeper:
             silent_s = silent_s + 1 if num_looks == self._num_looks else 0
             num_looks = self._num_looks
             if silent_s >= math.ceil(limit_s):
-                logger.error(
-                    "the store has not answered for %d s: this node is cut off, and ends", silent_s
-                )
+                logger.error("the store has not answered for %d s: this node is cut off, and ends", silent_s)
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._end.wait(_GRACE_S):  # the main thread waits for the store, too
                     os._exit(1)
