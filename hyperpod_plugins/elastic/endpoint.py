@@ -35,6 +35,8 @@ class Endpoint(abc.ABC):
 
     serves_store = False
     """Whether this process serves the store, and takes it along when it ends."""
+    answers_in_time = False
+    """Whether a request that gets no answer ends by itself with an error, before TCP gives up."""
     takes_requests = True
     """Whether this process answers `hyperpod scale` and `hyperpod status`."""
 

@@ -72,6 +72,10 @@ class Brood:
         """End a worker; torchrun sees to the rest."""
         _kill(pid for other, pid, whose in self._workers.values() if other == rank and whose is seat)
 
+    def kill_all(self) -> None:
+        """End all workers, for this process ends at once, and torchrun would leave them behind."""
+        _kill(pid for _, pid, _ in list(self._workers.values()))
+
     def watch(self, until_s: float) -> Failed | None:
         """Wait until one of them has failed, and tell how, or until a time of the monotonic clock."""
         while (left_s := min(until_s, self._doomed_s) - time.monotonic()) > 0:

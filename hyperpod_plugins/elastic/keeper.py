@@ -58,7 +58,8 @@ class Keeper:
             except OSError as error:
                 logger.warning("nobody can ask this job for anything, for its ticket cannot be written: %s", error)
         self._thread.start()
-        threading.Thread(target=self._end_when_cut_off, name="hyperpod-cut-off", daemon=True).start()
+        if not self._endpoint.answers_in_time:
+            threading.Thread(target=self._end_when_cut_off, name="hyperpod-cut-off", daemon=True).start()
 
     def stop(self) -> None:
         """Beat no more."""
@@ -96,7 +97,8 @@ class Keeper:
 
         Seconds are counted, not measured, so that a process that was stopped for a while is not taken for cut off.
         """
-        limit_s = max(_CUT_OFF_S, _CUT_OFF_BEATS * self._policy.beat_s * self._policy.max_missed_beats)
+        silence_s = self._policy.beat_s * max(1.0, self._policy.max_missed_beats)
+        limit_s = max(_CUT_OFF_S, _CUT_OFF_BEATS * silence_s)
         num_looks, silent_s = -1, 0
         while self.error is None and not self._end.wait(1.0):
             silent_s = silent_s + 1 if num_looks == self._num_looks else 0
@@ -105,6 +107,7 @@ class Keeper:
                 logger.error("the store has not answered for %d s: this node is cut off, and ends", silent_s)
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._end.wait(_GRACE_S):  # the main thread waits for the store, too
+                    self._brood.kill_all()
                     os._exit(1)
 
     def _watch(self, until_s: float) -> None:

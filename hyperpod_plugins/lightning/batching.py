@@ -36,8 +36,9 @@ def batch_split(trainer: Trainer, data_world_size: int, *, global_batch_size: in
             f"global_batch_size={global_batch_size} and micro_batch_size={micro_batch_size} leave the sizes to "
             "ElasticTraining, and this Trainer does not have that callback. Give both sizes."
         )
-    is_settled = found is not None and found.split is not None and found.split.num_logical_shards > 0
-    if found is None or (global_batch_size and not is_settled):
+    split = None if found is None else found.split
+    is_cut = split is not None and split.num_logical_shards > 0 and split.global_batch_size == global_batch_size
+    if found is None or (global_batch_size and not is_cut):
         micro_batch_size = micro_batch_size or (0 if found is None else found.batch.micro_batch_size)
         return BatchSplit(
             global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, data_world_size=data_world_size

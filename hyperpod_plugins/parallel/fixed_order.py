@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel.shard import laid_out_like, local_part
 
 Node = tuple[int, int]
 """Height and index: the sum of the leaves `index << height` to `((index + 1) << height) - 1`, as far as they exist."""
@@ -125,7 +126,7 @@ class FixedOrderMean:
         for parameter in self._parameters:
             gradient, parameter.grad = parameter.grad, None
             has_one.append(float(gradient is not None))
-            parts.append(_local(parameter if gradient is None else gradient).detach().reshape(-1).float())
+            parts.append(local_part(parameter if gradient is None else gradient).detach().reshape(-1).float())
             if gradient is None:
                 parts[-1] = torch.zeros_like(parts[-1])
         device = parts[0].device
@@ -135,11 +136,12 @@ class FixedOrderMean:
 
     def _give(self, mean: Tensor) -> Tensor:
         """Put a vector's parts back; returns the loss."""
-        sizes = [_local(parameter).numel() for parameter in self._parameters]
+        sizes = [local_part(parameter).numel() for parameter in self._parameters]
         *parts, counts, loss, _ = mean.split([*sizes, len(sizes), 1, mean.numel() - sum(sizes) - len(sizes) - 1])
         for parameter, part, has_one in zip(self._parameters, parts, counts.tolist(), strict=True):
             if has_one:
-                parameter.grad = _as_gradient(parameter, part)
+                local = part.view(local_part(parameter).shape).to(parameter.dtype)
+                parameter.grad = laid_out_like(parameter, local)
         return loss.reshape(())
 
     def _exchange(self, held: Mapping[Node, Tensor]) -> Tensor:
@@ -164,21 +166,3 @@ class FixedOrderMean:
         whole = sent.new_zeros(size, width)
         dist.all_gather(list(whole.unbind()), total(found, self._num_leaves, torch.add).contiguous(), self._replicas)
         return whole.view(-1)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _as_gradient(parameter: Tensor, flat: Tensor) -> Tensor:
-    local = flat.view(_local(parameter).shape).to(parameter.dtype)
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, _foreach_norm  # pyright: ignore
 from torch.distributed.tensor import DTensor
 
+from hyperpod_plugins.parallel.shard import local_part
+
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Norm of all gradients as one vector, the same on every rank.
@@ -25,7 +27,7 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters):
         if gradient is not None:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local = local_part(gradient)
             by_groups.setdefault(_split_over(gradient), []).append(local)
     if not by_groups:
         return torch.tensor(0.0)
@@ -76,4 +78,4 @@ def _local_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            yield gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            yield local_part(gradient)

@@ -152,7 +152,25 @@ def _check_no_empty_shard(model: nn.Module, shard_degree: int) -> None:
         )
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def laid_out_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of which this rank holds `local`, laid out as a parameter whose local part has that shape."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 def _local_rows(parameter: torch.Tensor) -> int:
     """Rows of the first dimension that FSDP2 will split: on this tensor rank, where the tensor is already split."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.shape[0]
+    return local_part(parameter).shape[0]

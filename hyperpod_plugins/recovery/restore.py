@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import RecoveryError, few
@@ -26,6 +25,7 @@ from hyperpod_plugins.parallel.checkpoint_state import (
     optimizer_tensors,
     set_optimizer,
 )
+from hyperpod_plugins.parallel.shard import laid_out_like, local_part
 
 MESSAGE_BYTES = 64 * 2**20
 _AT_ONCE = 8  # messages under way while the next one is prepared
@@ -219,22 +219,13 @@ def _groups(described: dict[str, Any]) -> list[list[str]]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.detach()
-    return whole.to_local() if isinstance(whole, DTensor) else whole
+    return local_part(tensor.detach())
 
 
 def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A state tensor: sharded as its parameter if it has the parameter's shape, plain (a step count) otherwise."""
-    if isinstance(parameter, DTensor) and local.shape == parameter.to_local().shape and local.dim() > 0:
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return local
+    is_part = local.dim() > 0 and local.shape == local_part(parameter).shape
+    return laid_out_like(parameter, local) if is_part else local
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
