@@ -10,18 +10,16 @@ from dataclasses import replace
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from elastic.etcd_server import BINARY, EtcdServer, free_ports
-from recovery.elastic_nodes import BATCH, NUM_SAMPLES, Nodes, samples_of
+from recovery.elastic_nodes import BATCH, NUM_SAMPLES, Nodes, samples_of, write_ids
 from recovery.faults import HYPERPODRUN, TORCHRUN, left_processes
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from hyperpod_plugins import cli
 from hyperpod_plugins.comm import wires
-from hyperpod_plugins.data import write_tokens
 from hyperpod_plugins.elastic import Ledger, etcd_endpoint
 from hyperpod_plugins.elastic.etcd import EtcdStore
 from hyperpod_plugins.elastic.etcd_gateway import EtcdUrl
@@ -297,9 +295,7 @@ def test_its_connections_are_no_wires_of_a_group(etcd):
 @pytest.fixture(params=[HYPERPODRUN, TORCHRUN])
 def nodes(request, etcd, tmp_path):
     """Agents of one job that meet in etcd."""
-    tokens = tmp_path / "ids"  # samples of one token, which is the sample's id
-    write_tokens(tokens, [np.arange(NUM_SAMPLES + 1)], vocab_size=NUM_SAMPLES + 1, progress=False)
-    nodes = Nodes(tmp_path, tokens, request.param)
+    nodes = Nodes(tmp_path, write_ids(tmp_path / "ids"), request.param)
     kept = [arg for arg in nodes.args if not arg.startswith(("--rdzv-endpoint", "--nnodes"))]
     nodes.num_first = 2 if request.param == TORCHRUN else 3
     own = [

@@ -1,24 +1,20 @@
 """`examples/slurm/elastic.sbatch` on a real Slurm: a node is set down and comes back, another gets notice."""
 
-import json
 import os
 import sys
 import tempfile
-import time
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 from elastic.slurm import PATH, Cluster, why_not
+from recovery.elastic_nodes import BATCH, NUM_SAMPLES, Recorded, write_ids
 
-from hyperpod_plugins.data import write_tokens
 from hyperpod_plugins.data.order import sample_order
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "examples" / "slurm" / "elastic.sbatch"
 PROGRAM = ROOT / "tests" / "recovery" / "ranks_elastic.py"
-NUM_SAMPLES, BATCH = 600, 12
 PATIENCE_S = 120.0
 REFUSAL = why_not()
 
@@ -44,12 +40,13 @@ def cluster():
     assert not left, f"Slurm left processes: {left}"
 
 
-class ElasticJob:
+class ElasticJob(Recorded):
     """The script, as a user submits it; each committed step is written down with the ids of its samples."""
 
+    patience_s = PATIENCE_S
+
     def __init__(self, cluster, folder):
-        tokens = folder / "ids"  # samples of one token, which is the sample's id
-        write_tokens(tokens, [np.arange(NUM_SAMPLES + 1)], vocab_size=NUM_SAMPLES + 1, progress=False)
+        tokens = write_ids(folder / "ids")
         self.cluster, self.folder = cluster, folder
         environ = {
             "PATH": f"{Path(sys.executable).parent}:{PATH}",
@@ -73,39 +70,15 @@ class ElasticJob:
             cwd=folder,
         )
 
-    def steps(self):
-        """Of each step, one entry a rank."""
-        found = defaultdict(list)
-        for path in self.folder.glob("record-*.jsonl"):
-            for line in path.read_text().rpartition("\n")[0].splitlines():  # the last may be half written
-                entry = json.loads(line)
-                found[entry["step"]].append(entry)
-        return found
-
-    def await_size(self, size):
-        """Wait until the job has made ten steps with so many ranks."""
-        until_s = time.monotonic() + PATIENCE_S
-        while True:
-            steps = self.steps()
-            latest = sorted(steps)[-10:]
-            if len(latest) == 10 and all(entry["size"] == size for step in latest for entry in steps[step]):
-                return
-            assert time.monotonic() < until_s, f"never {size} ranks\n{self.cluster.queue()}\n{self.output()}"
-            time.sleep(0.1)
-
     def finish(self):
         """Have the job end after some more steps; how many it has made by then."""
-        num_steps = max(self.steps()) + 30
-        written = self.folder / "stop.part"
-        written.write_text(str(num_steps))
-        written.rename(self.folder / "stop")
+        num_steps = self.stop()
         self.cluster.await_(lambda: not self.cluster.queue(), PATIENCE_S)
         return num_steps
 
     def output(self):
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self.folder.glob("*.output"))
-        )
+        logs = [f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self.folder.glob("*.output"))]
+        return f"{self.cluster.queue()}\n" + "\n".join(logs)
 
 
 def test_a_job_goes_on_without_a_node_and_grows_when_it_comes_back(cluster, tmp_path):

@@ -1,11 +1,8 @@
 """A job that several tests compare theirs with, and the nodes of elastic ones."""
 
-import numpy as np
 import pytest
-from recovery.elastic_nodes import NUM_SAMPLES, Nodes
+from recovery.elastic_nodes import Nodes, write_ids
 from recovery.faults import PRELOAD, run_job
-
-from hyperpod_plugins.data import write_tokens
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +16,7 @@ def undisturbed(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory):
     """A file whose samples of one token are their own ids."""
-    path = tmp_path_factory.mktemp("tokens") / "ids"
-    write_tokens(path, [np.arange(NUM_SAMPLES + 1)], vocab_size=NUM_SAMPLES + 1, progress=False)
-    return path
+    return write_ids(tmp_path_factory.mktemp("tokens") / "ids")
 
 
 @pytest.fixture

@@ -10,14 +10,62 @@ import sys
 import time
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from recovery.faults import HYPERPODRUN, TORCHRUN, left_processes, start
+
+from hyperpod_plugins.data import write_tokens
 
 NUM_SAMPLES, BATCH = 600, 12
 PATIENCE_S = 60.0
 
 
-class Nodes:
+def write_ids(path):
+    """A file whose samples of one token are their own ids."""
+    write_tokens(path, [np.arange(NUM_SAMPLES + 1)], vocab_size=NUM_SAMPLES + 1, progress=False)
+    return path
+
+
+class Recorded:
+    """Abstract job whose program, `ranks_elastic.py`, writes down each committed step in `folder`."""
+
+    patience_s = PATIENCE_S
+
+    def steps(self):
+        """What was written down of each step: a list of entries, one a rank."""
+        found = defaultdict(list)
+        for path in self.folder.glob("record-*.jsonl"):
+            for line in path.read_text().split("\n")[:-1]:  # the last one may be half written
+                entry = json.loads(line)
+                if entry["kind"] == "step":
+                    found[entry["step"]].append(entry)
+        return found
+
+    def await_size(self, size):
+        """Wait until the job has made ten steps at a size."""
+        until_s = time.monotonic() + self.patience_s
+        while True:
+            steps = self.steps()
+            latest = sorted(steps)[-10:]
+            if len(latest) == 10 and all(entry["size"] == size for step in latest for entry in steps[step]):
+                return
+            assert time.monotonic() < until_s, f"never {size} ranks\n{self.output()}"
+            time.sleep(0.1)
+
+    def output(self):
+        """What its processes have said."""
+        raise NotImplementedError
+
+    def stop(self):
+        """Have all ranks stop after some more steps; how many the job will have made by then."""
+        num_steps = max(self.steps()) + 30
+        written = self.folder / "stop.part"
+        written.write_text(str(num_steps))
+        written.rename(self.folder / "stop")
+        return num_steps
+
+
+class Nodes(Recorded):
     """Agents of one job on this machine."""
 
     def __init__(self, folder, tokens, launcher=HYPERPODRUN, num_ranks=1, endpoint=""):
@@ -74,16 +122,6 @@ class Nodes:
                     os.kill(pid, signal.SIGKILL)
             agent.wait(10)
 
-    def steps(self):
-        """What was written down of each step: a list of entries, one a rank."""
-        found = defaultdict(list)
-        for path in self.folder.glob("record-*.jsonl"):
-            for line in path.read_text().split("\n")[:-1]:  # the last one may be half written
-                entry = json.loads(line)
-                if entry["kind"] == "step":
-                    found[entry["step"]].append(entry)
-        return found
-
     def hyperpod(self, *command):
         """What `hyperpod COMMAND` says, and its exit code."""
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.folder)}
@@ -91,29 +129,31 @@ class Nodes:
         done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
 
-    def await_size(self, size):
-        """Wait until the job has made ten steps at a size."""
-        until_s = time.monotonic() + PATIENCE_S
-        while True:
-            steps = self.steps()
-            latest = sorted(steps)[-10:]
-            if len(latest) == 10 and all(entry["size"] == size for step in latest for entry in steps[step]):
-                return
-            assert time.monotonic() < until_s, f"never {size} ranks\n{self.output()}"
-            time.sleep(0.1)
-
     def output(self):
         return "\n".join(path.read_text()[-6000:] for path in self.outputs)
 
     def finish(self):
         """End the job; how many steps it had."""
-        num_steps = max(self.steps()) + 30
-        written = self.folder / "stop.part"
-        written.write_text(str(num_steps))
-        written.rename(self.folder / "stop")
+        num_steps = self.stop()
         for agent in self.agents.values():
             assert agent.wait(PATIENCE_S) == 0, self.output()
         return num_steps
+
+    def go_through_sizes(self, faults=()):
+        """1, 2, 4, 1 and 3 ranks, with nodes killed on the way; the second node has `faults`. How many steps it had."""
+        self.start("a")
+        self.await_store()  # it ends with its agent
+        self.start("b", faults=faults)
+        self.await_size(2)
+        self.start("c")
+        self.start("d")
+        self.await_size(4)
+        self.lose("b", "c", "d")
+        self.await_size(1)
+        self.start("e")
+        self.start("f")
+        self.await_size(3)
+        return self.finish()
 
     def clear(self):
         for name in list(self.agents):
@@ -126,3 +166,15 @@ def samples_of(steps):
         [i for entry in sorted(steps[step], key=lambda e: e["rank"]) for i in entry["ids"]]
         for step in range(len(steps))
     ]
+
+
+def assert_whole_steps(steps, num_steps):
+    """Each step was made, and had its global batch."""
+    assert sorted(steps) == list(range(num_steps))
+    assert all(len(ids) == BATCH for ids in samples_of(steps))
+
+
+def assert_each_once(ids):
+    """Each whole epoch has each sample once."""
+    for begin in range(0, len(ids) - NUM_SAMPLES + 1, NUM_SAMPLES):
+        assert sorted(ids[begin : begin + NUM_SAMPLES]) == list(range(NUM_SAMPLES))

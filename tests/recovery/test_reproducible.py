@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from recovery.elastic_nodes import NUM_SAMPLES, samples_of
+from recovery.elastic_nodes import assert_each_once, samples_of
 from recovery.faults import left_processes, run_job
 
 pytestmark = pytest.mark.spawns
@@ -38,26 +38,12 @@ def assert_same_bits(found, wanted):
 
 def test_grown_shrunk_and_killed(nodes, tokens, tmp_path_factory):
     nodes.environ |= REPRODUCIBLE | {"STEP_S": "0.01"}
-    nodes.start("a")
-    nodes.await_store()  # it ends with its agent
-    nodes.start("b", faults=[("backward", 20, 1, "kill")])
-    nodes.await_size(2)
-    nodes.start("c")
-    nodes.start("d")
-    nodes.await_size(4)
-    nodes.lose("b", "c", "d")
-    nodes.await_size(1)
-    nodes.start("e")
-    nodes.start("f")
-    nodes.await_size(3)
-    num_steps = nodes.finish()
+    num_steps = nodes.go_through_sizes(faults=[("backward", 20, 1, "kill")])
     assert not left_processes("FAULTS_FOLDER=" + str(nodes.folder), patience_s=5.0)
     found = torch.load(nodes.folder / "result-0.pt", weights_only=True)
     assert [size for size in found["replicas"] if size in (2, 4, 1)][:3] == [2, 4, 1]
     assert found["replicas"][-1] == 3
-    order = [i for ids in samples_of(nodes.steps()) for i in ids]
-    for begin in range(0, len(order) - NUM_SAMPLES + 1, NUM_SAMPLES):
-        assert sorted(order[begin : begin + NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+    assert_each_once([i for ids in samples_of(nodes.steps()) for i in ids])
     curve = curve_of(nodes.folder, 4)
     for num_ranks in (1, 4):
         fixed = run_fixed(tmp_path_factory.mktemp("fixed"), tokens, num_ranks, num_steps)

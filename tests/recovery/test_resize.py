@@ -7,7 +7,14 @@ import time
 
 import pytest
 import torch
-from recovery.elastic_nodes import BATCH, NUM_SAMPLES, PATIENCE_S, Nodes, samples_of
+from recovery.elastic_nodes import (
+    NUM_SAMPLES,
+    PATIENCE_S,
+    Nodes,
+    assert_each_once,
+    assert_whole_steps,
+    samples_of,
+)
 from recovery.faults import TORCHRUN, left_processes, run_job
 
 from hyperpod_plugins.data import sample_order
@@ -16,19 +23,7 @@ pytestmark = pytest.mark.spawns
 
 
 def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
-    nodes.start("a")
-    nodes.await_store()  # it ends with its agent
-    nodes.start("b")
-    nodes.await_size(2)
-    nodes.start("c")
-    nodes.start("d")
-    nodes.await_size(4)
-    nodes.lose("b", "c", "d")
-    nodes.await_size(1)
-    nodes.start("e")
-    nodes.start("f")
-    nodes.await_size(3)
-    num_steps = nodes.finish()
+    num_steps = nodes.go_through_sizes()
 
     environ = {"TOKENS": str(tokens), "STEPS": str(num_steps)}
     calm = run_job("ranks_elastic.py", tmp_path_factory.mktemp("calm"), num_ranks=1, environ=environ)
@@ -39,9 +34,7 @@ def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
     epochs = samples_of(steps)
     for step, ids in enumerate(epochs):  # the same samples in the same steps, whatever the number of ranks
         assert sorted(ids) == sorted(fixed[step]["ids"]), step
-    flat = [i for ids in epochs for i in ids]
-    for begin in range(0, len(flat) - NUM_SAMPLES + 1, NUM_SAMPLES):
-        assert sorted(flat[begin : begin + NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+    assert_each_once([i for ids in epochs for i in ids])
     for step, entries in steps.items():
         loss = sum(entry["loss"] for entry in entries)
         assert loss == pytest.approx(fixed[step]["loss"], rel=1e-3), step
@@ -83,8 +76,7 @@ def test_asked_for_from_a_shell(nodes):
     num_steps = nodes.finish()
     assert not ticket.exists()
     steps = nodes.steps()
-    assert sorted(steps) == list(range(num_steps))
-    assert all(len(ids) == BATCH for ids in samples_of(steps))
+    assert_whole_steps(steps, num_steps)
 
 
 def test_a_node_that_gets_notice_leaves_between_two_steps(nodes):
@@ -105,8 +97,7 @@ def test_a_node_that_gets_notice_leaves_between_two_steps(nodes):
     nodes.await_size(1)
     num_steps = nodes.finish()
     steps = nodes.steps()
-    assert sorted(steps) == list(range(num_steps))
-    assert all(len(ids) == BATCH for ids in samples_of(steps))
+    assert_whole_steps(steps, num_steps)
     output = nodes.output()
     assert "repaired in" not in output  # nothing was lost
     assert "SIGUSR1: this node leaves the job, between two steps" in output
@@ -130,8 +121,7 @@ def test_replicas_of_two_shards_under_torchrun(tmp_path, tokens):
     finally:
         nodes.clear()
     steps = nodes.steps()
-    assert sorted(steps) == list(range(num_steps))
-    assert all(len(ids) == BATCH for ids in samples_of(steps))
+    assert_whole_steps(steps, num_steps)
     epoch = [i for ids in samples_of(steps) for i in ids][:NUM_SAMPLES]
     assert sorted(epoch) == list(range(NUM_SAMPLES))
 
