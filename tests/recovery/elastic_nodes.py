@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from recovery.faults import HYPERPODRUN, TORCHRUN, left_processes, start
 
-from hyperpod_plugins.data import write_tokens
+from hyperpod_plugins.data import sample_order, write_tokens
 
 NUM_SAMPLES, BATCH = 600, 12
 PATIENCE_S = 60.0
@@ -178,3 +178,16 @@ def assert_each_once(ids):
     """Each whole epoch has each sample once."""
     for begin in range(0, len(ids) - NUM_SAMPLES + 1, NUM_SAMPLES):
         assert sorted(ids[begin : begin + NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+
+
+def fill_unwritten(steps, at_most):
+    """Put in what ranks did not write down that were killed when they had committed a step; the steps with such gaps."""
+    found = [step for step, entries in steps.items() if len(entries) < entries[0]["size"]]
+    for step in found:
+        epoch, begin = divmod(step * BATCH, NUM_SAMPLES)
+        wanted = sample_order(range(begin, begin + BATCH), num_samples=NUM_SAMPLES, seed=0, epoch=epoch).tolist()
+        written = [i for entry in steps[step] for i in entry["ids"]]
+        assert set(written) < set(wanted), step
+        steps[step].append({"rank": 99, "ids": [i for i in wanted if i not in written]})
+    assert len(found) <= at_most
+    return found
