@@ -181,7 +181,7 @@ def assert_each_once(ids):
 
 
 def fill_unwritten(steps, at_most):
-    """Put in what ranks did not write down that were killed when they had committed a step; the steps with such gaps."""
+    """Put in what ranks killed after they had committed a step did not write down; the steps with such gaps."""
     found = [step for step, entries in steps.items() if len(entries) < entries[0]["size"]]
     for step in found:
         epoch, begin = divmod(step * BATCH, NUM_SAMPLES)
