@@ -2,12 +2,8 @@
 
 from typing import Literal
 
-from hyperpod_plugins.elastic.membership import MembershipPolicy
 from hyperpod_plugins.lightning.flavour import Callback
-from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.recovery import HangPolicy, Repair, RetryPolicy, SnapshotPolicy
-
-_SNAPSHOT_EVERY_STEPS = 20  # where nothing else has the state of a rank
+from hyperpod_plugins.recovery import RecoveryOptions, Repair
 
 
 class CheckpointlessRecovery(Callback):
@@ -47,21 +43,14 @@ class CheckpointlessRecovery(Callback):
         snapshot_every_steps: int | Literal["auto"] = "auto",
         snapshot_memory_fraction: float = 0.5,
     ) -> None:
-        self.enabled = enabled
-        self.membership = MembershipPolicy(replacement_timeout_s=replacement_timeout_s)
-        self.hangs = HangPolicy(floor_s=hang_timeout_s)
-        self.retries = RetryPolicy(max_attempts=max_attempts)
-        self.verify = verify
-        self.step_keyed_random = step_keyed_random
-        self.repairs: list[Repair] = []
-        self._every: int | Literal["auto"] = snapshot_every_steps
-        self._snapshots = SnapshotPolicy(
-            every_steps=_SNAPSHOT_EVERY_STEPS if snapshot_every_steps == "auto" else snapshot_every_steps,
-            memory_fraction=snapshot_memory_fraction,
-            is_required=snapshot_every_steps != "auto",
+        self.options = RecoveryOptions(
+            enabled=enabled,
+            replacement_timeout_s=replacement_timeout_s,
+            hang_timeout_s=hang_timeout_s,
+            max_attempts=max_attempts,
+            verify=verify,
+            step_keyed_random=step_keyed_random,
+            snapshot_every_steps=snapshot_every_steps,
+            snapshot_memory_fraction=snapshot_memory_fraction,
         )
-
-    def snapshots(self, topology: Topology) -> SnapshotPolicy:
-        """Which snapshots to take in a job of this topology."""
-        is_needed = self._every != "auto" or topology.replicate_degree == 1
-        return self._snapshots if is_needed and topology.world_size > 1 else SnapshotPolicy()
+        self.repairs: list[Repair] = []

@@ -29,7 +29,8 @@ def take_part(trainer: Trainer, *, place: int, world_size: int) -> TrainerRecove
     callbacks: list[Any] = vars(trainer)["callbacks"]
     chosen = next((callback for callback in callbacks if isinstance(callback, CheckpointlessRecovery)), None)
     elastic = next((callback for callback in callbacks if isinstance(callback, ElasticTraining)), None)
-    options, job = chosen or CheckpointlessRecovery(), JobEnv.from_environ()
+    callback, job = chosen or CheckpointlessRecovery(), JobEnv.from_environ()
+    options = callback.options
     if elastic is not None and not options.enabled:
         raise ConfigError("ElasticTraining needs recovery: leave out CheckpointlessRecovery(enabled=False), or it.")
     if job is None:
@@ -49,4 +50,4 @@ def take_part(trainer: Trainer, *, place: int, world_size: int) -> TrainerRecove
                 stacklevel=2,
             )
         return None
-    return TrainerRecovery(options, elastic, job, place=place, world_size=world_size) if options.enabled else None
+    return TrainerRecovery(callback, elastic, job, place=place, world_size=world_size) if options.enabled else None

@@ -63,14 +63,14 @@ class TrainerRecovery:
 
     def __init__(
         self,
-        options: CheckpointlessRecovery,
+        callback: CheckpointlessRecovery,
         elastic: ElasticTraining | None,
         job: JobEnv,
         *,
         place: int,
         world_size: int,
     ) -> None:
-        self.options = options
+        self.options, self._repairs = callback.options, callback.repairs
         ledger, world = Ledger.connect(job), World.of_founders(world_size)
         if job.agent_pid:
             end_with(job.agent_pid)  # it may wait for long now
@@ -78,7 +78,7 @@ class TrainerRecovery:
             world = find_world(ledger, place, job.incarnation)
         self.elastic = None if elastic is None else Elasticity(elastic, ledger)
         """How the job changes its size; None for one that does not."""
-        self.member = Member(job, place=place, world=world, policy=options.membership, hangs=options.hangs)
+        self.member = Member(job, place=place, world=world, policy=self.options.membership, hangs=self.options.hangs)
         self.member.is_elastic = elastic is not None
         self.member.start()
         self.saved = SavedCheckpoints(Ledger.connect(job)) if self.member.rank == 0 else None
@@ -392,7 +392,7 @@ class TrainerRecovery:
     def _repaired(self, repair: Repair) -> None:
         assert self._window is not None
         self._window.entered_with, self._owes = b"", ""
-        self.options.repairs.append(repair)
+        self._repairs.append(repair)
         if self.elastic is not None and self.has_moved:
             self.elastic.resized(self.member.world.cause, repair)
         self.has_moved = False

@@ -40,7 +40,6 @@ from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.lightning.reproducible import LogicalShards
 from hyperpod_plugins.lightning.sigterm import SigtermNews
 from hyperpod_plugins.lightning.trainer_state import prepare_data_alone
-from hyperpod_plugins.lightning.window import SAVING_GROUP
 from hyperpod_plugins.memory import delayed_init, materialize
 from hyperpod_plugins.memory.allocator import AllocatorWatch
 from hyperpod_plugins.parallel import (
@@ -54,6 +53,7 @@ from hyperpod_plugins.parallel import (
 from hyperpod_plugins.parallel.local_update import step_locally
 from hyperpod_plugins.parallel.mesh import move_groups
 from hyperpod_plugins.parallel.shard import sharded_parts, without_replica_sync
+from hyperpod_plugins.recovery import SAVING_GROUP
 
 
 class HyperPodStrategy(EvaluatingStrategy):

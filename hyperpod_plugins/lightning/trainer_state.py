@@ -14,15 +14,16 @@ from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import ConfigError, few
 from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.recovery.hyperparameters import hyperparameters
 
 _PROGRESS = ("total", "current")
 _AT_EPOCH_END = "hyperpod:at_epoch_end"
 _SAVED_AT = "hyperpod:saved_at"
-_GROUPS = "hyperpod:param_groups"
+GROUPS = "hyperpod:param_groups"
+"""Key of the hyperparameters of the optimizers in a described trainer."""
 _LAST_SAVED = "_last_global_step_saved"
 
 
@@ -37,7 +38,7 @@ def describe_trainer(trainer: Trainer, *, micro_steps_open: int, loader_states: 
     """
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
-    for name in hyperparameters(trainer):  # every process makes its own; they may be anything
+    for name in arguments(trainer):  # every process makes its own; they may be anything
         checkpoint.pop(name, None)
     fit_loop = checkpoint["loops"]["fit_loop"]
     if micro_steps_open:
@@ -49,14 +50,14 @@ def describe_trainer(trainer: Trainer, *, micro_steps_open: int, loader_states: 
     if loader_states:
         fit_loop["state_dict"]["combined_loader"] = loader_states
     checkpoint["loops"] = {"fit_loop": fit_loop}
-    checkpoint[_GROUPS] = [[_hyperparameters(group) for group in each.param_groups] for each in trainer.optimizers]
+    checkpoint[GROUPS] = [hyperparameters(each) for each in trainer.optimizers]
     checkpoint[_SAVED_AT] = [vars(callback).get(_LAST_SAVED, 0) for callback in trainer.checkpoint_callbacks]
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     return buffer.getvalue()
 
 
-def hyperparameters(trainer: Trainer) -> dict[str, Any]:
+def arguments(trainer: Trainer) -> dict[str, Any]:
     """What Lightning puts into a checkpoint of the arguments that module and data module were made with."""
     found: dict[str, Any] = {}
     for owner in (trainer.lightning_module, vars(trainer).get("datamodule")):
@@ -109,7 +110,7 @@ def read_trainer(data: bytes) -> dict[str, Any]:
 
 def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:
     """What Lightning saves beside tensors, of a described trainer."""
-    return {name: value for name, value in described.items() if name not in (_SAVED_AT, _GROUPS)}
+    return {name: value for name, value in described.items() if name not in (_SAVED_AT, GROUPS)}
 
 
 def restore_last_saves(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -117,26 +118,6 @@ def restore_last_saves(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     for callback, step in zip(trainer.checkpoint_callbacks, checkpoint.get(_SAVED_AT, []), strict=False):
         if _LAST_SAVED in vars(callback):
             vars(callback)[_LAST_SAVED] = step
-
-
-def give_hyperparameters(checkpoint: dict[str, Any], optimizers: list[Optimizer]) -> None:
-    """Give optimizers the learning rates, and all else in their groups, that the described trainer's had.
-
-    A scheduler's state does not hold them, and a scheduler goes on from what it finds. A rank that was interrupted
-    before (or after) the scheduler's step at which the described trainer was has others.
-    """
-    for optimizer, groups in zip(optimizers, checkpoint.get(_GROUPS, []), strict=False):
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            for key, value in values.items():
-                present = group.get(key)
-                if isinstance(present, torch.Tensor):
-                    present.copy_(torch.as_tensor(value))  # a compiled step holds on to this tensor
-                else:
-                    group[key] = value
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def log_last_batch(trainer: Trainer, committed: int) -> None:

@@ -8,26 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torchmetrics import Metric
 
 from hyperpod_plugins.lightning.flavour import Trainer
 from hyperpod_plugins.lightning.trainer_state import (
+    GROUPS,
+    arguments,
     as_checkpoint,
     describe_trainer,
-    give_hyperparameters,
-    hyperparameters,
     read_trainer,
 )
-from hyperpod_plugins.recovery import RecoveryPlan, TrainingState
-
-SAVING_GROUP = "checkpoint"
-"""Name of the role of the group that checkpoints are written over."""
-
-
-CAN_RESET = "reset_iter_state" in vars(FSDPModule)
-"""Whether this torch (2.13 does) can put FSDP2's modules back after an exception."""
+from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, TrainingState
+from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters
+from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, drop_gradients, parts_of
 
 
 class Window:
@@ -41,7 +34,7 @@ class Window:
         self._save = save
         self._closures: list[Callable[[], Any]] = []
         self._num_done = 0
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffers = Buffers()
         self._results: dict[str, dict[str, Any]] = {}
         self._metrics: list[tuple[Metric, dict[str, Any]]] = []
         self._loaders_before: list[Any] = []
@@ -93,20 +86,15 @@ class Window:
 
     def begin(self, step: int) -> None:
         """Remember buffers and logged metrics."""
-        parts = _parts(self._state.model)
-        buffers = [buffer for part in parts for buffer in part._buffers.values() if buffer is not None]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        parts = parts_of(self._state.model)
+        self._buffers = Buffers(parts)
         self._results = {key: _attributes(metric) for key, metric in self._logged().items()}
         self._metrics = [(part, _counts(part)) for part in parts if isinstance(part, Metric)]
 
     def undo(self) -> None:
         """Forget gradients; put buffers and logged metrics back."""
-        for optimizer in self._state.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        reset_sharding(self._state.model)
-        with torch.no_grad():
-            for buffer, saved in self._buffers:
-                buffer.copy_(saved)
+        drop_gradients(self._state.model, self._state.optimizers)
+        self._buffers.put_back()
         logged = self._logged()
         for key in list(logged):
             if key in self._results:
@@ -140,7 +128,7 @@ class Window:
             elif rank == target:
                 self._state.receive(source)
         if self.entered_with:
-            give_hyperparameters(read_trainer(self.entered_with), self._state.optimizers)
+            give_hyperparameters(read_trainer(self.entered_with).get(GROUPS, []), self._state.optimizers)
 
     can_undo_exceptions = CAN_RESET
 
@@ -148,33 +136,11 @@ class Window:
 
     def save(self, path: str, *, is_alone: bool) -> str:
         """Write the state at the beginning of this step as a checkpoint that `fit` can go on from."""
-        checkpoint = as_checkpoint(read_trainer(self.describe())) | hyperparameters(self._trainer)
+        checkpoint = as_checkpoint(read_trainer(self.describe())) | arguments(self._trainer)
         return self._save(checkpoint, path, is_alone)
 
     def _logged(self) -> dict[str, Any]:
         return self._trainer.fit_loop.epoch_loop._results
-
-
-def reset_sharding(model: nn.Module) -> None:
-    """Put FSDP2's modules back to where an iteration begins, after an exception may have left one in the middle."""
-    if not CAN_RESET:
-        return
-    roots: list[str] = []
-    for name, part in model.named_modules():
-        if isinstance(part, FSDPModule) and not any(name.startswith(f"{root}." if root else "") for root in roots):
-            roots.append(name)
-            part.reset_iter_state()
-
-
-def _parts(model: nn.Module) -> list[nn.Module]:
-    """`model.modules()`, in a tenth of the time and in another order; each step asks for them."""
-    parts, known = [model], {model}
-    for part in parts:
-        for child in part._modules.values():
-            if child is not None and child not in known:
-                known.add(child)
-                parts.append(child)
-    return parts
 
 
 def _attributes(metric: Any) -> dict[str, Any]:

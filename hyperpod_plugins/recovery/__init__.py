@@ -6,8 +6,9 @@ from hyperpod_plugins.recovery.buddies import buddies
 from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints
 from hyperpod_plugins.recovery.detect import HangPolicy
 from hyperpod_plugins.recovery.member import Member
+from hyperpod_plugins.recovery.options import RecoveryOptions
 from hyperpod_plugins.recovery.random import seed_micro_step, stream_seed
-from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, Subject
+from hyperpod_plugins.recovery.repair import SAVING_GROUP, Repair, RetryPolicy, Returned, Subject
 from hyperpod_plugins.recovery.restore import TrainingState
 from hyperpod_plugins.recovery.snapshot import Snapshot, SnapshotPolicy, Snapshots
 from hyperpod_plugins.recovery.step import StepTransaction
@@ -19,11 +20,13 @@ __all__ = [
     "Member",
     "NO_STATE",
     "PeersOutside",
+    "RecoveryOptions",
     "RecoveryPlan",
     "Repair",
     "RetryPolicy",
     "Returned",
     "Rung",
+    "SAVING_GROUP",
     "SavedCheckpoints",
     "Snapshot",
     "SnapshotPolicy",

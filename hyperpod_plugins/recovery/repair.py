@@ -8,6 +8,9 @@ from hyperpod_plugins.errors import ConfigError, PeerLost
 from hyperpod_plugins.observability import Event
 from hyperpod_plugins.recovery.assign import RecoveryPlan, Rung
 
+SAVING_GROUP = "checkpoint"
+"""Name of the role of the group that checkpoints are written over."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:

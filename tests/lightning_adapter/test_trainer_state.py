@@ -7,17 +7,18 @@ import pytest
 import torch
 
 from hyperpod_plugins.lightning.trainer_state import (
+    GROUPS,
     batches_done,
     before_epoch_end,
     before_validation,
     describe_trainer,
     ends_epoch,
-    give_hyperparameters,
     is_epoch_end,
     is_epoch_start,
     read_trainer,
     rewind,
 )
+from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters
 
 NUM_BATCHES = 7
 POSITION = ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.scheduler_progress", "epoch_loop.state_dict")
@@ -179,5 +180,5 @@ def test_a_description_carries_the_learning_rate():
     wanted = optimizer.param_groups[0]["lr"]
     assert wanted < 0.1
     optimizer.param_groups[0] |= {"lr": 0.7, "momentum": 0.9}
-    give_hyperparameters(described, trainer.optimizers)
+    give_hyperparameters(described[GROUPS], trainer.optimizers)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (wanted, 0)

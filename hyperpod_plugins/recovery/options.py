@@ -1,0 +1,74 @@
+"""What a user may choose about recovery, whoever writes the loop."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.parallel.topology import Topology
+from hyperpod_plugins.recovery.detect import HangPolicy
+from hyperpod_plugins.recovery.repair import RetryPolicy
+from hyperpod_plugins.recovery.snapshot import SnapshotPolicy
+
+_SNAPSHOT_EVERY_STEPS = 20  # where nothing else has the state of a rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryOptions:
+    """How a job is repaired in place when a process is lost or a step fails."""
+
+    enabled: bool = True
+    """False leaves everything to the launcher, which restarts all processes."""
+    replacement_timeout_s: float = 300.0
+    """Longest wait for a replacement, in seconds; then the job ends with an error."""
+    hang_timeout_s: float = 30.0
+    """Shortest wait of the other ranks, in a collective of a step, after which the rank that they wait for is replaced.
+
+    Ten times the job's median step time if that is longer. A rank that loads its batch counts as in a step. In the
+    first steps of a process 300 s hold, and for a rank that is outside of a step 900 s.
+    """
+    max_attempts: int = 3
+    """Attempts at one step that may end with the same rank's exception before it is raised."""
+    verify: bool = False
+    """Compare checksums of the state that a replacement receives."""
+    step_keyed_random: bool = True
+    """Draw random numbers as a function of the step, so that a repeated step and a replacement draw what was drawn
+    before. Without it the job recovers, but not to the same bits where there is dropout."""
+    snapshot_every_steps: int | Literal["auto"] = "auto"
+    """Steps from one buddy snapshot to the next, 0 for none. They are for shards of which no replica is left: all ranks
+    return to the last one, and redo at most so many steps. `"auto"` takes one every 20 steps where each shard exists
+    once (replicate degree 1), and none where it has replicas."""
+    snapshot_memory_fraction: float = 0.5
+    """Largest part of a node's memory for the snapshots of all its ranks."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _ = self.membership, self.hangs, self.retries, self._snapshots
+
+    @property
+    def membership(self) -> MembershipPolicy:
+        """How long to wait for whom."""
+        return MembershipPolicy(replacement_timeout_s=self.replacement_timeout_s)
+
+    @property
+    def hangs(self) -> HangPolicy:
+        """When a rank counts as hanging."""
+        return HangPolicy(floor_s=self.hang_timeout_s)
+
+    @property
+    def retries(self) -> RetryPolicy:
+        """When to stop trying."""
+        return RetryPolicy(max_attempts=self.max_attempts)
+
+    def snapshots(self, topology: Topology) -> SnapshotPolicy:
+        """Which snapshots to take in a job of this topology."""
+        is_needed = self.snapshot_every_steps != "auto" or topology.replicate_degree == 1
+        return self._snapshots if is_needed and topology.world_size > 1 else SnapshotPolicy()
+
+    @property
+    def _snapshots(self) -> SnapshotPolicy:
+        every = self.snapshot_every_steps
+        return SnapshotPolicy(
+            every_steps=_SNAPSHOT_EVERY_STEPS if every == "auto" else every,
+            memory_fraction=self.snapshot_memory_fraction,
+            is_required=every != "auto",
+        )
