@@ -14,6 +14,7 @@
     ├── RecoveryError (RuntimeError)        the job cannot repair itself in place
     │   ├── StateLost                       no rank that is left holds a part of the training state
     │   └── RecoveryTimeout                 a lost process was not replaced in time
+    ├── LoopError (RuntimeError)            a loop written by hand does what could not be repaired
     ├── DataError (RuntimeError)
     │   ├── DatasetDamaged                  a token file that was cut short or altered
     │   └── DatasetChanged                  a sampler state that belongs to other data
@@ -102,6 +103,10 @@ class StateLost(RecoveryError):
 
 class RecoveryTimeout(RecoveryError):
     """A lost process was not replaced in time."""
+
+
+class LoopError(HyperPodError, RuntimeError):
+    """A loop written by hand does something that could not be repaired after a fault."""
 
 
 class DataError(HyperPodError, RuntimeError):

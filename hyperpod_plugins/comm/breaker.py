@@ -31,6 +31,8 @@ class Breaker:
         self._cause: str | None = None
         self._lock = threading.Lock()
         self._listeners: list[Callable[[str], None]] = []
+        self.refusal = ""
+        """Why the main thread must not communicate now; empty where it may."""
 
     @property
     def phase(self) -> Phase:

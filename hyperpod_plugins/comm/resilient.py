@@ -32,7 +32,7 @@ from hyperpod_plugins.comm.works import (
     runs_on_cuda,
     transport_message,
 )
-from hyperpod_plugins.errors import CommError, PeerLost
+from hyperpod_plugins.errors import CommError, LoopError, PeerLost
 
 BACKEND = "hyperpod"
 
@@ -208,6 +208,8 @@ class ResilientProcessGroup(DelegatingGroup):
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
     ) -> dist.Work:
         # Every collective of every group passes here, and so does its Work: the place to notice a fault.
+        if breaker.refusal and threading.current_thread() is threading.main_thread():
+            raise LoopError(breaker.refusal)
         self._traffic.add(kind, payload_bytes)
         inner = self._inner
         try:

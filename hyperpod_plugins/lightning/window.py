@@ -20,7 +20,7 @@ from hyperpod_plugins.lightning.trainer_state import (
 )
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, TrainingState
 from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters
-from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, drop_gradients, parts_of
+from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, begin_iteration, drop_gradients, parts_of
 
 
 class Window:
@@ -121,7 +121,8 @@ class Window:
         return describe_trainer(self._trainer, micro_steps_open=len(self._closures), loader_states=loader_states)
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Copy tensors between ranks."""
+        """Copy tensors between ranks; all begin their next iteration alike."""
+        begin_iteration(self._state.model)
         for target, source in sorted(plan.sources.items()):
             if rank == source:
                 self._state.send(target)

@@ -111,7 +111,11 @@ class Subject(Protocol):
         ...
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Give this rank's state to those whose source it is, or take it from one's own source."""
+        """Give this rank's state to those whose source it is, or take it from one's own source.
+
+        Called on every rank. What a model's modules remember of their last iteration is to be forgotten, for a
+        newcomer's remember nothing.
+        """
         ...
 
     can_undo_exceptions: bool

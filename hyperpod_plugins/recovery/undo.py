@@ -1,9 +1,10 @@
 """What a step changes beside gradients, and how to put it back: buffers, and FSDP2's place in an iteration."""
 
-# A module's tables of children and buffers are walked in a tenth of the time that `modules()` takes.
+# Tables of children and buffers are walked in a tenth of the time that `modules()` takes; FSDP2 hides its state.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,13 +33,32 @@ def drop_gradients(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Forget what a step has computed so far, wherever it was interrupted."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
-    if not CAN_RESET:
-        return
-    roots: list[str] = []
-    for name, part in model.named_modules():
-        if isinstance(part, FSDPModule) and not any(name.startswith(f"{root}." if root else "") for root in roots):
-            roots.append(name)
+    begin_iteration(model)
+
+
+def begin_iteration(model: nn.Module) -> None:
+    """Put FSDP2's modules to where those of a new process are, whatever they have done.
+
+    [Note: what an evaluation leaves] A forward without a backward, as in a validation, stays in FSDP2's list of what
+    backward gathers ahead, and may leave parameters gathered. The next step then gathers once more, or once less, than
+    in a process that has replaced a lost one since: both would wait for each other for ever.
+    """
+    for part in model.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        state: Any = part._get_fsdp_state()
+        if not CAN_RESET:
+            _forget_forward(part, state)
+        elif state._is_root:  # known since its first forward
             part.reset_iter_state()
+
+
+def _forget_forward(part: FSDPModule, state: Any) -> None:
+    """What `reset_iter_state` does between two iterations, for torch before 2.13."""
+    part.reshard()
+    state._comm_ctx.post_forward_order.clear()
+    if state._fsdp_param_group is not None:
+        state._fsdp_param_group._post_forward_indices.clear()
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:

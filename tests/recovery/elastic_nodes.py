@@ -27,7 +27,7 @@ def write_ids(path):
 
 
 class Recorded:
-    """Abstract job whose program, `ranks_elastic.py`, writes down each committed step in `folder`."""
+    """Abstract job whose program, such as `ranks_elastic.py`, writes down each committed step in `folder`."""
 
     patience_s = PATIENCE_S
 
@@ -68,6 +68,8 @@ class Recorded:
 class Nodes(Recorded):
     """Agents of one job on this machine."""
 
+    script = "ranks_elastic.py"
+
     def __init__(self, folder, tokens, launcher=HYPERPODRUN, num_ranks=1, endpoint=""):
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -103,7 +105,7 @@ class Nodes(Recorded):
             "prefix": prefix,
             "launcher": self.launcher,
         }
-        self.agents[name] = start("ranks_elastic.py", folder, **options)
+        self.agents[name] = start(self.script, folder, **options)
         self.outputs.append(folder / "output")
 
     def await_store(self):

@@ -1,0 +1,114 @@
+"""One step of a loop written by hand, as its body sees it."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+from hyperpod_plugins.errors import LoopError, PeerLost
+from hyperpod_plugins.loops.guard import BEFORE_RUN, BETWEEN, Guard
+
+
+class RunsSteps(Protocol):
+    """What a step asks of its loop."""
+
+    guard: Guard
+
+    @property
+    def is_repaired(self) -> bool:
+        """Whether the loop goes on after a fault outside of a step."""
+        ...
+
+    def run_step(self, step: "Step", compute_loss: Callable[[Any], Any]) -> Any:
+        """Compute, vote and commit."""
+        ...
+
+
+class Step:
+    """A step, to be used as `with step:`; what comes after `run` in that block is repeated after a fault.
+
+    Attributes:
+        index: number of the step, from 0.
+        epoch: number of its epoch, from 0.
+        ends_epoch: whether it is the last one of its epoch.
+        batches: what this rank trains on, one batch a micro-step; empty where the step was run before.
+        is_again: whether the step was committed before, and what follows `run` is repeated.
+    """
+
+    def __init__(
+        self,
+        loop: RunsSteps,
+        *,
+        index: int,
+        epoch: int,
+        ends_epoch: bool,
+        batches: tuple[Any, ...] = (),
+        weights: tuple[float, ...] = (),
+        is_again: bool = False,
+        result: Any = None,
+    ) -> None:
+        self.index = index
+        self.epoch = epoch
+        self.ends_epoch = ends_epoch
+        self.batches = batches
+        self.weights = weights
+        self.is_again = is_again
+        self.was_interrupted = False
+        """Whether a fault came in its body; the loop sees to it."""
+        self.result = result
+        """What `run` returned."""
+        self._loop = loop
+        self._is_entered = self._is_run = False
+
+    def __enter__(self) -> "Step":
+        """Begin the body."""
+        self._is_entered = True
+        self._loop.guard.forbid(BEFORE_RUN)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        """End the body; after a fault the loop comes back to it, or goes on where the others are."""
+        self._loop.guard.forbid(BETWEEN)
+        self.was_interrupted = isinstance(error, PeerLost) and self._loop.is_repaired
+        if error is None and not self._is_run:
+            raise LoopError(f"the body of step {self.index} ended without step.run(...): nothing was trained.")
+        return self.was_interrupted
+
+    def run(self, compute_loss: Callable[[Any], Any]) -> Any:
+        """Train on the batches of this step: forward, backward, vote, and the optimizers' and schedulers' steps.
+
+        After a fault `compute_loss` is called again, with the same batches and the same random numbers.
+
+        Args:
+            compute_loss: called with each batch of this rank; returns the mean loss over its samples, `()`, or a dict
+                of such means with the key `"loss"`. It may communicate. Backward is not its business, and it must not
+                change what lives on beside buffers of the model.
+
+        Returns:
+            The same as `compute_loss`, as the mean over the whole global batch; equal on all ranks.
+
+        Raises:
+            LoopError: this is not inside `with step:`, or `run` was called before.
+            Exception: `compute_loss` raised the same on this rank too often.
+        """
+        if not self._is_entered or self._is_run:
+            raise LoopError(
+                f"step {self.index}: call step.run(...) once, in the body of `with step:`. It was called "
+                + ("twice." if self._is_run else "outside.")
+            )
+        self._loop.guard.allow()
+        if not self.is_again:
+            self.result = self._loop.run_step(self, compute_loss)
+        self._is_run = True
+        return self.result
+
+    def check(self) -> None:
+        """Make sure that the loop's body did what it must.
+
+        Raises:
+            LoopError: it has no `with step:`.
+        """
+        if not self._is_entered:
+            raise LoopError(
+                f"step {self.index} was left without `with step:`. Write: for step in session.steps(loader): with "
+                "step: loss = step.run(compute_loss)."
+            )

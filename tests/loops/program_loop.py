@@ -1,0 +1,140 @@
+"""A loop in plain torch that validates and saves; run by `hyperpodrun`, with faults at chosen points."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "recovery"))
+from faults import Faults
+
+from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.loops import Session
+from hyperpod_plugins.recovery import RecoveryOptions
+
+NUM_SAMPLES, WIDTH = 120, 8
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.dropout = nn.Dropout(0.0 if "REPLICAS" in os.environ else 0.25)
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.num_calls += 1
+        for layer in self.layers:
+            x = self.dropout(torch.relu(layer(x)))
+        return x
+
+
+def local(tensor):
+    whole = tensor.detach()
+    return (whole.to_local() if hasattr(whole, "to_local") else whole).clone()
+
+
+def main():
+    faults = Faults()
+    job = JobEnv.from_environ()
+    shards = int(os.environ.get("SHARDS", "2"))
+    sizes = os.environ.get("REPLICAS")
+    elastic = None
+    if sizes:
+        elastic = ElasticPolicy(max_replicas=int(sizes), scaling_timeout_s=0.0, faulty_scale_down_timeout_s=2.0)
+    session = Session(
+        hybrid_shard_degree=shards,
+        global_batch_size=12,
+        random_seed=5,
+        elastic=elastic,
+        recovery=RecoveryOptions(
+            replacement_timeout_s=30.0,
+            hang_timeout_s=3.0,
+            verify=True,
+            snapshot_every_steps=int(os.environ.get("SNAPSHOTS", "0")),
+        ),
+        checkpoint_folder=faults.folder,
+    )
+    faults.note(kind="process", pid=os.getpid(), incarnation=0 if job is None else job.incarnation)
+    torch.manual_seed(0)
+    data = torch.randn(NUM_SAMPLES, WIDTH)
+    model = session.parallelize(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+    session.train(model, optimizer, scheduler, max_grad_norm=0.5)
+    faults.at("setup", 0 if job is None else job.incarnation)
+    name = session.agree(f"run-{os.getpid()}")
+    session.state["best"] = 1e9
+
+    def validate():
+        model.eval()
+        with torch.no_grad():
+            loss = (model(data[:16]) - data[:16]).square().mean()
+        dist.all_reduce(loss)
+        model.train()
+        return float(loss) / session.world_size
+
+    loader = DataLoader(TensorDataset(data, torch.arange(NUM_SAMPLES)), batch_size=3, shuffle=True, drop_last=True)
+    num_steps = int(os.environ.get("STEPS", "0"))
+    for step in session.steps(loader, epochs=1000 if sizes or num_steps else 3, max_steps=num_steps):
+        with step:
+            seen = []
+
+            def compute_loss(batch, seen=seen, step=step):
+                x, ids = batch
+                faults.at("forward", step.index)
+                seen.extend(ids.tolist())
+                loss = (model(x) - x).square().mean()
+                faults.at("backward", step.index)
+                return {"loss": loss, "size": float(x.abs().mean())}
+
+            means = step.run(compute_loss)
+            faults.at("committed", step.index)
+            if not step.is_again:
+                ids = [] if step.is_again else [i for _, ids in step.batches for i in ids.tolist()]
+                faults.note(
+                    kind="step",
+                    step=step.index,
+                    rank=session.rank,
+                    size=session.world_size,
+                    ids=ids,
+                    loss=float(means["loss"]).hex(),
+                    lr=optimizer.param_groups[0]["lr"],
+                )
+            if step.index % 5 == 4:
+                faults.at("validate", step.index)
+                loss = validate()
+                faults.at("validated", step.index)
+                session.state["best"] = min(session.state["best"], loss)
+                faults.note(kind="validation", step=step.index, loss=loss.hex())
+            if step.ends_epoch and os.environ.get("SAVE"):
+                session.save(faults.folder / f"saved-{step.index}")
+                faults.at("saved", step.index)
+            if sizes:
+                time.sleep(0.03)
+        if (faults.folder / "stop").exists() and step.index + 1 == int((faults.folder / "stop").read_text()):
+            break
+    state = {name: local(value) for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    for number, values in enumerate(optimizer.state.values()):
+        state |= {f"{number}.{key}": local(value) for key, value in values.items()}
+    result = {
+        "state": state,
+        "lr": optimizer.param_groups[0]["lr"],
+        "best": session.state["best"],
+        "name": name,
+        "repairs": [str(repair) for repair in session.repairs],
+        "replicas": session.topology.replicate_degree,
+    }
+    torch.save(result, faults.folder / f"result-{session.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Loops written by hand, with real processes that are killed at every point of a body."""
+
+import pytest
+import torch
+from recovery.faults import PRELOAD, run_job
+
+SCRIPT = "../loops/program_loop.py"
+NUM_STEPS = 30
+FAULTS = [
+    ["forward", 1, 0, "kill"],
+    ["backward", 3, 1, "kill"],
+    ["validate", 4, 2, "kill"],
+    ["committed", 6, 3, "kill"],
+    ["validated", 9, 0, "kill"],
+    ["forward", 11, 2, "raise"],
+    ["forward", 13, 1, "kill"],
+    ["forward", 13, 2, "kill"],
+    ["validate", 14, 1, "break"],
+    ["saved", 19, 3, "kill"],
+    ["validate", 29, 0, "kill"],
+    ["validated", 29, 1, "kill"],
+]
+
+pytestmark = pytest.mark.spawns
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    job = run_job(SCRIPT, tmp_path_factory.mktemp("calm"), args=PRELOAD, environ={"SAVE": "1"})
+    assert job.code == 0, job.output[-8000:]
+    return job
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("disturbed")
+    job = run_job(SCRIPT, folder, faults=FAULTS, args=PRELOAD, environ={"SAVE": "1"}, timeout_s=120)
+    assert job.code == 0, job.output[-8000:]
+    return job
+
+
+def test_every_fault_happened(disturbed):
+    assert disturbed.num_faults == len(FAULTS)
+
+
+def test_all_ranks_end_with_the_same_bits(calm, disturbed):
+    for rank, (wanted, found) in enumerate(zip(calm.results(), disturbed.results(), strict=True)):
+        assert (found["lr"], found["best"]) == (wanted["lr"], wanted["best"])
+        assert found["state"].keys() == wanted["state"].keys()
+        for name, value in found["state"].items():
+            assert torch.equal(value, wanted["state"][name]), (rank, name)
+
+
+def test_every_step_is_run_once_on_the_same_samples(calm, disturbed):
+    for wanted, found in zip(*(job.records("step") for job in (calm, disturbed)), strict=True):
+        by_step = {line["step"]: line for line in wanted}
+        steps = [line["step"] for line in found]
+        assert len(set(steps)) == len(steps)
+        assert all(line == by_step[line["step"]] for line in found)
+        assert len(set(by_step) - set(steps)) <= 1  # one that died between commit and record

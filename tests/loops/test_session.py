@@ -1,0 +1,250 @@
+"""A session in one process, without an agent: what a loop gets, and what it must not do."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.errors import ConfigError, LoopError
+from hyperpod_plugins.loops import Session
+
+NUM_SAMPLES, WIDTH = 20, 4
+pytestmark = pytest.mark.slow_single
+
+
+@pytest.fixture
+def session(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "HYPERPOD_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    yield Session()
+    breaker.refusal = ""
+    dist.destroy_process_group()
+
+
+class Trained:
+    def __init__(self, session, *, schedule=True, **options):
+        torch.manual_seed(0)
+        self.model = session.parallelize(nn.Linear(WIDTH, WIDTH))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        session.train(self.model, self.optimizer, self.scheduler if schedule else (), **options)
+        self.data = torch.arange(NUM_SAMPLES * WIDTH, dtype=torch.float32).view(NUM_SAMPLES, WIDTH) / 50
+        self.seen = []
+
+    def loader(self, **options):
+        return DataLoader(TensorDataset(self.data, torch.arange(NUM_SAMPLES)), **{"batch_size": 5, **options})
+
+    def loss(self, batch):
+        x, ids = batch
+        self.seen.append(ids.tolist())
+        return (self.model(x) - x.flip(1)).square().mean()
+
+
+def by_hand(trained, batches, micro_steps=1):
+    """The weights, after plain torch has trained on the same batches."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    losses = []
+    for begin in range(0, len(batches), micro_steps):
+        ids = [i for batch in batches[begin : begin + micro_steps] for i in batch]
+        x = trained.data[ids]
+        loss = (model(x) - x.flip(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return model.weight.detach(), losses
+
+
+def test_steps_are_those_of_plain_torch(session):
+    trained, losses, ends = Trained(session), [], []
+    for step in session.steps(trained.loader(shuffle=True), epochs=2):
+        with step:
+            losses.append(float(step.run(trained.loss)))
+        ends.append((step.index, step.epoch, step.ends_epoch))
+    assert ends == [(i, i // 4, i % 4 == 3) for i in range(8)]
+    for epoch in (trained.seen[:4], trained.seen[4:]):
+        assert sorted(i for batch in epoch for i in batch) == list(range(NUM_SAMPLES))
+    assert trained.seen[:4] != trained.seen[4:]
+    weight, wanted = by_hand(trained, trained.seen)
+    torch.testing.assert_close(trained.model.weight.full_tensor().detach(), weight)
+    assert losses == pytest.approx(wanted)
+
+
+def test_micro_steps_and_a_last_step_that_is_smaller(session):
+    session._global_batch_size = 8
+    trained, losses = Trained(session), []
+    for step in session.steps(trained.loader(batch_size=4)):
+        with step:
+            losses.append(step.run(lambda batch: {"loss": trained.loss(batch), "one": 1.0}))
+    assert [len(batch) for batch in trained.seen] == [4, 4, 4, 4, 4]
+    first, wanted = by_hand(trained, trained.seen[:4], micro_steps=2)
+    assert [float(each["loss"]) for each in losses[:2]] == pytest.approx(wanted)
+    assert [float(each["one"]) for each in losses] == pytest.approx([1.0, 1.0, 1.0])
+    assert first.shape == (WIDTH, WIDTH)
+
+
+def test_limits_and_a_loop_that_is_left(session):
+    trained = Trained(session)
+    steps = [step.index for step in map(run_empty(trained), session.steps(trained.loader(), epochs=9, max_steps=3))]
+    assert steps == [0, 1, 2]
+    for step in session.steps(trained.loader()):
+        with step:
+            step.run(trained.loss)
+        break
+    dist.barrier()  # nothing is forbidden any more
+    trained.optimizer.step()
+
+
+def run_empty(trained):
+    def run(step):
+        with step:
+            step.run(trained.loss)
+        return step
+
+    return run
+
+
+def test_a_checkpoint_goes_on_where_it_was_written(session, tmp_path):
+    trained = Trained(session)
+    session.state["best"] = 7
+    for step in session.steps(trained.loader(shuffle=True), epochs=2):
+        with step:
+            step.run(trained.loss)
+            if step.index == 4:
+                session.save(tmp_path / "saved")
+    weight, seen = trained.model.weight.full_tensor().detach().clone(), trained.seen[5:]
+    again = Trained(session)
+    session.state["best"] = 0
+    session.load(tmp_path / "saved")
+    assert session.state["best"] == 7
+    indices = [step.index for step in map(run_empty(again), session.steps(again.loader(shuffle=True), epochs=2))]
+    assert indices == [5, 6, 7]
+    assert again.seen == seen
+    assert torch.equal(again.model.weight.full_tensor(), weight)
+
+
+def test_clipping_and_a_backward_of_ones_own(session):
+    norms = []
+
+    def backward(loss):
+        (loss * 100).backward()
+
+    trained = Trained(session, backward=backward, max_grad_norm=1e-3)
+    trained.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: norms.append(
+            float(torch.cat([p.grad.full_tensor().flatten() for p in trained.model.parameters()]).norm())
+        )
+    )
+    for step in session.steps(trained.loader(), max_steps=2):
+        with step:
+            step.run(trained.loss)
+    assert norms == pytest.approx([1e-3, 1e-3], rel=1e-3)
+
+
+def test_values_that_all_agree_on(session):
+    assert session.agree({"name": "x", "at": 3}) == {"name": "x", "at": 3}
+
+
+# -- wrong loops ----------------------------------------------------------------------------------------------------
+
+
+def assert_refused(session, body, match):
+    trained = Trained(session)
+
+    def loop():
+        for step in session.steps(trained.loader()):
+            body(step, trained)
+
+    with pytest.raises(LoopError, match=match):
+        loop()
+
+
+def test_a_collective_between_steps(session):
+    def after(step, trained):
+        run_empty(trained)(step)
+        dist.barrier()
+
+    assert_refused(session, after, "between the steps")
+
+
+def test_a_collective_before_the_step_is_run(session):
+    def before(step, trained):
+        with step:
+            dist.barrier()
+
+    assert_refused(session, before, r"before `step.run")
+
+
+def test_an_optimizer_stepped_by_hand(session):
+    def by_hand(step, trained):
+        with step:
+            step.run(trained.loss)
+            trained.optimizer.step()
+
+    assert_refused(session, by_hand, "by hand")
+
+
+def test_backward_by_hand(session):
+    def backward(step, trained):
+        def compute_loss(batch):
+            loss = trained.loss(batch)
+            loss.backward()
+            return loss.detach()
+
+        with step:
+            step.run(compute_loss)
+
+    assert_refused(session, backward, "Leave backward")
+
+
+def test_bodies_that_do_not_use_their_step(session):
+    def nothing(step, trained):
+        with step:
+            pass
+
+    def twice(step, trained):
+        with step:
+            step.run(trained.loss)
+            step.run(trained.loss)
+
+    assert_refused(session, lambda step, trained: None, "without `with step:`")
+    assert_refused(session, lambda step, trained: step.run(trained.loss), "outside")
+    assert_refused(session, nothing, "nothing was trained")
+    assert_refused(session, twice, "twice")
+
+
+def test_steps_of_nothing(session):
+    with pytest.raises(LoopError, match=r"session\.train"):
+        session.steps(DataLoader(TensorDataset(torch.zeros(3))))
+
+
+def test_loaders_that_nobody_else_could_continue(session):
+    trained = Trained(session)
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield 1
+
+    with pytest.raises(ConfigError, match="map-style"):
+        session.steps(DataLoader(Stream()))
+    with pytest.raises(ConfigError, match="WeightedRandomSampler"):
+        session.steps(trained.loader(sampler=WeightedRandomSampler([1.0] * NUM_SAMPLES, 4)))
+
+
+def test_state_that_a_replacement_could_not_read(session):
+    trained = Trained(session)
+    session.state["callback"] = print
+    with pytest.raises(ConfigError, match=r"session.state\['callback'\]"):
+        next(iter(session.steps(trained.loader())))
+
+
+def test_growing_needs_a_batch(monkeypatch):
+    with pytest.raises(ConfigError, match="needs global_batch_size"):
+        Session(elastic=ElasticPolicy(max_replicas=2))
