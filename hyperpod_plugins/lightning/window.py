@@ -20,7 +20,7 @@ from hyperpod_plugins.lightning.trainer_state import (
 )
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, TrainingState
 from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters
-from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, begin_iteration, drop_gradients, parts_of
+from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, drop_gradients, end_iteration, parts_of
 
 
 class Window:
@@ -105,6 +105,10 @@ class Window:
             vars(metric).update({key: _own(value) for key, value in counts.items()})
         self._num_done = 0
 
+    def end_iteration(self) -> None:
+        """Put FSDP2's modules back to where an iteration begins."""
+        end_iteration(self._state.model)
+
     def describe(self) -> bytes:
         """The Trainer's state at the beginning of this step, or where the loops were entered."""
         if self.entered_with:
@@ -121,8 +125,7 @@ class Window:
         return describe_trainer(self._trainer, micro_steps_open=len(self._closures), loader_states=loader_states)
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Copy tensors between ranks; all begin their next iteration alike."""
-        begin_iteration(self._state.model)
+        """Copy tensors between ranks."""
         for target, source in sorted(plan.sources.items()):
             if rank == source:
                 self._state.send(target)

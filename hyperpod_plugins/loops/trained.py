@@ -15,7 +15,7 @@ from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.local_update import step_locally
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, TrainingState
 from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters, hyperparameters
-from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, begin_iteration, drop_gradients, parts_of
+from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, drop_gradients, end_iteration, parts_of
 
 
 class Trained:
@@ -58,6 +58,7 @@ class Trained:
         self._state = state
         self._folder = folder
         self._buffers = Buffers()
+        self._modes: list[tuple[nn.Module, bool]] = []
         self._writer: CheckpointWriter | None = None
 
     def position(self) -> Position:
@@ -85,24 +86,34 @@ class Trained:
         for scheduler in self.schedulers:
             scheduler.step()
 
+    def train_again(self) -> None:
+        """Let modules train that did in the last step: a validation may have been interrupted."""
+        for part, is_training in self._modes:
+            part.training = is_training
+
     # -- Subject ------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Remember buffers."""
-        self._buffers = Buffers(parts_of(self.model))
+        """Remember buffers, and which modules train."""
+        parts = parts_of(self.model)
+        self._buffers = Buffers(parts)
+        self._modes = [(part, part.training) for part in parts]
 
     def undo(self) -> None:
         """Forget gradients; put buffers back."""
         drop_gradients(self.model, self.optimizers)
         self._buffers.put_back()
 
+    def end_iteration(self) -> None:
+        """Put FSDP2's modules back to where an iteration begins."""
+        end_iteration(self.model)
+
     def describe(self) -> bytes:
         """The position at the beginning of this step, or where the loop was entered."""
         return (self.entered_with or self.position()).to_bytes()
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Copy tensors between ranks; all begin their next iteration alike."""
-        begin_iteration(self.model)
+        """Copy tensors between ranks."""
         for target, source in sorted(plan.sources.items()):
             if rank == source:
                 self.tensors.send(target)

@@ -119,6 +119,7 @@ class Transactions:
         member.end_generation()
         returned = None if self._snapshots is None else self._snapshots.take_returned()
         description = self._stopped_at(returned, transaction)
+        self._trained.train_again()
         breaker.part()
         self._move(member)
         self._renew(member)
@@ -131,9 +132,7 @@ class Transactions:
             return returned.trainer
         if transaction.left_with is not None:
             return transaction.left_with  # what it said when it stopped in the step still holds
-        description = self._trained.describe()
-        self._trained.undo()
-        return description
+        return self._trained.describe()
 
     def _entering(self, position: Position, step: int) -> Position:
         assert self._transaction is not None

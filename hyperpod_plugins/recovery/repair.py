@@ -106,16 +106,16 @@ class Subject(Protocol):
         """Drop gradients, and put back what `begin` remembered: as if `compute` had never run."""
         ...
 
+    def end_iteration(self) -> None:
+        """Let what computes forget its last iteration, as a newcomer's knows of none; called before any state moves."""
+        ...
+
     def describe(self) -> bytes:
         """What newcomers need before they can come: loops, schedulers, the data position."""
         ...
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Give this rank's state to those whose source it is, or take it from one's own source.
-
-        Called on every rank. What a model's modules remember of their last iteration is to be forgotten, for a
-        newcomer's remember nothing.
-        """
+        """Give this rank's state to those whose source it is, or take it from one's own source."""
         ...
 
     can_undo_exceptions: bool

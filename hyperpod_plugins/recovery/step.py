@@ -306,6 +306,7 @@ class StepTransaction:
     def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
         """Bring this rank to the plan's step. A `PeerLost` leaves it where it was."""
         snapshots = self._snapshots
+        self._subject.end_iteration()
         if not plan.is_return:
             self._subject.restore(plan, self._member.rank)
         # Nobody goes on before all have their state. Those that wait here are outside of a step, where waits are long.

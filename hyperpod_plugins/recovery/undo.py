@@ -33,11 +33,14 @@ def drop_gradients(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Forget what a step has computed so far, wherever it was interrupted."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
-    begin_iteration(model)
+    end_iteration(model)
 
 
-def begin_iteration(model: nn.Module) -> None:
+def end_iteration(model: nn.Module) -> None:
     """Put FSDP2's modules to where those of a new process are, whatever they have done.
+
+    A forward that was interrupted outside of a step leaves parameters gathered: those that the module then holds are
+    not the shards that are sent, received and saved.
 
     [Note: what an evaluation leaves] A forward without a backward, as in a validation, stays in FSDP2's list of what
     backward gathers ahead, and may leave parameters gathered. The next step then gathers once more, or once less, than

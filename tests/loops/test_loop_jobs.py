@@ -58,3 +58,18 @@ def test_every_step_is_run_once_on_the_same_samples(calm, disturbed):
         assert len(set(steps)) == len(steps)
         assert all(line == by_step[line["step"]] for line in found)
         assert len(set(by_step) - set(steps)) <= 1  # one that died between commit and record
+
+
+def test_a_shard_that_only_a_snapshot_has(tmp_path):
+    """Two shards, no replica: all return to the snapshot of step 12, 16 and 24, and run up to 4 steps again."""
+    environ = {"SNAPSHOTS": "4", "SHARDS": "2"}
+    calm = run_job(SCRIPT, tmp_path / "calm", num_ranks=2, args=PRELOAD, environ=environ)
+    faults = [["forward", 14, 1, "kill"], ["validate", 19, 0, "kill"], ["committed", 25, 1, "kill"]]
+    found = run_job(SCRIPT, tmp_path / "found", num_ranks=2, faults=faults, args=PRELOAD, environ=environ)
+    assert calm.code == found.code == 0, found.output[-8000:]
+    assert found.num_faults == len(faults)
+    assert "all ranks return" not in calm.output
+    for wanted, result in zip(calm.results(2), found.results(2), strict=True):
+        assert (result["lr"], result["best"]) == (wanted["lr"], wanted["best"])
+        for name, value in result["state"].items():
+            assert torch.equal(value, wanted["state"][name]), name

@@ -23,6 +23,7 @@ from hyperpod_plugins.recovery import (
     TrainingState,
     seed_micro_step,
 )
+from hyperpod_plugins.recovery.undo import end_iteration
 
 NUM_STEPS, WIDTH, BATCH = 24, 8, 3
 torch.set_num_threads(1)
@@ -46,6 +47,9 @@ class Subject:
         with torch.no_grad():
             for buffer, saved in self.buffers:
                 buffer.copy_(saved)
+
+    def end_iteration(self):
+        end_iteration(self.state.model)
 
     def describe(self):
         buffer = io.BytesIO()

@@ -8,7 +8,7 @@ from torch import nn
 
 from hyperpod_plugins.comm import reset_traffic, traffic
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
-from hyperpod_plugins.recovery.undo import begin_iteration
+from hyperpod_plugins.recovery.undo import end_iteration
 
 
 def gathers_of_a_step(prepare, **options):
@@ -31,18 +31,18 @@ def evaluate(model, x):
         model(x)
 
 
-def evaluate_and_begin(model, x):
+def evaluate_and_end(model, x):
     evaluate(model, x)
-    begin_iteration(model)
+    end_iteration(model)
 
 
 def count_gathers(options):
-    return [gathers_of_a_step(each, **options) for each in (lambda *_: None, evaluate, evaluate_and_begin)]
+    return [gathers_of_a_step(each, **options) for each in (lambda *_: None, evaluate, evaluate_and_end)]
 
 
 @pytest.mark.spawns
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
 def test_an_evaluation_leaves_no_trace(options):
-    for fresh, after_evaluation, begun in run_ranks(count_gathers, options, world_size=2):
+    for fresh, after_evaluation, ended in run_ranks(count_gathers, options, world_size=2):
         assert after_evaluation != fresh  # or there is nothing to test
-        assert begun == fresh
+        assert ended == fresh
