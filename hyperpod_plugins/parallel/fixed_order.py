@@ -20,10 +20,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.shard import laid_out_like, local_part
+from hyperpod_plugins.parallel.gradient_vector import GradientVector
 
 Node = tuple[int, int]
 """Height and index: the sum of the leaves `index << height` to `((index + 1) << height) - 1`, as far as they exist."""
@@ -77,14 +75,7 @@ class FixedOrderMean:
         Raises:
             ConfigError: FSDP2 averages gradients over the replicas itself, in an order of its own.
         """
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for name, parameter in model.named_parameters():
-            if isinstance(parameter, DTensor) and "replicate" in (parameter.device_mesh.mesh_dim_names or ()):
-                raise ConfigError(
-                    f"{name} is sharded over a mesh with an axis for replicas, so FSDP2 adds up their gradients, in an "
-                    "order that depends on how many there are. For reproducible=True shard over the axis 'shard' "
-                    "alone, or leave sharding to the strategy."
-                )
+        self._vector = GradientVector(model, "reproducible=True")
         self._replicas = replicas
         self._num_leaves = num_leaves
         self._held: list[tuple[Node, Tensor]] = []
@@ -108,7 +99,7 @@ class FixedOrderMean:
         if index == 0:
             self._held = []
         leaves = self.leaves
-        self._held.append(((0, leaves[index]), self._take(loss)))
+        self._held.append(((0, leaves[index]), self._vector.take(loss, multiple_of=self._replicas.size())))
         while len(self._held) > 1 and _are_siblings(self._held[-2][0], self._held[-1][0]):
             _, right = self._held.pop()
             (height, place), left = self._held.pop()
@@ -117,32 +108,7 @@ class FixedOrderMean:
             return None
         held, self._held = dict(self._held), []
         whole = self._exchange(held) if self._replicas.size() > 1 else total(held, self._num_leaves, torch.add)
-        return self._give(whole.div_(self._num_leaves))
-
-    def _take(self, loss: Tensor) -> Tensor:
-        """All gradients, who has one, and the loss, in one vector; as many slices of it as there are replicas."""
-        parts: list[Tensor] = []
-        has_one: list[float] = []
-        for parameter in self._parameters:
-            gradient, parameter.grad = parameter.grad, None
-            has_one.append(float(gradient is not None))
-            parts.append(local_part(parameter if gradient is None else gradient).detach().reshape(-1).float())
-            if gradient is None:
-                parts[-1] = torch.zeros_like(parts[-1])
-        device = parts[0].device
-        parts += [torch.tensor(has_one, device=device), loss.detach().to(device).float().reshape(1)]
-        parts.append(torch.zeros(-sum(part.numel() for part in parts) % self._replicas.size(), device=device))
-        return torch.cat(parts)
-
-    def _give(self, mean: Tensor) -> Tensor:
-        """Put a vector's parts back; returns the loss."""
-        sizes = [local_part(parameter).numel() for parameter in self._parameters]
-        *parts, counts, loss, _ = mean.split([*sizes, len(sizes), 1, mean.numel() - sum(sizes) - len(sizes) - 1])
-        for parameter, part, has_one in zip(self._parameters, parts, counts.tolist(), strict=True):
-            if has_one:
-                local = part.view(local_part(parameter).shape).to(parameter.dtype)
-                parameter.grad = laid_out_like(parameter, local)
-        return loss.reshape(())
+        return self._vector.give(whole.div_(self._num_leaves))[0]
 
     def _exchange(self, held: Mapping[Node, Tensor]) -> Tensor:
         """Sum the nodes of all replicas, each of which adds up one slice."""
