@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hyperpod_plugins.elastic.adascale import Gains, Spread
 from hyperpod_plugins.elastic.rescale import LrScaling, Ramp, SampleClock, lr_factor
 from hyperpod_plugins.errors import ConfigError
 
@@ -39,13 +40,23 @@ class RateRule:
                 f"reference_batch_size and warmup_samples must not be negative, but are {self.reference_batch_size} "
                 f"and {self.warmup_samples}."
             )
+        if self.is_measured and self.warmup_samples:
+            raise ConfigError(
+                "lr_scaling='adascale' finds the factor of each step in its gradients: leave "
+                "warmup_samples out. A warm-up that belongs to the reference batch is the schedule's."
+            )
         if self.scaling == "none" and self.warmup_samples:
             raise ConfigError("warmup_samples needs a learning rate that changes: give lr_scaling, or leave it out.")
         if self.scale_adam and self.scaling != "sqrt":
             raise ConfigError("scale_adam goes with lr_scaling='sqrt': its betas and eps belong to that rule.")
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the factor comes from the gradients of each step: AdaScale."""
+        return self.scaling == "adascale"
+
     def factor(self, batch_size: int, reference_batch_size: int) -> float:
-        """What the learning rate is multiplied with, once the ramp is over."""
+        """What the learning rate is multiplied with, once the ramp is over; AdaScale's gain comes on top."""
         return lr_factor(self.scaling, batch_size, reference_batch_size)
 
 
@@ -63,21 +74,24 @@ class Course:
     """Samples that had been trained on when that way began."""
     num_samples: int = 0
     """Samples that have been trained on."""
+    gains: Gains | None = None
+    """AdaScale's; None where the factor follows from the batch alone."""
 
     @classmethod
-    def beginning(cls, reference_batch_size: int) -> "Course":
+    def beginning(cls, reference_batch_size: int, rule: RateRule) -> "Course":
         """Before the first step."""
-        return cls(reference_batch_size=reference_batch_size, batch_size=reference_batch_size)
+        gains = Gains() if rule.is_measured else None
+        return cls(reference_batch_size=reference_batch_size, batch_size=reference_batch_size, gains=gains)
 
     @property
     def factor(self) -> float:
-        """For the learning rate of the next step."""
-        return self.ramp.at(self.num_samples - self.ramp_from)
+        """For the learning rate of the next step, or of the last one until the next one has been measured."""
+        return self.ramp.at(self.num_samples - self.ramp_from) if self.gains is None else self.gains.gain
 
     @property
     def schedule_step(self) -> int:
-        """Steps of the schedule that are complete: steps of the reference batch."""
-        return self._clock.schedule_step
+        """Steps of the schedule that are complete: steps of the reference batch, or what was worth as many."""
+        return self._clock.schedule_step if self.gains is None else int(self.gains.num_steps)
 
     def toward(self, batch_size: int, rule: RateRule) -> "Course":
         """The course with steps of that batch from now on; from the present factor, also within a ramp."""
@@ -87,9 +101,22 @@ class Course:
         ramp = Ramp(start=self.factor, end=end, num_samples=rule.warmup_samples)
         return replace(self, batch_size=batch_size, ramp=ramp, ramp_from=self.num_samples)
 
+    def measured(self, spread: Spread | None, num_samples: int) -> "Course":
+        """The course with what the gradients of the next step have told, of so many samples.
+
+        Args:
+            spread: of that step; None where nobody has looked.
+            num_samples: of that step: fewer than `batch_size`, if it is the last one of an epoch.
+        """
+        if self.gains is None:
+            return self
+        noise = None if spread is None else spread.noise(num_samples, self.reference_batch_size)
+        return replace(self, gains=self.gains.measured(noise, num_samples / self.reference_batch_size))
+
     def after(self, num_samples: int) -> "Course":
         """The course after one more step, of so many samples."""
-        return replace(self, num_samples=self._clock.after(num_samples).num_samples)
+        gains = None if self.gains is None else self.gains.after()
+        return replace(self, num_samples=self._clock.after(num_samples).num_samples, gains=gains)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -98,8 +125,9 @@ class Course:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Course":
         """Inverse of `to_dict`."""
-        plain: dict[str, Any] = {**values}
-        return cls(ramp=Ramp(**plain.pop("ramp")), **plain)
+        plain: dict[str, Any] = {"gains": None} | {**values}
+        gains = plain.pop("gains")
+        return cls(ramp=Ramp(**plain.pop("ramp")), gains=None if gains is None else Gains(**gains), **plain)
 
     @property
     def _clock(self) -> SampleClock:

@@ -6,21 +6,21 @@ by samples.
 """
 
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from hyperpod_plugins.data import BatchSplit
 from hyperpod_plugins.errors import ConfigError
 
-LrScaling = Literal["none", "linear", "sqrt"] | Callable[[float], float]
+LrScaling = Literal["none", "linear", "sqrt", "adascale"] | Callable[[float], float]
 """How the learning rate follows the global batch: by name, or a function of new batch / reference batch."""
 
 _RULES: dict[str, Callable[[float], float]] = {
     "none": lambda ratio: 1.0,
     "linear": lambda ratio: ratio,
     "sqrt": math.sqrt,
+    "adascale": lambda ratio: 1.0,  # the gradients say more; see adascale.py
 }
 
 
@@ -61,7 +61,7 @@ def lr_factor(scaling: LrScaling, global_batch_size: float, reference_batch_size
     """What to multiply the learning rate with, that was tuned for the reference batch.
 
     `linear` is for SGD (Goyal et al. 2017, arXiv:1706.02677), `sqrt` for Adam and its like (Malladi et al. 2022,
-    arXiv:2205.10287); `none` leaves it alone.
+    arXiv:2205.10287); `none` leaves it alone, and so does `adascale`, whose gain comes on top.
 
     Raises:
         ConfigError: an unknown rule, a batch that is not positive, or a function whose result is not a positive number.
@@ -123,23 +123,3 @@ class SampleClock:
     def ticks(self, step_size: int) -> int:
         """How often the scheduler steps after a step of so many samples."""
         return self.after(step_size).schedule_step - self.schedule_step
-
-
-def adascale_gain(squared_norms: Sequence[float], mean_squared_norm: float) -> float:
-    """Gain ratio of AdaScale (Johnson et al. 2020, arXiv:2007.05105): what one step of S times the batch is worth.
-
-    Between 1, where all gradients agree and a larger batch teaches nothing more, and S, where they are noise.
-
-    Args:
-        squared_norms: squared norm of each of the S gradients that were averaged; one batch of the reference size each.
-        mean_squared_norm: squared norm of their mean.
-    """
-    scale = len(squared_norms)
-    if scale < 2:
-        return 1.0
-    mean = sum(squared_norms) / scale
-    variance = max(0.0, (mean - mean_squared_norm) * scale / (scale - 1))
-    signal = max(0.0, mean_squared_norm - variance / scale)
-    if variance + signal < scale * sys.float_info.min:  # nothing to be told from rounding
-        return 1.0
-    return (variance + signal) / (variance / scale + signal)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hyperpod_plugins.elastic.adascale import Spread
 from hyperpod_plugins.elastic.course import Course, RateRule, scaled_adam
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.flavour import Trainer
@@ -58,11 +59,13 @@ class Rates:
     """None until the first world has been laid out."""
     ticks: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     """Steps of the schedule that schedulers have been told of: plain ones, and those that wait for a metric."""
+    spread: Spread | None = None
+    """What the gradients of the step that is being committed have told AdaScale; not part of the state."""
 
     def begin(self, reference_batch_size: int) -> None:
         """Begin at the first sample, unless a state has been loaded."""
         if self.course is None:
-            self.course = Course.beginning(reference_batch_size)
+            self.course = Course.beginning(reference_batch_size, self.rule)
 
     @contextmanager
     def step(self, optimizer: Optimizer, *, batch_size: int, num_samples: int, is_first_rank: bool) -> Generator[None]:
@@ -76,10 +79,12 @@ class Rates:
         """
         assert self.course is not None
         before, course = self.course, self.course.toward(batch_size, self.rule)
+        is_change = course is not before
+        course, self.spread = course.measured(self.spread, num_samples), None
         with scaled(optimizer, course.factor, scale_adam=self.rule.scale_adam):
             yield
         self.course = course.after(num_samples)
-        if course is not before:
+        if is_change:
             _announce(before, course, is_first_rank)
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +97,8 @@ class Rates:
         """Go on from there.
 
         Raises:
-            ConfigError: the state counts steps of another reference batch than the one that was asked for.
+            ConfigError: the state counts steps of another reference batch than the one that was asked for, or counts
+                them otherwise.
         """
         course, wanted = Course.of(state["course"]), self.rule.reference_batch_size
         if wanted not in (0, course.reference_batch_size):
@@ -100,6 +106,13 @@ class Rates:
                 f"the checkpoint was made with a reference batch of {course.reference_batch_size} samples, and its "
                 f"schedule counts in such steps; reference_batch_size={wanted} would let it jump. Use "
                 f"{course.reference_batch_size}, or leave it out."
+            )
+        if (course.gains is not None) != self.rule.is_measured:
+            was, is_now = ("", "not ") if course.gains is not None else ("not ", "")
+            raise ConfigError(
+                f"the checkpoint was {was}made with lr_scaling='adascale', whose schedule counts what steps are worth "
+                f"instead of samples, and it is {is_now}asked for now; the schedule would jump. Keep the rule, or load "
+                "the weights alone."
             )
         self.course = course
         self.ticks = {False: state["ticks"], True: state["metric_ticks"]}
@@ -167,12 +180,30 @@ class Rates:
                 progress.increment_completed()
 
 
+def warn_of_adaptive(optimizers: list[Optimizer]) -> None:
+    """Say that AdaScale was not made for an optimizer that divides by the size of gradients."""
+    for optimizer in optimizers:
+        if any({"betas", "eps"} & group.keys() for group in optimizer.param_groups):
+            log.warning(
+                "lr_scaling='adascale' was made for SGD with momentum. %s divides its steps by the size of gradients, "
+                "which a larger batch changes too, so the gain means less there; 'sqrt' is a rule for such optimizers",
+                type(optimizer).__name__,
+            )
+
+
 def _announce(before: Course, after: Course, is_first_rank: bool) -> None:
-    if is_first_rank:
+    start, end = (after.ramp.start, after.ramp.end) if after.gains is None else (before.factor, after.factor)
+    if is_first_rank and after.gains is not None:
+        log.warning(
+            "the global batch is %d samples now, and was %d; AdaScale's gain goes from %.4g to %.4g, and on with the "
+            "gradients",
+            *(after.batch_size, before.batch_size, start, end),
+        )
+    elif is_first_rank:
         log.warning(
             "the global batch is %d samples now, and was %d; the learning rate goes from %.4g to %.4g times its "
             "schedule, over %d samples",
-            *(after.batch_size, before.batch_size, after.ramp.start, after.ramp.end, after.ramp.num_samples),
+            *(after.batch_size, before.batch_size, start, end, after.ramp.num_samples),
         )
     record(
         Event(
@@ -181,8 +212,8 @@ def _announce(before: Course, after: Course, is_first_rank: bool) -> None:
             details={
                 "global_batch_size": after.batch_size,
                 "global_batch_size_before": before.batch_size,
-                "lr_factor": after.ramp.end,
-                "lr_factor_before": after.ramp.start,
+                "lr_factor": end,
+                "lr_factor_before": start,
                 "warmup_samples": after.ramp.num_samples,
                 "samples": after.num_samples,
             },

@@ -20,6 +20,8 @@ REFERENCE = 100
         ({"scaling": "linear", "warmup_samples": -1}, "must not be negative"),
         ({"scaling": "linear", "reference_batch_size": -1}, "must not be negative"),
         ({"warmup_samples": 10}, "warmup_samples needs a learning rate that changes"),
+        ({"scaling": "adascale", "warmup_samples": 10}, "leave warmup_samples out"),
+        ({"scaling": "adascale", "scale_adam": True}, "goes with lr_scaling='sqrt'"),
         ({"scaling": "linear", "scale_adam": True}, "goes with lr_scaling='sqrt'"),
         ({"scaling": lambda kappa: kappa - 1}, "must return a positive number"),
     ],
@@ -42,7 +44,8 @@ def test_rules_that_make_no_sense(options, words):
     ],
 )
 def test_factors_of_the_learning_rate(scaling, warmup, batches, factors):
-    rule, course, found = RateRule(scaling=scaling, warmup_samples=warmup), Course.beginning(REFERENCE), []
+    rule, found = RateRule(scaling=scaling, warmup_samples=warmup), []
+    course = Course.beginning(REFERENCE, rule)
     for batch in batches:
         course = course.toward(batch, rule)
         found.append(course.factor)
@@ -52,7 +55,7 @@ def test_factors_of_the_learning_rate(scaling, warmup, batches, factors):
 
 def test_a_reference_other_than_the_first_batch():
     rule = RateRule(scaling="linear", reference_batch_size=50, warmup_samples=200)
-    course = Course.beginning(50).toward(100, rule)
+    course = Course.beginning(50, rule).toward(100, rule)
     assert course.factor == 1.0
     assert course.after(200).factor == 2.0
 
@@ -60,7 +63,7 @@ def test_a_reference_other_than_the_first_batch():
 @given(st.lists(st.tuples(st.integers(1, 900), st.booleans()), max_size=30), st.sampled_from([0, 150, 1000]))
 def test_whoever_is_given_the_course_goes_on_as_those_who_gave_it(steps, warmup):
     rule = RateRule(scaling="sqrt", warmup_samples=warmup)
-    old = new = Course.beginning(REFERENCE)
+    old = new = Course.beginning(REFERENCE, rule)
     for batch, is_passed_on in steps:
         if is_passed_on:
             new = Course.of(json.loads(json.dumps(old.to_dict())))

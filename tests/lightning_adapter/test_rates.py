@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from hyperpod_plugins.elastic.adascale import Spread
 from hyperpod_plugins.elastic.course import Course, RateRule
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.rates import Rates, scaled
@@ -182,7 +183,33 @@ def test_a_checkpoint_with_another_reference():
         Rates(rule=RateRule(reference_batch_size=20)).load_state_dict(state)
     rates = Rates(rule=RateRule(reference_batch_size=10))
     rates.load_state_dict(state)
-    assert rates.course == Course.beginning(10)
+    assert rates.course == Course.beginning(10, rates.rule)
+
+
+NOISE = Spread(squared_norms=(4.0, 4.0), shares=(0.5, 0.5), mean_squared_norm=2.0)
+AGREEMENT = Spread(squared_norms=(4.0, 4.0), shares=(0.5, 0.5), mean_squared_norm=4.0)
+
+
+def test_adascale_goes_by_what_each_step_has_told():
+    optimizer = adam(0.01)
+    scheduler = SCHEDULERS["lambda"](optimizer)
+    trainer, rates, used = trainer_with(scheduler), rates_of(scaling="adascale"), []
+    # variance 4 and signal 0; then 0 and 4, so 2 and 2 in the mean; then nothing new
+    for spread, size in ((NOISE, 20), (AGREEMENT, 20), (None, 20), (None, 5)):
+        rates.spread = spread
+        used += run(rates, optimizer, trainer, [size])[0]
+        assert rates.spread is None
+    gains, done = [2.0, 4 / 3, 4 / 3, 4 / 6], [0, 2, 3, 4]  # 2, 3.33, 4.67 and 5.33 steps
+    assert used == pytest.approx([0.01 * gain / (1 + step) for gain, step in zip(gains, done, strict=True)])
+    assert trainer.fit_loop.epoch_loop.scheduler_progress.num_steps == rates.course.schedule_step == 5
+
+
+def test_a_checkpoint_that_counts_otherwise():
+    with_gains, without = rates_of(scaling="adascale").state_dict(), rates_of(scaling="linear").state_dict()
+    with pytest.raises(ConfigError, match=r"was made with lr_scaling='adascale', .* it is not asked for now"):
+        rates_of(scaling="linear").load_state_dict(with_gains)
+    with pytest.raises(ConfigError, match=r"was not made with lr_scaling='adascale', .* it is asked for now"):
+        rates_of(scaling="adascale").load_state_dict(without)
 
 
 def test_every_change_is_an_event(caplog):
