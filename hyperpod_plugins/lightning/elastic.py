@@ -27,7 +27,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.batching import SizesSteps
 from hyperpod_plugins.lightning.datamodule import TrainerLoader
 from hyperpod_plugins.lightning.flavour import Trainer
-from hyperpod_plugins.lightning.rates import Rates
+from hyperpod_plugins.lightning.rates import Rates, warn_of_adaptive
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
@@ -62,6 +62,13 @@ class ElasticTraining(SizesSteps):
     rate follows by `lr_scaling`, and schedulers with `interval="step"` go on by samples: one step for each
     reference batch. Each change of the batch is logged, and recorded as the event `elastic.batch`.
 
+    With `lr_scaling="adascale"`, for SGD with momentum, the gradients say what a step is worth: its *gain*, between 1
+    and S, where S is the step's samples / reference batch (between S and 1 for a smaller one). The learning rate of the
+    step is multiplied by it, and schedulers go on by as many steps. The gain follows from averages over earlier steps
+    and this one. A step adds to them what the gradients of its parts tell, each of which one replica computed in one
+    micro-step; a single replica that does not accumulate tells nothing, and goes on with the averages that there are
+    and its own S. Before there are any the gain is 1, or S if that is smaller.
+
     Args:
         global_batch_size: samples of one optimizer step, over all ranks; the same for every number of replicas.
         samples_per_replica: samples of one optimizer step for each replica, instead of `global_batch_size`. Needs
@@ -71,7 +78,7 @@ class ElasticTraining(SizesSteps):
             HyperPod manifest, the `elastic_policy` of a recipe, DeepSpeed's `elasticity` (which says the batch sizes
             too), or the path of a JSON or YAML file with one of these. Default: any number.
         lr_scaling: how the learning rate follows a batch that is kappa times the reference: `"none"`, `"linear"`
-            (kappa), `"sqrt"`, or a function of kappa.
+            (kappa), `"sqrt"`, `"adascale"`, or a function of kappa.
         reference_batch_size: batch that learning rate and schedule were made for; 0 for the one of the first world.
         warmup_samples: samples over which the learning rate goes to its new value.
         scale_adam: with `"sqrt"`, scale Adam's betas and eps too: kappa (1 - beta), and eps / sqrt(kappa).
@@ -120,6 +127,11 @@ class ElasticTraining(SizesSteps):
                 "lr_scaling, reference_batch_size, warmup_samples and scale_adam are for a batch that follows the "
                 "world: give samples_per_replica. With the same global batch the learning rate stays what it is."
             )
+        if self.batch.follows_world and reproducible:
+            raise ConfigError(
+                "reproducible=True is for a global batch that stays the same: give global_batch_size, not "
+                "samples_per_replica. Another batch is another computation."
+            )
         if self.batch.follows_world and source is None and "max_replicas" not in limits:
             raise ConfigError("samples_per_replica needs max_replicas: nothing else limits the batch.")
         limits = {"max_replicas": global_batch_size} | limits
@@ -147,8 +159,21 @@ class ElasticTraining(SizesSteps):
 
     @property
     def lr_factor(self) -> float:
-        """By what the learning rate of the next step is multiplied; schedulers and loggers see it without."""
+        """By what the learning rate of the next step is multiplied; schedulers and loggers see it without.
+
+        With AdaScale the gain of the last step, for that of the next one is not known.
+        """
         return 1.0 if self.rates.course is None else self.rates.course.factor
+
+    @property
+    def schedule_step(self) -> int:
+        """Steps of the schedule that are complete, of a batch that follows the world; a job may end by them."""
+        return 0 if self.rates.course is None else self.rates.course.schedule_step
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether these options need single replicas' gradients, so that FSDP2 must not average them."""
+        return self.reproducible or self.rates.rule.is_measured
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -185,7 +210,8 @@ class Elasticity:
     """`ElasticTraining` at work in one process."""
 
     def __init__(self, options: ElasticTraining, ledger: Ledger) -> None:
-        self._options = options
+        self.options = options
+        """What the user has chosen."""
         self._ledger = ledger
         known = terms_of(ledger)
         self.replica_size = 0 if known is None else known.replica_size
@@ -205,29 +231,24 @@ class Elasticity:
         first = config.topology(self.replica_size or world_size, ranks_per_node=ranks_per_node)
         topology = replace(first, world_size=world_size)
         self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
-        self._policy, batch = self._options.settle(topology)
-        self._sizes = self._options.batch.serving(self._policy, topology.shard_degree)
+        self._policy, batch = self.options.settle(topology)
+        self._sizes = self.options.batch.serving(self._policy, topology.shard_degree)
         if topology.replicate_degree not in self._sizes:
             raise ConfigError(
                 f"the job has {topology.replicate_degree} replicas of {self.replica_size} ranks, and ElasticTraining "
                 f"allows {list(self._sizes)}. Start another number of processes, or change its limits."
             )
         split = batch.split(topology.replicate_degree, topology.shard_degree)
-        self._options.split, self._trainer = split, trainer
+        self.options.split, self._trainer = split, trainer
         trainer.accumulate_grad_batches = split.micro_steps
         if batch.follows_world:
-            self._options.rates.begin(self._reference())
-            self._options.rates.take_over_schedulers(trainer)
+            self.options.rates.begin(self._reference())
+            self.options.rates.take_over_schedulers(trainer)
         return topology
-
-    @property
-    def reproduces(self) -> ElasticTraining | None:
-        """The options, where bits are not to depend on the number of replicas."""
-        return self._options if self._options.reproducible else None
 
     def stream(self, micro_step: int, rank: int) -> tuple[int, int]:
         """What tells the random numbers of a micro-step from those of the others: two numbers."""
-        topology, split = self._topology, self._options.split
+        topology, split = self._topology, self.options.split
         assert topology is not None
         assert split is not None
         if not split.num_logical_shards:
@@ -243,7 +264,7 @@ class Elasticity:
         """
         for loader in _train_loaders(trainer):
             split = loader.batch_sampler.split if isinstance(loader, TrainerLoader) else None
-            own = self._options.split
+            own = self.options.split
             assert own is not None
             if split is None or _kind_of(split) != _kind_of(own):
                 what = f"a global batch of {split.global_batch_size}" if split else type(loader).__name__
@@ -257,16 +278,18 @@ class Elasticity:
                 )
         assert self._policy is not None
         terms = Terms(policy=self._policy, replica_size=self.replica_size, sizes=self._sizes)
-        if self._options.batch.follows_world:
-            batches = [self._options.batch.at(size) for size in self._sizes]
-            reference = self._options.rates.check(trainer.optimizers, batches)
+        if self.options.batch.follows_world:
+            batches = [self.options.batch.at(size) for size in self._sizes]
+            reference = self.options.rates.check(trainer.optimizers, batches)
             self._ledger.put_first(_REFERENCE, str(reference).encode())
+            if self.options.rates.rule.is_measured and trainer.global_rank == 0:
+                warn_of_adaptive(trainer.optimizers)
         leave_terms(self._ledger, terms)
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Generator[None]:
         """Let the optimizer step inside, at the learning rate for the present batch."""
-        options, trainer = self._options, self._trainer
+        options, trainer = self.options, self._trainer
         if not options.batch.follows_world:
             yield
             return
@@ -283,14 +306,14 @@ class Elasticity:
     def _reference(self) -> int:
         """Batch that learning rate and schedule were made for, for a job that begins."""
         known = self._ledger.find(_REFERENCE)
-        wanted = self._options.rates.rule.reference_batch_size
-        return wanted or (self._options.global_batch_size if known is None else int(known))
+        wanted = self.options.rates.rule.reference_batch_size
+        return wanted or (self.options.global_batch_size if known is None else int(known))
 
     def resized(self, cause: str, repair: Repair) -> None:
         """Write down that the job goes on with another number of replicas."""
         assert self._topology is not None
         now = self._topology.replicate_degree
-        self._options.resizes.append(Resize(cause=cause, step=repair.step, num_replicas=now, took_s=repair.total_s))
+        self.options.resizes.append(Resize(cause=cause, step=repair.step, num_replicas=now, took_s=repair.total_s))
         record(
             Event(
                 name="elastic.resize",

@@ -19,10 +19,11 @@ from hyperpod_plugins.comm import CommOptions, GroupRole, new_axis_group
 from hyperpod_plugins.data import StatefulLoader
 from hyperpod_plugins.env import config_path
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.averaging import OwnAveraging, own_averaging
 from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
 from hyperpod_plugins.lightning.collectives import decided, reduced
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
-from hyperpod_plugins.lightning.elastic import Elasticity, ElasticTraining
+from hyperpod_plugins.lightning.elastic import Elasticity
 from hyperpod_plugins.lightning.evaluating import EvaluatingStrategy
 from hyperpod_plugins.lightning.flavour import Precision, Trainer, TrainerFn, optimizers_to_device
 from hyperpod_plugins.lightning.module import (
@@ -37,7 +38,6 @@ from hyperpod_plugins.lightning.module import (
 )
 from hyperpod_plugins.lightning.participation import take_part
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
-from hyperpod_plugins.lightning.reproducible import LogicalShards
 from hyperpod_plugins.lightning.sigterm import SigtermNews
 from hyperpod_plugins.lightning.trainer_state import prepare_data_alone
 from hyperpod_plugins.memory import delayed_init, materialize
@@ -94,7 +94,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._data_group: dist.ProcessGroup | None = None
         self._snapshot_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
-        self._logical_shards: LogicalShards | None = None
+        self._averaging: OwnAveraging | None = None
         self._drops_gradients = False
         self._sigterm_news: SigtermNews | None = None
 
@@ -184,7 +184,9 @@ class HyperPodStrategy(EvaluatingStrategy):
             refuse_other_types(module, self.config.precision)
             materialize(module, device=self.root_device, seed=self.config.random_seed)
         else:
-            parallelize(module, self.device_mesh, self.config, averages_replicas=self._reproduces is None)
+            elastic = self._elastic
+            averages = elastic is None or not elastic.options.averages_replicas
+            parallelize(module, self.device_mesh, self.config, averages_replicas=averages)
             treat_steps_as_forward(module)
         if self.config.fsdp_cache_flush_warnings:
             self._allocator_watch = AllocatorWatch(self.root_device)
@@ -205,8 +207,8 @@ class HyperPodStrategy(EvaluatingStrategy):
             self._drops_gradients = not looks_at_old_gradients(trainer, module)
             optimizers_to_device(self.optimizers, self.root_device)
             if self._recovery is not None:
-                if self._reproduces is not None:
-                    self._logical_shards = LogicalShards(trainer, module, self.device_mesh, self._reproduces)
+                if self._elastic is not None:
+                    self._averaging = own_averaging(trainer, module, self.device_mesh, self._elastic.options)
                 self._recovery.begin_fit(
                     trainer,
                     module,
@@ -220,10 +222,6 @@ class HyperPodStrategy(EvaluatingStrategy):
     @property
     def _elastic(self) -> Elasticity | None:
         return None if self._recovery is None else self._recovery.elastic
-
-    @property
-    def _reproduces(self) -> ElasticTraining | None:
-        return None if self._elastic is None else self._elastic.reproduces
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -239,8 +237,8 @@ class HyperPodStrategy(EvaluatingStrategy):
                 optimizer.zero_grad()
         with loss_parallel_context(self.config):
             output = super().training_step(*args, **kwargs)
-        if self._logical_shards is not None:
-            self._logical_shards.computed(output)
+        if self._averaging is not None:
+            self._averaging.computed(output)
         return output
 
     @override
@@ -254,9 +252,9 @@ class HyperPodStrategy(EvaluatingStrategy):
             if weight != 1.0:
                 closure_loss = closure_loss * weight
             backward = super().backward
-            if self._logical_shards is None:
+            if self._averaging is None:
                 return backward(closure_loss, *args, **kwargs)
-            return self._logical_shards.add(closure_loss, lambda loss: backward(loss, *args, **kwargs), batch_index)
+            return self._averaging.add(closure_loss, lambda loss: backward(loss, *args, **kwargs), batch_index)
 
     @override
     def optimizer_step(
@@ -276,8 +274,8 @@ class HyperPodStrategy(EvaluatingStrategy):
         return result
 
     def _update(self, optimizer: Optimizer, loss: Any, **kwargs: Any) -> Any:
-        if self._logical_shards is not None:
-            self._logical_shards.committed()
+        if self._averaging is not None:
+            self._averaging.committed()
         with nullcontext() if self._elastic is None else self._elastic.step(optimizer):
             return step_locally(optimizer, lambda: loss, **kwargs)
 

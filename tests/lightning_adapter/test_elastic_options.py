@@ -30,6 +30,8 @@ from hyperpod_plugins.parallel import ParallelConfig
         ({"samples_per_replica": 4}, "they are 8 and 4"),
         ({"global_batch_size": 0, "samples_per_replica": 4}, "samples_per_replica needs max_replicas"),
         ({"lr_scaling": "linear"}, "are for a batch that follows the world: give samples_per_replica"),
+        ({"lr_scaling": "adascale"}, "are for a batch that follows the world: give samples_per_replica"),
+        ({"global_batch_size": 0, "samples_per_replica": 4, "reproducible": True}, "reproducible=True is for a global"),
         ({"reference_batch_size": 4}, "are for a batch that follows the world"),
         ({"lr_scaling": "cubic"}, "must be one of none, linear, sqrt"),
         ({"policy": {"minReplicas": 2, "maxReplicas": 1}}, "min is 2 and max 1"),
@@ -132,7 +134,7 @@ FOLLOWS = {"samples_per_replica": 4, "max_replicas": 4}
 
 def split_for(elasticity, world_size):
     """What a loader that leaves the sizes to the callback is told."""
-    trainer = SimpleNamespace(callbacks=[elasticity._options])
+    trainer = SimpleNamespace(callbacks=[elasticity.options])
     return batch_split(trainer, world_size, global_batch_size=0, micro_batch_size=0)
 
 
@@ -149,9 +151,9 @@ def test_the_first_world_says_what_the_schedule_counts_in(ledger):
     open_with(elasticity, trainer, loader(8, pads=True))
     later, _, _ = lay_out(ledger, 8, **FOLLOWS)
     for each in (elasticity, later):
-        assert each._options.state_dict()["course"]["reference_batch_size"] == 8
+        assert each.options.state_dict()["course"]["reference_batch_size"] == 8
     told, _, _ = lay_out(ledger, 8, **FOLLOWS, reference_batch_size=6)
-    assert told._options.state_dict()["course"]["reference_batch_size"] == 6
+    assert told.options.state_dict()["course"]["reference_batch_size"] == 6
 
 
 def test_loaders_whose_batch_does_not_follow(ledger):
@@ -165,6 +167,21 @@ def test_adam_is_looked_at_before_training(ledger):
     trainer.optimizers = [torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], betas=(0.6, 0.9))]
     with pytest.raises(ConfigError, match=r"up to 2\.5 times is possible"):
         open_with(elasticity, trainer, loader(4, pads=True))
+
+
+def test_adascale_warns_of_adam_and_leaves_sgd_alone(ledger, caplog):
+    elasticity, _, trainer = lay_out(ledger, 4, **FOLLOWS, lr_scaling="adascale")
+    assert elasticity.options.averages_replicas
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    trainer.global_rank, trainer.optimizers = 0, [torch.optim.SGD(parameters, lr=0.1, momentum=0.9)]
+    open_with(elasticity, trainer, loader(8, pads=True))
+    assert not caplog.records
+    trainer.optimizers = [torch.optim.AdamW(parameters)]
+    open_with(elasticity, trainer, loader(8, pads=True))
+    assert "was made for SGD with momentum. AdamW divides" in caplog.text
+    trainer.global_rank = 1
+    open_with(elasticity, trainer, loader(8, pads=True))
+    assert len(caplog.records) == 1
 
 
 def test_samples_of_a_replica_that_its_ranks_cannot_share(ledger):

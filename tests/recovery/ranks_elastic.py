@@ -48,8 +48,15 @@ class Module(pl.LightningModule):
         self.loss += float(loss.detach()) * len(ids)
         return loss
 
+    def on_after_backward(self):
+        faults.at("backward", self.global_step)
+
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if option("OPTIMIZER", "adamw") == "sgd":
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer.register_step_pre_hook(lambda *_: faults.at("optimizer", self.global_step))
         optimizer.register_step_post_hook(self.committed)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -100,7 +107,12 @@ def main():
     per_replica = option("PER_REPLICA", 0)
     batch = {"global_batch_size": BATCH}
     if per_replica:  # the batch follows the world
-        batch = {"samples_per_replica": per_replica, "lr_scaling": "linear", "warmup_samples": option("WARMUP", 0)}
+        batch = {
+            "samples_per_replica": per_replica,
+            "lr_scaling": option("LR_SCALING", "linear"),
+            "reference_batch_size": option("REFERENCE", 0),
+            "warmup_samples": option("WARMUP", 0),
+        }
     elastic = ElasticTraining(
         **batch,
         reproducible=bool(option("REPRODUCIBLE", 0)),
@@ -122,18 +134,22 @@ def main():
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        gradient_clip_val=option("CLIP", 0.0) or None,
     )
-    trainer.fit(module, datamodule=data)
+    trainer.fit(module, datamodule=data, ckpt_path=os.environ.get("RESUME"))
+    if "SAVE" in os.environ:
+        trainer.save_checkpoint(os.environ["SAVE"])
     (optimizer,) = trainer.optimizers
     state = {name: local(value) for name, value in module.named_parameters()}
-    for number, values in enumerate(optimizer.state.values()):
-        state |= {f"{number}.{key}": local(value) for key, value in values.items()}
+    for name, parameter in module.named_parameters():  # a checkpoint brings their states in another order
+        state |= {f"{name}.{key}": local(value) for key, value in optimizer.state[parameter].items()}
     result = {
         "state": state,
         "step": trainer.global_step,
         "size": trainer.world_size,
         "rank": trainer.global_rank,
         "lr_factor": elastic.lr_factor,
+        "rates": elastic.state_dict(),
         "lr": optimizer.param_groups[0]["lr"],
         "repairs": [str(repair) for repair in recovery.repairs],
         "lasted_s": [repair.total_s for repair in recovery.repairs],
