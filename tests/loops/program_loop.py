@@ -102,6 +102,7 @@ def main():
                 ids = [] if step.is_again else [i for _, ids in step.batches for i in ids.tolist()]
                 faults.note(
                     kind="step",
+                    pid=os.getpid(),
                     step=step.index,
                     rank=session.rank,
                     size=session.world_size,

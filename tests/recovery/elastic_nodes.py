@@ -52,6 +52,20 @@ class Recorded:
             assert time.monotonic() < until_s, f"never {size} ranks\n{self.output()}"
             time.sleep(0.1)
 
+    def pid_of(self, rank):
+        """The process that has written down the newest step of a rank."""
+        steps = self.steps()
+        return next(e["pid"] for step in sorted(steps, reverse=True) for e in steps[step] if e["rank"] == rank)
+
+    def kill_rank(self, rank):
+        """SIGKILL to a rank's process; returns when another has written down a step in its place."""
+        pid = self.pid_of(rank)
+        os.kill(pid, signal.SIGKILL)
+        until_s = time.monotonic() + self.patience_s
+        while self.pid_of(rank) == pid:
+            assert time.monotonic() < until_s, f"nobody in the place of rank {rank}\n{self.output()}"
+            time.sleep(0.1)
+
     def output(self):
         """What its processes have said."""
         raise NotImplementedError
@@ -141,12 +155,14 @@ class Nodes(Recorded):
             assert agent.wait(PATIENCE_S) == 0, self.output()
         return num_steps
 
-    def go_through_sizes(self, faults=()):
-        """1, 2, 4, 1 and 3 ranks, with nodes killed on the way; the second node has `faults`. How many steps it had."""
+    def go_through_sizes(self, *, kills_worker=False):
+        """1, 2, 4, 1 and 3 ranks, with nodes killed on the way, and a worker if so said. How many steps it had."""
         self.start("a")
         self.await_store()  # it ends with its agent
-        self.start("b", faults=faults)
+        self.start("b")
         self.await_size(2)
+        if kills_worker:
+            self.kill_rank(1)
         self.start("c")
         self.start("d")
         self.await_size(4)

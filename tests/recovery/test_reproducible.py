@@ -38,7 +38,7 @@ def assert_same_bits(found, wanted):
 
 def test_grown_shrunk_and_killed(nodes, tokens, tmp_path_factory):
     nodes.environ |= REPRODUCIBLE | {"STEP_S": "0.01"}
-    num_steps = nodes.go_through_sizes(faults=[("backward", 20, 1, "kill")])
+    num_steps = nodes.go_through_sizes(kills_worker=True)
     assert not left_processes("FAULTS_FOLDER=" + str(nodes.folder), patience_s=5.0)
     found = torch.load(nodes.folder / "result-0.pt", weights_only=True)
     assert [size for size in found["replicas"] if size in (2, 4, 1)][:3] == [2, 4, 1]

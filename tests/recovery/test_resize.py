@@ -1,9 +1,7 @@
 """A job that grows and shrinks while it runs, with real agents of one rank each that come, go and are killed."""
 
 import json
-import os
 import signal
-import time
 
 import pytest
 import torch
@@ -171,12 +169,7 @@ def test_a_batch_that_follows_the_world(nodes):
     nodes.await_store()
     nodes.start("b")
     nodes.await_size(2)
-    second = next(entry["pid"] for entry in nodes.steps()[max(nodes.steps())] if entry["rank"] == 1)
-    os.kill(second, signal.SIGKILL)
-    until_s = time.monotonic() + PATIENCE_S
-    while {e["pid"] for entries in nodes.steps().values() for e in entries if e["rank"] == 1} == {second}:
-        assert time.monotonic() < until_s, nodes.output()
-        time.sleep(0.1)
+    nodes.kill_rank(1)
     nodes.lose("b")
     nodes.await_size(1)
     num_steps = nodes.finish()
