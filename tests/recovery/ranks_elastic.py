@@ -117,7 +117,8 @@ def main():
         **batch,
         reproducible=bool(option("REPRODUCIBLE", 0)),
         micro_batch_size=MICRO_BATCH,
-        max_replicas=4,
+        max_replicas=option("MAX_REPLICAS", 4),
+        replica_increment=option("INCREMENT", 1),
         scaling_timeout_s=option("SCALING_S", 0.0),
         faulty_scale_down_timeout_s=option("SHRINK_S", 30.0),
     )

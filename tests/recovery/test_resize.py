@@ -108,6 +108,25 @@ def test_a_node_that_gets_notice_leaves_between_two_steps(nodes):
     assert not left_processes(leaving.mark, patience_s=5.0) + left_processes(second.mark, patience_s=5.0)
 
 
+def test_increments(nodes):
+    """One replica or three: a second node waits for a third, and is left out with it."""
+    nodes.environ |= {"MAX_REPLICAS": "3", "INCREMENT": "2"}
+    nodes.start("a")
+    nodes.await_store()
+    nodes.start("b")
+    nodes.await_size(1)
+    nodes.start("c")
+    nodes.await_size(3)
+    nodes.lose("c")
+    nodes.await_size(1)
+    num_steps = nodes.finish()
+    steps = nodes.steps()
+    assert sorted(steps) == list(range(num_steps))
+    fill_unwritten(steps, at_most=1)
+    assert {entries[0]["size"] for entries in steps.values()} == {1, 3}
+    assert_each_once([i for ids in samples_of(steps) for i in ids])
+
+
 def test_replicas_of_two_shards_under_torchrun(tmp_path, tokens):
     nodes = Nodes(tmp_path, tokens, TORCHRUN, num_ranks=2)
     try:
