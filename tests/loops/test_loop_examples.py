@@ -1,0 +1,54 @@
+"""The examples of loops as their heads say to run them, each of which loses a process in the middle."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from recovery.faults import HYPERPODRUN, left_processes
+
+from hyperpod_plugins.recovery.chaos import processes, workers_in
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "loops"
+pytestmark = pytest.mark.spawns
+
+
+def run_and_kill(name, folder, *args):
+    """Run an example on two ranks, and kill one after the tenth step; what it printed."""
+    mark = f"job-{uuid.uuid4().hex}"
+    command = [sys.executable, "-m", HYPERPODRUN, "--nproc-per-node", "2", str(EXAMPLES / name)]
+    output = folder / "output"
+    with output.open("w") as file:
+        agent = subprocess.Popen(
+            [*command, "--folder", str(folder), *args],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "JOB_MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        until_s = time.monotonic() + 90
+        while "step 10: " not in output.read_text():
+            assert agent.poll() is None, output.read_text()[-6000:]
+            assert time.monotonic() < until_s, output.read_text()[-6000:]
+            time.sleep(0.02)
+        os.kill(workers_in(processes(), [agent.pid])[-1], signal.SIGKILL)
+        assert agent.wait(90) == 0, output.read_text()[-6000:]
+    finally:
+        for pid in (*left_processes(mark, patience_s=0.0), agent.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait(10)
+    return output.read_text()
+
+
+@pytest.mark.parametrize("name", ["plain_torch.py", "hf_trainer.py"])
+def test_a_process_is_lost_and_the_example_goes_on(name, tmp_path):
+    text = run_and_kill(name, tmp_path, "--steps", "60")
+    assert "killed by SIGKILL; repaired in" in text
+    assert "0 steps lost" in text
+    assert "step 50: " in text
