@@ -40,7 +40,7 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(PIP) install $(CUT) -e '.[lightning,cli]' --group test
+	$(PIP) install $(CUT) -e '.[lightning,accelerate,cli]' --group test
 	@touch $@
 
 $(VENV)/check.stamp: $(VENV)/test.stamp

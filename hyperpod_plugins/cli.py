@@ -3,6 +3,7 @@
 hyperpod chaos --every 30 --seed 1 --kinds kill,stop --pid AGENT_PID
 hyperpod scale --replicas 2
 hyperpod status
+hyperpod preset list|show NAME|write NAME [PATH]|NAME
 """
 
 import argparse
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from hyperpod_plugins.elastic.control import Request, Ticket, send
-from hyperpod_plugins.errors import HyperPodError
+from hyperpod_plugins.errors import ConfigError, HyperPodError
+from hyperpod_plugins.presets import preset_names, preset_path, preset_summary, write_preset
 from hyperpod_plugins.recovery.chaos import SIGNALS, ChaosPlan, choose_agents, processes, run_chaos
 from hyperpod_plugins.recovery.faults import FaultKind
 
@@ -84,6 +86,31 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_preset_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", metavar="list|show|write|NAME", help="a name alone prints the path of its file")
+    parser.add_argument("name", nargs="?", help="of the preset to show or write")
+    parser.add_argument("path", nargs="?", help="where to write it; default: NAME.yaml in the working directory")
+
+
+def _preset(arguments: argparse.Namespace) -> int:
+    """A file's path alone, for `accelerate launch --config_file $(hyperpod preset NAME)`."""
+    match arguments.what, arguments.name, arguments.path:
+        case "list", None, None:
+            for name in preset_names():
+                _say(f"{name:<16}{preset_summary(name)}")
+        case "show", str(name), None:
+            _say(preset_path(name).read_text().rstrip())
+        case "write", str(name), path:
+            _say(str(write_preset(name, path)))
+        case "list" | "show" | "write", _, _:
+            raise ConfigError("write `preset list`, `preset show NAME` or `preset write NAME [PATH]`")
+        case name, None, None:
+            _say(str(preset_path(name)))
+        case name, *_:
+            raise ConfigError(f"`preset {name}` takes no further argument; it prints the path of that preset's file")
+    return 0
+
+
 COMMANDS = (
     Command(
         name="scale",
@@ -96,6 +123,12 @@ COMMANDS = (
         summary="show the size of a running job",
         add_arguments=_add_job_arguments,
         run=_status,
+    ),
+    Command(
+        name="preset",
+        summary="configuration files for `accelerate launch --config_file`",
+        add_arguments=_add_preset_arguments,
+        run=_preset,
     ),
     Command(
         name="chaos",

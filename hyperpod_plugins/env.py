@@ -10,6 +10,8 @@ from typing import Self
 
 from hyperpod_plugins.errors import ConfigError
 
+_OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEnv:
@@ -139,8 +141,13 @@ class JobEnv:
 
 
 def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Path of the SMP JSON file named by `HYPERPOD_CONFIG`, or None."""
+    """Path of the file named by `HYPERPOD_CONFIG` (SMP JSON; for Accelerate also its YAML), or None."""
     return environ.get("HYPERPOD_CONFIG") or None
+
+
+def accelerate_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What `accelerate launch` tells its workers: the variables that Accelerate's own plugins read."""
+    return {name: value for name, value in environ.items() if name.startswith(_OF_ACCELERATE)}
 
 
 def runtime_folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -12,7 +12,7 @@ LAYERS = (
     "comm data memory precision planning",
     "parallel elastic",
     "recovery",
-    "lightning accelerate smp loops",
+    "lightning accelerate loops presets smp",
     "cli",
 )
 LAYER_OF = {unit: row for row, units in enumerate(LAYERS) for unit in units.split()}

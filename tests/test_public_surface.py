@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 
 SNAPSHOT = Path(__file__).with_name("public_surface.json")
-PACKAGES = ("comm", "data", "elastic", "lightning", "loops", "memory", "observability", "parallel", "recovery")
+PACKAGES = (
+    "accelerate",
+    "comm",
+    "data",
+    "elastic",
+    "lightning",
+    "loops",
+    "memory",
+    "observability",
+    "parallel",
+    "recovery",
+)
 
 
 def public_names(package):

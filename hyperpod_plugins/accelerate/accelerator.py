@@ -1,0 +1,241 @@
+"""`HyperPodAccelerator`: Accelerate's own class, where models are sharded by `parallelize`."""
+
+# Accelerate's steps of `prepare` are private names, and meant to be overridden nowhere; see docs/design/accelerate.md.
+# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from hyperpod_plugins.accelerate.gathering import are_tensors, gathered, gathered_objects, reduced, without_padding
+from hyperpod_plugins.accelerate.joining import join, tell_accelerate, uses_cpu
+from hyperpod_plugins.accelerate.library import Accelerator, get_mixed_precision_context_manager
+from hyperpod_plugins.accelerate.preparing import compute_in, recompute_blocks, shard_with_optimizers
+from hyperpod_plugins.accelerate.stepping import HyperPodOptimizer, HyperPodScheduler
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel import (
+    Topology,
+    build_data_group,
+    clip_grad_norm_,
+    clip_grad_value_,
+    copy_from_first_rank,
+    loss_parallel_context,
+    parallelize,
+)
+from hyperpod_plugins.parallel.shard import without_replica_sync
+
+if TYPE_CHECKING:
+    from hyperpod_plugins.accelerate.plugin import HyperPodPlugin
+
+_OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
+_OF_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "dynamo_plugin", "dynamo_backend")
+
+
+class HyperPodAccelerator(Accelerator):
+    """An `Accelerator` on the backend `hyperpod`; what `HyperPodPlugin.accelerator` returns.
+
+    `prepare` gives back the same model, whose parameters are DTensors over `mesh`, and optimizers of torch over these.
+
+    Args:
+        plugin: what is asked for.
+        **options: arguments of `accelerate.Accelerator`, but for those that the plugin makes.
+
+    Raises:
+        ConfigError: see `HyperPodPlugin.accelerator`.
+    """
+
+    def __init__(self, plugin: "HyperPodPlugin", **options: Any) -> None:
+        self.plugin = plugin
+        self._data_group: dist.ProcessGroup | None = None
+        handlers = _with_ours(plugin, _checked(options))
+        join(plugin.comm, plugin.timeout_s)
+        tell_accelerate()
+        self._parallelism = plugin.parallelism_config
+        super().__init__(
+            mixed_precision=plugin.mixed_precision,
+            cpu=uses_cpu(),
+            fsdp_plugin=plugin.fsdp_plugin,
+            parallelism_config=self._parallelism,
+            kwargs_handlers=handlers,
+            **options,
+        )
+        if self.topology.tensor_degree > 1:
+            if self.dataloader_config.dispatch_batches:
+                raise ConfigError(
+                    "dispatch_batches=True gives every rank the same samples where there is tensor parallelism. Leave "
+                    "it out: each rank then reads its own."
+                )
+            self.dataloader_config = replace(self.dataloader_config, dispatch_batches=False)
+        self._data_group = build_data_group(self.topology)
+
+    # -- who and where ------------------------------------------------------------------------------------------
+
+    @property
+    def topology(self) -> Topology:
+        """Degrees and rank arithmetic of this job."""
+        return self._parallelism.topology
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """`("replicate", "shard", "tensor")`; `torch_device_mesh` has the same groups under Accelerate's names."""
+        assert self._parallelism.mesh is not None
+        return self._parallelism.mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """This rank and those that read other samples; tensor peers read the same."""
+        assert self._data_group is not None
+        return self._data_group
+
+    # -- prepare ------------------------------------------------------------------------------------------------
+
+    @override
+    def _prepare_tp(self, *args: Any) -> Any:
+        """Nothing: tensor parallelism is part of `parallelize`."""
+        return args
+
+    @override
+    def _prepare_fsdp2(self, *args: Any) -> Any:
+        """Shard the model and give its optimizers the sharded parameters; prepare the rest as always."""
+        model = next((each for each in args if isinstance(each, nn.Module)), None)
+        if model is None:
+            return super()._prepare_fsdp2(*args)
+        optimizers = [each for each in args if isinstance(each, Optimizer)]
+        if self.plugin.settings.of_accelerate:
+            copy_from_first_rank(model, self.device)
+            self._wrap_forward(model)
+            return super()._prepare_fsdp2(*args)
+        shard_with_optimizers(model, optimizers, self._parallelized, self.device)
+        self._wrap_forward(model)
+        if model not in self._models:
+            self._models.append(model)
+        ready = [each if each is model else self._prepare_one(each, first_pass=True) for each in args]
+        return tuple(each if each is model else self._prepare_one(each) for each in ready)
+
+    def _parallelized(self, model: nn.Module) -> None:
+        if self.plugin.settings.activation_checkpointing:
+            recompute_blocks(model, self.plugin.config.block_classes)
+        parallelize(model, self.mesh, self.plugin.config)
+
+    def _wrap_forward(self, model: nn.Module) -> None:
+        if self.native_amp:
+            compute_in(model, self._forward_context, returns_float32=True)
+        elif self.plugin.config.loss_parallel:
+            compute_in(model, self._forward_context, returns_float32=False)
+
+    @contextmanager
+    def _forward_context(self) -> Generator[None]:
+        autocast = get_mixed_precision_context_manager(self.native_amp, cast("Any", self.autocast_handler))
+        with loss_parallel_context(self.plugin.config), autocast:
+            yield
+
+    @override
+    def _prepare_device_mesh(self) -> DeviceMesh | None:
+        """What data loaders divide samples by; None where every rank reads its own.
+
+        Accelerate takes any axis `tp`, also one of size 1, for a sign that ranks read the same samples.
+        """
+        return super()._prepare_device_mesh() if self.topology.tensor_degree > 1 else None
+
+    @override
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> HyperPodOptimizer:
+        """Wrap an optimizer, whose arithmetic then runs on local shards."""
+        if isinstance(optimizer, HyperPodOptimizer):
+            return optimizer
+        placed = self.device_placement if device_placement is None else device_placement
+        prepared = HyperPodOptimizer(optimizer, device_placement=placed, scaler=self.scaler)
+        self._optimizers.append(prepared)
+        return prepared
+
+    @override
+    def prepare_scheduler(self, scheduler: LRScheduler) -> HyperPodScheduler:
+        """Wrap a scheduler, which then advances by one for each rank that reads its own samples."""
+        if isinstance(scheduler, HyperPodScheduler):
+            return scheduler
+        own = [each for each in self._optimizers if each.optimizer is scheduler.optimizer]
+        prepared = HyperPodScheduler(
+            scheduler,
+            own or self._optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+            data_group=self.data_group,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Generator[None]:
+        """Leave out the all-reduce between replicas; gradients stay shards, where Accelerate would keep them whole."""
+        with without_replica_sync(model):
+            yield
+
+    @override
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Divide the loss by the accumulation steps and run backward, in the context the loss was computed in."""
+        with loss_parallel_context(self.plugin.config):
+            super().backward(loss, **kwargs)
+
+    @override
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """Scale gradients so that their norm over all ranks and meshes is at most `max_norm`; the norm before."""
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    @override
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every element of every gradient, which Accelerate refuses for sharded ones."""
+        clip_grad_value_(parameters, clip_value)
+
+    # -- collectives: tensor peers hold the same values, and count once ------------------------------------------
+
+    @override
+    def gather(self, tensor: Any) -> Any:
+        """Join the tensors of all ranks that read different samples along the first dimension."""
+        return gathered(tensor, self.data_group)
+
+    @override
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather`, without the samples that only filled up the last batch."""
+        if self.topology.tensor_degree == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        gather = gathered if are_tensors(input_data) and not use_gather_object else gathered_objects
+        return without_padding(gather(input_data, self.data_group), self.gradient_state)
+
+    @override
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Add, average or take the maximum over the ranks that read different samples."""
+        return reduced(tensor, self.data_group, reduction)
+
+
+def _checked(options: dict[str, Any]) -> list[Any]:
+    """The user's handlers, taken out of the arguments of an Accelerator.
+
+    Raises:
+        ConfigError: an argument that the plugin makes itself, or one of another engine.
+    """
+    for name in (*_OF_THE_PLUGIN, *_OF_OTHERS):
+        if options.get(name) is not None:
+            what = "the plugin makes it" if name in _OF_THE_PLUGIN else "this plugin trains with FSDP2 and eager torch"
+            raise ConfigError(f"accelerator({name}=...) cannot be given: {what}. Use an argument of HyperPodPlugin.")
+    return list(options.pop("kwargs_handlers", None) or [])
+
+
+def _with_ours(plugin: "HyperPodPlugin", given: list[Any]) -> list[Any]:
+    ours = plugin.kwargs_handlers
+    twice = [type(each).__name__ for each in given if type(each) in map(type, ours)]
+    if twice:
+        raise ConfigError(
+            f"kwargs_handlers has {', '.join(twice)}, which the plugin makes itself: give timeout_s, comm or fp8 to "
+            "HyperPodPlugin instead."
+        )
+    return [*ours, *given]

@@ -1,0 +1,45 @@
+"""Accelerate's names for the rest of this folder, or a clear error where it is not installed."""
+
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import (
+        AORecipeKwargs,
+        DistributedType,
+        FullyShardedDataParallelPlugin,
+        InitProcessGroupKwargs,
+        KwargsHandler,
+        TERecipeKwargs,
+        convert_outputs_to_fp32,
+        get_mixed_precision_context_manager,
+        is_torchao_available,
+        is_transformer_engine_available,
+        recursively_apply,
+    )
+except ModuleNotFoundError as error:
+    from hyperpod_plugins.errors import MissingExtraError
+
+    raise MissingExtraError(error.name or "accelerate", "accelerate", "hyperpod_plugins.accelerate") from None
+
+__all__ = [
+    "AORecipeKwargs",
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "Accelerator",
+    "AcceleratorState",
+    "DistributedType",
+    "FullyShardedDataParallelPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ParallelismConfig",
+    "PartialState",
+    "TERecipeKwargs",
+    "convert_outputs_to_fp32",
+    "get_mixed_precision_context_manager",
+    "is_torchao_available",
+    "is_transformer_engine_available",
+    "recursively_apply",
+]
