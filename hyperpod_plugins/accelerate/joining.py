@@ -38,8 +38,8 @@ def join(comm: CommOptions, timeout_s: float) -> None:
         if not isinstance(dist.group.WORLD, ResilientProcessGroup):
             raise ConfigError(
                 f"the process group was initialised with the backend {dist.get_backend()!r}, which cannot lose "
-                "members. Make the plugin's Accelerator before anything else joins a group (`PartialState()` does), or use "
-                'torch.distributed.init_process_group("hyperpod").'
+                "members. Make the plugin's Accelerator before anything else joins a group, as `PartialState()` does, "
+                'or use torch.distributed.init_process_group("hyperpod").'
             )
         return
     env = WorkerEnv.from_environ()

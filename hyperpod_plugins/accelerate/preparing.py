@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hyperpod_plugins.accelerate.library import convert_outputs_to_fp32
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.shard import find_blocks
+from hyperpod_plugins.parallel.shard import find_blocks, reshard, sharded_parts
 
 
 def shard_with_optimizers(
@@ -28,6 +28,8 @@ def shard_with_optimizers(
     Raises:
         ConfigError: an optimizer has begun, or holds a parameter that is not the model's; ranks hold unlike models.
     """
+    if any(True for _ in sharded_parts(model)):
+        return  # by an earlier `prepare`, or by the user: its optimizers have the shards
     _refuse_half_loaded(model, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: list[tuple[dict[str, Any], list[str]]] = []
@@ -42,12 +44,14 @@ def shard_with_optimizers(
             if foreign:
                 raise ConfigError(
                     f"this {type(optimizer).__name__} holds {len(foreign)} parameters, the first of shape "
-                    f"{foreign[0]}, that are not in the {type(model).__name__} it is prepared with. Make it from model.parameters()."
+                    f"{foreign[0]}, that are not in the {type(model).__name__} it is prepared with. Make it from "
+                    "model.parameters()."
                 )
             held.append((group, [names[id(parameter)] for parameter in group["params"]]))
     for group, _ in held:
         group["params"] = []
     shard(model)
+    model.register_forward_hook(_reshard_after_evaluation)
     parameters = dict(model.named_parameters())
     for group, in_group in held:
         group["params"] = [parameters[name] for name in in_group]
@@ -81,6 +85,12 @@ def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[No
 
     vars(model)["_original_forward"] = original
     vars(model)["forward"] = MethodType(convert_outputs_to_fp32(forward) if returns_float32 else forward, model)
+
+
+def _reshard_after_evaluation(model: nn.Module, *_: Any) -> None:
+    """What averages or swaps weights between evaluation and training must find the parameters the optimizer holds."""
+    if not torch.is_grad_enabled():
+        reshard(model)
 
 
 def _refuse_half_loaded(model: nn.Module, device: torch.device) -> None:
