@@ -42,6 +42,10 @@ JOBS = table_of(
         (["chaos", "--pid", "1"], "process 1 is no agent"),
         (["chaos", "--run-id", "nobody's job"], "--rdzv-id=nobody's job"),
         (["chaos", "--pid", "1", "--run-id", "x"], "not allowed with"),
+        (["preset"], "list|show|write|NAME"),
+        (["preset", "hsdp"], "hsdp-1node"),
+        (["preset", "show"], "preset show NAME"),
+        (["preset", "hsdp-tp", "here"], "no further argument"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_says_why(arguments, told, capsys):
@@ -77,3 +81,18 @@ def test_the_schedule_of_chaos_is_reproducible_and_keeps_its_pace():
     assert sum(blow.wait_s for blow in schedule) / 500 == pytest.approx(10, rel=0.15)
     assert {blow.kind for blow in schedule} == {"kill", "stop"}
     assert all(0 <= blow.choice < 1 for blow in schedule)
+
+
+def test_presets_are_listed_shown_and_written(tmp_path, capsys):
+    def told(*arguments):
+        assert main(["preset", *arguments]) == 0
+        return capsys.readouterr().out
+
+    path = told("hsdp-tp").strip()
+    assert path.endswith("hsdp-tp.yaml")
+    with open(path) as file:
+        text = file.read()
+    assert told("show", "hsdp-tp") == text
+    assert {line.split()[0] for line in told("list").splitlines()} >= {"hsdp-1node", "cpu-smoke", "fp8"}
+    assert told("write", "hsdp-tp", str(tmp_path)).strip() == str(tmp_path / "hsdp-tp.yaml")
+    assert (tmp_path / "hsdp-tp.yaml").read_text() == text

@@ -18,7 +18,7 @@ from typing_extensions import override
 from hyperpod_plugins.accelerate.gathering import are_tensors, gathered, gathered_objects, reduced, without_padding
 from hyperpod_plugins.accelerate.joining import join, tell_accelerate, uses_cpu
 from hyperpod_plugins.accelerate.library import Accelerator, get_mixed_precision_context_manager
-from hyperpod_plugins.accelerate.preparing import compute_in, recompute_blocks, shard_with_optimizers
+from hyperpod_plugins.accelerate.preparing import compute_in, recompute_blocks, refuse_dropout, shard_with_optimizers
 from hyperpod_plugins.accelerate.stepping import HyperPodOptimizer, HyperPodScheduler
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import (
@@ -110,8 +110,7 @@ class HyperPodAccelerator(Accelerator):
             return super()._prepare_fsdp2(*args)
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         if self.plugin.settings.of_accelerate:
-            copy_from_first_rank(model, self.device)
-            self._wrap_forward(model)
+            self._leave_to_accelerate(model)
             return super()._prepare_fsdp2(*args)
         shard_with_optimizers(model, optimizers, self._parallelized, self.device)
         self._wrap_forward(model)
@@ -119,6 +118,17 @@ class HyperPodAccelerator(Accelerator):
             self._models.append(model)
         ready = [each if each is model else self._prepare_one(each, first_pass=True) for each in args]
         return tuple(each if each is model else self._prepare_one(each) for each in ready)
+
+    def _leave_to_accelerate(self, model: nn.Module) -> None:
+        """What its own FSDP2 would leave out: the same values on all ranks, and dropout that drops the same again."""
+        settings, fsdp = self.plugin.settings, self.state.fsdp_plugin
+        copy_from_first_rank(model, self.device)
+        if settings.activation_checkpointing_offload:
+            refuse_dropout(model)
+        elif settings.activation_checkpointing:
+            recompute_blocks(model, self.plugin.config.block_classes)
+            fsdp.activation_checkpointing = False
+        self._wrap_forward(model)
 
     def _parallelized(self, model: nn.Module) -> None:
         if self.plugin.settings.activation_checkpointing:

@@ -10,6 +10,7 @@ Accelerate is replaced, and a program that makes no plugin's Accelerator sees no
 # Accelerate's record of the process has no public way to be written.
 # pyright: reportPrivateUsage=false
 
+import warnings
 from datetime import timedelta
 
 import torch
@@ -43,6 +44,16 @@ def join(comm: CommOptions, timeout_s: float) -> None:
             )
         return
     env = WorkerEnv.from_environ()
+    if (
+        env.global_rank == 0
+        and "ACCELERATE_MIXED_PRECISION" in accelerate_variables()
+        and not torch.cuda.is_available()
+    ):
+        warnings.warn(
+            "accelerate launch has started this job, and there is no GPU here: it trains on CPU, with gloo. The layout "
+            "and the precision are those asked for; the speed says nothing.",
+            stacklevel=2,
+        )
     if not uses_cpu():
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off

@@ -13,7 +13,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint  # py
 from torch.optim import Optimizer
 
 from hyperpod_plugins.accelerate.library import convert_outputs_to_fp32
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, few
 from hyperpod_plugins.parallel.shard import find_blocks, reshard, sharded_parts
 
 
@@ -64,6 +64,17 @@ def recompute_blocks(model: nn.Module, class_names: tuple[str, ...]) -> None:
     """
     for block in list(find_blocks(model, class_names)):
         checkpoint(block, preserve_rng_state=True)
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise where recomputation by Accelerate would drop other activations than the first computation did."""
+    names = [name for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]
+    if names:
+        raise ConfigError(
+            f"activation_checkpointing_offload=True is done by Accelerate, which computes again with other random "
+            f"numbers, so dropout gives wrong gradients: {few(names)}. Set their p to 0, or leave the offload out: "
+            "activation_checkpointing=True alone draws the same numbers again."
+        )
 
 
 def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[None]], *, returns_float32: bool) -> None:

@@ -66,7 +66,10 @@ def everything(net, optimizer, scheduler):
     for name, parameter in net.named_parameters():
         moments = optimizer.state.get(parameter, {})
         values |= {f"{name}:{key}": whole(value) for key, value in moments.items() if torch.is_tensor(value)}
-    return values | {"lr": torch.tensor([group["lr"] for group in optimizer.param_groups]), "at": scheduler.state_dict()}
+    return values | {
+        "lr": torch.tensor([group["lr"] for group in optimizer.param_groups]),
+        "at": scheduler.state_dict(),
+    }
 
 
 def read(options):
@@ -132,7 +135,7 @@ def use(folder):
     }.items():
         found[f"states, {name}"] = save_and_load(options, f"{folder}/{name}")
     found["states, elsewhere"] = load_elsewhere({}, f"{folder}/tensor")
-    accelerator, net, optimizer, scheduler = prepared(HSDP | {"precision": "bf16-mixed"})
+    accelerator, net, optimizer, _ = prepared(HSDP | {"precision": "bf16-mixed"})
     kept, output = next(net.parameters()).dtype, net(torch.ones(2, WIDTH))
     inner = accelerator.unwrap_model(net, keep_fp32_wrapper=False)
     found["types"] = [str(each) for each in (output.dtype, kept, inner(torch.ones(2, WIDTH)).dtype)]

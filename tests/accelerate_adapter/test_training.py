@@ -1,9 +1,8 @@
-"""Training through Accelerate's own calls, on four ranks: the bits of Lightning and of a plain loop, and of one process.
+"""Training through Accelerate's own calls, on four ranks: the bits of Lightning and of a plain loop.
 
 All cases run in one set of processes, an Accelerator each. Where a loop is compared with one process, the tolerance is
 that of float32 sums taken in another order.
 """
-
 
 import pytest
 import torch
@@ -54,9 +53,30 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.output(x).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def make_net(**options):
+def make_net(kind="plain", **options):
     torch.manual_seed(0)
-    return Net(**options)
+    return Net(**options) if kind == "plain" else make_llama()
+
+
+def make_llama():
+    """A model of transformers, with its own tensor plan, and one parameter that two modules share."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=SEQUENCE,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def loss_of(net, tokens):
+    return net(tokens) if not hasattr(net, "generate") else net(input_ids=tokens, labels=tokens).loss
 
 
 def samples():
@@ -79,11 +99,11 @@ def whole_state(net):
 # -- the same training, four times ------------------------------------------------------------------------------------
 
 
-def train_alone():
-    net, losses = make_net(), []
+def train_alone(kind="plain"):
+    net, losses = make_net(kind), []
     optimizer, scheduler = make_adamw(net, 1)
     for batch in samples().split(GLOBAL_BATCH):
-        loss = net(batch)
+        loss = loss_of(net, batch)
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
         optimizer.step()
@@ -114,7 +134,7 @@ def train_with_accelerate(options, micro_batches=1, **net_options):
     for index, batch in enumerate(loader):
         torch.manual_seed(100 + index)
         with accelerator.accumulate(net):
-            loss = net(batch)
+            loss = loss_of(net, batch)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(net.parameters(), MAX_NORM)
@@ -218,7 +238,8 @@ def train_in_all_ways():
     }
     alike = {name: train_with_accelerate(options) for name, options in LAYOUTS.items()}
     dropped = [train_with_accelerate(o, dropout=0.5) for o in (TENSOR, TENSOR | {"activation_checkpointing": True})]
-    return {"equal": equal, "alike": alike, "dropped": dropped}
+    llama = train_with_accelerate({"hybrid_shard_degree": 2, "tensor_parallel_degree": 2}, kind="llama")
+    return {"equal": equal, "alike": alike, "dropped": dropped, "llama": llama}
 
 
 @pytest.fixture(scope="module")
@@ -252,9 +273,14 @@ def test_every_layout_trains_as_one_process_does(trained, layout):
 
 
 @pytest.mark.spawns
+def test_a_model_of_transformers_brings_its_own_plan(trained):
+    expected = train_alone("llama")
+    for rank in trained:
+        assert rank["llama"]["losses"] == pytest.approx(expected["losses"], rel=3e-6)
+
+
+@pytest.mark.spawns
 def test_recomputed_activations_drop_what_was_dropped_before(trained):
     for rank in trained:
         assert_same_bits(*rank["dropped"])
         assert rank["dropped"][0]["losses"] != rank["alike"]["tp 2 x shard 2"]["losses"]
-
-

@@ -1,0 +1,252 @@
+"""`HyperPodPlugin`: where it reads from, what it makes, what it refuses."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from hyperpod_plugins.accelerate import HyperPodPlugin
+from hyperpod_plugins.comm import CommOptions
+from hyperpod_plugins.errors import ConfigError, DegreeError, MissingExtraError, NotBuiltYetError, UnknownKeyError
+from hyperpod_plugins.presets import preset_path
+
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "FSDP_VERSION": "2",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "true",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
+
+
+def setenv(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_it_is_frozen_and_equal_to_what_was_asked_for_in_another_way(tmp_path, monkeypatch):
+    plugin = HyperPodPlugin(hybrid_shard_degree=2, tensor_parallel_degree=2, fp8="off")
+    (tmp_path / "smp.json").write_text(json.dumps({"hybrid_shard_degree": 2, "tensor_parallel_degree": 2}))
+    assert plugin == HyperPodPlugin({"hybrid_shard_degree": 2, "tensor_parallel_degree": 2})
+    assert plugin == HyperPodPlugin(tmp_path / "smp.json")
+    monkeypatch.setenv("HYPERPOD_CONFIG", str(tmp_path / "smp.json"))
+    assert plugin == HyperPodPlugin()
+    assert plugin == HyperPodPlugin.from_environ()
+    assert HyperPodPlugin.from_environ(hybrid_shard_degree=4).config.hybrid_shard_degree == 4
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plugin.timeout_s = 1.0  # pyright: ignore
+
+
+def test_the_environment_of_accelerate_launch(monkeypatch):
+    setenv(monkeypatch, LAUNCHED)
+    asked = HyperPodPlugin(hybrid_shard_degree=2, precision="bf16-mixed", activation_checkpointing=True)
+    assert HyperPodPlugin.from_environ() == asked
+    assert HyperPodPlugin() != asked  # only when it is asked to
+    without = HyperPodPlugin.from_environ(activation_checkpointing=False, timeout_s=5.0)
+    assert (without.settings.activation_checkpointing, without.timeout_s) == (False, 5.0)
+
+
+def test_a_preset_is_read_by_other_launchers_too(monkeypatch):
+    monkeypatch.setenv("HYPERPOD_CONFIG", str(preset_path("hsdp-tp")))
+    asked = HyperPodPlugin(hybrid_shard_degree=2, tensor_parallel_degree=2, precision="bf16-mixed")
+    assert HyperPodPlugin.from_environ() == HyperPodPlugin(preset_path("hsdp-tp")) == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ({"hybrid_shard_degre": 2}, UnknownKeyError, "hybrid_shard_degree"),
+        ({"config": "absent.yaml"}, ConfigError, "absent.yaml"),
+        ({"config": "absent.json"}, ConfigError, "absent.json"),
+        ({"timeout_s": 0}, ConfigError, "timeout_s"),
+        ({"offload_params": True, "tensor_parallel_degree": 2}, NotBuiltYetError, "offload_params"),
+        ({"sm_activation_offloading": True}, NotBuiltYetError, "sm_activation_offloading"),
+        ({"fp8": "te", "precision": "bf16-true"}, ConfigError, "bf16-true"),
+    ],
+)
+def test_bad_input_is_refused_early(arguments, error, told):
+    with pytest.raises(error, match=told):
+        HyperPodPlugin(**arguments)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "fsdp_config: {", ""])
+def test_a_file_that_is_none_of_accelerate(tmp_path, text):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        HyperPodPlugin(tmp_path / "bad.yaml")
+
+
+def test_what_accelerate_is_given(monkeypatch):
+    setenv(monkeypatch, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
+    plugin = HyperPodPlugin(
+        hybrid_shard_degree=2,
+        offload_params=True,
+        precision="bf16-mixed",
+        block_classes=("Block",),
+        reshard_after_forward=False,
+        timeout_s=60,
+    )
+    fsdp, sizes, group = plugin.fsdp_plugin, plugin.parallelism_config, plugin.process_group_kwargs
+    assert (fsdp.fsdp_version, fsdp.reshard_after_forward, fsdp.cpu_ram_efficient_loading) == (2, False, False)
+    assert isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
+    assert not fsdp.cpu_offload.pin_memory  # pinning needs a GPU
+    assert fsdp.mixed_precision_policy.reduce_dtype is torch.float32
+    assert (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.tp_size, sizes.total_size) == (4, 2, 1, 8)
+    assert (group.backend, group.timeout.total_seconds()) == ("hyperpod", 60)
+    assert plugin.mixed_precision == "bf16"
+    assert [type(each).__name__ for each in plugin.kwargs_handlers] == ["InitProcessGroupKwargs"]
+    with pytest.raises(DegreeError, match="nearest"):
+        _ = HyperPodPlugin(hybrid_shard_degree=3).parallelism_config
+
+
+@pytest.mark.parametrize("library", ["torchao", "te"])
+def test_fp8_without_its_library_says_what_to_install(library):
+    plugin = HyperPodPlugin(fp8=library)
+    assert (plugin.config.precision, plugin.mixed_precision) == ("bf16-mixed", "fp8")
+    with pytest.raises(MissingExtraError, match="pip install"):
+        plugin.accelerator()
+    assert not dist.is_initialized()  # refused before anything was joined
+
+
+def test_fp8_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr("hyperpod_plugins.accelerate.plugin.is_torchao_available", lambda: True)
+    with pytest.raises(ConfigError, match="there is no GPU here"):
+        HyperPodPlugin(fp8="torchao").accelerator()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"cpu": True}, "cpu="),
+        ({"fsdp_plugin": object()}, "fsdp_plugin"),
+        ({"dynamo_backend": "inductor"}, "dynamo_backend"),
+        ({"mixed_precision": "fp16"}, "fp16"),
+    ],
+)
+def test_arguments_that_contradict_the_plugin(options, told):
+    with pytest.raises(ConfigError, match=told):
+        HyperPodPlugin().accelerator(**options)
+    assert not dist.is_initialized()
+
+
+def test_precisions_that_contradict_each_other():
+    with pytest.raises(ConfigError, match="contradicts"):
+        HyperPodPlugin(precision="bf16-mixed").accelerator(mixed_precision="no")
+
+
+def test_handlers_that_the_plugin_makes():
+    from accelerate.utils import InitProcessGroupKwargs
+
+    with pytest.raises(ConfigError, match="timeout_s"):
+        HyperPodPlugin().accelerator(kwargs_handlers=[InitProcessGroupKwargs()])
+
+
+def in_one_process():
+    """All that needs a process of its own, for Accelerate's state lives as long as that."""
+    import torch
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import AutocastKwargs
+
+    seen = {}
+
+    def refused(name, call):
+        try:
+            call()
+        except ConfigError as error:
+            seen[name] = str(error)
+
+    PartialState()  # joins a group of its own, where a launcher says which rank this is
+    refused("another backend", HyperPodPlugin().accelerator)
+    dist.destroy_process_group()
+    AcceleratorState._reset_state(True)
+    del os.environ["LOCAL_RANK"]
+    PartialState()
+    refused("made before", HyperPodPlugin(comm=CommOptions(transport="gloo")).accelerator)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = HyperPodPlugin(comm=CommOptions(transport="gloo")).accelerator(
+        mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(cache_enabled=False)]
+    )
+    again = HyperPodPlugin().accelerator(mixed_precision="bf16")
+    seen["state"] = [accelerator.distributed_type.name, accelerator.mixed_precision, again.is_fsdp2]
+    seen["group"] = [dist.get_backend(), dist.get_world_size(), accelerator.num_processes, str(accelerator.device)]
+    seen["options"] = dist.group.WORLD.options.transport
+
+    net, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    refused("foreign", lambda: accelerator.prepare(net, torch.optim.SGD(other.parameters(), 0.1)))
+    begun = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    net(torch.ones(1, 2)).sum().backward()
+    begun.step()
+    refused("begun", lambda: accelerator.prepare(net, begun))
+    net, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    seen["sharded"] = [type(parameter).__name__ for parameter in net.parameters()]
+    refused("reduction", lambda: accelerator.reduce(torch.ones(1), "median"))
+    return seen
+
+
+@pytest.mark.spawns
+def test_one_process_is_a_group_too_and_mistakes_are_explained(run_ranks):
+    (seen,) = run_ranks(in_one_process, world_size=1)
+    assert "before the plugin's" in seen["made before"]
+    assert seen["state"] == ["FSDP", "bf16", True]
+    assert seen["group"] == ["hyperpod", 1, 1, "cpu"]
+    assert seen["options"] == "gloo"
+    assert "not in the Linear" in seen["foreign"]
+    assert "has state already" in seen["begun"]
+    assert seen["sharded"] == ["DTensor", "DTensor"]
+    assert "median" in seen["reduction"]
+    assert "cannot lose members" in seen["another backend"]
+
+
+def offloaded_by_accelerate():
+    from torch import nn
+
+    class Net(nn.Sequential):
+        pass
+
+    told = []
+    accelerator = HyperPodPlugin(
+        activation_checkpointing=True, activation_checkpointing_offload=True, block_classes=("Net",)
+    ).accelerator()
+    for dropout in (0.1, 0.0):
+        inner = Net(nn.Linear(4, 4), nn.Dropout(dropout))
+        net = nn.Sequential(inner, nn.Linear(4, 4))
+        try:
+            net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+            accelerator.backward(net(torch.ones(2, 4)).sum())
+            optimizer.step()
+            told.append(next(name for name, _ in net.named_modules() if "_checkpoint_wrapped_module" in name))
+        except ConfigError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.spawns
+def test_accelerate_offloads_activations_where_that_is_right(run_ranks):
+    ((refused, wrapped),) = run_ranks(offloaded_by_accelerate, world_size=1)
+    assert "dropout gives wrong gradients: 0.1" in refused
+    assert wrapped.startswith("0.")
+
+
+def half_loaded():
+    from torch import nn
+
+    accelerator = HyperPodPlugin().accelerator()
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        net = nn.Linear(4, 4)
+    try:
+        accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    except ConfigError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.spawns
+def test_a_model_that_only_one_rank_has_loaded_is_refused_on_all(run_ranks):
+    assert all("cpu_ram_efficient_loading" in told for told in run_ranks(half_loaded, world_size=2))

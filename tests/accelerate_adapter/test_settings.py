@@ -1,0 +1,139 @@
+"""How Accelerate's variables and files are read: pure tables."""
+
+import pytest
+import yaml
+
+from hyperpod_plugins.accelerate.settings import AccelerateSettings, options_in, variables_in
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.presets import FOLDER, preset_names, preset_path, preset_summary, write_preset
+
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "options"),
+    [
+        ({}, {}),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, {"precision": "32-true"}),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"precision": "bf16-mixed"}),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {"precision": "bf16-mixed", "fp8": "torchao"}),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "te"},
+            {"precision": "bf16-mixed", "fp8": "te"},
+        ),
+        (
+            MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "9"},
+            {"hybrid_shard_degree": 4, "tensor_parallel_degree": 1, "context_parallel_degree": 1},
+        ),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, {}),  # not in use
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, {}),
+        (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"reshard_after_forward": False}),
+        (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {"activation_checkpointing": True}),
+        (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "True"}, {"offload_params": True}),
+        (
+            FSDP2 | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "A, B", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"},
+            {"block_classes": ("A", "B")},
+        ),
+        (FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, {"state_dict_type": "FULL_STATE_DICT"}),
+    ],
+)
+def test_what_the_launcher_exports_is_read(variables, options):
+    assert options_in(variables) == options
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version is 1"),
+        (FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "SIZE_BASED_WRAP"),
+        (FSDP2 | {"FSDP_IGNORED_MODULES": "head"}, "fsdp_ignored_modules"),
+        (FSDP2 | {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "INDUCTOR"),
+        (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}, "FULL_SHARD"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "MSAMP"}, "MSAMP"),
+        (MESH | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "DeepSpeed"),
+        (MESH | {"PARALLELISM_CONFIG_TP_SIZE": "two"}, "'two'"),
+    ],
+)
+def test_what_can_not_be_honoured_is_refused(variables, told):
+    with pytest.raises(ConfigError, match=told):
+        options_in(variables)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"fp8": "msamp"},
+        {"state_dict_type": "LOCAL_STATE_DICT"},
+        {"offload_params": "yes"},
+        {"activation_checkpointing_offload": True},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        AccelerateSettings(**values)
+
+
+def test_only_accelerate_can_do_some_things():
+    assert AccelerateSettings(activation_checkpointing=True).of_accelerate == ()
+    asked = AccelerateSettings(activation_checkpointing=True, activation_checkpointing_offload=True, fp8="te")
+    assert asked.of_accelerate == ("activation_checkpointing_offload", "fp8")
+
+
+LAYOUTS = {
+    "checkpointless": (2, 1),
+    "cpu-smoke": (2, 1),
+    "elastic": (8, 1),
+    "fp8": (4, 1),
+    "full-shard": (0, 1),
+    "hsdp-1node": (4, 1),
+    "hsdp-multinode": (8, 1),
+    "hsdp-tp": (2, 2),
+}
+
+
+def test_all_presets_are_there():
+    assert preset_names() == tuple(LAYOUTS)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_preset_says_what_it_is_for_and_asks_for_its_layout(name):
+    file = yaml.safe_load(preset_path(name).read_text())
+    options = options_in(variables_in(file))
+    assert (options.get("hybrid_shard_degree", 0), options.get("tensor_parallel_degree", 1)) == LAYOUTS[name]
+    assert options["precision"] == ("32-true" if name == "cpu-smoke" else "bf16-mixed")
+    assert options.get("fp8", "off") == ("torchao" if name == "fp8" else "off")
+    assert options.get("activation_checkpointing", False) == (name == "full-shard")
+    assert preset_summary(name).endswith((".", "?"))
+    assert f"hyperpod preset {name}" in preset_path(name).read_text()
+
+
+def test_a_preset_is_written_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = write_preset("hsdp-tp")
+    assert written == tmp_path / "hsdp-tp.yaml"
+    assert written.read_text() == (FOLDER / "hsdp-tp.yaml").read_text()
+    with pytest.raises(ConfigError, match="File exists"):
+        write_preset("hsdp-tp", tmp_path)
+    assert write_preset("hsdp-tp", tmp_path / "other.yaml").exists()
+    with pytest.raises(ConfigError, match="No such file"):
+        write_preset("hsdp-tp", tmp_path / "absent" / "other.yaml")
+    with pytest.raises(ConfigError, match="hsdp-1node"):
+        write_preset("hsdp")
+
+
+@pytest.mark.parametrize("key", ["fsdp_activation_checkpointing", "activation_checkpointing"])
+def test_a_file_may_leave_out_the_prefix_of_its_section(key):
+    file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, key: True}}
+    assert options_in(variables_in(file)) == {"precision": "32-true", "activation_checkpointing": True}
+
+
+def test_a_file_without_a_version_asks_for_the_first():
+    with pytest.raises(ConfigError, match="fsdp_version is 1"):
+        options_in(variables_in({"distributed_type": "FSDP"}))
+
+
+def test_what_is_not_built_says_so():
+    with pytest.raises(NotBuiltYetError):
+        options_in(FSDP2 | {"FSDP_IGNORED_MODULES": "head"})
