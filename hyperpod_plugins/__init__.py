@@ -1,4 +1,4 @@
-"""Train large models on clusters that fail and change size, with Lightning and (later) Accelerate.
+"""Train large models on clusters that fail and change size, with Lightning and Accelerate.
 
 A map for readers, in the order in which a training step meets the packages:
 
@@ -11,6 +11,8 @@ A map for readers, in the order in which a training step meets the packages:
 * `hyperpod_plugins.elastic`: who is a member of the job: `hyperpodrun`, its agent, the ledger, the rendezvous.
 * `hyperpod_plugins.recovery`: `step.py` is the story file: the life of a step and of a fault.
 * `hyperpod_plugins.lightning`: `Trainer(strategy="hyperpod")`.
+* `hyperpod_plugins.accelerate`: `HyperPodPlugin`, whose Accelerator trains the same way.
+* `hyperpod_plugins.presets`: configuration files for `accelerate launch`.
 * `hyperpod_plugins.cli`: the command `hyperpod`.
 
 Importing this package registers the Lightning strategy and the c10d backend where the entry point

@@ -1,10 +1,13 @@
 """How Accelerate's variables and files are read: pure tables."""
 
+import importlib
+import sys
+
 import pytest
 import yaml
 
 from hyperpod_plugins.accelerate.settings import AccelerateSettings, options_in, variables_in
-from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.errors import ConfigError, MissingExtraError, NotBuiltYetError
 from hyperpod_plugins.presets import FOLDER, preset_names, preset_path, preset_summary, write_preset
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -137,3 +140,14 @@ def test_a_file_without_a_version_asks_for_the_first():
 def test_what_is_not_built_says_so():
     with pytest.raises(NotBuiltYetError):
         options_in(FSDP2 | {"FSDP_IGNORED_MODULES": "head"})
+
+
+def test_without_accelerate_the_error_says_what_to_install(monkeypatch):
+    """The presets and everything else work without it."""
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    for name in [name for name in sys.modules if name.startswith(("accelerate.", "hyperpod_plugins.accelerate"))]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(MissingExtraError, match=r"extra \[accelerate\]"):
+        importlib.import_module("hyperpod_plugins.accelerate")
+    monkeypatch.delitem(sys.modules, "hyperpod_plugins.presets")
+    assert importlib.import_module("hyperpod_plugins.presets").preset_names() == preset_names()
