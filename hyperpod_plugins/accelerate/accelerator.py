@@ -122,6 +122,7 @@ class HyperPodAccelerator(Accelerator):
     def _leave_to_accelerate(self, model: nn.Module) -> None:
         """What its own FSDP2 would leave out: the same values on all ranks, and dropout that drops the same again."""
         settings, fsdp = self.plugin.settings, self.state.fsdp_plugin
+        assert fsdp is not None
         copy_from_first_rank(model, self.device)
         if settings.activation_checkpointing_offload:
             refuse_dropout(model)
