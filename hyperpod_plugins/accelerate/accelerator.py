@@ -30,7 +30,7 @@ from hyperpod_plugins.parallel import (
     loss_parallel_context,
     parallelize,
 )
-from hyperpod_plugins.parallel.shard import without_replica_sync
+from hyperpod_plugins.parallel.shard import sharded_parts, without_replica_sync
 
 if TYPE_CHECKING:
     from hyperpod_plugins.accelerate.plugin import HyperPodPlugin
@@ -121,6 +121,8 @@ class HyperPodAccelerator(Accelerator):
 
     def _leave_to_accelerate(self, model: nn.Module) -> None:
         """What its own FSDP2 would leave out: the same values on all ranks, and dropout that drops the same again."""
+        if any(True for _ in sharded_parts(model)):
+            return  # by an earlier `prepare`
         settings, fsdp = self.plugin.settings, self.state.fsdp_plugin
         assert fsdp is not None
         copy_from_first_rank(model, self.device)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
+import torch.distributed as dist
 import yaml
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -91,13 +92,14 @@ class HyperPodPlugin:
 
     @property
     def topology(self) -> Topology:
-        """Degrees and rank arithmetic in the world that the launcher made.
+        """Degrees and rank arithmetic in the world of the process group, or, before it is joined, of the launcher.
 
         Raises:
             DegreeError: the degrees do not fit it.
         """
         env = WorkerEnv.from_environ()
-        return self.config.topology(env.world_size, ranks_per_node=env.local_world_size)
+        world_size = dist.get_world_size() if dist.is_initialized() else env.world_size
+        return self.config.topology(world_size, ranks_per_node=env.local_world_size)
 
     @property
     def mixed_precision(self) -> str:

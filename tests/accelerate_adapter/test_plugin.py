@@ -140,6 +140,16 @@ def test_precisions_that_contradict_each_other():
         HyperPodPlugin(precision="bf16-mixed").accelerator(mixed_precision="no")
 
 
+def test_the_launcher_says_the_precision_where_nobody_else_does(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert HyperPodPlugin()._with_precision(None).config.precision == "bf16-mixed"
+    assert HyperPodPlugin()._with_precision("no").config.precision == "32-true"
+    assert HyperPodPlugin(precision="bf16-true")._with_precision(None).mixed_precision == "no"
+    told = HyperPodPlugin(timeout_s=5, offload_params=True)._with_precision("fp8")
+    assert (told.mixed_precision, told.settings.fp8, told.settings.offload_params) == ("fp8", "torchao", True)
+    assert told.timeout_s == 5
+
+
 def test_handlers_that_the_plugin_makes():
     from accelerate.utils import InitProcessGroupKwargs
 
