@@ -23,6 +23,7 @@ PACKAGES = (
     "observability",
     "parallel",
     "recovery",
+    "smp",
 )
 
 

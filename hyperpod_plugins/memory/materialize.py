@@ -37,7 +37,7 @@ def materialize(model: nn.Module, *, device: torch.device | str = "cpu", seed: i
     recorded, unrecorded = _split(model)
     _refuse_valueless(recorded)
     initializers = find_initializers(model, unrecorded)
-    _allocate(model, torch.device(device))
+    allocate(model, torch.device(device))
 
     reports = [_replay_into(tape, [slot for slot in recorded if slot.tape is tape]) for tape in tapes_of(model)]
     with torch.random.fork_rng(devices=[]):
@@ -158,7 +158,7 @@ def _refuse_valueless(slots: list[_Slot]) -> None:
         )
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device) -> None:
     """Replace meta tensors by memory on the device. Ties and attributes of parameters stay."""
     twins: dict[int, torch.Tensor] = {}  # by id of the meta tensor, which lives as long as `held`
     held: list[torch.Tensor] = []

@@ -1,0 +1,35 @@
+"""The surface of the SageMaker model parallelism library v2, over FSDP2 and our meshes. Begin with `install.py`.
+
+import hyperpod_plugins.smp; hyperpod_plugins.smp.install()      # the one line: `torch.sagemaker` is ours from here
+
+import torch.sagemaker as tsm
+tsm.init({"hybrid_shard_degree": 16})
+model = FullyShardedDataParallel(tsm.transform(model), ...)      # translated to `parallel.parallelize`
+"""
+
+from hyperpod_plugins.smp.checkpoints import async_save, load, maybe_finalize_async_calls, save
+from hyperpod_plugins.smp.delayed import DelayedParamIniter
+from hyperpod_plugins.smp.fsdp import clip_grad_norm_, wrap
+from hyperpod_plugins.smp.install import install, uninstall
+from hyperpod_plugins.smp.job import init, is_initialized, state
+from hyperpod_plugins.smp.state_dicts import SMStateDictType, sm_state_dict_type
+from hyperpod_plugins.smp.transforming import MoEConfig, transform
+
+__all__ = [
+    "DelayedParamIniter",
+    "MoEConfig",
+    "SMStateDictType",
+    "async_save",
+    "clip_grad_norm_",
+    "init",
+    "install",
+    "is_initialized",
+    "load",
+    "maybe_finalize_async_calls",
+    "save",
+    "sm_state_dict_type",
+    "state",
+    "transform",
+    "uninstall",
+    "wrap",
+]

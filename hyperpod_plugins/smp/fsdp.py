@@ -1,0 +1,149 @@
+"""`FullyShardedDataParallel(model, ...)` of FSDP1, done by `parallelize` on FSDP2: honoured, or refused, and told."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from hyperpod_plugins import parallel
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory.materialize import allocate
+from hyperpod_plugins.parallel.shard import without_replica_sync
+from hyperpod_plugins.smp.delayed import ParamInit
+from hyperpod_plugins.smp.fsdp_arguments import FsdpArguments, translate
+from hyperpod_plugins.smp.job import Job, current_job, lay_out
+from hyperpod_plugins.smp.notes import note
+from hyperpod_plugins.smp.transforming import take_transformed
+
+_ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+def wrap(
+    module: nn.Module,
+    process_group: _ProcessGroups | None = None,
+    sharding_strategy: Any = None,
+    *args: Any,
+    device_mesh: DeviceMesh | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    post_param_init_fn: Callable[..., None] | None = None,
+    sync_module_states: bool = False,
+    device_id: int | torch.device | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Shard a model as `init` and the arguments of FSDP1 say; what `FullyShardedDataParallel(...)` does after `init`.
+
+    Args:
+        module: the whole model; with tensor parallelism, after `transform`.
+        process_group: only the groups that it is sharded over anyway: the shard group, or that and the replicas'.
+        sharding_strategy: says the shard degree where the configuration does not.
+        args: further arguments of FSDP1 by position are refused.
+        device_mesh: only with the shape of the job's mesh.
+        param_init_fn: of a `DelayedParamIniter`; others only with `sync_module_states`, whose values win.
+        post_param_init_fn: of a `DelayedParamIniter`.
+        sync_module_states: parameters of rank 0 count; those of others may be on the meta device.
+        device_id: not needed, the job trains on one kind of device.
+        **options: see `FsdpArguments`.
+
+    Returns:
+        The same module, sharded by FSDP2, with FSDP1's `clip_grad_norm_` and `no_sync`. Its parameters are DTensors.
+
+    Raises:
+        ConfigError: an argument that cannot be honoured, a model that is wrapped already, in whole or in part.
+    """
+    job = current_job()
+    name = type(module).__name__
+    if args:
+        raise ConfigError(f"give the arguments of FullyShardedDataParallel({name}, ...) by name.")
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise ConfigError(
+            f"{name}, or a part of it, is wrapped already. Wrap the whole model once; auto_wrap_policy says its units."
+        )
+    try:
+        arguments = FsdpArguments(sharding_strategy=sharding_strategy, **options)
+    except TypeError as error:
+        raise ConfigError(f"FullyShardedDataParallel({name}, ...): {error}") from None
+    translation = translate(job.config, arguments, module, job.ranks_per_node)
+    if job.follows_fsdp:
+        job = lay_out(translation.config.hybrid_shard_degree)
+    _check_groups(job, process_group, device_mesh)
+    is_transformed, from_first_rank = take_transformed(module)
+    if job.topology.tensor_degree > 1 and not is_transformed:
+        raise ConfigError(
+            f"tensor_parallel_degree={job.topology.tensor_degree}, but {name} was not given to transform(). Call "
+            "model = torch.sagemaker.transform(model) before it is wrapped."
+        )
+    sync = sync_module_states or from_first_rank
+    if sync:
+        _make_room(module)
+    elif param_init_fn is not None and not isinstance(param_init_fn, ParamInit):
+        _refuse_own_init(module)
+    config = replace(translation.config, hybrid_shard_degree=job.topology.shard_degree)
+    parallel.parallelize(module, job.mesh, config)
+    vars(module)["clip_grad_norm_"] = partial(clip_grad_norm_, module)
+    vars(module)["no_sync"] = partial(without_replica_sync, module)
+    note(
+        f"FullyShardedDataParallel({name}) is done by FSDP2: {job.topology}, {config.precision}, units "
+        f"{', '.join(config.block_classes) or 'in every ModuleList'}"
+        + "".join(f"; {each}" for each in translation.notes)
+        + "."
+    )
+    return module
+
+
+def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip the gradients of a wrapped model by their norm over all ranks; returns the norm before."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else model
+    return parallel.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def _check_groups(job: Job, process_group: _ProcessGroups | None, device_mesh: DeviceMesh | None) -> None:
+    rank, topology = dist.get_rank(), job.topology
+    shards, replicas = list(topology.peers(rank, "shard")), list(topology.peers(rank, "replicate"))
+    if device_mesh is not None:
+        shape = tuple(size for size in device_mesh.shape if size > 1)
+        if shape != tuple(size for size in topology.shape[:2] if size > 1):
+            raise ConfigError(
+                f"device_mesh has the shape {tuple(device_mesh.shape)}, and init() has set up {topology}. Leave it out."
+            )
+    if process_group is None:
+        return
+    groups = process_group if isinstance(process_group, tuple) else (process_group,)
+    given = [sorted(dist.get_process_group_ranks(group)) for group in groups]
+    allowed = [[shards, replicas], [sorted(range(topology.world_size))]]
+    if topology.replicate_degree == 1:
+        allowed.append([shards])
+    if given not in allowed:
+        raise ConfigError(
+            f"process_group holds the ranks {given}, and init() has set up {topology}: this rank shards over {shards} "
+            f"and replicates over {replicas}. Leave process_group out, or change hybrid_shard_degree."
+        )
+
+
+def _make_room(model: nn.Module) -> None:
+    """Give memory to what is on the meta device, for values that come from rank 0.
+
+    Raises:
+        ConfigError: rank 0 has no values either; all ranks raise.
+    """
+    waiting = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    flags: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(flags, bool(waiting))
+    if flags[0] and any(not flag for flag in flags):
+        raise ConfigError("rank 0 has a model on the meta device, and its values were to be sent to all ranks.")
+    if not flags[0]:
+        allocate(model, torch.device("cpu"))
+
+
+def _refuse_own_init(model: nn.Module) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(
+            "param_init_fn would be given modules whose parameters are sharded already. Use that of "
+            "DelayedParamIniter(model, init_method_using_config=...), whose function gets each module with whole "
+            "tensors, or sync_module_states=True, with the values on rank 0."
+        )

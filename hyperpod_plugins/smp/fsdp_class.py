@@ -1,0 +1,58 @@
+"""Let `FullyShardedDataParallel(model, ...)` mean ours while the library is in use, however a script imported it.
+
+The class is changed, not its name in some module: a script, or what it imports, may hold it already. An object that
+`__new__` returns and that is no instance of the class is not initialised by it, so the call gives what we return.
+Nothing is changed before `init`; afterwards the class asks each time whether the translation is on.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from hyperpod_plugins.smp.offload import replace_offload
+
+_wrap: Callable[..., nn.Module] | None = None
+_functions: dict[str, Callable[..., Any]] = {}
+_is_changed = False
+_translates = False
+
+
+def register(wrap: Callable[..., nn.Module], functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Say what is to be called instead: of the class, and of its static functions for models that FSDP2 sharded."""
+    global _wrap
+    _wrap = wrap
+    _functions.update(functions)
+
+
+def translates(is_on: bool) -> None:
+    """Turn the translation on or off. Subclasses of the class are left alone."""
+    global _translates, _is_changed
+    _translates = is_on
+    if is_on and not _is_changed:
+        _is_changed = True
+        FullyShardedDataParallel.__new__ = staticmethod(_make)
+        replace_offload()
+        for name, function in _functions.items():
+            setattr(FullyShardedDataParallel, name, staticmethod(_chooser(function, name)))
+
+
+def _make(cls: type, *args: Any, **kwargs: Any) -> Any:
+    if _translates and cls is FullyShardedDataParallel:
+        assert _wrap is not None
+        return _wrap(*args, **kwargs)
+    return object.__new__(cls)
+
+
+def _chooser(ours: Callable[..., Any], name: str) -> Callable[..., Any]:
+    torchs: Callable[..., Any] = getattr(FullyShardedDataParallel, name)
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs.get("module", kwargs.get("model"))
+        is_ours = isinstance(model, nn.Module) and any(isinstance(part, FSDPModule) for part in model.modules())
+        return (ours if _translates and is_ours else torchs)(*args, **kwargs)
+
+    return choose

@@ -1,0 +1,134 @@
+"""`install`: `import torch.sagemaker` finds this package. The one line that an SMP v2 script needs."""
+
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.smp import checkpoints, fsdp_class, job, state_dicts
+from hyperpod_plugins.smp.delayed import DelayedParamIniter
+from hyperpod_plugins.smp.fsdp import clip_grad_norm_, wrap
+from hyperpod_plugins.smp.transforming import MoEConfig, transform
+
+_ROOT = "torch.sagemaker"
+_ABSENT = {
+    "nn": "transformers' own attention serves: pass attn_implementation='flash_attention_2' or 'sdpa' to the model",
+    "context_parallel": "context parallelism is not built yet",
+    "tensor_parallel": "call torch.sagemaker.transform(model), which knows the layers of transformers' models",
+}
+
+
+def install() -> None:
+    """Make `import torch.sagemaker`, and what scripts import of it, work in this process; a second call does nothing.
+
+    Raises:
+        ConfigError: the library itself has been imported already.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if _ROOT in sys.modules:
+        raise ConfigError(
+            f"{_ROOT} has been imported already, and is not ours. Call hyperpod_plugins.smp.install() before, in the "
+            "first line of the program; or leave it out to use the library that is installed here."
+        )
+    sys.meta_path.insert(0, _Finder(_contents()))
+
+
+def uninstall() -> None:
+    """Undo `install` and `init`, for tests and notebooks; process groups and wrapped models stay."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    for name in [name for name in sys.modules if name == _ROOT or name.startswith(f"{_ROOT}.")]:
+        del sys.modules[name]
+    torch.__dict__.pop("sagemaker", None)
+    fsdp_class.translates(False)
+    job.forget()
+
+
+def get_logger() -> logging.Logger:
+    """The logger of this package."""
+    return logging.getLogger("hyperpod_plugins.smp")
+
+
+def get_global_ranks(process_group: dist.ProcessGroup) -> list[int]:
+    """Ranks in the world of a group's members."""
+    return dist.get_process_group_ranks(process_group)
+
+
+def _contents() -> dict[str, dict[str, Any]]:
+    """What each module of the library holds, as far as scripts import it."""
+    root = {
+        "init": job.init,
+        "is_initialized": job.is_initialized,
+        "transform": transform,
+        "state": job.state,
+    }
+    saving = {
+        "save": checkpoints.save,
+        "async_save": checkpoints.async_save,
+        "maybe_finalize_async_calls": checkpoints.maybe_finalize_async_calls,
+    }
+    kinds = {"SMStateDictType": state_dicts.SMStateDictType, "sm_state_dict_type": state_dicts.sm_state_dict_type}
+    files = {"DistributedFileSystemReader": FileSystemReader, "DistributedFileSystemWriter": FileSystemWriter}
+    inner = {
+        "delayed_param": {"DelayedParamIniter": DelayedParamIniter},
+        "distributed": {},
+        "distributed.checkpoint": {},
+        "distributed.checkpoint.filesystem": files,
+        "distributed.checkpoint.state_dict_loader": {"load": checkpoints.load},
+        "distributed.checkpoint.state_dict_saver": saving,
+        "distributed.checkpoint.state_dict_utils": kinds,
+        "checkpoint": {},
+        "checkpoint.state_dict_loader": {"load": checkpoints.load},
+        "checkpoint.state_dict_saver": saving,
+        "grad_norm": {"clip_grad_norm_": clip_grad_norm_},
+        "logger": {"get_logger": get_logger},
+        "moe": {},
+        "moe.moe_config": {"MoEConfig": MoEConfig},
+        "utils": {},
+        "utils.process_group_utils": {"get_global_ranks": get_global_ranks},
+    }
+    return {_ROOT: root} | {f"{_ROOT}.{name}": held for name, held in inner.items()}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules in a table when they are imported."""
+
+    def __init__(self, contents: Mapping[str, Mapping[str, Any]]) -> None:
+        self._contents = contents
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in self._contents:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        if fullname.startswith(f"{_ROOT}."):
+            why = _ABSENT.get(fullname.split(".")[2], f"there are {', '.join(sorted(self._contents))}")
+            raise ModuleNotFoundError(f"{fullname} has no counterpart in hyperpod_plugins: {why}.", name=fullname)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name, "Ours; see hyperpod_plugins.smp.")
+        vars(module).update(self._contents[spec.name])
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+fsdp_class.register(
+    wrap,
+    {
+        "state_dict_type": state_dicts.sm_state_dict_type,
+        "set_state_dict_type": state_dicts.set_state_dict_type,
+        "optim_state_dict": state_dicts.optim_state_dict,
+        "optim_state_dict_to_load": state_dicts.optim_state_dict_to_load,
+    },
+)

@@ -1,0 +1,250 @@
+"""`init`, and `state`: what this process is in the job, and the mesh that models are sharded over."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hyperpod_plugins.comm.resilient import BACKEND, ResilientProcessGroup
+from hyperpod_plugins.env import WorkerEnv, config_path
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
+from hyperpod_plugins.parallel.topology import AXES
+from hyperpod_plugins.smp import fsdp_class
+from hyperpod_plugins.smp.notes import note
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What `init` has set up."""
+
+    config: ParallelConfig
+    """As it was given; `hybrid_shard_degree` may be 0."""
+    topology: Topology
+    """The degrees that hold."""
+    mesh: DeviceMesh
+    """`("replicate", "shard", "tensor")`"""
+    ranks_per_node: int
+
+    @property
+    def follows_fsdp(self) -> bool:
+        """Whether FSDP's sharding strategy says over how many ranks to shard, as the configuration does not."""
+        return self.config.hybrid_shard_degree == 0 and self.config.tensor_parallel_degree == 1
+
+
+_job: Job | None = None
+
+
+def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) -> None:
+    """Set up degrees and process groups; from here on, `FullyShardedDataParallel(...)` is translated.
+
+    Joins the default process group of the backend `hyperpod` where the script has not made one.
+
+    Args:
+        config: the SMP v2 configuration as a dict or the path of a JSON file. Default: the file named by
+            `HYPERPOD_CONFIG`, else every default.
+
+    Raises:
+        ConfigError: called twice with another configuration, or unknown keys, impossible values or combinations.
+        NotBuiltYetError: expert or context parallel degrees above 1.
+    """
+    global _job
+    source = config_path() if config is None else config
+    asked = ParallelConfig.of(source, sm_activation_offloading=False)
+    if _job is not None:
+        if asked != _job.config:
+            raise ConfigError(f"init was called before with {_job.config}, and now asks for {asked}. Call it once.")
+        return
+    env = WorkerEnv.from_environ()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(env.local_rank)
+    if not dist.is_initialized():
+        dist.init_process_group(BACKEND)
+    _tell_of_offloading(source, asked)
+    topology = asked.topology(dist.get_world_size(), ranks_per_node=env.local_world_size)
+    _job = Job(config=asked, topology=topology, mesh=_mesh(topology), ranks_per_node=env.local_world_size)
+    fsdp_class.translates(True)
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called."""
+    return _job is not None
+
+
+def current_job() -> Job:
+    """What `init` has set up.
+
+    Raises:
+        ConfigError: it has not been called.
+    """
+    if _job is None:
+        raise ConfigError("the model parallel library is not initialised: call torch.sagemaker.init(config) first.")
+    return _job
+
+
+def lay_out(shard_degree: int) -> Job:
+    """Shard over that many ranks from now on, because a sharding strategy of FSDP says so; 0 for all."""
+    global _job
+    job = current_job()
+    topology = replace(job.config, hybrid_shard_degree=shard_degree).topology(
+        job.topology.world_size, ranks_per_node=job.ranks_per_node
+    )
+    if topology != job.topology:
+        _job = job = replace(job, topology=topology, mesh=_mesh(topology))
+    return job
+
+
+def forget() -> None:
+    """As before `init`; the process groups stay."""
+    global _job
+    _job = None
+
+
+class Ranker:
+    """Who replicates whom."""
+
+    def get_rep_groups(self) -> list[list[int]]:
+        """Ranks that hold the same shard, a list for each shard."""
+        topology = current_job().topology
+        return [
+            list(topology.peers(rank, "replicate"))
+            for rank in range(topology.world_size)
+            if topology.coordinates(rank).replicate == 0
+        ]
+
+    def get_rep_rank(self, global_rank: int | None = None) -> int:
+        """Index of a rank (default: this one) among those that hold the same shard."""
+        return current_job().topology.coordinates(dist.get_rank() if global_rank is None else global_rank).replicate
+
+
+class State:
+    """`torch.sagemaker.state`: degrees, ranks and process groups. Ask after `init`."""
+
+    ranker = Ranker()
+
+    @property
+    def rank(self) -> int:
+        """Rank in the world."""
+        current_job()
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the job."""
+        return current_job().topology.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank on this node."""
+        return WorkerEnv.from_environ().local_rank
+
+    @property
+    def hybrid_shard_degree(self) -> int:
+        """Ranks that one model state is sharded over; where the configuration says 0, what that has come to."""
+        return current_job().topology.shard_degree
+
+    @property
+    def tensor_parallel_degree(self) -> int:
+        """Ranks that each layer's matrices are split over."""
+        return current_job().topology.tensor_degree
+
+    @property
+    def tp_size(self) -> int:
+        """The same."""
+        return self.tensor_parallel_degree
+
+    @property
+    def tp_rank(self) -> int:
+        """Index of this rank among these."""
+        return current_job().topology.coordinates(dist.get_rank()).tensor
+
+    @property
+    def expert_parallel_degree(self) -> int:
+        """Ranks that experts are split over: 1."""
+        return current_job().config.expert_parallel_degree
+
+    @property
+    def ep_size(self) -> int:
+        """The same."""
+        return self.expert_parallel_degree
+
+    @property
+    def ep_rank(self) -> int:
+        """Index of this rank among these."""
+        return current_job().topology.coordinates(dist.get_rank()).shard % self.expert_parallel_degree
+
+    @property
+    def context_parallel_degree(self) -> int:
+        """Ranks that a sequence is split over: 1."""
+        return current_job().config.context_parallel_degree
+
+    @property
+    def cp_size(self) -> int:
+        """The same."""
+        return self.context_parallel_degree
+
+    @property
+    def cp_rank(self) -> int:
+        """Index of this rank among these."""
+        return current_job().topology.coordinates(dist.get_rank()).shard % self.context_parallel_degree
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different samples."""
+        return current_job().topology.data_degree
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of this rank among these: what a `DistributedSampler` wants."""
+        return current_job().topology.data_rank(dist.get_rank())
+
+    @property
+    def tp_process_group(self) -> dist.ProcessGroup:
+        """Ranks that split the same layers."""
+        return current_job().mesh.get_group("tensor")
+
+    @property
+    def rep_rank_process_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same shard."""
+        return current_job().mesh.get_group("replicate")
+
+    @property
+    def shard_process_group(self) -> dist.ProcessGroup:
+        """Ranks that one model state is sharded over."""
+        return current_job().mesh.get_group("shard")
+
+    @property
+    def world_process_group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        current_job()
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+
+state = State()
+
+
+def _mesh(topology: Topology) -> DeviceMesh:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(dist.group.WORLD, ResilientProcessGroup):
+        return build_mesh(topology, device_type)
+    note(
+        f"the script made its process group of the backend {dist.get_backend()!r}, so nothing repairs it when a rank "
+        f"is lost. Leave the group to init(), or make it with init_process_group({BACKEND!r})."
+    )
+    return init_device_mesh(device_type, topology.shape, mesh_dim_names=AXES)
+
+
+def _tell_of_offloading(source: Any, asked: ParallelConfig) -> None:
+    try:
+        ParallelConfig.of(source)
+    except NotBuiltYetError:  # the same configuration without offloading has passed
+        note(
+            "sm_activation_offloading: torch's own offload_wrapper does it. Saved activations go to the host, and come "
+            f"back when backward asks for them; nothing is fetched ahead, so activation_loading_horizon="
+            f"{asked.activation_loading_horizon} has no effect."
+        )

@@ -1,0 +1,59 @@
+"""What torch's `offload_wrapper` does, for models that FSDP2 and tensor parallelism have sharded.
+
+Tensors that backward needs are copied to the host when they are saved, and back when backward asks for them; nothing is
+fetched ahead. Parameters stay: FSDP2 frees and gathers them itself. torch's own wrapper cannot save a DTensor.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hyperpod_plugins.parallel.shard import laid_out_like, local_part
+
+_Packed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class KeepOnHost(saved_tensors_hooks):
+    """Keep on the host what is saved for backward inside."""
+
+    def __init__(self) -> None:
+        super().__init__(_to_host, _from_host)
+
+
+def replace_offload() -> None:
+    """Let an `OffloadWrapper` around a model that FSDP2 has sharded use `KeepOnHost`."""
+    torchs = OffloadWrapper.forward
+
+    def forward(self: OffloadWrapper, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(part, FSDPModule) for part in self.modules()):
+            return torchs(self, *args, **kwargs)
+        with KeepOnHost():
+            return self._checkpoint_wrapped_module(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+
+    OffloadWrapper.forward = forward
+
+
+def _to_host(tensor: torch.Tensor) -> _Packed:
+    """The tensor itself where it is a parameter or a view of one; else its copy, and a memoryless twin."""
+    base = tensor._base if tensor._is_view() else tensor  # pyright: ignore[reportPrivateUsage]
+    if isinstance(base, nn.Parameter):
+        return tensor
+    with torch.no_grad():
+        local = local_part(tensor.detach())
+        host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+        host.copy_(local, non_blocking=local.is_cuda)
+    return host, torch.empty_like(tensor.detach(), device="meta") if isinstance(tensor, DTensor) else local.new_empty(0)
+
+
+def _from_host(packed: _Packed) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    host, twin = packed
+    if isinstance(twin, DTensor):
+        return laid_out_like(twin, host.to(twin.device_mesh.device_type, non_blocking=True))
+    return host.to(twin.device, non_blocking=True)

@@ -1,0 +1,132 @@
+"""State dicts by the functions of FSDP1, of a model that FSDP2 has sharded.
+
+Sharded ones are what such a model gives anyway: DTensors by name, which torch's distributed checkpoints read and write.
+"""
+
+import enum
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp.api import FullStateDictConfig, StateDictConfig
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.smp.notes import note
+
+
+class SMStateDictType(enum.Enum):
+    """SMP's own kind of state dict."""
+
+    SM_LOCAL_STATE_DICT = "local"
+    """Without collectives, for the same shard degree only. Here it is the sharded one, which has no such limit."""
+
+
+_REPLACED = ("state_dict", "load_state_dict")
+
+_whole: WeakKeyDictionary[nn.Module, FullStateDictConfig] = WeakKeyDictionary()
+"""Models whose state dicts are whole ones at present."""
+
+
+@contextmanager
+def sm_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType | SMStateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: Any = None,
+) -> Generator[None]:
+    """Make the state dicts of a model, and of `FSDP.optim_state_dict`, sharded or whole ones inside.
+
+    Raises:
+        ConfigError: torch's `LOCAL_STATE_DICT`, whose flat tensors FSDP2 does not have.
+    """
+    before = _whole.get(module)
+    _choose(module, state_dict_type, state_dict_config)
+    try:
+        yield
+    finally:
+        _choose(module, StateDictType.SHARDED_STATE_DICT if before is None else StateDictType.FULL_STATE_DICT, before)
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType | SMStateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: Any = None,
+) -> None:
+    """The same until the next call."""
+    _choose(module, state_dict_type, state_dict_config)
+
+
+def optim_state_dict(model: nn.Module, optim: Optimizer, *_: Any, **__: Any) -> dict[str, Any]:
+    """State of an optimizer by parameter name; whole tensors where that was chosen, else sharded ones."""
+    config = _whole.get(model)
+    options = StateDictOptions(full_state_dict=config is not None, cpu_offload=bool(config and config.offload_to_cpu))
+    with _as_sharded(model):
+        return dict(get_optimizer_state_dict(model, optim, options=options))
+
+
+def optim_state_dict_to_load(
+    model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any], *_: Any, **__: Any
+) -> dict[str, Any]:
+    """What `optim.load_state_dict` takes; the state is in the optimizer already, so that call changes nothing."""
+    with _as_sharded(model):
+        options = StateDictOptions(full_state_dict=model in _whole)
+        set_optimizer_state_dict(model, optim, optim_state_dict, options=options)
+    return optim.state_dict()
+
+
+def _choose(model: nn.Module, kind: StateDictType | SMStateDictType, config: Any) -> None:
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        raise ConfigError(
+            "StateDictType.LOCAL_STATE_DICT is the flat tensors of FSDP1, which this model does not have. Use "
+            "SHARDED_STATE_DICT, which can be loaded into any degree."
+        )
+    if kind is SMStateDictType.SM_LOCAL_STATE_DICT:
+        note("SM_LOCAL_STATE_DICT is a sharded state dict here: it can be loaded into any degree.")
+    for name in _REPLACED:
+        vars(model).pop(name, None)
+    _whole.pop(model, None)
+    if kind is not StateDictType.FULL_STATE_DICT:
+        return
+    config = config if isinstance(config, FullStateDictConfig) else FullStateDictConfig()
+    _whole[model] = config
+    vars(model)["state_dict"] = lambda *args, **kwargs: _gather(type(model).state_dict(model, *args, **kwargs), config)
+    vars(model)["load_state_dict"] = lambda state, *_, **__: _spread(model, state)
+
+
+def _gather(sharded: Mapping[str, Any], config: FullStateDictConfig) -> dict[str, Any]:
+    keeps = not config.rank0_only or dist.get_rank() == 0
+    whole: dict[str, Any] = {}
+    for name, value in sharded.items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if keeps:
+            whole[name] = full.cpu() if config.offload_to_cpu and isinstance(full, torch.Tensor) else full
+    return whole
+
+
+def _spread(model: nn.Module, whole: dict[str, Any]) -> Any:
+    with _as_sharded(model):
+        return set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+
+
+@contextmanager
+def _as_sharded(model: nn.Module) -> Generator[None]:
+    """Without our replacements, which the functions inside would call."""
+    replaced = {name: vars(model).pop(name) for name in _REPLACED if name in vars(model)}
+    try:
+        yield
+    finally:
+        vars(model).update(replaced)

@@ -1,0 +1,81 @@
+"""`import torch.sagemaker` works after `install` only, and what it lacks says what to use instead."""
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+
+import hyperpod_plugins.smp
+from hyperpod_plugins.errors import ConfigError
+
+
+@pytest.fixture
+def installed():
+    hyperpod_plugins.smp.install()
+    yield
+    hyperpod_plugins.smp.uninstall()
+
+
+def test_only_after_install():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("torch.sagemaker")
+    hyperpod_plugins.smp.install()
+    try:
+        tsm = importlib.import_module("torch.sagemaker")
+        assert torch.sagemaker is tsm
+        assert tsm.init is hyperpod_plugins.smp.init
+    finally:
+        hyperpod_plugins.smp.uninstall()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("torch.sagemaker")
+    with pytest.raises(AttributeError):
+        _ = torch.sagemaker
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.sagemaker", "transform"),
+        ("torch.sagemaker", "is_initialized"),
+        ("torch.sagemaker.delayed_param", "DelayedParamIniter"),
+        ("torch.sagemaker.distributed.checkpoint.state_dict_saver", "maybe_finalize_async_calls"),
+        ("torch.sagemaker.distributed.checkpoint.filesystem", "DistributedFileSystemReader"),
+        ("torch.sagemaker.grad_norm", "clip_grad_norm_"),
+        ("torch.sagemaker.logger", "get_logger"),
+        ("torch.sagemaker.moe.moe_config", "MoEConfig"),
+        ("torch.sagemaker.utils.process_group_utils", "get_global_ranks"),
+    ],
+)
+def test_what_scripts_import(installed, module, name):
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("nn.attn", "attn_implementation"), ("context_parallel.utils", "not built"), ("other", "torch.sagemaker.moe")],
+)
+def test_what_is_not_there(installed, module, words):
+    with pytest.raises(ModuleNotFoundError, match=words):
+        importlib.import_module(f"torch.sagemaker.{module}")
+
+
+def test_the_library_itself_is_not_pushed_aside(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.sagemaker", types.ModuleType("torch.sagemaker"))
+    with pytest.raises(ConfigError, match="first line"):
+        hyperpod_plugins.smp.install()
+
+
+def test_state_before_init(installed):
+    tsm = importlib.import_module("torch.sagemaker")
+    assert not tsm.is_initialized()
+    with pytest.raises(ConfigError, match="init"):
+        _ = tsm.state.tp_rank
+    with pytest.raises(ConfigError, match="init"):
+        tsm.transform(torch.nn.Linear(2, 2))
+
+
+def test_an_unknown_way_to_balance():
+    with pytest.raises(ConfigError, match="sinkhorn"):
+        hyperpod_plugins.smp.MoEConfig(moe_load_balancing="sinkhole")

@@ -1,0 +1,250 @@
+"""A script for SMP v2 with the one line added trains to the same bits as a plain loop over `parallelize`."""
+
+import importlib.util
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "smp" / "announced.py"
+NUM_STEPS = 5
+SEED = 2023
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("announced", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def plain_loop(script, **config):
+    """What the script does, by our own names."""
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
+
+    config = ParallelConfig(block_classes=("LlamaDecoderLayer",), **config)
+    topology = config.topology(dist.get_world_size())
+    with torch.device("meta"):
+        model = script.LlamaForCausalLM(script.model_config())
+    parallelize(model, build_mesh(topology, "cpu"), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(NUM_STEPS):
+        tokens = script.samples(step, topology.data_rank(dist.get_rank()))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def both(config, own, **options):
+    found_before = "torch.sagemaker" in sys.modules
+    script = load_script()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = script.train(config, num_steps=NUM_STEPS, **options)
+    told = [str(each.message) for each in caught if "FSDP2:" in str(each.message)]
+    state = script.tsm.state
+    facts = {
+        "before": found_before,
+        "told": told,
+        "degrees": (state.hybrid_shard_degree, state.tensor_parallel_degree, state.tp_size, state.world_size),
+        "ranks": (state.rank, state.tp_rank, state.dp_rank, state.ep_rank, state.cp_rank, state.local_rank),
+        "replicas": state.ranker.get_rep_groups(),
+        "rep": (state.ranker.get_rep_rank(), dist.get_process_group_ranks(state.rep_rank_process_group)),
+        "tensor": dist.get_process_group_ranks(state.tp_process_group),
+        "world": dist.get_process_group_ranks(state.world_process_group),
+    }
+    return losses, plain_loop(script, **own), facts
+
+
+@pytest.mark.spawns
+def test_hybrid_sharding():
+    results = run_ranks(both, {"hybrid_shard_degree": 2}, {"hybrid_shard_degree": 2}, world_size=4)
+    for losses, plain, _ in results:
+        assert losses == plain
+        assert len(losses) == NUM_STEPS
+        assert losses[-1] < losses[0]
+    facts = [each[2] for each in results]
+    assert not facts[0]["before"]
+    assert [len(each["told"]) for each in facts] == [1, 0, 0, 0]
+    assert "replicate 2 x shard 2 x tensor 1, 32-true, units LlamaDecoderLayer" in facts[0]["told"][0]
+    assert {each["degrees"] for each in facts} == {(2, 1, 1, 4)}
+    assert [each["ranks"] for each in facts] == [(rank, 0, rank, 0, 0, rank) for rank in range(4)]
+    assert facts[3]["replicas"] == [[0, 2], [1, 3]]
+    assert facts[3]["rep"] == (1, [1, 3])
+    assert facts[3]["world"] == [0, 1, 2, 3]
+
+
+@pytest.mark.spawns
+def test_tensor_parallel_with_recomputed_and_offloaded_activations():
+    """Recomputing and moving activations changes no bit, and `activation_loading_horizon` is accepted."""
+    config = {
+        "tensor_parallel_degree": 2,
+        "tensor_parallel_seed": SEED,
+        "sm_activation_offloading": True,
+        "activation_loading_horizon": 4,
+    }
+    own = {"tensor_parallel_degree": 2, "random_seed": SEED}
+    results = run_ranks(both, config, own, world_size=4, offload=True)
+    for losses, plain, _ in results:
+        assert losses == plain
+    facts = results[3][2]
+    assert facts["degrees"] == (2, 2, 2, 4)
+    assert facts["ranks"] == (3, 1, 1, 0, 0, 3)
+    assert facts["tensor"] == [2, 3]
+
+
+def more_of_it(folder):
+    """What one pair of ranks can show of the rest; a list of what went wrong."""
+    import functools
+
+    import hyperpod_plugins.smp
+
+    hyperpod_plugins.smp.install()
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.sagemaker.checkpoint.state_dict_loader import load
+    from torch.sagemaker.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
+    from torch.sagemaker.grad_norm import clip_grad_norm_
+
+    from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, DegreeError
+
+    warnings.simplefilter("ignore")
+    rank = dist.get_rank if dist.is_initialized() else None
+    assert rank is None
+    tsm.init({"tensor_parallel_degree": 1})
+    rank = dist.get_rank()
+
+    def build(width=8):
+        return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(2)))
+
+    def wrap(model, **options):
+        return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}), **options)
+
+    def refused(call, error=ConfigError):
+        try:
+            call()
+        except error as found:
+            return str(found)
+        raise AssertionError(f"{error} was not raised")
+
+    told = {}
+    # values of rank 0 count, and the other rank has none
+    torch.manual_seed(7)
+    with torch.device("cpu" if rank == 0 else "meta"):
+        model = build()
+    whole = {name: value.clone() for name, value in model.state_dict().items()} if rank == 0 else None
+    model = wrap(model, sync_module_states=True, param_init_fn=lambda module: module.to_empty(device="cpu"))
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)):
+        full = model.state_dict()
+    assert all(torch.equal(full[name], whole[name]) for name in whole or ())
+    assert type(model.state_dict()["0.weight"]).__name__ == "DTensor"
+    # a step, a save beside training, and a load into another model and optimizer
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with model.no_sync():
+        model(torch.ones(2, 8)).sum().backward()
+    model(torch.full((2, 8), float(rank))).sum().backward()
+    assert clip_grad_norm_(model, 0.5) > 0.5
+    optimizer.step()
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    async_save(state, checkpoint_id=f"{folder}/first")
+    assert maybe_finalize_async_calls(blocking=True) == [0]
+    torch.manual_seed(8)
+    other = wrap(build())
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    other(torch.ones(2, 8)).sum().backward()
+    other_optimizer.step()
+    state = {"model": other.state_dict(), "optimizer": FSDP.optim_state_dict(other, other_optimizer)}
+    load(state, checkpoint_id=f"{folder}/first")
+    with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        other.load_state_dict(state["model"])
+    loaded = FSDP.optim_state_dict_to_load(model=other, optim=other_optimizer, optim_state_dict=state["optimizer"])
+    other_optimizer.load_state_dict(loaded)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.to_local(), b.to_local())
+        moments, others = optimizer.state[a]["exp_avg"], other_optimizer.state[b]["exp_avg"]
+        assert torch.equal(moments.to_local(), others.to_local())
+    with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT):
+        other.load_state_dict({name: torch.zeros_like(value) for name, value in full.items()})
+    assert all(not value.to_local().any() for value in other.state_dict().values())
+    lacking = {"model": other.state_dict() | {"more": torch.zeros(1)}}
+    told["lacking"] = refused(functools.partial(load, lacking, checkpoint_id=f"{folder}/first"), CheckpointMismatch)
+    # what is refused
+    with torch.device("meta"):
+        waiting = build()
+    own_init = lambda module: None  # noqa: E731
+    told["own init"] = refused(lambda: wrap(waiting, param_init_fn=own_init))
+    told["twice"] = refused(lambda: wrap(model))
+    told["group"] = refused(lambda: wrap(build(), process_group=dist.new_group([rank], use_local_synchronization=True)))
+    told["unknown"] = refused(lambda: wrap(build(), zero_stage=3))
+    told["other config"] = refused(lambda: tsm.init({"hybrid_shard_degree": 2}))
+    told["values"] = refused(lambda: DelayedParamIniter(build()))
+    told["degree"] = refused(lambda: wrap(build(width=1)), DegreeError)
+    marked = tsm.transform(build())
+    told["unwrapped"] = refused(lambda: marked(torch.ones(2, 8)))
+    assert tuple(wrap(marked)(torch.ones(2, 8)).shape) == (2, 8)
+    return told
+
+
+@pytest.mark.spawns
+def test_checkpoints_values_of_rank_0_and_what_is_refused(tmp_path):
+    for told in run_ranks(more_of_it, str(tmp_path), world_size=2):
+        assert "more" in told["lacking"]
+        for what, words in {
+            "own init": "DelayedParamIniter",
+            "twice": "auto_wrap_policy",
+            "group": "shards over [0, 1]",
+            "unknown": "zero_stage",
+            "other config": "Call it once",
+            "values": "meta",
+            "degree": "allow_empty_shards",
+            "unwrapped": "without FullyShardedDataParallel",
+        }.items():
+            assert words in told[what], what
+
+
+def initialised_by_the_script():
+    """A script that makes its own gloo group, and gives values by a function of its own."""
+    import hyperpod_plugins.smp as tsm
+    from hyperpod_plugins.comm.resilient import ResilientProcessGroup
+
+    class Scale(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.empty(4))
+
+        def forward(self, x):
+            return x * self.scale
+
+    dist.init_process_group("gloo")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tsm.init()
+    with torch.device("meta"):
+        model = torch.nn.Sequential(Scale(), Scale())
+    initer = tsm.DelayedParamIniter(model, init_method_using_config=lambda module: module.scale.fill_(3.0))
+    with initer.validate_params_and_buffers_inited():
+        model = tsm.wrap(model, param_init_fn=initer.get_param_init_fn())
+    assert not isinstance(dist.group.WORLD, ResilientProcessGroup)
+    return [str(each.message) for each in caught], model(torch.ones(2, 4)).tolist(), initer.count_num_params()
+
+
+@pytest.mark.spawns
+def test_a_group_of_the_scripts_own_serves_and_is_told_of():
+    results = run_ranks(initialised_by_the_script, world_size=2)
+    assert "nothing repairs it" in results[0][0][0]
+    assert results[1][0] == []
+    assert {str(each[1:]) for each in results} == {str(([[9.0] * 4] * 2, 8))}
