@@ -1,4 +1,6 @@
-"""How many samples one optimizer step has in a world of any size: always the same number, or so many a replica."""
+"""How many samples one optimizer step has in a world of any size: always the same number, so many a replica, or as a
+table says.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -6,6 +8,20 @@ from hyperpod_plugins.data import BatchSplit
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rescale import fits, plan_batch
 from hyperpod_plugins.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeBatch:
+    """What one optimizer step trains on in a world of one size."""
+
+    num_replicas: int
+    """The size."""
+    global_batch_size: int
+    """Samples over all ranks."""
+    micro_batch_size: int
+    """Most samples of one rank in one forward and backward pass."""
+    is_even: bool = False
+    """Whether all ranks must have as many samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +40,17 @@ class StepBatch:
     """Most samples of one rank in one forward and backward pass."""
     num_logical_shards: int = 0
     """Parts of the step that are computed each by itself; 0 for none. See `in_logical_shards`."""
+    by_replicas: tuple[SizeBatch, ...] = ()
+    """The only sizes of the world, and what is said of them; empty where any will do. With batches that differ,
+    `global_batch_size` is 0."""
+    is_even: bool = False
+    """Whether only worlds are allowed in which all ranks have as many samples; `by_replicas` says it for each."""
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         sizes = (self.global_batch_size, self.samples_per_replica)
+        if self.by_replicas and sizes == (0, 0):
+            sizes = (min(row.global_batch_size for row in self.by_replicas), 0)
         if (sizes[0] != 0) == (sizes[1] != 0):
             raise ConfigError(
                 "give global_batch_size, for a batch that is the same for every number of replicas, or "
@@ -42,11 +65,21 @@ class StepBatch:
     @property
     def follows_world(self) -> bool:
         """Whether another number of replicas has another batch."""
-        return self.samples_per_replica > 0
+        return not self.global_batch_size
 
     def at(self, num_replicas: int) -> int:
-        """Samples of one step, over all ranks of so many replicas."""
-        return self.global_batch_size or num_replicas * self.samples_per_replica
+        """Samples of one step, over all ranks of so many replicas.
+
+        Raises:
+            ConfigError: the batches differ by size, and this size is not among them.
+        """
+        if self.global_batch_size or self.samples_per_replica:
+            return self.global_batch_size or num_replicas * self.samples_per_replica
+        row = self._row(num_replicas)
+        if row is None:
+            sizes = ", ".join(str(each.num_replicas) for each in self.by_replicas)
+            raise ConfigError(f"the batch is known for {sizes} replicas, and there are {num_replicas}.")
+        return row.global_batch_size
 
     def split(self, num_replicas: int, ranks_per_replica: int) -> BatchSplit:
         """How the step is spread; of a batch that follows the world, the last step of an epoch is padded, not left out.
@@ -65,7 +98,7 @@ class StepBatch:
                 data_world_size=num_replicas * ranks_per_replica,
                 num_logical_shards=self.num_logical_shards,
             )
-        plan = plan_batch(self.at(num_replicas), num_replicas * ranks_per_replica, self.micro_batch_size)
+        plan = plan_batch(self.at(num_replicas), num_replicas * ranks_per_replica, self._micro_at(num_replicas))
         return replace(plan, pads=self.follows_world)
 
     def serving(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[int, ...]:
@@ -76,6 +109,8 @@ class StepBatch:
         """
         if self.num_logical_shards:
             return tuple(size for size in policy.sizes if self.num_logical_shards % size == 0)
+        if self.by_replicas or self.is_even:
+            return self._serving_as_said(policy, ranks_per_replica)
         if not self.follows_world:
             return policy.serving(
                 global_batch_size=self.global_batch_size,
@@ -115,13 +150,39 @@ class StepBatch:
                 + " or ".join(str(each * ranks_per_replica) for each in (share, share + 1) if each)
                 + "."
             )
-        parts = [n for n in range(1, share + 1) if share % n == 0 and share // n <= self.micro_batch_size]
+        micro = min((row.micro_batch_size for row in self.by_replicas), default=self.micro_batch_size)
+        parts = [n for n in range(1, share + 1) if share % n == 0 and share // n <= micro]
         served = {n: sum(n % size == 0 for size in policy.sizes) for n in parts}
-        most = max(served.values())
+        most = max(served.values(), default=0)
         if not most:
             raise ConfigError(
                 f"no number of replicas in {list(policy.sizes)} can share a global batch of {self.global_batch_size} "
                 f"evenly with {ranks_per_replica} data-parallel ranks each, as reproducible=True needs it. Numbers "
                 f"that divide {share} can."
             )
-        return replace(self, num_logical_shards=min(n for n in parts if served[n] == most))
+        num_logical_shards = min(n for n in parts if served[n] == most)
+        return replace(self, num_logical_shards=num_logical_shards, by_replicas=())
+
+    def _row(self, num_replicas: int) -> SizeBatch | None:
+        return next((row for row in self.by_replicas if row.num_replicas == num_replicas), None)
+
+    def _micro_at(self, num_replicas: int) -> int:
+        row = self._row(num_replicas)
+        return self.micro_batch_size if row is None else row.micro_batch_size
+
+    def _serving_as_said(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[int, ...]:
+        known = [row.num_replicas for row in self.by_replicas] or list(policy.sizes)
+        sizes = [size for size in policy.sizes if size in known]
+        serving = [size for size in sizes if self._can_share(size, size * ranks_per_replica)]
+        if not serving:
+            batches = ", ".join(f"{self.at(size)} samples on {size} replicas" for size in sizes) or "nothing of them"
+            raise ConfigError(
+                f"none of {list(policy.sizes)} replicas of {ranks_per_replica} data-parallel ranks can share out its "
+                f"batch: the recipe says {batches}. Change the batches, or say use_uneven_batch: true."
+            )
+        return tuple(serving)
+
+    def _can_share(self, num_replicas: int, data_degree: int) -> bool:
+        row, size = self._row(num_replicas), self.at(num_replicas)
+        is_even = self.is_even if row is None else row.is_even
+        return fits(size, data_degree, self._micro_at(num_replicas)) and not (is_even and size % data_degree)

@@ -57,8 +57,16 @@ def policy_of_manifest(block: Mapping[str, Any], *, ranks_per_node: int, ranks_p
     return _in_replicas(values, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica)
 
 
-def policy_of_recipe(block: Mapping[str, Any], *, ranks_per_node: int, ranks_per_replica: int) -> ElasticPolicy:
+def policy_of_recipe(
+    block: Mapping[str, Any], *, ranks_per_node: int, ranks_per_replica: int, nodes: Sequence[int] = ()
+) -> ElasticPolicy:
     """The `elastic_policy` of a HyperPod recipe; one that is not elastic has the size `max_nodes` only.
+
+    Args:
+        block: its keys and values.
+        ranks_per_node: all of them.
+        ranks_per_replica: all of them.
+        nodes: the only numbers of nodes, where there is a `scale_config`.
 
     Raises:
         UnknownKeyError: a key that such a block does not have.
@@ -66,11 +74,27 @@ def policy_of_recipe(block: Mapping[str, Any], *, ranks_per_node: int, ranks_per
     """
     _refuse_unknown(block, (*_RECIPE, *_RECIPE_SWITCHES), "elastic_policy")
     values = {_RECIPE[key]: value for key, value in block.items() if key in _RECIPE}
+    if nodes and block.get("is_elastic", True):
+        values["replica_sizes"] = _within_limits(nodes, values)
     if not block.get("is_elastic", True):
         values |= {"min_replicas": values.get("max_replicas", 1), "replica_increment": 1}
     if not block.get("use_graceful_shutdown", True):
         values["graceful_shutdown_timeout_s"] = 0.0
     return _in_replicas(values, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica)
+
+
+def _within_limits(nodes: Sequence[int], values: dict[str, Any]) -> tuple[int, ...]:
+    """Numbers of nodes in a `scale_config` that lie within the limits, which they replace."""
+    if "replica_increment" in values:
+        raise ConfigError(
+            f"the recipe has scale_config for {', '.join(map(str, nodes))} nodes, and replica_increment_step="
+            f"{values['replica_increment']}: both say which numbers of nodes are allowed. Leave one of them out."
+        )
+    low, high = values.pop("min_replicas", min(nodes)), values.pop("max_replicas", max(nodes))
+    sizes = tuple(each for each in nodes if low <= each <= high)
+    if not sizes:
+        raise ConfigError(f"scale_config has {', '.join(map(str, nodes))} nodes, and none lies in {low} .. {high}.")
+    return sizes
 
 
 def recipe_at(recipe: Mapping[str, Any], num_nodes: int) -> dict[str, Any]:
@@ -193,16 +217,25 @@ def _even_worlds(batch: int, micro_batch_sizes: Sequence[int]) -> list[int]:
     return sorted({world for count in counts for world in range(1, count + 1) if count % world == 0})
 
 
+def replicas_of_nodes(name: str, nodes: int, *, ranks_per_node: int, ranks_per_replica: int) -> int:
+    """How many replicas so many nodes make up.
+
+    Raises:
+        ConfigError: no whole number of them; the message begins with `name`.
+    """
+    replicas, rest = divmod(int(nodes) * ranks_per_node, ranks_per_replica)
+    if rest or not replicas:
+        whole = math.lcm(ranks_per_node, ranks_per_replica) // ranks_per_node
+        raise ConfigError(
+            f"{name} of {nodes} nodes of {ranks_per_node} ranks is no whole number of replicas of "
+            f"{ranks_per_replica} ranks. Use a multiple of {whole} nodes, or other degrees."
+        )
+    return replicas
+
+
 def _in_replicas(values: dict[str, Any], *, ranks_per_node: int, ranks_per_replica: int) -> ElasticPolicy:
     def count(name: str, nodes: int) -> int:
-        replicas, rest = divmod(int(nodes) * ranks_per_node, ranks_per_replica)
-        if rest or not replicas:
-            whole = math.lcm(ranks_per_node, ranks_per_replica) // ranks_per_node
-            raise ConfigError(
-                f"{name} of {nodes} nodes of {ranks_per_node} ranks is no whole number of replicas of "
-                f"{ranks_per_replica} ranks. Use a multiple of {whole} nodes, or other degrees."
-            )
-        return replicas
+        return replicas_of_nodes(name, nodes, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica)
 
     sizes = values.get("replica_sizes", ())
     if sizes:

@@ -19,6 +19,7 @@ from hyperpod_plugins.elastic.policy_formats import (
     policy_of_recipe,
     read_deepspeed,
 )
+from hyperpod_plugins.elastic.scales import ScaleTable, read_scales
 from hyperpod_plugins.errors import ConfigError, MissingExtraError, UnknownKeyError
 
 _MINUTE_S = 60.0
@@ -45,6 +46,8 @@ class PolicyBlock:
 
     format: PolicyFormat
     block: Mapping[str, Any]
+    scales: ScaleTable | None = None
+    """What an elastic recipe around the block says of batches."""
 
     @property
     def deepspeed(self) -> DeepSpeedElasticity | None:
@@ -65,7 +68,10 @@ class PolicyBlock:
         if self.format is PolicyFormat.MANIFEST:
             return policy_of_manifest(self.block, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica)
         if self.format is PolicyFormat.RECIPE:
-            return policy_of_recipe(self.block, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica)
+            nodes = () if self.scales is None else self.scales.nodes
+            return policy_of_recipe(
+                self.block, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica, nodes=nodes
+            )
         worlds = read_deepspeed(self.block).world_sizes
         sizes = tuple(each // data_ranks_per_replica for each in worlds if each % data_ranks_per_replica == 0)
         if not sizes:
@@ -107,13 +113,21 @@ def read_policy(given: ElasticPolicy | Mapping[str, Any] | str | Path) -> Elasti
 
 
 def batch_of(
-    deepspeed: DeepSpeedElasticity | None, global_batch_size: int, samples_per_replica: int, micro_batch_size: int
+    deepspeed: DeepSpeedElasticity | None,
+    global_batch_size: int,
+    samples_per_replica: int,
+    micro_batch_size: int,
+    scales: ScaleTable | None = None,
 ) -> StepBatch:
-    """The batch that was given, or the one that DeepSpeed's block comes to.
+    """The batch that was given, or the one that DeepSpeed's block or a recipe comes to, counted in nodes.
 
     Raises:
         ConfigError: both were given, or impossible sizes.
     """
+    if scales is not None:
+        if samples_per_replica:
+            raise ConfigError("the recipe says the batch. Leave out samples_per_replica, or what it says.")
+        return scales.batch(ranks_per_node=1, ranks_per_replica=1)
     if deepspeed is None:
         return StepBatch(
             global_batch_size=global_batch_size,
@@ -132,7 +146,7 @@ def batch_of(
 def _find_block(document: Mapping[str, Any]) -> PolicyBlock | None:
     holders = [document, _inner(document, "spec")]
     inside = [
-        PolicyBlock(format=each, block=block)
+        PolicyBlock(format=each, block=block, scales=_scales_beside(each, block, holder))
         for holder in holders
         for each in PolicyFormat
         if (block := _inner(holder, each.value))
@@ -143,6 +157,11 @@ def _find_block(document: Mapping[str, Any]) -> PolicyBlock | None:
         names = ", ".join(each.format.value for each in found)
         raise ConfigError(f"the policy holds blocks of several formats: {names}. Give one of them.")
     return found[0] if found else None
+
+
+def _scales_beside(format: PolicyFormat, block: Mapping[str, Any], holder: Mapping[str, Any]) -> ScaleTable | None:
+    is_elastic = format is PolicyFormat.RECIPE and block.get("is_elastic", True)
+    return read_scales(holder) if is_elastic else None
 
 
 def _inner(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:

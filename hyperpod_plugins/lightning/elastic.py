@@ -75,8 +75,9 @@ class ElasticTraining(SizesSteps):
             `max_replicas`.
         micro_batch_size: most samples of one rank in one forward and backward pass.
         policy: limits on the number of replicas, and how soon it changes: an `ElasticPolicy`, the `elasticPolicy` of a
-            HyperPod manifest, the `elastic_policy` of a recipe, DeepSpeed's `elasticity` (which says the batch sizes
-            too), or the path of a JSON or YAML file with one of these. Default: any number.
+            HyperPod manifest, the `elastic_policy` of a recipe, DeepSpeed's `elasticity`, or the path of a JSON or
+            YAML file with one of these. DeepSpeed's says the batch sizes too, and so does a whole recipe, with its
+            `scale_config` and `uneven_batch`. Default: any number.
         lr_scaling: how the learning rate follows a batch that is kappa times the reference: `"none"`, `"linear"`
             (kappa), `"sqrt"`, `"adascale"`, or a function of kappa.
         reference_batch_size: batch that learning rate and schedule were made for; 0 for the one of the first world.
@@ -120,8 +121,11 @@ class ElasticTraining(SizesSteps):
         )
         source = None if policy is None else read_policy(policy)
         self._deepspeed = source.deepspeed if isinstance(source, PolicyBlock) else None
+        self._scales = source.scales if isinstance(source, PolicyBlock) else None
+        if self._scales is not None:
+            self._scales = self._scales.fill(global_batch_size, micro_batch_size)
         sizes = (global_batch_size, samples_per_replica, micro_batch_size)
-        self.batch = batch_of(self._deepspeed, *sizes)
+        self.batch = batch_of(self._deepspeed, *sizes, self._scales)
         if not self.batch.follows_world and rule != RateRule():
             raise ConfigError(
                 "lr_scaling, reference_batch_size, warmup_samples and scale_adam are for a batch that follows the "
@@ -199,6 +203,11 @@ class ElasticTraining(SizesSteps):
                 ranks_per_replica=topology.shard_degree * topology.tensor_degree,
                 data_ranks_per_replica=topology.shard_degree,
             )
+        if self._scales is not None:
+            node, tensor = topology.ranks_per_node, topology.tensor_degree
+            self._scales.check_shares(ranks_per_node=node, tensor_degree=tensor)
+            replica = topology.shard_degree * tensor
+            self.batch = batch = self._scales.batch(ranks_per_node=node, ranks_per_replica=replica)
         if self._deepspeed is not None:
             batch = replace(batch, micro_batch_size=self._deepspeed.micro_batch_at(topology.data_degree))
         if self.reproducible:

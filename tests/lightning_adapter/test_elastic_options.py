@@ -204,6 +204,20 @@ def test_deepspeed_says_the_sizes(ledger):
     assert elasticity._sizes == (1, 2, 3, 4)
 
 
+def test_a_recipe_says_the_sizes_by_nodes(ledger):
+    recipe = {
+        "elastic_policy": {"min_nodes": 1, "max_nodes": 2},
+        "training": {"train_batch_size": 16, "micro_train_batch_size": 4},
+        "scale_config": {1: {}, 2: {"training": {"micro_train_batch_size": 2}}},
+    }
+    elasticity, _, trainer = lay_out(ledger, 2, policy=recipe, micro_batch_size=0)
+    split = split_for(elasticity, 2)
+    assert (split.global_batch_size, split.micro_batch_size) == (16, 4)
+    assert trainer.accumulate_grad_batches == 2
+    with pytest.raises(ConfigError, match="Leave out samples_per_replica"):
+        ElasticTraining(policy=recipe, samples_per_replica=8)
+
+
 def test_sizes_that_nobody_says():
     with pytest.raises(ConfigError, match="leave the sizes to ElasticTraining, and this Trainer does not have"):
         batch_split(SimpleNamespace(callbacks=[]), 2, global_batch_size=8, micro_batch_size=0)
