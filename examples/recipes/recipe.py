@@ -131,12 +131,14 @@ class Recipe:
             model = AutoModelForCausalLM.from_config(
                 AutoConfig.for_model(sizes.pop("model_type"), **sizes, use_cache=False)
             )
+        if self.training.recompute:
+            name = "activation_checkpointing_enable"  # of older transformers: gradient_checkpointing_enable
+            enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         if self.lora is not None:
             from peft import LoraConfig, get_peft_model
 
             model = get_peft_model(model, LoraConfig(**dataclasses.asdict(self.lora)))
-        if self.training.recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
     def smoke(self, num_ranks: int = SMOKE_RANKS) -> "Recipe":

@@ -8,8 +8,8 @@ Under `hyperpodrun` the job recovers in place and, where the recipe has an `elas
 """  # noqa: E501  commands stay on one line
 
 import argparse
-import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from memory_plan import GIB, plan_memory
 from recipe import Recipe
 
-from hyperpod_plugins.data import BatchSplit, write_tokens
+from hyperpod_plugins.data import BatchSplit, build_tokens
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.lightning import (
     CheckpointlessRecovery,
@@ -42,7 +42,6 @@ class CausalLM(L.LightningModule):
         else:
             with delayed_init():
                 self.model = recipe.build()
-        self.first_loss: float | None = None
 
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
         balances = self.recipe.training.balance_experts
@@ -50,7 +49,7 @@ class CausalLM(L.LightningModule):
         output = self.model(input_ids=batch["input_ids"], **told)
         logits = output.logits.float().flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
-        self.log("loss", loss.detach(), prog_bar=True, sync_dist=True)
+        self.log("loss", loss.detach(), prog_bar=True)
         return loss + self.model.config.router_aux_loss_coef * output.aux_loss if balances else loss
 
     def configure_optimizers(self) -> dict:
@@ -66,21 +65,25 @@ class CausalLM(L.LightningModule):
 
 
 class Losses(L.Callback):
-    """Keeps the loss of every step, for the report."""
+    """Keeps the loss of every step."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        self.by_step[trainer.global_step] = float(trainer.callback_metrics["loss"])
+        if trainer.global_step:  # 0 within the first step, where it has several micro-batches
+            self.by_step[trainer.global_step] = float(trainer.callback_metrics["loss"])
 
 
 def counting_tokens(path: Path, *, vocab_size: int, sequence_length: int) -> Path:
-    """A token file for the smoke run, in which each token is the one before plus one."""
-    if not path.exists():
+    """A token file for the smoke run, in which each token is the one before plus one; made by the first rank."""
+
+    def rows() -> Iterator[np.ndarray]:
         starts = np.random.default_rng(0).integers(vocab_size, size=2000)
-        rows = ((start + np.arange(sequence_length + 1)) % vocab_size for start in starts)
-        write_tokens(path, (row.astype(np.uint8) for row in rows), vocab_size=vocab_size)
+        return (((start + np.arange(sequence_length + 1)) % vocab_size).astype(np.uint8) for start in starts)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    build_tokens(path, rows, vocab_size=vocab_size)
     return path
 
 
@@ -94,14 +97,53 @@ def bytes_held(module: L.LightningModule) -> dict[str, int]:
     return {"parameters": sum(sizes[:num_parameters]), "optimizer": sum(sizes[num_parameters:])}
 
 
+def fit(
+    recipe: Recipe, train_path: Path, checkpoints: Path, *, num_steps: int, is_smoke: bool, resume: str | None = None
+) -> tuple[CausalLM, list[float]]:
+    """Train, on what this process was started for; the module and the losses that this rank has seen."""
+    env, training = WorkerEnv.from_environ(), recipe.training
+    has_agent = JobEnv.from_environ() is not None  # `hyperpodrun` has started us
+    is_elastic = has_agent and bool(recipe.elastic_policy)
+    num_devices = env.local_world_size if env.is_launched else recipe.trainer.devices
+    sizes = {"global_batch_size": training.train_batch_size, "micro_batch_size": training.micro_train_batch_size}
+    topology = recipe.config.topology(num_devices * env.num_nodes)
+    split = BatchSplit(**sizes, data_world_size=topology.data_degree)
+    losses = Losses()
+    trainer = L.Trainer(
+        accelerator="cpu" if is_smoke else "auto",
+        devices=num_devices,
+        num_nodes=env.num_nodes,
+        strategy=HyperPodStrategy(recipe.config),
+        precision=recipe.trainer.precision,
+        max_steps=num_steps,
+        accumulate_grad_batches=split.micro_steps,
+        gradient_clip_val=training.gradient_clip_val,
+        logger=False,
+        enable_progress_bar=not is_smoke,
+        enable_model_summary=False,
+        callbacks=[
+            losses,
+            ModelCheckpoint(checkpoints, every_n_train_steps=max(1, num_steps // 2), save_last=True),
+            *([CheckpointlessRecovery(**recipe.recovery)] if has_agent else []),
+            *([ElasticTraining(policy=recipe.elastic_document)] if is_elastic else []),
+        ],
+    )
+    module = CausalLM(recipe, with_weights=bool(recipe.pretrained) and not is_smoke)
+    data_config = TokenDataConfig(sequence_length=training.sequence_length, **({} if is_elastic else sizes))
+    trainer.fit(module, datamodule=TokenDataModule(train_path, config=data_config), ckpt_path=resume)
+    by_step = list(losses.by_step.values())
+    trainer.print(f"loss {by_step[0]:.3f} -> {by_step[-1]:.3f} on {trainer.strategy.topology}")
+    return module, by_step
+
+
 def show_plan(recipe: Recipe) -> None:
     with torch.device("meta"):
         model = recipe.build()
-    plan = plan_memory(model, recipe)
-    room = recipe.trainer.device_memory_gib
+    plan, room = plan_memory(model, recipe), recipe.trainer.device_memory_gib
     print(
         f"{plan.num_parameters:,} parameters, {plan.num_trained:,} of them trained, on {recipe.topology}\n"
-        f"GiB of each rank: {plan}, of {room:g} ({plan.total / GIB / room:.0%})"
+        f"GiB of each rank: {plan}, of {room:g} ({plan.total / GIB / room:.0%})",
+        flush=True,
     )
 
 
@@ -113,7 +155,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="default: what the recipe says")
     parser.add_argument("--folder", type=Path, default=Path("runs/recipes"), help="for checkpoints and the smoke run")
     parser.add_argument("--resume", help="path of a checkpoint to go on from")
-    parser.add_argument("--report", type=Path, help="write losses and bytes held here, as JSON")
     return parser.parse_args()
 
 
@@ -129,50 +170,13 @@ def main() -> None:
     if args.plan:
         return
     L.seed_everything(1, verbose=False)
-    training, num_steps = recipe.training, args.steps or recipe.training.max_steps
-    num_devices = env.local_world_size if env.is_launched else recipe.trainer.devices
-    num_ranks = num_devices * env.num_nodes
-    sizes = {
-        "global_batch_size": training.train_batch_size,
-        "micro_batch_size": training.micro_train_batch_size,
-    }
-    data_degree = recipe.config.topology(num_ranks).data_degree
-    split = BatchSplit(**sizes, data_world_size=data_degree)
-    is_elastic, losses = bool(recipe.elastic_policy) and JobEnv.from_environ() is not None, Losses()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    trainer = L.Trainer(
-        accelerator="cpu" if args.smoke else "auto",
-        devices=num_devices,
-        strategy=HyperPodStrategy(recipe.config),
-        precision=recipe.trainer.precision,
-        max_steps=num_steps,
-        accumulate_grad_batches=split.micro_steps,
-        gradient_clip_val=training.gradient_clip_val,
-        logger=False,
-        enable_progress_bar=not args.smoke,
-        enable_model_summary=False,
-        callbacks=[
-            losses,
-            ModelCheckpoint(args.folder / args.recipe.stem, every_n_train_steps=max(1, num_steps // 2), save_last=True),
-            *([CheckpointlessRecovery(**recipe.recovery)] if recipe.recovery and JobEnv.from_environ() else []),
-            *([ElasticTraining(policy=recipe.elastic_document)] if is_elastic else []),
-        ],
-    )
     train_path = Path(recipe.data["train"])
     if args.smoke:
-        train_path = args.folder / f"smoke{env.global_rank}.tokens"
-        counting_tokens(train_path, vocab_size=256, sequence_length=training.sequence_length)
-    data = TokenDataModule(
-        train_path,
-        config=TokenDataConfig(sequence_length=training.sequence_length, **({} if is_elastic else sizes)),
-    )
-    module = CausalLM(recipe, with_weights=bool(recipe.pretrained) and not args.smoke)
-    trainer.fit(module, datamodule=data, ckpt_path=args.resume)
-    by_step = list(losses.by_step.values())
-    if trainer.is_global_zero and args.report:
-        plan = plan_memory(module.model, recipe) if False else None
-        args.report.write_text(json.dumps({"losses": by_step, "held": bytes_held(module), "plan": plan}))
-    trainer.print(f"loss {by_step[0]:.3f} -> {by_step[-1]:.3f} on {trainer.strategy.topology}")
+        length = recipe.training.sequence_length
+        train_path = counting_tokens(args.folder / "smoke.tokens", vocab_size=256, sequence_length=length)
+    num_steps = args.steps or recipe.training.max_steps
+    checkpoints = args.folder / args.recipe.stem
+    fit(recipe, train_path, checkpoints, num_steps=num_steps, is_smoke=args.smoke, resume=args.resume)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""Each recipe is built on the meta device and planned; some are trained for real, small, on four CPU ranks."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_ranks
+
+from hyperpod_plugins.elastic.policy_sources import read_policy
+from hyperpod_plugins.parallel.shard import local_part
+
+FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
+PATHS = sorted(FOLDER.glob("*.yaml"))
+SIZES = {  # parameters, as the published checkpoints have them
+    "gpt_oss_120b": 116_829_156_672,
+    "gpt_oss_20b": 20_914_757_184,
+    "llama3_70b": 70_553_706_496,
+    "llama3_8b": 8_030_261_248,
+    "llama3_8b_full": 8_030_261_248,
+    "llama3_8b_lora": 8_030_261_248 + 41_943_040,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_8b": 8_190_735_360,
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft 0.21
+LIBRARIES_GIB = 8.0  # room for what a plan leaves out
+
+
+@pytest.fixture(autouse=True)
+def as_scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def built_on_meta(recipe):
+    with torch.device("meta"):
+        return recipe.build()
+
+
+def test_there_is_one_for_each_model():
+    assert [path.stem for path in PATHS] == sorted(SIZES)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_the_plan_of_a_rank_fits_its_device(path):
+    from memory_plan import GIB, plan_memory
+    from recipe import Recipe
+
+    recipe = Recipe.read(path)
+    model = built_on_meta(recipe)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    plan = plan_memory(model, recipe)
+    print(f"\n{path.stem}: {recipe.topology}\n  GiB of each rank: {plan}")
+    assert plan.num_parameters == SIZES[path.stem]
+    assert (plan.num_trained < plan.num_parameters) == (recipe.run == "lora")
+    assert plan.total / GIB + LIBRARIES_GIB < recipe.trainer.device_memory_gib
+    # 4 bytes a parameter, 4 its gradient, 8 its moments, over the ranks that share them
+    ranks = recipe.topology.shard_degree * recipe.topology.tensor_degree
+    assert plan.parameters == pytest.approx(4 * plan.num_parameters / ranks, rel=1e-3)
+    assert plan.gradients + plan.optimizer == pytest.approx(12 * plan.num_trained / ranks, rel=1e-3)
+
+
+def test_the_plan_of_llama_3_8b_by_hand():
+    """Against a calculation with the published sizes: layers of 218,112,000 parameters, two matrices of 525,336,576."""
+    from memory_plan import plan_memory
+    from recipe import Recipe
+
+    recipe = Recipe.read(FOLDER / "llama3_8b.yaml")
+    plan = plan_memory(built_on_meta(recipe), recipe)
+    block, root = 218_112_000, 2 * 525_336_576 + 4096
+    assert plan.gathered == 2 * (2 * block + root) + 2 * (block + root) + 4 * root
+    tokens, hidden = 8192, 4096
+    one_block = 12 * hidden + 4 * hidden + 2 * 128 * (2 * 32 + 2 * 8) + 8 * 14336
+    assert plan.activations == tokens * (32 * 2 * hidden + one_block + 12 * 128_256)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_the_elastic_block_is_one_that_is_read(path):
+    from recipe import Recipe
+
+    recipe = Recipe.read(path)
+    topology = recipe.topology
+    found = read_policy(recipe.elastic_document)
+    per_replica = topology.shard_degree * topology.tensor_degree
+    ranks = {"ranks_per_node": recipe.trainer.devices, "ranks_per_replica": per_replica}
+    policy = found.in_replicas(**ranks, data_ranks_per_replica=topology.shard_degree)
+    found.scales.check_shares(ranks_per_node=recipe.trainer.devices, tensor_degree=topology.tensor_degree)
+    sizes = found.scales.batch(**ranks).serving(policy, topology.shard_degree)
+    assert set(sizes) <= set(policy.sizes)  # without those on which some rank had no sample in some micro-step
+    assert len(sizes) > 1
+    assert topology.replicate_degree in sizes
+
+
+def test_a_smoke_run_keeps_the_kind_of_the_model():
+    from recipe import Recipe
+
+    model = built_on_meta(Recipe.read(FOLDER / "gpt_oss_120b.yaml").smoke())
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+    assert model.config.layer_types == ["sliding_attention", "full_attention"]
+    assert model.model.layers[0].mlp.experts.gate_up_proj.shape[0] == 4
+    assert model.config.num_attention_heads > model.config.num_key_value_heads
+    degrees = Recipe.read(FOLDER / "llama3_70b.yaml").smoke().topology.shape
+    assert degrees == (1, 2, 2)
+
+
+def smoke(folder, name, steps):
+    sys.path.insert(0, str(FOLDER))
+    import train
+    from memory_plan import plan_memory
+    from recipe import Recipe
+
+    train.L.seed_everything(1, verbose=False)
+    recipe = Recipe.read(FOLDER / f"{name}.yaml").smoke()
+    path = train.counting_tokens(Path(folder) / "tokens", vocab_size=256, sequence_length=32)
+    module, losses = train.fit(recipe, path, Path(folder) / "checkpoints", num_steps=steps, is_smoke=True)
+    [optimizer] = module.trainer.optimizers
+    states = [local_part(state[key]) for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    held = [sum(4 * local_part(part).numel() for part in parts) for parts in (module.parameters(), states)]
+    plan = plan_memory(built_on_meta(recipe), recipe)
+    return losses, held, (plan.parameters, plan.optimizer)
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("name", "steps", "share"),
+    [("llama3_70b", 10, 0.7), ("gpt_oss_20b", 10, 0.7), ("llama3_8b_lora", 16, 0.985)],
+)
+def test_a_small_one_learns_and_holds_what_was_planned(tmp_path, name, steps, share):
+    """Dense and tensor parallel; experts and sliding windows; adapters, which learn little around random weights."""
+    for losses, held, planned in run_ranks(smoke, str(tmp_path), name, steps, world_size=4, timeout_s=150.0):
+        assert len(losses) == steps
+        assert sum(losses[-2:]) < share * sum(losses[:2])
+        assert held == pytest.approx(planned, rel=0.02)  # shards of sizes that the degree does not divide
