@@ -13,6 +13,8 @@ A map for readers, in the order in which a training step meets the packages:
 * `hyperpod_plugins.lightning`: `Trainer(strategy="hyperpod")`.
 * `hyperpod_plugins.accelerate`: `HyperPodPlugin`, whose Accelerator trains the same way.
 * `hyperpod_plugins.presets`: configuration files for `accelerate launch`.
+* `hyperpod_plugins.smp`: scripts for SMP v2, by `import torch.sagemaker`.
+* `hyperpod_plugins.loops`: loops written by hand, in plain torch or around an Accelerator.
 * `hyperpod_plugins.cli`: the command `hyperpod`.
 
 Importing this package registers the Lightning strategy and the c10d backend where the entry point

@@ -50,11 +50,16 @@ def both(config, own, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses = script.train(config, num_steps=NUM_STEPS, **options)
-    told = [str(each.message) for each in caught if "FSDP2:" in str(each.message)]
-    state = script.tsm.state
+    told = [str(each.message) for each in caught if "LlamaForCausalLM) is done by FSDP2:" in str(each.message)]
+    state, refused = script.tsm.state, ""
+    if state.tp_size > 1:
+        with pytest.raises(ValueError, match="not given to transform") as error:
+            script.FullyShardedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+        refused = str(error.value)
     facts = {
         "before": found_before,
         "told": told,
+        "refused": refused,
         "degrees": (state.hybrid_shard_degree, state.tensor_parallel_degree, state.tp_size, state.world_size),
         "ranks": (state.rank, state.tp_rank, state.dp_rank, state.ep_rank, state.cp_rank, state.local_rank),
         "replicas": state.ranker.get_rep_groups(),
@@ -66,8 +71,15 @@ def both(config, own, **options):
 
 
 @pytest.mark.spawns
-def test_hybrid_sharding():
-    results = run_ranks(both, {"hybrid_shard_degree": 2}, {"hybrid_shard_degree": 2}, world_size=4)
+@pytest.mark.parametrize(
+    ("config", "nodes", "mixed"),
+    [({"hybrid_shard_degree": 2}, 1, False), ({}, 2, True)],
+    ids=["the configuration says the degree", "HYBRID_SHARD means within a node"],
+)
+def test_hybrid_sharding(config, nodes, mixed):
+    precision = "bf16-mixed" if mixed else "32-true"
+    own = {"hybrid_shard_degree": 2, "precision": precision}
+    results = run_ranks(both, config, own, world_size=4, nodes=nodes, mixed=mixed)
     for losses, plain, _ in results:
         assert losses == plain
         assert len(losses) == NUM_STEPS
@@ -75,9 +87,9 @@ def test_hybrid_sharding():
     facts = [each[2] for each in results]
     assert not facts[0]["before"]
     assert [len(each["told"]) for each in facts] == [1, 0, 0, 0]
-    assert "replicate 2 x shard 2 x tensor 1, 32-true, units LlamaDecoderLayer" in facts[0]["told"][0]
+    assert f"replicate 2 x shard 2 x tensor 1, {precision}, units LlamaDecoderLayer" in facts[0]["told"][0]
     assert {each["degrees"] for each in facts} == {(2, 1, 1, 4)}
-    assert [each["ranks"] for each in facts] == [(rank, 0, rank, 0, 0, rank) for rank in range(4)]
+    assert [each["ranks"] for each in facts] == [(rank, 0, rank, 0, 0, rank % (4 // nodes)) for rank in range(4)]
     assert facts[3]["replicas"] == [[0, 2], [1, 3]]
     assert facts[3]["rep"] == (1, [1, 3])
     assert facts[3]["world"] == [0, 1, 2, 3]
@@ -97,6 +109,7 @@ def test_tensor_parallel_with_recomputed_and_offloaded_activations():
     for losses, plain, _ in results:
         assert losses == plain
     facts = results[3][2]
+    assert "not given to transform()" in facts["refused"]
     assert facts["degrees"] == (2, 2, 2, 4)
     assert facts["ranks"] == (3, 1, 1, 0, 0, 3)
     assert facts["tensor"] == [2, 3]
