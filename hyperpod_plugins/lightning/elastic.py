@@ -131,6 +131,11 @@ class ElasticTraining(SizesSteps):
                 "lr_scaling, reference_batch_size, warmup_samples and scale_adam are for a batch that follows the "
                 "world: give samples_per_replica. With the same global batch the learning rate stays what it is."
             )
+        if self._scales is not None and rule.is_measured:
+            raise ConfigError(
+                "lr_scaling='adascale' compares gradients of replicas with as many samples each, which a recipe's "
+                "batches need not have: give samples_per_replica, and no recipe that says batches."
+            )
         if self.batch.follows_world and reproducible:
             raise ConfigError(
                 "reproducible=True is for a global batch that stays the same: give global_batch_size, not "

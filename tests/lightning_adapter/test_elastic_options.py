@@ -216,6 +216,12 @@ def test_a_recipe_says_the_sizes_by_nodes(ledger):
     assert trainer.accumulate_grad_batches == 2
     with pytest.raises(ConfigError, match="Leave out samples_per_replica"):
         ElasticTraining(policy=recipe, samples_per_replica=8)
+    recipe["scale_config"][2] = {"training": {"train_batch_size": 32}}
+    elasticity, _, _ = lay_out(ledger, 4, policy=recipe, micro_batch_size=0, lr_scaling="linear")
+    assert elasticity._sizes == (2, 4)  # of nodes of four ranks, in replicas of two
+    assert elasticity.options.batch.at(4) == 32
+    with pytest.raises(ConfigError, match="adascale"):
+        ElasticTraining(policy=recipe, lr_scaling="adascale")
 
 
 def test_sizes_that_nobody_says():
