@@ -96,6 +96,9 @@ class JobEnv:
     """Process whose end is to end this one; 0 where `hyperpodrun` sees to that."""
     resume_from: str = ""
     """Checkpoint that a program started again by its agents is to go on from; empty for what the program says."""
+    shard_degree: int = 0
+    """What somebody has asked of the running job, with the next; 0 for what the program says."""
+    tensor_degree: int = 0
 
     @property
     def is_newcomer(self) -> bool:
@@ -109,6 +112,7 @@ class JobEnv:
             "HYPERPOD_RUN_ID": self.run_id,
             "HYPERPOD_INCARNATION": str(self.incarnation),
             "HYPERPOD_RESUME_FROM": self.resume_from,
+            "HYPERPOD_DEGREES": f"{self.shard_degree}x{self.tensor_degree}" if self.shard_degree else "",
             **({"HYPERPOD_AGENT_PID": str(self.agent_pid)} if self.agent_pid else {}),
         }
 
@@ -128,6 +132,7 @@ class JobEnv:
             raise ConfigError(
                 f"HYPERPOD_STORE={address!r} must be HOST:PORT or etcd://HOST:PORT. Only hyperpodrun should set it."
             )
+        shard, tensor = _degrees(environ)
         return cls(
             store_host=host,
             store_port=int(port),
@@ -137,6 +142,8 @@ class JobEnv:
             restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             agent_pid=_number(environ, "HYPERPOD_AGENT_PID", 0),
             resume_from=environ.get("HYPERPOD_RESUME_FROM", ""),
+            shard_degree=shard,
+            tensor_degree=tensor,
         )
 
 
@@ -175,6 +182,14 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
             nodes += [int(found[1])] * int(found[2] or 1)
     node = _number(environ, "SLURM_NODEID", 0)
     return nodes[node] if node < len(nodes) else _number(environ, "SLURM_NTASKS_PER_NODE", 1)
+
+
+def _degrees(environ: Mapping[str, str]) -> tuple[int, int]:
+    text = environ.get("HYPERPOD_DEGREES", "")
+    shard, _, tensor = text.partition("x")
+    if text and not (shard.isdecimal() and tensor.isdecimal()):
+        raise ConfigError(f"HYPERPOD_DEGREES={text!r} must be two numbers, such as 4x1. Only agents should set it.")
+    return (int(shard), int(tensor)) if text else (0, 0)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

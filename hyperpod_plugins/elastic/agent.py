@@ -33,7 +33,7 @@ from torch.distributed.elastic.utils.logging import get_logger
 from hyperpod_plugins.elastic.crew import Crew, Phase, Post
 from hyperpod_plugins.elastic.failures import cause, failure
 from hyperpod_plugins.elastic.incident import Incident
-from hyperpod_plugins.elastic.joining import give_notice, terms_of, world_or_none
+from hyperpod_plugins.elastic.joining import give_notice, world_or_none
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, BEGUN_KEY, GAVE_UP_KEY, RESTART_KEY, Ledger
 from hyperpod_plugins.elastic.logs import Sink
 from hyperpod_plugins.elastic.options import AgentOptions
@@ -42,6 +42,7 @@ from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget, Rest
 from hyperpod_plugins.elastic.rounds import Meeting, posts_of
 from hyperpod_plugins.elastic.signals import SignalInbox
 from hyperpod_plugins.elastic.succession import write_up
+from hyperpod_plugins.elastic.terms import terms_of
 
 logger = get_logger(__name__)
 
@@ -81,8 +82,7 @@ class HyperPodAgent(SimpleElasticAgent):
         self._restart: JobRestart | None = None
         self._failures: dict[int, ProcessFailure] = {}
         self._reporter = ""
-        self._generation = 0
-        self._next_poll_s = 0.0
+        self._generation, self._next_poll_s = 0, 0.0
         self._has_left = False
         self._leave_by_s: float | None = None
         self._next_signal, self._next_signal_s = signal.SIGTERM, 0.0

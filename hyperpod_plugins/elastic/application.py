@@ -1,6 +1,8 @@
 """How a node that wants a slot comes to one: look, decide (`slots.py`), act, until there is one."""
 
 import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -10,12 +12,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.endpoint import Endpoint
-from hyperpod_plugins.elastic.joining import terms_of
 from hyperpod_plugins.elastic.keeper import Keeper
 from hyperpod_plugins.elastic.ledger import Ledger
 from hyperpod_plugins.elastic.roster import Roster, name_of_round
-from hyperpod_plugins.elastic.slots import Claim, Decision, Seat, SlotPolicy, Step, View, founders, next_step
+from hyperpod_plugins.elastic.slots import Claim, Decision, Holding, Seat, SlotPolicy, Step, View, founders, next_step
 from hyperpod_plugins.elastic.succession import can_absorb, renew
+from hyperpod_plugins.elastic.terms import terms_of
 
 logger = get_logger(__name__)
 
@@ -96,11 +98,20 @@ class Application:
             node=self._keeper.node,
             candidates=here,
             called_s=0.0 if self._enough_s is None else time.monotonic() - self._enough_s,
+            are_all_back=claims is None and self._are_all_back(here, gone),
             claims=claims,
             has_entered=has_entered,
             can_absorb=claims is not None and can_absorb(self.ledger),
             can_grow=claims is not None and terms_of(self.ledger) is not None,
         )
+
+    def _are_all_back(self, here: Sequence[str], gone: AbstractSet[str]) -> bool:
+        """Whether there is nobody to wait for, since all start again together."""
+        end = self.roster.round_end(self.number - 1)
+        if end is None or end.step < 0:
+            return False
+        before = self.roster.claims(self.number - 1) or ()
+        return all(claim.node in here or claim.node in gone for claim in before if claim.holding is Holding.HELD)
 
     def _act(self, decision: Decision, view: View) -> Seat | None:
         """Do what was decided; a seat where that led to one."""

@@ -18,10 +18,11 @@ from typing import Literal, Self
 
 from torch.distributed import DistError
 
-from hyperpod_plugins.elastic.joining import ask_for, describe, terms_of
+from hyperpod_plugins.elastic.joining import ask_for, describe
 from hyperpod_plugins.elastic.ledger import Ledger, connect_store
 from hyperpod_plugins.elastic.line import Line
 from hyperpod_plugins.elastic.roster import Roster, name_of_round
+from hyperpod_plugins.elastic.terms import terms_of
 from hyperpod_plugins.env import JobEnv, runtime_folder
 from hyperpod_plugins.errors import ConfigError
 

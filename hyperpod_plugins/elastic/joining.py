@@ -6,25 +6,23 @@ themselves up while the job goes on. When all of them are ready they say that to
 make way between two steps.
 """
 
-import json
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, Ledger
-from hyperpod_plugins.elastic.policy import ElasticPolicy, ReplicaView, next_size
+from hyperpod_plugins.elastic.policy import ReplicaView, next_size
 from hyperpod_plugins.elastic.restarts import NOT_NEEDED
+from hyperpod_plugins.elastic.terms import Terms, terms_of
 from hyperpod_plugins.elastic.world import World, num_setbacks, regroup
 from hyperpod_plugins.errors import RecoveryError
 
 log = logging.getLogger(__name__)
 
 _FOUNDERS = "founders"  # value: the size of the first world
-_TERMS = "elastic"  # value: `Terms`
 _CANDIDATE = "candidate"  # count, and value NUMBER: place and number of a process that wants to come in, and the world
 _LEAVING = "leaving"  # value PLACE: the number of the process there, which has got notice
 _NOTICES = "notices"  # count of those
@@ -35,39 +33,6 @@ _SPARE_AFTER_S = 3.0
 """An agent replaces a process within less; after that, one that waits takes its place."""
 _SET_UP_S = 120.0
 """Time from a plan until all in it must be ready; then those that are plan again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """On which a job grows and shrinks."""
-
-    policy: ElasticPolicy
-    replica_size: int
-    """Ranks of one replica: shard degree x tensor degree."""
-    sizes: tuple[int, ...]
-    """Numbers of replicas that the policy allows and that can share the global batch."""
-
-    def to_json(self) -> bytes:
-        """For the ledger."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> "Terms":
-        """Inverse of `to_json`."""
-        values: dict[str, Any] = json.loads(text)
-        policy = values["policy"] | {"replica_sizes": tuple(values["policy"]["replica_sizes"])}
-        return cls(policy=ElasticPolicy(**policy), replica_size=values["replica_size"], sizes=tuple(values["sizes"]))
-
-
-def leave_terms(ledger: Ledger, terms: Terms) -> None:
-    """Let others come in from now on; the first word counts."""
-    ledger.put_first(_TERMS, terms.to_json())
-
-
-def terms_of(ledger: Ledger) -> Terms | None:
-    """The terms of the job; None for one that does not change its size."""
-    text = ledger.find(_TERMS)
-    return None if text is None else Terms.from_json(text)
 
 
 def found(ledger: Ledger, world: World) -> None:
@@ -128,7 +93,7 @@ def find_world(ledger: Ledger, place: int, incarnation: int) -> World:
         number = world.number if planned is None else planned.number
         if planned is not None and place in planned.places:
             return planned
-        now_s, waiting = time.monotonic(), _candidates(ledger, world)
+        now_s, waiting = time.monotonic(), candidates(ledger, world)
         if len(waiting) != num_waiting:
             num_waiting, came_s = len(waiting), now_s
         if planned is None or _is_void(ledger, planned, world) or now_s - changed_s > _SET_UP_S:
@@ -188,23 +153,28 @@ def world_without(
     Raises:
         StateLost: nobody that is left holds a part of the state.
     """
-    noticed = ledger.find_all([_leaving(place) for place in missing])
-    have_left = all(int(noticed.get(_leaving(place), "-2")) >= number - 1 for place, number in missing.items())
-    if waited_s < _SPARE_AFTER_S and not have_left:
+    are_leaving = have_left(ledger, missing)
+    if waited_s < _SPARE_AFTER_S and not are_leaving:
         return None
     size, now = terms.replica_size, world.size // terms.replica_size
     healthy = set(world.places).difference(missing)
-    waiting = _candidates(ledger, world)
+    waiting = candidates(ledger, world)
     if len(waiting) >= len(missing):
         target, cause = now, f"processes that waited take the places of {len(missing)} lost ones"
     else:
-        whole = _num_whole(world, healthy, size)
-        view = ReplicaView(now=now, healthy=whole, since_loss_s=math.inf if have_left else waited_s)
+        whole = num_whole(world, healthy, size)
+        view = ReplicaView(now=now, healthy=whole, since_loss_s=math.inf if are_leaving else waited_s)
         target = next_size(view, terms.policy, terms.sizes)
         cause = f"the job shrinks from {now} to {target} replicas"
         if target >= now:
             return None
     return _propose(ledger, terms, world, target, cause, healthy=healthy, joining=waiting)
+
+
+def have_left(ledger: Ledger, missing: Mapping[int, int]) -> bool:
+    """Whether all that are missing had got notice, so that nobody need wait for them."""
+    noticed = ledger.find_all([_leaving(place) for place in missing])
+    return all(int(noticed.get(_leaving(place), "-2")) >= number - 1 for place, number in missing.items())
 
 
 def ask_for(ledger: Ledger, num_replicas: int) -> None:
@@ -223,7 +193,7 @@ def heed(ledger: Ledger, world: World) -> None:
     view = ReplicaView(
         now=now,
         healthy=now,
-        leaving=now - _num_whole(world, staying, terms.replica_size),
+        leaving=now - num_whole(world, staying, terms.replica_size),
         wanted=asked,
     )
     target = next_size(view, terms.policy, terms.sizes)
@@ -243,7 +213,7 @@ def describe(ledger: Ledger) -> dict[str, int]:
     return {
         "ranks": size,
         "replicas": size // terms.replica_size if terms is not None else 0,
-        "waiting": 0 if world is None else len(_candidates(ledger, world)),
+        "waiting": 0 if world is None else len(candidates(ledger, world)),
         "asked": _asked(ledger),
         "generation": ledger.generation(),
     }
@@ -265,7 +235,7 @@ def leaving_of(ledger: Ledger, places: Sequence[int]) -> set[int]:
     return {place for place, now in zip(places, living, strict=True) if int(noticed.get(_leaving(place), "-1")) >= now}
 
 
-def _num_whole(world: World, staying: AbstractSet[int], replica_size: int) -> int:
+def num_whole(world: World, staying: AbstractSet[int], replica_size: int) -> int:
     """How many replicas can be put together of some places of a world."""
     return min(sum(place in staying for place in world.places[index::replica_size]) for index in range(replica_size))
 
@@ -349,7 +319,7 @@ def stand(ledger: Ledger, place: int, incarnation: int, world: World) -> None:
     ledger.put(f"{_CANDIDATE}/{ledger.count(_CANDIDATE, 1)}", f"{place} {incarnation} {world.number}".encode())
 
 
-def _candidates(ledger: Ledger, world: World) -> list[int]:
+def candidates(ledger: Ledger, world: World) -> list[int]:
     """Places outside of a world whose living process has said that it wants to come in, and was not in since."""
     names = [f"{_CANDIDATE}/{number}" for number in range(1, ledger.count(_CANDIDATE) + 1)]
     said: dict[tuple[int, int], int] = {}
@@ -371,7 +341,7 @@ def _candidates(ledger: Ledger, world: World) -> list[int]:
 
 def _can_begin(ledger: Ledger, planned: World, before: World) -> bool:
     """Whether all that are to come in with a planned world still wait."""
-    waiting = _candidates(ledger, before)
+    waiting = candidates(ledger, before)
     return all(place in before.places or place in waiting for place in planned.places)
 
 

@@ -209,6 +209,8 @@ class SlotRendezvous(RendezvousHandler):
             self._endpoint.job(name_of_round(self._run_id, seat.number)),
             incarnation=incarnation,
             resume_from="" if end is None else end.resume_from,
+            shard_degree=0 if end is None else end.shard_degree,
+            tensor_degree=0 if end is None else end.tensor_degree,
         )
         self._keeper.seat = replace(seat, ranks=ranks, incarnation=incarnation)
         hand_down(replace(self.job, agent_pid=os.getpid()))

@@ -77,13 +77,19 @@ class RestartBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRestart(Line):
-    """A member's word that a part of the training state is gone, so that all processes must begin again."""
+    """A member's word that all processes must begin again.
+
+    A part of the training state is gone, or somebody has asked for other degrees.
+    """
 
     incident: Incident
     resume_from: str = ""
     """The last checkpoint; empty where there is none, and the program begins as it began."""
     step: int = 0
     """Optimizer steps in that checkpoint."""
+    shard_degree: int = 0
+    """What somebody has asked for, with the next; 0 where nobody has."""
+    tensor_degree: int = 0
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

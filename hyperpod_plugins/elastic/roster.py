@@ -43,12 +43,22 @@ class RoundEnd(Line):
     """Optimizer steps in it; -1 where no member asked for this."""
     count: int = 0
     """How many rounds in a row have ended for another start from this step."""
+    shard_degree: int = 0
+    """What the next round is to have, with the next, because somebody has asked for it; 0 where nobody has."""
+    tensor_degree: int = 0
 
     @classmethod
     def of(cls, restart: JobRestart, before: Self | None) -> Self:
         """What a member asked for, after a round that ended like `before`."""
         count = before.count + 1 if before is not None and before.step == restart.step else 1
-        return cls(cause=str(restart), resume_from=restart.resume_from, step=restart.step, count=count)
+        return cls(
+            cause=str(restart),
+            resume_from=restart.resume_from,
+            step=restart.step,
+            count=count,
+            shard_degree=restart.shard_degree,
+            tensor_degree=restart.tensor_degree,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,6 +147,8 @@ class View:
     """Nodes that are here, in the order in which they came."""
     called_s: float = 0.0
     """Seconds since this node saw that they are enough."""
+    are_all_back: bool = False
+    """Whether a member has ended the round before, and all its nodes are here that have not been lost."""
     claims: tuple[Claim, ...] | None = None
     """The slots; None before the round has begun."""
     has_entered: bool = False
@@ -214,7 +216,8 @@ def watched(nodes: Sequence[str], node: str, count: int = 3) -> list[str]:
 
 def _is_time(view: View, policy: SlotPolicy) -> bool:
     here = len(view.candidates)
-    return here >= policy.max_nodes or (here >= policy.min_nodes and view.called_s >= policy.last_call_s)
+    is_called = view.called_s >= policy.last_call_s or view.are_all_back
+    return here >= policy.max_nodes or (here >= policy.min_nodes and is_called)
 
 
 def _some_are_done(claims: tuple[Claim, ...]) -> bool:

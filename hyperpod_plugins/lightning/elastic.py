@@ -3,7 +3,7 @@
 # Lightning's loops have no public spelling.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +17,17 @@ from hyperpod_plugins.data import BatchSplit
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.batch import StepBatch
 from hyperpod_plugins.elastic.course import RateRule
-from hyperpod_plugins.elastic.joining import Terms, leave_terms, terms_of
+from hyperpod_plugins.elastic.layouts import Layout
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.policy_sources import PolicyBlock, batch_of, read_policy
 from hyperpod_plugins.elastic.rescale import LrScaling
 from hyperpod_plugins.elastic.signals import ignore_notices
+from hyperpod_plugins.elastic.terms import Terms, leave_terms, terms_of
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.batching import SizesSteps
 from hyperpod_plugins.lightning.datamodule import TrainerLoader
+from hyperpod_plugins.lightning.degrees import as_degrees, layouts_of, with_degrees
 from hyperpod_plugins.lightning.flavour import Trainer
 from hyperpod_plugins.lightning.rates import Rates, warn_of_adaptive
 from hyperpod_plugins.observability import Event, record
@@ -83,6 +85,10 @@ class ElasticTraining(SizesSteps):
         reference_batch_size: batch that learning rate and schedule were made for; 0 for the one of the first world.
         warmup_samples: samples over which the learning rate goes to its new value.
         scale_adam: with `"sqrt"`, scale Adam's betas and eps too: kappa (1 - beta), and eps / sqrt(kappa).
+        shard_degrees: shard degrees that the job may have beside the strategy's. Where too few ranks are left for a
+            replica of the present one, or somebody asks for another (`hyperpod scale --shard-degree`), all processes
+            start again, resharded; the strategy's is taken where it fits, else the largest that does.
+        tensor_degrees: the same for tensor degrees.
         reproducible: train to the same bits whatever the number of replicas, and however often it changes. A step is
             cut into logical shards that are computed each by itself and added up in one order; only numbers of replicas
             that divide their number are allowed, and the incomplete batch at the end of an epoch is left out.
@@ -108,6 +114,8 @@ class ElasticTraining(SizesSteps):
         reference_batch_size: int = 0,
         warmup_samples: int = 0,
         scale_adam: bool = False,
+        shard_degrees: Sequence[int] = (),
+        tensor_degrees: Sequence[int] = (),
         reproducible: bool = False,
         **limits: Any,
     ) -> None:
@@ -150,6 +158,12 @@ class ElasticTraining(SizesSteps):
             raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the limits there are.") from None
         if JobEnv.from_environ() is not None:
             ignore_notices()  # now, for model and data may take long to set up
+        self.shard_degrees, self.tensor_degrees = as_degrees(shard_degrees, tensor_degrees)
+        if reproducible and (self.shard_degrees or self.tensor_degrees):
+            raise ConfigError(
+                "reproducible=True promises the same bits for any number of replicas, but other degrees add up "
+                "otherwise: leave out shard_degrees and tensor_degrees, or it."
+            )
         self.rates = Rates(rule=rule)
         self.reproducible = reproducible
         self.step_loss: Tensor | None = None
@@ -227,21 +241,33 @@ class Elasticity:
         self.options = options
         """What the user has chosen."""
         self._ledger = ledger
-        known = terms_of(ledger)
-        self.replica_size = 0 if known is None else known.replica_size
+        self._known = terms_of(ledger)
+        self._layouts: tuple[Layout, ...] = ()
+        self.replica_size = 0 if self._known is None else self._known.replica_size
         """Ranks of one replica; 0 until the first world has been laid out."""
         self._topology: Topology | None = None
         self._trainer: Trainer | None = None
         self._policy: ElasticPolicy | None = None
         self._sizes: tuple[int, ...] = ()
 
-    def lay_out(self, config: ParallelConfig, world_size: int, ranks_per_node: int, trainer: Trainer) -> Topology:
+    def lay_out(
+        self, config: ParallelConfig, world_size: int, ranks_per_node: int, trainer: Trainer
+    ) -> tuple[ParallelConfig, Topology]:
         """The degrees in a world, and the shares of the global batch; within a replica nothing ever changes.
+
+        Args:
+            config: of the strategy; returned with the degrees that the job has.
+            world_size: of the present world.
+            ranks_per_node: of it.
+            trainer: is told the number of micro-steps.
 
         Raises:
             DegreeError: the world does not consist of whole replicas.
             ConfigError: the batch cannot be shared out, or the world is smaller or larger than the limits allow.
         """
+        if self._topology is None:
+            self._layouts = layouts_of(self.options, config, ranks_per_node)
+            config = with_degrees(config, self._known, self._layouts, world_size)
         first = config.topology(self.replica_size or world_size, ranks_per_node=ranks_per_node)
         topology = replace(first, world_size=world_size)
         self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
@@ -258,7 +284,7 @@ class Elasticity:
         if batch.follows_world:
             self.options.rates.begin(self._reference())
             self.options.rates.take_over_schedulers(trainer)
-        return topology
+        return config, topology
 
     def stream(self, micro_step: int, rank: int) -> tuple[int, int]:
         """What tells the random numbers of a micro-step from those of the others: two numbers."""
@@ -291,7 +317,15 @@ class Elasticity:
                     "the callback's `split`."
                 )
         assert self._policy is not None
-        terms = Terms(policy=self._policy, replica_size=self.replica_size, sizes=self._sizes)
+        assert self._topology is not None
+        shard, tensor = self._topology.shard_degree, self._topology.tensor_degree
+        terms = Terms(
+            policy=self._policy,
+            replica_size=self.replica_size,
+            sizes=self._sizes,
+            tensor_degree=tensor,
+            layouts=self._layouts or (Layout(shard_degree=shard, tensor_degree=tensor, sizes=self._sizes),),
+        )
         if self.options.batch.follows_world:
             batches = [self.options.batch.at(size) for size in self._sizes]
             reference = self.options.rates.check(trainer.optimizers, batches)

@@ -3,16 +3,23 @@
 import warnings
 from typing import Any
 
-from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.elastic.leash import end_with
+from hyperpod_plugins.elastic.resharding import stand_aside
+from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
+from hyperpod_plugins.lightning.degrees import num_founders
 from hyperpod_plugins.lightning.elastic import ElasticTraining
 from hyperpod_plugins.lightning.fits import fits
 from hyperpod_plugins.lightning.flavour import Trainer, TrainerFn
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
+from hyperpod_plugins.parallel import ParallelConfig
 
 
-def take_part(trainer: Trainer, *, place: int, world_size: int) -> TrainerRecovery | None:
+def take_part(
+    trainer: Trainer, config: ParallelConfig, env: WorkerEnv, *, ranks_per_node: int
+) -> TrainerRecovery | None:
     """Recovery as the trainer's callbacks want it, or None where there is no agent or it is not wanted.
 
     It is over when the first `fit` of this process is. A replacement begins with the program's first line, so it
@@ -20,11 +27,13 @@ def take_part(trainer: Trainer, *, place: int, world_size: int) -> TrainerRecove
 
     Args:
         trainer: about to fit.
-        place: of this process, from its launcher.
-        world_size: of the first world.
+        config: of its strategy.
+        env: place of this process, and size of the first world, from its launcher.
+        ranks_per_node: of this node.
 
     Raises:
-        ConfigError: the job is to change its size without recovery.
+        ConfigError: the job is to change its size without recovery, or allows no degrees that would fit.
+        SystemExit: this process is one more than make up whole replicas.
     """
     callbacks: list[Any] = vars(trainer)["callbacks"]
     chosen = next((callback for callback in callbacks if isinstance(callback, CheckpointlessRecovery)), None)
@@ -50,4 +59,13 @@ def take_part(trainer: Trainer, *, place: int, world_size: int) -> TrainerRecove
                 stacklevel=2,
             )
         return None
-    return TrainerRecovery(callback, elastic, job, place=place, world_size=world_size) if options.enabled else None
+    if not options.enabled:
+        return None
+    place, world_size = env.global_rank, env.world_size
+    if elastic is not None and not job.is_newcomer:
+        world_size = num_founders(elastic, config, world_size, ranks_per_node)
+        if place >= world_size:
+            if job.agent_pid:
+                end_with(job.agent_pid)
+            stand_aside(Ledger.connect(job), place, is_replaced=not job.agent_pid)
+    return TrainerRecovery(callback, elastic, job, place=place, world_size=world_size)

@@ -137,8 +137,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._recovery is None:
-            env = self._env
-            self._recovery = take_part(trainer, place=env.global_rank, world_size=env.world_size)
+            self._recovery = take_part(trainer, self.config, self._env, ranks_per_node=self.num_processes)
         if self._recovery is not None:
             self._seat, self._checkpoints.saved = self._recovery.seat, self._recovery.saved
         self._join()
@@ -149,7 +148,8 @@ class HyperPodStrategy(EvaluatingStrategy):
         if self._elastic is None:
             self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
         else:
-            self._topology = self._elastic.lay_out(self.config, self.world_size, self.num_processes, trainer)
+            here = self.world_size, self.num_processes
+            self.config, self._topology = self._elastic.lay_out(self.config, *here, trainer)
         if self.global_rank == 0:
             warn_of_placement(self._topology)
         if self._recovery is not None and self._recovery.has_moved:

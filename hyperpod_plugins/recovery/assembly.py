@@ -147,6 +147,8 @@ class Assembly:
                     f"nobody came for the ranks {self._ranks_of(view.missing)}. See why their agents could not start a "
                     "process, or allow more time with replacement_timeout_s."
                 )
+                missing = {place: view.expected[place] for place in view.missing}
+                cause += self._worlds.what_would_fit(number, missing)
                 there = {place: each for place, each in from_texts(said).items() if place not in view.missing}
                 return ledger.propose(
                     number, {place: to_text(replace(each, ends=cause)) for place, each in there.items()}

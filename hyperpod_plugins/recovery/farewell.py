@@ -26,10 +26,23 @@ def begin_again(ledger: Ledger, job: JobEnv, rank: int, lost: StateLost) -> NoRe
     """
     path, step = newest_checkpoint(known_checkpoints(ledger))
     incident = Incident(kind="process", cause=str(lost), reporter=f"rank {rank}")
-    restart = JobRestart(incident=incident, resume_from=path or job.resume_from, step=step)
+    restart = JobRestart(
+        incident=incident,
+        resume_from=path or job.resume_from,
+        step=step,
+        shard_degree=job.shard_degree,  # what somebody has asked for holds on
+        tensor_degree=job.tensor_degree,
+    )
     ledger.put_first(RESTART_KEY, restart.to_json().encode())
     record(Event(name=Rung.CHECKPOINT.event, at_s=time.time(), details={"cause": str(lost), "step": step}))
-    log.warning("rank %d: %s", rank, restart)
+    if restart.resume_from:
+        log.warning("rank %d: %s", rank, restart)
+    else:
+        log.error(
+            "rank %d: %s. ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint. Save some, with a "
+            "ModelCheckpoint.",
+            *(rank, restart),
+        )
     time.sleep(_FAREWELL_S)
     raise lost
 

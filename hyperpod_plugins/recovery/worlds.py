@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 
 from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.joining import Terms, terms_of, world_without
+from hyperpod_plugins.elastic.joining import world_without
+from hyperpod_plugins.elastic.layouts import what_would_fit
+from hyperpod_plugins.elastic.resharding import layout_without, num_left
+from hyperpod_plugins.elastic.terms import Terms, terms_of
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import RecoveryError, StateLost
 
@@ -41,21 +44,45 @@ class Worlds:
     def go_on_without(self, generation: int, missing: Mapping[int, int], waited_s: float, reporter: str) -> bool:
         """End a generation that is being formed, if the job goes on in a world without those that do not come to it.
 
+        Where no world can be made of those that are left, all processes are to start again, in degrees that fit.
+
         Args:
             generation: its number.
             missing: places of its world without a process, and the number of the process that is to come.
             waited_s: how long this process has waited for them, in seconds.
             reporter: who says so.
+
+        Raises:
+            StateLost: all processes are to start again.
         """
         if not missing or not self.may_change:
             return False
         assert self._terms is not None
+        present = self.at(generation)
         try:
-            world = world_without(self._ledger, self._terms, self.at(generation), missing, waited_s)
+            world = world_without(self._ledger, self._terms, present, missing, waited_s)
         except StateLost:  # only their replacements can go on, from a snapshot
-            return False
+            world = None
         if world is None:
-            return False
+            layout = layout_without(self._ledger, self._terms, present, missing, waited_s)
+            if layout is None:
+                return False
+            raise StateLost(
+                f"{len(missing)} of {present.size} ranks are lost and were not replaced within {waited_s:.0f} s, and "
+                f"those that are left make up no replica of shard degree {self._terms.degrees[0]} x tensor degree "
+                f"{self._terms.degrees[1]}; what is there may have {layout}"
+            )
         incident = Incident(kind="resize", cause=world.cause, reporter=reporter, world=world.number)
         self._ledger.end(generation, incident)
         return True
+
+    def what_would_fit(self, generation: int, missing: Mapping[int, int]) -> str:
+        """What those that are left could go on with, in a sentence, for a job that has to end; empty if it is rigid."""
+        if not self.may_change:
+            return ""
+        assert self._terms is not None
+        left = num_left(self._ledger, self.at(generation), missing)
+        return (
+            f" {what_would_fit(self._terms.layouts, left)}. Allow smaller degrees with ElasticTraining("
+            "shard_degrees=...) to have all processes start again with those that are left."
+        )

@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic.control import Controller, Request, Ticket, send
-from hyperpod_plugins.elastic.joining import Terms, describe, found, leave_terms
+from hyperpod_plugins.elastic.joining import describe, found
 from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.terms import Terms, leave_terms
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError

@@ -8,22 +8,20 @@ import torch.distributed as dist
 
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.joining import (
-    Terms,
     find_world,
     found,
     give_notice,
     heed,
-    leave_terms,
     present_world,
     stand,
     takes_part,
-    terms_of,
     wanted_world,
     world_or_none,
     world_without,
 )
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.terms import Terms, leave_terms, terms_of
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import StateLost
 

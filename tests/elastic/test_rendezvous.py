@@ -23,12 +23,13 @@ from torch.distributed.elastic.utils.store import barrier
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.endpoint import ServedEndpoint
 from hyperpod_plugins.elastic.inherited import Brood
-from hyperpod_plugins.elastic.joining import Terms, found, leave_terms
+from hyperpod_plugins.elastic.joining import found
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, RESTART_KEY
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous import SlotRendezvous, create_rendezvous
 from hyperpod_plugins.elastic.restarts import JobRestart
 from hyperpod_plugins.elastic.slots import Claim, Holding, Seat, SlotPolicy
+from hyperpod_plugins.elastic.terms import Terms, leave_terms
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import ConfigError
 

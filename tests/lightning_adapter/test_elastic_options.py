@@ -8,8 +8,8 @@ import torch
 
 from hyperpod_plugins.data import BatchSplit, ElasticSampler
 from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.joining import terms_of
 from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.terms import terms_of
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.batching import batch_split
@@ -78,7 +78,8 @@ def lay_out(ledger, world_size, **options):
     options = {"micro_batch_size": 2} | options
     elasticity = Elasticity(ElasticTraining(**options), ledger)
     config = ParallelConfig(hybrid_shard_degree=2)
-    return elasticity, elasticity.lay_out(config, world_size, ranks_per_node=world_size, trainer=trainer), trainer
+    _, topology = elasticity.lay_out(config, world_size, ranks_per_node=world_size, trainer=trainer)
+    return elasticity, topology, trainer
 
 
 def open_with(elasticity, trainer, *loaders):

@@ -67,6 +67,8 @@ class Module(pl.LightningModule):
             step=self.global_step,
             rank=self.global_rank,
             size=self.trainer.world_size,
+            shards=self.trainer.strategy.topology.shard_degree,
+            tensors=self.trainer.strategy.topology.tensor_degree,
             ids=self.ids,
             loss=self.loss,
             lr=self.trainer.optimizers[0].param_groups[0]["lr"],
@@ -103,7 +105,12 @@ def local(tensor):
 def main():
     pl.seed_everything(1, verbose=False)
     module = Module()
-    recovery = CheckpointlessRecovery(verify=True, replacement_timeout_s=30.0, hang_timeout_s=10.0)
+    recovery = CheckpointlessRecovery(
+        verify=True,
+        replacement_timeout_s=30.0,
+        hang_timeout_s=10.0,
+        snapshot_every_steps=option("SNAPSHOT_EVERY", 0) or "auto",
+    )
     per_replica = option("PER_REPLICA", 0)
     batch = {"global_batch_size": BATCH}
     if per_replica:  # the batch follows the world
@@ -119,6 +126,9 @@ def main():
         micro_batch_size=MICRO_BATCH,
         max_replicas=option("MAX_REPLICAS", 4),
         replica_increment=option("INCREMENT", 1),
+        min_replicas=option("MIN_REPLICAS", 1),
+        shard_degrees=[int(each) for each in option("SHARD_DEGREES", "").split()],
+        tensor_degrees=[int(each) for each in option("TENSOR_DEGREES", "").split()],
         scaling_timeout_s=option("SCALING_S", 0.0),
         faulty_scale_down_timeout_s=option("SHRINK_S", 30.0),
     )
@@ -126,13 +136,18 @@ def main():
         os.environ["TOKENS"],
         config=TokenDataConfig(sequence_length=1),
     )
+    callbacks = [recovery, elastic, LossCurve(elastic), StopWhenTold()]
+    every = option("CHECKPOINT_EVERY", 0)
+    if every:
+        path = faults.folder / "checkpoints"
+        callbacks.append(pl.callbacks.ModelCheckpoint(path, every_n_train_steps=every, save_top_k=-1))
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(hybrid_shard_degree=option("SHARDS", 1)),
         accelerator="cpu",
         max_steps=option("STEPS", 100_000),
         logger=False,
-        callbacks=[recovery, elastic, LossCurve(elastic), StopWhenTold()],
-        enable_checkpointing=False,
+        callbacks=callbacks,
+        enable_checkpointing=bool(every),
         enable_progress_bar=False,
         enable_model_summary=False,
         gradient_clip_val=option("CLIP", 0.0) or None,

@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.joining import Terms, leave_terms
 from hyperpod_plugins.elastic.membership import MembershipPolicy
 from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.terms import Terms, leave_terms
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.halt import Halt, Note, Stops, furthest, members_before

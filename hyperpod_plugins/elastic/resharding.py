@@ -1,0 +1,116 @@
+"""Another shard or tensor degree: all processes start again. Whether, and in which, and what somebody has asked for."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import NoReturn
+
+from hyperpod_plugins.elastic.joining import candidates, have_left, num_whole
+from hyperpod_plugins.elastic.layouts import Layout, first_that_fits
+from hyperpod_plugins.elastic.ledger import ARMED_KEY, Ledger
+from hyperpod_plugins.elastic.restarts import NOT_NEEDED
+from hyperpod_plugins.elastic.terms import Terms, terms_of
+from hyperpod_plugins.elastic.world import World
+
+log = logging.getLogger(__name__)
+_ASKED = "degrees"  # value: shard and tensor degree that somebody has asked for; the first word of a round counts
+_POLL_S = 0.05
+_IDLE_S = 1.0
+_FOUNDING_S = 1800.0
+"""Longest wait of a process that is not needed for the others to begin."""
+
+
+def layout_without(
+    ledger: Ledger, terms: Terms, world: World, missing: Mapping[int, int], waited_s: float
+) -> Layout | None:
+    """Choose the degrees in which all processes start again, since no world can be made of those that are left.
+
+    The arguments are those of `world_without`. None to wait, and to look again; or where nothing fits.
+    """
+    healthy = set(world.places).difference(missing)
+    if num_whole(world, healthy, terms.replica_size) >= min(terms.sizes):
+        return None
+    if waited_s < terms.policy.faulty_scale_down_timeout_s and not have_left(ledger, missing):
+        return None
+    return first_that_fits(terms.layouts, num_left(ledger, world, missing))
+
+
+def num_left(ledger: Ledger, world: World, missing: Mapping[int, int]) -> int:
+    """Ranks that a start of all processes could have: those that are left, and those that wait to come in."""
+    return world.size - len(missing) + len(candidates(ledger, world))
+
+
+def refusal(ledger: Ledger, terms: Terms, world: World, shard_degree: int, tensor_degree: int) -> str | None:
+    """Why a running job cannot be given other degrees; None if it can.
+
+    Args:
+        ledger: of the job.
+        terms: of the job.
+        world: the present one.
+        shard_degree: asked for; 0 for the present one.
+        tensor_degree: the same.
+    """
+    wanted = completed(terms, shard_degree, tensor_degree)
+    name = f"shard degree {wanted[0]} with tensor degree {wanted[1]}"
+    if wanted == terms.degrees:
+        return f"the job has {name} already"
+    layout = next((each for each in terms.layouts if each.degrees == wanted), None)
+    if layout is None:
+        allowed = ", ".join(f"{shard} with {tensor}" for shard, tensor in (each.degrees for each in terms.layouts))
+        return (
+            f"{name} is not possible in this job; {allowed} are. ElasticTraining(shard_degrees=..., "
+            "tensor_degrees=...) says so"
+        )
+    num_ranks = num_left(ledger, world, {})
+    if not layout.replicas_in(num_ranks):
+        return f"{layout} do not fit the {num_ranks} ranks that there are"
+    asked = asked_degrees(ledger)
+    return None if asked in (None, wanted) else f"the job is about to start again with the degrees {asked}"
+
+
+def completed(terms: Terms, shard_degree: int, tensor_degree: int) -> tuple[int, int]:
+    """Both degrees, of which somebody has named one or both."""
+    return shard_degree or terms.degrees[0], tensor_degree or terms.degrees[1]
+
+
+def ask_for_degrees(ledger: Ledger, degrees: tuple[int, int]) -> None:
+    """Have all ranks write a checkpoint at the next step, and start again with these degrees."""
+    ledger.put_first(_ASKED, json.dumps(degrees).encode())
+
+
+def asked_degrees(ledger: Ledger) -> tuple[int, int] | None:
+    """Shard and tensor degree that somebody has asked for."""
+    found = ledger.find(_ASKED)
+    if found is None:
+        return None
+    shard, tensor = json.loads(found)
+    return shard, tensor
+
+
+def forget_asked(ledger: Ledger) -> None:
+    """Nothing comes of what somebody has asked for."""
+    ledger.forget(_ASKED)
+
+
+def stand_aside(ledger: Ledger, place: int, *, is_replaced: bool) -> NoReturn:
+    """End a founder that is one more than make up whole replicas, or keep it idle, as soon as the others have begun.
+
+    Args:
+        ledger: of the job.
+        place: of this process.
+        is_replaced: whether its agent starts another in its place, which waits to come in; one that restarts all
+            processes of a node together must not see it end.
+
+    Raises:
+        SystemExit: always.
+    """
+    log.warning("place %d is one more than make up whole replicas", place)
+    until_s = time.monotonic() + _FOUNDING_S
+    while terms_of(ledger) is None and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+    if is_replaced and ledger.find(ARMED_KEY) is not None:
+        raise SystemExit(NOT_NEEDED)
+    while ledger.find(ARMED_KEY) is not None:
+        time.sleep(_IDLE_S)
+    raise SystemExit(0)
