@@ -2,6 +2,7 @@
 
 hyperpod chaos --every 30 --seed 1 --kinds kill,stop --pid AGENT_PID
 hyperpod scale --replicas 2
+hyperpod scale --shard-degree 4
 hyperpod status
 hyperpod preset list|show NAME|write NAME [PATH]|NAME
 """
@@ -68,13 +69,21 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scale_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--replicas", type=int, required=True, help="how many replicas to go on with")
+    parser.add_argument("--replicas", type=int, default=0, help="how many replicas to go on with, without a restart")
+    parser.add_argument("--shard-degree", type=int, default=0, help="start again from the next step with this one")
+    parser.add_argument("--tensor-degree", type=int, default=0, help="the same; each is left as it is if not given")
     _add_job_arguments(parser)
 
 
 def _scale(arguments: argparse.Namespace) -> int:
+    asked = arguments.replicas, arguments.shard_degree, arguments.tensor_degree
+    if min(asked) < 0 or (asked[0] > 0) == (max(asked[1:]) > 0):
+        raise ConfigError(
+            "give --replicas, which the running processes follow, or --shard-degree and --tensor-degree, for which all "
+            "start again; each a number from 1 on."
+        )
     ticket = Ticket.find(arguments.run_id)
-    request = Request(kind="scale", value=arguments.replicas)
+    request = Request(kind="scale", value=asked[0], shard_degree=asked[1], tensor_degree=asked[2])
     _say(send(ticket.ledger(), ticket.token, request, queue=ticket.queue))
     return 0
 

@@ -12,17 +12,18 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
 from torch.distributed import DistError
 
-from hyperpod_plugins.elastic.joining import ask_for, describe
+from hyperpod_plugins.elastic.joining import ask_for, describe, present_world
 from hyperpod_plugins.elastic.ledger import Ledger, connect_store
 from hyperpod_plugins.elastic.line import Line
+from hyperpod_plugins.elastic.resharding import ask_for_degrees, completed, refusal
 from hyperpod_plugins.elastic.roster import Roster, name_of_round
-from hyperpod_plugins.elastic.terms import terms_of
+from hyperpod_plugins.elastic.terms import Terms, terms_of
 from hyperpod_plugins.env import JobEnv, runtime_folder
 from hyperpod_plugins.errors import ConfigError
 
@@ -110,19 +111,23 @@ class Request(Line):
 
     kind: Kind
     value: int = 0
-    """Replicas, for `scale`."""
+    """Replicas, for `scale`; 0 for other degrees."""
+    shard_degree: int = 0
+    """For `scale` without replicas, with the next; 0 for the one that the job has."""
+    tensor_degree: int = 0
     code: str = ""
 
     def signed(self, token: str, number: int) -> Self:
         """The same, with its code; a code holds for one number, so no request can be repeated by others."""
-        return type(self)(kind=self.kind, value=self.value, code=self._code(token, number))
+        return replace(self, code=self._code(token, number))
 
     def is_genuine(self, token: str, number: int) -> bool:
         """Whether whoever asks knows the token."""
         return hmac.compare_digest(self.code, self._code(token, number))
 
     def _code(self, token: str, number: int) -> str:
-        return hmac.new(token.encode(), f"{number} {self.kind} {self.value}".encode(), "sha256").hexdigest()
+        said = f"{number} {self.kind} {self.value} {self.shard_degree} {self.tensor_degree}"
+        return hmac.new(token.encode(), said.encode(), "sha256").hexdigest()
 
 
 class Controller:
@@ -183,10 +188,22 @@ class Controller:
         terms = terms_of(ledger)
         if terms is None:
             return "refused: the job does not change its size, for it has no ElasticTraining, or has not begun"
+        if not request.value:
+            return _reshard(ledger, terms, request)
         if request.value not in terms.sizes:
             return f"refused: {request.value} replicas are not possible in this job; {list(terms.sizes)} are"
         ask_for(ledger, request.value)
         return f"the job goes to {request.value} replicas, as soon as there are enough"
+
+
+def _reshard(ledger: Ledger, terms: Terms, request: Request) -> str:
+    """Have the job start again with other degrees, if they are possible; the answer."""
+    why_not = refusal(ledger, terms, present_world(ledger), request.shard_degree, request.tensor_degree)
+    if why_not is not None:
+        return f"refused: {why_not}"
+    shard, tensor = completed(terms, request.shard_degree, request.tensor_degree)
+    ask_for_degrees(ledger, (shard, tensor))
+    return f"all ranks save the next step, and start again with shard degree {shard} and tensor degree {tensor}"
 
 
 def _names(queue: str) -> tuple[str, str]:

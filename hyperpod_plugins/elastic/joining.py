@@ -213,6 +213,8 @@ def describe(ledger: Ledger) -> dict[str, int]:
     return {
         "ranks": size,
         "replicas": size // terms.replica_size if terms is not None else 0,
+        "shard_degree": terms.degrees[0] if terms is not None else 0,
+        "tensor_degree": terms.degrees[1] if terms is not None else 0,
         "waiting": 0 if world is None else len(candidates(ledger, world)),
         "asked": _asked(ledger),
         "generation": ledger.generation(),

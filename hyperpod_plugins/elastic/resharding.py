@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import NoReturn
 
-from hyperpod_plugins.elastic.joining import candidates, have_left, num_whole
+from hyperpod_plugins.elastic.joining import candidates, have_left, heed, num_whole
 from hyperpod_plugins.elastic.layouts import Layout, first_that_fits
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, Ledger
 from hyperpod_plugins.elastic.restarts import NOT_NEEDED
@@ -86,6 +86,12 @@ def asked_degrees(ledger: Ledger) -> tuple[int, int] | None:
         return None
     shard, tensor = json.loads(found)
     return shard, tensor
+
+
+def heed_all(ledger: Ledger, world: World) -> bool:
+    """What `joining.heed` does; whether somebody has asked for other degrees."""
+    heed(ledger, world)
+    return asked_degrees(ledger) is not None
 
 
 def forget_asked(ledger: Ledger) -> None:

@@ -17,6 +17,7 @@ from hyperpod_plugins.lightning.flavour import TrainerFn
 from hyperpod_plugins.lightning.launch import STATE_OF_PEERS, LaunchedStrategy
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.parallel.checkpoint_state import model_tensors
+from hyperpod_plugins.recovery.repair import RESHARD
 
 
 class SavingStrategy(LaunchedStrategy):
@@ -67,7 +68,9 @@ class SavingStrategy(LaunchedStrategy):
         trainer = self.lightning_module.trainer
         folders = [vars(callback).get("dirpath") for callback in trainer.checkpoint_callbacks]
         folder = Path(next((folder for folder in folders if folder), trainer.default_root_dir))
-        path = path or str(folder / f"emergency-step={checkpoint['global_step']}.ckpt")
+        if path in ("", RESHARD):
+            label = "reshard" if path else "emergency"
+            path = str((folder / f"{label}-step={checkpoint['global_step']}.ckpt").absolute())
         if not is_alone:
             path = self.broadcast(path)
         parts = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": [{} for _ in self.optimizers]}

@@ -18,6 +18,23 @@ _POLL_S = 0.02
 _FAREWELL_S = 10.0
 
 
+def start_again(ledger: Ledger, rank: int, restart: JobRestart, event: str, wrong: Exception) -> NoReturn:
+    """Have the agents end all processes and start them again; who asks first is heard.
+
+    Args:
+        ledger: of the job.
+        rank: of this process.
+        restart: from where, and with which degrees.
+        event: name of the event that tells of it.
+        wrong: raised where the agents do nothing within 10 s.
+    """
+    ledger.put_first(RESTART_KEY, restart.to_json().encode())
+    record(Event(name=event, at_s=time.time(), details={"cause": restart.incident.cause, "step": restart.step}))
+    log.warning("rank %d: %s", rank, restart)
+    time.sleep(_FAREWELL_S)
+    raise wrong
+
+
 def begin_again(ledger: Ledger, job: JobEnv, rank: int, lost: StateLost) -> NoReturn:
     """Have the agents end all processes and start them again, from the last checkpoint; who asks first is heard.
 
@@ -33,18 +50,12 @@ def begin_again(ledger: Ledger, job: JobEnv, rank: int, lost: StateLost) -> NoRe
         shard_degree=job.shard_degree,  # what somebody has asked for holds on
         tensor_degree=job.tensor_degree,
     )
-    ledger.put_first(RESTART_KEY, restart.to_json().encode())
-    record(Event(name=Rung.CHECKPOINT.event, at_s=time.time(), details={"cause": str(lost), "step": step}))
-    if restart.resume_from:
-        log.warning("rank %d: %s", rank, restart)
-    else:
+    if not restart.resume_from:
         log.error(
-            "rank %d: %s. ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint. Save some, with a "
-            "ModelCheckpoint.",
-            *(rank, restart),
+            "rank %d: ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint: use a ModelCheckpoint",
+            rank,
         )
-    time.sleep(_FAREWELL_S)
-    raise lost
+    start_again(ledger, rank, restart, Rung.CHECKPOINT.event, lost)
 
 
 def follow(ledger: Ledger, patience_s: float = _FAREWELL_S) -> NoReturn:

@@ -17,10 +17,11 @@ from torch._C._distributed_c10d import Store
 from hyperpod_plugins.comm import Reform, abandon_broken, break_groups, breaker, waiting
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
-from hyperpod_plugins.elastic.joining import await_turn, found, heed, wanted_world
+from hyperpod_plugins.elastic.joining import await_turn, found, wanted_world
 from hyperpod_plugins.elastic.leash import end_with
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.elastic.resharding import heed_all
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv, events_folder
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
@@ -352,9 +353,8 @@ class Member:
             self._lost_store(error)
 
     def _look_for_worlds(self) -> None:
-        if self.rank == 0:
-            heed(self._reports, self.world)
-        self.wants_resize = wanted_world(self._reports) > self.world.number
+        is_asked = self.rank == 0 and heed_all(self._reports, self.world)
+        self.wants_resize = is_asked or wanted_world(self._reports) > self.world.number
 
     def _beat(self) -> Beat:
         role = waiting.role

@@ -10,6 +10,8 @@ from hyperpod_plugins.recovery.assign import RecoveryPlan, Rung
 
 SAVING_GROUP = "checkpoint"
 """Name of the role of the group that checkpoints are written over."""
+RESHARD = "hyperpod:reshard"
+"""Stands for the path of a checkpoint from which all processes start again with other degrees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,8 @@ class Subject(Protocol):
         """Write a persistent checkpoint, on all ranks together.
 
         Args:
-            path: empty for the place of a checkpoint that is written before the job ends.
+            path: empty for the place of a checkpoint that is written before the job ends; `RESHARD` for one that is
+                written before all processes start again.
             is_alone: only some ranks are left, and no group but `saving_group` works.
 
         Returns:

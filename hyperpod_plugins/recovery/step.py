@@ -37,6 +37,7 @@ from hyperpod_plugins.recovery.ending import Ending
 from hyperpod_plugins.recovery.gpu import GpuHangs, come_to_rest
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, Subject
+from hyperpod_plugins.recovery.resharding import reshard_if_asked
 from hyperpod_plugins.recovery.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
@@ -199,6 +200,7 @@ class StepTransaction:
         with contextlib.suppress(PeerLost):
             dist.all_reduce(torch.zeros(1, device=self._device))  # nobody is in the hooks of the step before any more
             self._synchronize()
+            reshard_if_asked(self._member, self._ending, self.step)
             self._member.make_way()
 
     def _finish(self, commit: Callable[[], R]) -> R:

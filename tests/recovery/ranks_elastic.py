@@ -142,6 +142,7 @@ def main():
         path = faults.folder / "checkpoints"
         callbacks.append(pl.callbacks.ModelCheckpoint(path, every_n_train_steps=every, save_top_k=-1))
     trainer = pl.Trainer(
+        default_root_dir=faults.folder,
         strategy=HyperPodStrategy(hybrid_shard_degree=option("SHARDS", 1)),
         accelerator="cpu",
         max_steps=option("STEPS", 100_000),
