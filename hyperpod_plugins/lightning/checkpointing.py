@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hyperpod_plugins.errors import ConfigError, PeerLost
 from hyperpod_plugins.lightning.flavour import LightningModule
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
+from hyperpod_plugins.parallel.checkpoint_parts import StateParts
 from hyperpod_plugins.recovery import SavedCheckpoints
 
 
@@ -70,6 +71,20 @@ class TrainerCheckpoints:
         saved = self.saved
         if saved is not None and has_optimizers:
             self._writer.when_written(partial(saved.add, str(Path(path).absolute()), checkpoint["global_step"]))
+
+    def save_parts(
+        self, path: str | PathLike[str], checkpoint: dict[str, Any], parts: StateParts, *, module: LightningModule
+    ) -> None:
+        """Write parts of a state that this rank and others keep, with what Lightning collected when they were taken.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self._writer is None:
+            self._writer = CheckpointWriter(self.group)
+        self._forget_interrupted()
+        extra = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        self._writer.save_parts(path, parts, model=module, extra=extra)
 
     def _forget_interrupted(self) -> None:
         """Let go of a save in the background whose peer was lost: the job has been repaired since, the save has not."""

@@ -43,6 +43,7 @@ from hyperpod_plugins.lightning.trainer_state import (
 )
 from hyperpod_plugins.lightning.window import Window
 from hyperpod_plugins.parallel import Topology
+from hyperpod_plugins.parallel.checkpoint_parts import StateParts
 from hyperpod_plugins.recovery import (
     NO_STATE,
     Member,
@@ -134,7 +135,7 @@ class TrainerRecovery:
         seed: int,
         device: torch.device,
         snapshot_group: dist.ProcessGroup | None,
-        save: Callable[[dict[str, Any], str, bool], str],
+        save: Callable[[dict[str, Any], str, bool, StateParts | None], str],
     ) -> None:
         """Make the transaction, once model and optimizers are there.
 
@@ -145,8 +146,7 @@ class TrainerRecovery:
             seed: of the random streams.
             device: of this rank.
             snapshot_group: group of all ranks for nothing but snapshots; None for no snapshots.
-            save: writes what Lightning collects for a checkpoint as a path, on all ranks together, or alone; the path
-                may be empty in an emergency.
+            save: see `SavingStrategy._save_again`.
 
         Raises:
             ConfigError: manual optimization, whose steps cannot be run again.

@@ -16,6 +16,7 @@ from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
 from hyperpod_plugins.lightning.flavour import TrainerFn
 from hyperpod_plugins.lightning.launch import STATE_OF_PEERS, LaunchedStrategy
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
+from hyperpod_plugins.parallel.checkpoint_parts import StateParts
 from hyperpod_plugins.parallel.checkpoint_state import model_tensors
 from hyperpod_plugins.recovery.repair import RESHARD
 
@@ -59,10 +60,13 @@ class SavingStrategy(LaunchedStrategy):
             storage_options=storage_options,
         )
 
-    def _save_again(self, checkpoint: dict[str, Any], path: str, is_alone: bool) -> str:
+    def _save_again(
+        self, checkpoint: dict[str, Any], path: str, is_alone: bool, state: StateParts | None = None
+    ) -> str:
         """Write a checkpoint that was interrupted; without a path one beside the others, before the job ends.
 
         Where only some ranks are left no group works but that of checkpoints, and each knows the path by itself.
+        `state` is written in place of the present one.
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -73,6 +77,9 @@ class SavingStrategy(LaunchedStrategy):
             path = str((folder / f"{label}-step={checkpoint['global_step']}.ckpt").absolute())
         if not is_alone:
             path = self.broadcast(path)
+        if state is not None:
+            self._checkpoints.save_parts(path, checkpoint, state, module=self.lightning_module)
+            return path
         parts = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": [{} for _ in self.optimizers]}
         self._write({**checkpoint, **parts}, path)
         self._checkpoints.wait()

@@ -4,7 +4,7 @@
 # pyright: reportPrivateUsage=false
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from hyperpod_plugins.lightning.trainer_state import (
     describe_trainer,
     read_trainer,
 )
-from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, TrainingState
+from hyperpod_plugins.parallel.checkpoint_parts import StateParts
+from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters
 from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, drop_gradients, end_iteration, parts_of
 
@@ -27,7 +28,10 @@ class Window:
     """The `Subject` of a Trainer's transactions."""
 
     def __init__(
-        self, trainer: Trainer, state: TrainingState, save: Callable[[dict[str, Any], str, bool], str]
+        self,
+        trainer: Trainer,
+        state: TrainingState,
+        save: Callable[[dict[str, Any], str, bool, StateParts | None], str],
     ) -> None:
         self._trainer = trainer
         self._state = state
@@ -138,10 +142,13 @@ class Window:
 
     saving_group = SAVING_GROUP
 
-    def save(self, path: str, *, is_alone: bool) -> str:
-        """Write the state at the beginning of this step as a checkpoint that `fit` can go on from."""
-        checkpoint = as_checkpoint(read_trainer(self.describe())) | arguments(self._trainer)
-        return self._save(checkpoint, path, is_alone)
+    def save(self, path: str, *, is_alone: bool, snapshots: Sequence[Snapshot] | None = None) -> str:
+        """Write the state at the beginning of this step, or of snapshots, as a checkpoint that `fit` can go on from."""
+        described, parts = self.describe() if snapshots is None else snapshots[0].trainer, None
+        if snapshots is not None:
+            parts = self._state.parts_of([(each.header, each.data) for each in snapshots], "a snapshot")
+        checkpoint = as_checkpoint(read_trainer(described)) | arguments(self._trainer)
+        return self._save(checkpoint, path, is_alone, parts)
 
     def _logged(self) -> dict[str, Any]:
         return self._trainer.fit_loop.epoch_loop._results

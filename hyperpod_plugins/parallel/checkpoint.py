@@ -13,6 +13,7 @@ import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -40,6 +42,7 @@ from hyperpod_plugins.parallel.checkpoint_files import (
     read_document,
     tensor_entries,
 )
+from hyperpod_plugins.parallel.checkpoint_parts import PartsPlanner, StateParts
 from hyperpod_plugins.parallel.checkpoint_state import (
     check_model,
     check_optimizer,
@@ -127,23 +130,33 @@ class CheckpointWriter:
         for index, optimizer in enumerate(optimizers):
             named = optimizer_tensors(model, optimizer)
             tensors |= {f"{_optimizer_prefix(index)}{name}": tensor for name, tensor in named.items()}
-        document = {
-            "format": FORMAT,
-            "module_states": extra_states(model),
-            "optimizers": [describe_optimizer(model, optimizer) for optimizer in optimizers],
-            "extra": dict(extra or {}),
-        }
-        buffer = io.BytesIO()
-        torch.save(document, buffer)  # now, so that later changes to it are not saved
+        described = [describe_optimizer(model, optimizer) for optimizer in optimizers]
+        document = _document(extra_states(model), described, extra or {})  # now, so that later changes are not saved
         target = Path(path)
         if not background:
-            _write(tensors, buffer.getvalue(), target, self._group)
+            _write(tensors, document, target, self._group)
             return SaveHandle(target, _finished())
         copies = BlockingAsyncStager(cache_staged_state_dict=False).stage(tensors)
         generation = generation_of(self._group)
-        written = self._thread.submit(_write_apart, generation, copies, buffer.getvalue(), target, self._group)
+        written = self._thread.submit(_write_apart, generation, copies, document, target, self._group)
         self._last = SaveHandle(target, written)
         return self._last
+
+    def save_parts(
+        self, path: str | PathLike[str], parts: StateParts, *, model: nn.Module, extra: Mapping[str, Any]
+    ) -> None:
+        """Save what the ranks of the group hold together of a model and its optimizers, instead of their present state.
+
+        What is no tensor is that of the group's first rank.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        named = [replace(part, name=f"{_MODEL}{part.name}") for part in parts.model]
+        for index, optimizer in enumerate(parts.optimizers):
+            named += [replace(part, name=f"{_optimizer_prefix(index)}{part.name}") for part in optimizer]
+        document = _document(extra_states(model), parts.descriptions, extra)
+        _write({}, document, Path(path), self._group, PartsPlanner(named))
 
     def when_written(self, action: Callable[[], None]) -> None:
         """Do something once the last save is complete, in its thread; not at all if it fails.
@@ -260,7 +273,28 @@ def _matching(
     return tensors, described
 
 
-def _write(tensors: dict[str, Any], document: bytes, path: Path, group: dist.ProcessGroup | None) -> None:
+def _document(module_states: Mapping[str, Any], optimizers: Sequence[Any], extra: Mapping[str, Any]) -> bytes:
+    """What is written beside the tensors."""
+    buffer = io.BytesIO()
+    torch.save(
+        {
+            "format": FORMAT,
+            "module_states": dict(module_states),
+            "optimizers": list(optimizers),
+            "extra": dict(extra),
+        },
+        buffer,
+    )
+    return buffer.getvalue()
+
+
+def _write(
+    tensors: dict[str, Any],
+    document: bytes,
+    path: Path,
+    group: dist.ProcessGroup | None,
+    planner: SavePlanner | None = None,
+) -> None:
     is_first = group is None or dist.get_rank(group) == 0
     failure = f"the checkpoint {path} was not written, and an older one of that name is kept"
     with agreeing(failure, group):
@@ -270,7 +304,8 @@ def _write(tensors: dict[str, Any], document: bytes, path: Path, group: dist.Pro
         with warnings.catch_warnings():
             # torch warns of a save by a single process, which is what was asked for.
             warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")
-            save(tensors, checkpoint_id=part_of(path), process_group=group, no_dist=group is None)
+            where = part_of(path)
+            save(tensors, checkpoint_id=where, planner=planner, process_group=group, no_dist=group is None)
         if is_first:  # every rank has written when save returns here
             publish(path, document)
 

@@ -29,7 +29,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and id(value) not in seen and not _is_extra_state(name):
             seen.add(id(value))
-            tensors[_clean(name)] = value.detach()
+            tensors[plain_name(name)] = value.detach()
     return tensors
 
 
@@ -155,7 +155,7 @@ def set_optimizer(
 
 
 def _parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
-    return {parameter: _clean(name) for name, parameter in model.named_parameters()}
+    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
 
 def _name_of(parameter: torch.Tensor, names: Mapping[torch.Tensor, str]) -> str:
@@ -168,7 +168,7 @@ def _name_of(parameter: torch.Tensor, names: Mapping[torch.Tensor, str]) -> str:
     return name
 
 
-def _clean(name: str) -> str:
+def plain_name(name: str) -> str:
     """Take out what activation checkpointing and `torch.compile` put into names."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 

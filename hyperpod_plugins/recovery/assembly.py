@@ -17,7 +17,7 @@ from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
 from hyperpod_plugins.elastic.membership import Action, MembershipPolicy, View, next_action
 from hyperpod_plugins.elastic.world import World
-from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout
+from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
 from hyperpod_plugins.recovery.doorbell import Doorbell
 from hyperpod_plugins.recovery.farewell import follow
@@ -39,10 +39,12 @@ class Generation:
 class NobodyCame(RecoveryTimeout):
     """Those that are left know of each other, and that the others do not come."""
 
-    def __init__(self, formed: Generation, cause: str) -> None:
+    def __init__(self, formed: Generation, cause: str, *, starts_again: bool) -> None:
         super().__init__(cause)
         self.formed = formed
         """Of some ranks only, whose groups have no connections."""
+        self.starts_again = starts_again
+        """Whether all processes start again with those that are left; the job ends otherwise."""
 
 
 class PeersOutside(PeerLost):
@@ -149,15 +151,24 @@ class Assembly:
                 )
                 missing = {place: view.expected[place] for place in view.missing}
                 cause += self._worlds.what_would_fit(number, missing)
-                there = {place: each for place, each in from_texts(said).items() if place not in view.missing}
-                return ledger.propose(
-                    number, {place: to_text(replace(each, ends=cause)) for place, each in there.items()}
-                )
+                return self._propose_end(number, view, said, cause, starts_again=False)
             case Action.WAIT:
                 missing = {place: view.expected[place] for place in view.missing}
-                if not self._worlds.go_on_without(number, missing, waited_s, f"rank {self._rank}"):
+                try:
+                    goes_on = self._worlds.go_on_without(number, missing, waited_s, f"rank {self._rank}")
+                except StateLost as lost:
+                    return self._propose_end(number, view, said, str(lost), starts_again=True)
+                if not goes_on:
                     self._chase(number, view)
                 return None
+
+    def _propose_end(
+        self, number: int, view: View, said: Mapping[int, str], cause: str, *, starts_again: bool
+    ) -> Mapping[int, str] | None:
+        """Propose a generation of those that are here, which save what they hold and go apart."""
+        there = {place: each for place, each in from_texts(said).items() if place not in view.missing}
+        ends = {place: replace(each, ends=cause, starts_again=starts_again) for place, each in there.items()}
+        return self._ledger.propose(number, {place: to_text(each) for place, each in ends.items()})
 
     def _accept(self, number: int, arrival: Arrival, plan: Mapping[int, str]) -> Generation | None:
         """Take part in a plan, unless it names what this process was before it came again."""
@@ -169,7 +180,7 @@ class Assembly:
             arrivals = {rank: brought[place] for rank, place in enumerate(world.places) if place in brought}
             formed = Generation(number=number, arrivals=arrivals)
             if len(arrivals) < world.size:
-                raise NobodyCame(formed, mine.ends)
+                raise NobodyCame(formed, mine.ends, starts_again=mine.starts_again)
             self._look_for_losses(formed)
             return formed
         if mine.incarnation > arrival.incarnation:

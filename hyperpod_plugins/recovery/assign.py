@@ -55,6 +55,8 @@ class Arrival:
     """Steps of which it has a snapshot of the rank whose buddy it is."""
     ends: str = ""
     """Why the job must not go on, where this process says so: all save what they have, and end."""
+    starts_again: bool = False
+    """Whether `ends` is the end of this process only, for all start again in a world of those that are left."""
     owes: str = ""
     """Path of a checkpoint of the committed step that was interrupted."""
 

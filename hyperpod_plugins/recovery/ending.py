@@ -11,9 +11,11 @@ from hyperpod_plugins.recovery.assembly import NobodyCame
 from hyperpod_plugins.recovery.assign import Farewell, RecoveryPlan, Rung
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.repair import Subject
+from hyperpod_plugins.recovery.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
-_SAVE_S = 600.0  # longest wait for the last save of others
+SAVE_S = 600.0
+"""Longest wait for the last save of others."""
 
 
 class Ending:
@@ -51,12 +53,19 @@ class Ending:
         """
         member, number = self._member, late.formed.number
         if plan.savers and member.rank not in plan.savers:
-            member.follow(_SAVE_S)
+            member.follow(SAVE_S)
         path = self.save(plan.step, "", plan.savers, number) if plan.savers and plan.step > 0 else ""
         self._give_up(str(late), plan.step, path)
         raise late if error is None else error
 
-    def save(self, step: int, path: str, among: Sequence[int] = (), number: int = 0) -> str:
+    def save(
+        self,
+        step: int,
+        path: str,
+        among: Sequence[int] = (),
+        number: int = 0,
+        snapshots: Sequence[Snapshot] | None = None,
+    ) -> str:
         """Write a checkpoint now that all have their state; returns its path, empty where that failed.
 
         Args:
@@ -64,6 +73,7 @@ class Ending:
             path: empty for the place of an emergency.
             among: ranks that are left and write it; empty for all.
             number: generation in which those meet.
+            snapshots: what this rank writes in place of its present state.
 
         Raises:
             PeerLost: somebody was lost meanwhile, and all were to write.
@@ -71,7 +81,7 @@ class Ending:
         try:
             if among:
                 self._member.gather(number, self._subject.saving_group, among)
-            return self._subject.save(path, is_alone=bool(among))
+            return self._subject.save(path, is_alone=bool(among), snapshots=snapshots)
         except PeerLost:
             if not among:
                 raise

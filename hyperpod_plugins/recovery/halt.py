@@ -73,6 +73,7 @@ class Stops:
         here, look_s = -1, 0.0
         known: Mapping[int, int] = {}
         seen: tuple[int, int, AbstractSet[int]] | None = None
+        given_up = set[int]()
         while (waited_s := time.monotonic() - began_s) < self._policy.replacement_timeout_s:
             former, here = here, ledger.generation(at_least=max(at_least, here)) if number is None else number
             if here != former:
@@ -84,7 +85,7 @@ class Stops:
             if number is not None and ledger.ended(number) is not None:
                 raise PeerLost(f"generation {number} ended before it was formed")
             incarnations = dict(zip(places, ledger.incarnations(places), strict=True))
-            lost = {place for place in places if incarnations[place] != known.get(place, 0)}
+            lost = {place for place in places if incarnations[place] != known.get(place, 0)} | given_up
             if len(lost) == len(places):
                 raise StateLost("all processes were lost, and with them the training state and its snapshots")
             # As in an assembly, a count tells whether it may be worth while to read what each has said.
@@ -93,7 +94,11 @@ class Stops:
                 halt = self._look(here, incarnations, lost)
                 if halt is not None:
                     return halt
-                self._worlds.go_on_without(here, self._silent(here, incarnations, lost), waited_s, f"rank {rank}")
+                silent = self._silent(here, incarnations, lost)
+                try:
+                    self._worlds.go_on_without(here, silent, waited_s, f"rank {rank}")
+                except StateLost:  # all are to start again; where they meet next they save what they hold
+                    given_up |= set(silent)
                 seen, look_s = news, waited_s + turn_s(rank, news[1])
             time.sleep(pause_s(rank, len(places), waited_s))
         raise RecoveryTimeout(

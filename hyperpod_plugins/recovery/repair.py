@@ -1,5 +1,6 @@
 """The words of the story in `step.py`: what is trained, when to stop trying, what was repaired, what calls back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,6 +8,7 @@ from hyperpod_plugins.elastic import Incident
 from hyperpod_plugins.errors import ConfigError, PeerLost
 from hyperpod_plugins.observability import Event
 from hyperpod_plugins.recovery.assign import RecoveryPlan, Rung
+from hyperpod_plugins.recovery.snapshot import Snapshot
 
 SAVING_GROUP = "checkpoint"
 """Name of the role of the group that checkpoints are written over."""
@@ -126,13 +128,15 @@ class Subject(Protocol):
     saving_group: str
     """Name of the role of the group over which `save` works."""
 
-    def save(self, path: str, *, is_alone: bool) -> str:
+    def save(self, path: str, *, is_alone: bool, snapshots: Sequence[Snapshot] | None = None) -> str:
         """Write a persistent checkpoint, on all ranks together.
 
         Args:
             path: empty for the place of a checkpoint that is written before the job ends; `RESHARD` for one that is
                 written before all processes start again.
             is_alone: only some ranks are left, and no group but `saving_group` works.
+            snapshots: what to write of one step, in place of the present state: some of this rank's part, or of its
+                ward's.
 
         Returns:
             The path.

@@ -19,10 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import RecoveryError, few
+from hyperpod_plugins.parallel.checkpoint_parts import StateParts, TensorPart, place_of
 from hyperpod_plugins.parallel.checkpoint_state import (
     count_device,
     describe_optimizer,
+    model_tensors,
     optimizer_tensors,
+    plain_name,
     set_optimizer,
 )
 from hyperpod_plugins.parallel.shard import laid_out_like, local_part
@@ -46,6 +49,7 @@ class TrainingState:
         self.model = model
         self.optimizers = list(optimizers)
         self._verify = verify
+        self._places: dict[str, tuple[list[int], list[int]]] = {}
 
     def num_bytes(self) -> int:
         """Size of what would be sent."""
@@ -61,6 +65,7 @@ class TrainingState:
             "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in self._tensors().items()],
             "optimizers": [describe_optimizer(self.model, optimizer) for optimizer in self.optimizers],
             "checksum": self.checksum() if self._verify else 0,
+            "places": self._whole_tensors(),
         }
         buffer = io.BytesIO()
         torch.save(header, buffer)
@@ -78,16 +83,63 @@ class TrainingState:
         Raises:
             RecoveryError: the state is of another model, or its bits have changed; nothing of it is taken then.
         """
+        described, parts = self._take_apart(header, data, whose)
+        tensors = self._make_room(described, whose)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(_typed(parts[name], tensor))
+
+    def parts_of(self, recorded: Sequence[tuple[bytes, torch.Tensor]], whose: str) -> StateParts:
+        """What a checkpoint of this model has of several ranks' states, by the names that it has there.
+
+        Args:
+            recorded: header and data of each.
+            whose: for the message.
+
+        Raises:
+            RecoveryError: bits have changed.
+        """
+        found, persistent = StateParts(), model_tensors(self.model)
+        found.optimizers.extend([] for _ in self.optimizers)
+        for header, data in recorded:
+            described, parts = self._take_apart(header, data, whose)
+            found.descriptions[:] = described["optimizers"]
+            shapes = {name: (shape, _dtype(dtype)) for name, shape, dtype in described["tensors"]}
+            owners = {f"parameter.{plain_name(name)}": f"parameter.{name}" for name in _parameters_in(shapes)}
+            for full_name, (shape, dtype) in shapes.items():
+                kind, _, name = full_name.partition(".")
+                index, _, entry = name.partition(".")
+                is_state = kind == "optimizer"
+                owner = owners[f"parameter.{entry.rpartition('.')[0]}"] if is_state else full_name
+                is_laid_out = not is_state or (shape and shape == shapes[owner][0])  # else a count, which is plain
+                size, offset = described["places"][owner] if is_laid_out else (shape, [0] * len(shape))
+                values = _typed(parts[full_name], torch.empty(shape, dtype=dtype, device="meta"))
+                part = TensorPart(
+                    name=entry if is_state else plain_name(name), size=tuple(size), offset=tuple(offset), values=values
+                )
+                if is_state:
+                    found.optimizers[int(index)].append(part)
+                elif part.name in persistent:
+                    found.model.append(part)
+        return found
+
+    def _take_apart(self, header: bytes, data: torch.Tensor, whose: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a header says, and the bytes of each tensor."""
         described = _read_header(header)
         names = [name for name, _, _ in described["tensors"]]
         sizes = [math.prod(shape) * _dtype(dtype).itemsize for _, shape, dtype in described["tensors"]]
         parts = dict(zip(names, data.split(sizes), strict=True))
         if self._verify:
             _compare(_checksum(part for _, part in sorted(parts.items())), described, whose)
-        tensors = self._make_room(described, whose)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(_typed(parts[name], tensor))
+        return described, parts
+
+    def _whole_tensors(self) -> dict[str, tuple[list[int], list[int]]]:
+        """Where this rank's parts of parameters and buffers lie in the whole; it never changes."""
+        if not self._places:
+            named = [(f"parameter.{name}", parameter) for name, parameter in self.model.named_parameters()]
+            named += [(f"buffer.{name}", buffer) for name, buffer in self.model.named_buffers()]
+            self._places = {name: place_of(tensor) for name, tensor in named}
+        return self._places
 
     def send(self, rank: int) -> None:
         """Give everything to a global rank."""
@@ -185,6 +237,10 @@ class TrainingState:
     def _device(self) -> torch.device:
         parameter = next(self.model.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _parameters_in(names: Iterable[str]) -> list[str]:
+    return [name.removeprefix("parameter.") for name in names if name.startswith("parameter.")]
 
 
 def _take(work: dist.Work | None, message: torch.Tensor, batch: list[torch.Tensor]) -> None:

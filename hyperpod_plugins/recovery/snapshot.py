@@ -149,6 +149,12 @@ class Snapshots:
         """Steps of which this rank has a snapshot of its ward."""
         return self._wards.steps
 
+    def of(self, rank: int, step: int) -> Snapshot:
+        """That of this rank or of its ward, which there must be."""
+        snapshot = (self._own if rank == self._rank else self._wards).find(step)
+        assert snapshot is not None
+        return snapshot
+
     # -- taking ---------------------------------------------------------------------------------------------------
 
     def offer(self, step: int, describe: Callable[[], bytes]) -> None:

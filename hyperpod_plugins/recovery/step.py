@@ -37,7 +37,7 @@ from hyperpod_plugins.recovery.ending import Ending
 from hyperpod_plugins.recovery.gpu import GpuHangs, come_to_rest
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, Subject
-from hyperpod_plugins.recovery.resharding import reshard_if_asked
+from hyperpod_plugins.recovery.resharding import reshard_if_asked, start_again_without
 from hyperpod_plugins.recovery.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
@@ -381,6 +381,8 @@ class StepTransaction:
             self._finish(commit)
         elif commit is not None:
             self._subject.undo()
+        if late.starts_again:
+            start_again_without(late, plan, self._member, self._ending, self._topology, self._snapshots)
         self._ending.part(late, plan, error)
 
     def _settle(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> None:
