@@ -39,17 +39,23 @@ class Recorded:
                 entry = json.loads(line)
                 if entry["kind"] == "step":
                     found[entry["step"]].append(entry)
+        for entries in found.values():
+            entries.sort(key=lambda entry: entry.get("at_s", 0.0))
         return found
 
-    def await_size(self, size):
-        """Wait until the job has made ten steps at a size."""
+    def await_size(self, size, degrees=None):
+        """Wait until the job has made ten steps at a size, with a shard and a tensor degree if these are given."""
+
+        def fits(entry):
+            return entry["size"] == size and (degrees is None or degrees == (entry["shards"], entry["tensors"]))
+
         until_s = time.monotonic() + self.patience_s
         while True:
             steps = self.steps()
             latest = sorted(steps)[-10:]
-            if len(latest) == 10 and all(entry["size"] == size for step in latest for entry in steps[step]):
+            if len(latest) == 10 and all(fits(last) for step in latest for last in steps[step][-1:]):
                 return
-            assert time.monotonic() < until_s, f"never {size} ranks\n{self.output()}"
+            assert time.monotonic() < until_s, f"never {size} ranks, degrees {degrees}\n{self.output()}"
             time.sleep(0.1)
 
     def pid_of(self, rank):
@@ -84,16 +90,17 @@ class Nodes(Recorded):
 
     script = "ranks_elastic.py"
 
-    def __init__(self, folder, tokens, launcher=HYPERPODRUN, num_ranks=1, endpoint=""):
+    def __init__(self, folder, tokens, launcher=HYPERPODRUN, num_ranks=1, endpoint="", nnodes="1:4", last_call_s=None):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             self.port = port = free.getsockname()[1]
         # Whoever comes before the program takes newcomers in makes all begin again, and waits for others like it.
-        conf = f"--rdzv-conf=keep_alive_interval=0.2,last_call_timeout={2 if launcher == TORCHRUN else 0}"
+        last_call_s = (2 if launcher == TORCHRUN else 0) if last_call_s is None else last_call_s
+        conf = f"--rdzv-conf=keep_alive_interval=0.2,last_call_timeout={last_call_s}"
         self.folder, self.launcher, self.num_ranks = folder, launcher, num_ranks
         self.args = (
             "--rdzv-backend=hyperpod",
-            "--nnodes=1:4",
+            f"--nnodes={nnodes}",
             f"--rdzv-endpoint={endpoint or f'localhost:{port}'}",
             conf,
         )

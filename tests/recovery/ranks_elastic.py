@@ -143,7 +143,9 @@ def main():
         callbacks.append(pl.callbacks.ModelCheckpoint(path, every_n_train_steps=every, save_top_k=-1))
     trainer = pl.Trainer(
         default_root_dir=faults.folder,
-        strategy=HyperPodStrategy(hybrid_shard_degree=option("SHARDS", 1)),
+        strategy=HyperPodStrategy(
+            hybrid_shard_degree=option("SHARDS", 1), tensor_plan={"net.0": "colwise", "net.3": "rowwise"}
+        ),
         accelerator="cpu",
         max_steps=option("STEPS", 100_000),
         logger=False,
