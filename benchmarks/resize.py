@@ -6,6 +6,7 @@ A job of one node trains; a second node comes, and goes again (SIGTERM to its ag
 
     live       hyperpodrun, a Trainer with ElasticTraining: the survivor keeps its process
     restart    torchrun, rendezvous c10d, FSDP2, a DCP checkpoint every 50 steps, which is loaded into the new mesh
+    reshard    ours, two nodes: asked for shard degree 2 in place of 1, all save a step and start again from it
 
 `pause` is the longest time between two steps, of those that were not committed before, from the moment that the node
 comes or goes until the job makes progress at its new size; a usual step is taken off. Steps that are computed again
@@ -13,6 +14,7 @@ are in it. `until` counts from the start, or the end, of that node's agent until
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +34,7 @@ from benchmarks import harness, report
 from benchmarks.recovery_jobs.events import Setting, read_events
 from benchmarks.recovery_jobs.job import ROOT, end_all, free_port
 from benchmarks.recovery_jobs.ways import STOCK
-from benchmarks.resize_jobs import workload
+from benchmarks.resize_jobs import reshard, workload
 from benchmarks.stats import rotated
 
 PROGRAMS = Path(__file__).parent / "resize_jobs"
@@ -131,6 +133,7 @@ class Job:
         """Start one more agent; when."""
         argv = [*self.way.argv, "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-id=job", self._endpoint]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+        environ["XDG_RUNTIME_DIR"] = self.setting.folder  # where the agent leaves the ticket
         log = Path(self.setting.folder, f"output-{len(self.processes)}.log")
         with log.open("wb") as output:
             began_s = time.time()
@@ -188,6 +191,23 @@ def run_trial(way: Way, setting: Setting, num_steps: int) -> Trial:
     )
 
 
+def run_reshard(setting: Setting, num_steps: int) -> reshard.Reshard:
+    """Have one job of two nodes change its shard degree, after `num_steps` steps."""
+    job = Job(WAYS[0], setting)
+    try:
+        for _ in range(2):
+            job.start_node()
+        job.wait_for(lambda commits: sum(each["world"] == 2 for each in commits) >= num_steps)
+        asked_s = time.time()
+        reshard.ask(setting.folder)
+        job.wait_for(reshard.has_resharded)
+        commits = job.commits()
+    finally:
+        end_all(job.processes, Path(setting.folder))
+    begin_s = next(each["at_s"] for each in commits if each["world"] == 2)
+    return reshard.reshard_of(commits, asked_s, step_time(commits, begin_s, asked_s))
+
+
 def step_time(commits: Sequence[Mapping[str, Any]], begin_s: float, end_s: float) -> float:
     """Median time between two commits in a span, after its first few."""
     times = [each["at_s"] for each in commits if begin_s <= each["at_s"] <= end_s][3:]
@@ -210,6 +230,25 @@ def table_of(trials: Mapping[str, Sequence[Trial]]) -> list[list[str]]:
             cells = [f"{pause_s:.2f}", ratio, f"{again:.0f}", f"{until_s:.1f}", *(f"{rate:.0f}" for rate in rates)]
             lines.append([f"{change}, {name}", *cells])
     return lines
+
+
+def reshard_line(seen: Sequence[reshard.Reshard]) -> list[str]:
+    """The line of the reshard."""
+    pause_s, until_s = (
+        statistics.median(values) for values in zip(*((e.pause_s, e.until_s) for e in seen), strict=True)
+    )
+    again = statistics.median(each.steps_again for each in seen)
+    return ["reshard, all processes start again", f"{pause_s:.2f}", f"{again:.0f}", f"{until_s:.2f}"]
+
+
+@contextlib.contextmanager
+def prepared(is_quick: bool) -> Generator[Setting]:
+    """The folder of one job, with its data."""
+    with tempfile.TemporaryDirectory(prefix="resize-", ignore_cleanup_errors=True) as folder:
+        every = 5 if is_quick else 50
+        setting = Setting(folder=folder, steps=100_000, fault_step=-1, checkpoint_every=every)
+        workload.write_data(setting)
+        yield setting
 
 
 def draw(trials: Mapping[str, Sequence[Trial]], path: Path) -> None:
@@ -241,7 +280,9 @@ def draw(trials: Mapping[str, Sequence[Trial]], path: Path) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Growing and shrinking, beside a restart from a checkpoint.")
     parser.add_argument("--trials", type=int, default=3, help="jobs of each contender (default: 3)")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with one of these words in their name")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="contenders with one of these words in their name; also: reshard"
+    )
     parser.add_argument("--quick", action="store_true", help="see that it works; the figures mean nothing")
     parser.add_argument("--json", type=Path, default=report.RESULTS / "resize.json", help="where to write the samples")
     return parser.parse_args()
@@ -253,28 +294,40 @@ def main() -> int:
     ways = [way for way in WAYS if not asked.only or any(word in way.name for word in asked.only)]
     num_steps, trials = (12, 1) if asked.quick else (75, asked.trials)
     found: dict[str, list[Trial]] = {way.name: [] for way in ways}
+    resharded: list[reshard.Reshard] = []
+    reshards = not asked.only or any(word in "reshard" for word in asked.only)
     for number in range(trials):
         for way in rotated(ways, number):
             harness.progress(f"{way.name}: trial {number + 1} of {trials}")
-            with tempfile.TemporaryDirectory(prefix="resize-", ignore_cleanup_errors=True) as folder:
-                every = 5 if asked.quick else 50
-                setting = Setting(folder=folder, steps=100_000, fault_step=-1, checkpoint_every=every)
-                workload.write_data(setting)
+            with prepared(asked.quick) as setting:
                 found[way.name].append(run_trial(way, setting, num_steps))
+        if reshards:
+            harness.progress(f"reshard: trial {number + 1} of {trials}")
+            with prepared(asked.quick) as setting:
+                resharded.append(run_reshard(setting, num_steps))
     harness.progress("")
     columns = ("change", "pause s", "against us", "steps again", "until s", "samples/s before", "after")
-    report.print_table(f"1 -> 2 -> 1 nodes (medians of {trials} trials)", columns, table_of(found))
+    if ways:
+        report.print_table(f"1 -> 2 -> 1 nodes (medians of {trials} trials)", columns, table_of(found))
+    if resharded:
+        report.print_table(
+            f"shard degree 1 -> 2 on two nodes, on request (medians of {trials} trials)",
+            ("change", "pause s", "steps again", "until s"),
+            [reshard_line(resharded)],
+        )
     document = {
         "benchmark": "resize",
         "command": shlex.join(["python", *sys.argv]),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": report.machine_facts(),
         "trials": {name: [asdict(trial) for trial in seen] for name, seen in found.items()},
+        "reshard": [asdict(each) for each in resharded],
     }
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps(document, indent=1))
     print(f"samples: {asked.json}")
-    draw(found, asked.json.with_suffix(""))
+    if ways:
+        draw(found, asked.json.with_suffix(""))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Ours: a Trainer with `ElasticTraining`. Nobody is restarted."""
+"""Ours: a Trainer with `ElasticTraining`. Nobody is restarted, unless the shard degree is to change."""
 
 import os
 import warnings
@@ -38,8 +38,9 @@ class Module(pl.LightningModule):
         return workload.make_optimizer(self.model)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        world = self.trainer.world_size
-        log.tell("committed", step=self.trainer.global_step - 1, world=world, first=self.trainer.global_rank == 0)
+        world, shards = self.trainer.world_size, self.trainer.strategy.topology.shard_degree
+        is_first = self.trainer.global_rank == 0
+        log.tell("committed", step=self.trainer.global_step - 1, world=world, shards=shards, first=is_first)
 
 
 def main() -> None:
@@ -50,7 +51,8 @@ def main() -> None:
         accelerator="cpu",
         strategy=HyperPodStrategy(hybrid_shard_degree=1),
         max_steps=setting.steps,
-        callbacks=[ElasticTraining(**sizes, max_replicas=setting.world_size)],
+        callbacks=[ElasticTraining(**sizes, max_replicas=setting.world_size, shard_degrees=(1, 2))],
+        default_root_dir=setting.folder,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

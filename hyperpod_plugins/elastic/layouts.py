@@ -37,7 +37,7 @@ class Layout:
         """For messages."""
         tensor = f" x tensor degree {self.tensor_degree}" if self.tensor_degree > 1 else ""
         fewest = self.sizes[0] * self.replica_size
-        return f"shard degree {self.shard_degree}{tensor} ({fewest} ranks or more)"
+        return f"shard degree {self.shard_degree}{tensor} with {fewest} rank{'s' * (fewest > 1)} or more"
 
 
 def in_order(layouts: Sequence[Layout], *, wanted: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:

@@ -64,9 +64,11 @@ def refusal(ledger: Ledger, terms: Terms, world: World, shard_degree: int, tenso
         )
     num_ranks = num_left(ledger, world, {})
     if not layout.replicas_in(num_ranks):
-        return f"{layout} do not fit the {num_ranks} ranks that there are"
+        return f"the job may have {layout}: there are {num_ranks}"
     asked = asked_degrees(ledger)
-    return None if asked in (None, wanted) else f"the job is about to start again with the degrees {asked}"
+    if asked in (None, wanted):
+        return None
+    return f"the job is about to start again with shard degree {asked[0]} and tensor degree {asked[1]}"
 
 
 def completed(terms: Terms, shard_degree: int, tensor_degree: int) -> tuple[int, int]:

@@ -4,13 +4,20 @@
 place in the whole is known; what is on disk is the same.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -58,6 +65,15 @@ class PartsPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """See `SavePlanner`."""
         return SavePlan([_item(part) for part in self._parts.values()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See `SavePlanner`; torch does not look for holes where a single process saves."""
+        plans, metadata = super().create_global_plan(all_plans)
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+                raise ValueError(f"nobody has all of {name}")
+        return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """See `DefaultSavePlanner`."""

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.resize import change_of, progress_of, step_time
+from benchmarks.resize_jobs import reshard
 
 
 def commit(at_s, step, world):
@@ -31,3 +32,13 @@ def test_steps_that_are_computed_again_are_in_the_pause():
 
 def test_the_usual_step_leaves_out_the_first_few():
     assert step_time([commit(0.0, 0, 1), commit(9.0, 1, 1), commit(9.5, 2, 1), *BEFORE[3:]], 0.0, 20.0) == 1.0
+
+
+def test_a_reshard_begins_with_the_request():
+    commits = [{**commit(float(step), step, 2), "shards": 1} for step in range(10)]
+    commits += [{**commit(12.5 + step, step, 2), "shards": 2} for step in range(10, 12)]
+    assert reshard.has_resharded(commits)
+    assert not reshard.has_resharded(commits[:10])
+    found = reshard.reshard_of(commits, asked_s=8.8, step_s=1.0)
+    assert (found.pause_s, found.steps_again) == (pytest.approx(22.5 - 9.0 - 1.0), 0)
+    assert found.until_s == pytest.approx(22.5 - 8.8)

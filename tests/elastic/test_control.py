@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from hyperpod_plugins.elastic.control import Controller, Request, Ticket, send
 from hyperpod_plugins.elastic.joining import describe, found
+from hyperpod_plugins.elastic.layouts import Layout
 from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.resharding import asked_degrees
 from hyperpod_plugins.elastic.terms import Terms, leave_terms
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
@@ -53,8 +55,24 @@ def test_sizes_that_are_possible_are_taken(job):
     with pytest.raises(ConfigError, match=r"3 replicas are not possible in this job; \[1, 2, 4\] are"):
         send(ledger, ticket.token, Request(kind="scale", value=3))
     assert "goes to 4 replicas" in send(ledger, ticket.token, Request(kind="scale", value=4))
-    assert describe(ledger) == {"ranks": 4, "replicas": 2, "waiting": 0, "asked": 4, "generation": 0}
+    size = {"ranks": 4, "replicas": 2, "shard_degree": 2, "tensor_degree": 1}
+    assert describe(ledger) == {**size, "waiting": 0, "asked": 4, "generation": 0}
     assert json.loads(send(ledger, ticket.token, Request(kind="status"))) == describe(ledger)
+
+
+def test_other_degrees(job):
+    _, ticket, ledger = job
+    found(ledger, World.of_founders(4))
+    layouts = tuple(Layout(shard_degree=degree, sizes=(1, 2, 4)) for degree in (2, 4))
+    leave_terms(ledger, Terms(policy=ElasticPolicy(), replica_size=2, sizes=(1, 2), layouts=layouts))
+    with pytest.raises(ConfigError, match="shard degree 3 with tensor degree 1 is not possible"):
+        send(ledger, ticket.token, Request(kind="scale", shard_degree=3))
+    assert asked_degrees(ledger) is None
+    changed = replace(Request(kind="scale", shard_degree=4).signed(ticket.token, 2), shard_degree=2)
+    assert not changed.is_genuine(ticket.token, 2)
+    said = send(ledger, ticket.token, Request(kind="scale", shard_degree=4))
+    assert said == "all ranks save the next step, and start again with shard degree 4 and tensor degree 1"
+    assert asked_degrees(ledger) == (4, 1)
 
 
 def test_requests_without_the_token_are_refused_and_none_can_be_repeated(job):

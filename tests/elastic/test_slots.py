@@ -51,6 +51,12 @@ def test_the_beginning_of_a_round(here, called_s, step):
     assert next_step(view, POLICY) == Decision(step)
 
 
+@pytest.mark.parametrize(("here", "step"), [("a", Step.WAIT), ("ab", Step.PROPOSE)])
+def test_a_round_of_those_that_were_in_the_last_one(here, step):
+    view = View(node="a", candidates=tuple(here), are_all_back=True)
+    assert next_step(view, POLICY) == Decision(step)
+
+
 ALL = held("a", "b", "c")
 
 

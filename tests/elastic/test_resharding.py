@@ -1,0 +1,129 @@
+"""When all processes start again with other degrees, and what may be asked for: decided from the ledger."""
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.joining import found, give_notice, stand
+from hyperpod_plugins.elastic.layouts import Layout
+from hyperpod_plugins.elastic.ledger import ARMED_KEY
+from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.resharding import (
+    ask_for_degrees,
+    asked_degrees,
+    forget_asked,
+    heed_all,
+    layout_without,
+    refusal,
+    stand_aside,
+)
+from hyperpod_plugins.elastic.restarts import NOT_NEEDED, JobRestart
+from hyperpod_plugins.elastic.roster import RoundEnd
+from hyperpod_plugins.elastic.terms import Terms, leave_terms, terms_of
+from hyperpod_plugins.elastic.world import World
+
+POLICY = ElasticPolicy(max_replicas=4, faulty_scale_down_timeout_s=30.0)
+LAYOUTS = tuple(Layout(shard_degree=shard, sizes=(1, 2, 3, 4)) for shard in (4, 2, 1))
+TERMS = Terms(policy=POLICY, replica_size=4, sizes=(1, 2, 3, 4), layouts=LAYOUTS)
+
+
+@pytest.fixture
+def ledger():
+    return Ledger(dist.HashStore())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "missing", "waited_s", "terms", "degree"),
+    [
+        pytest.param(4, (3,), 29.0, TERMS, None, id="a replacement may come"),
+        pytest.param(4, (3,), 30.0, TERMS, 2, id="three are left of four"),
+        pytest.param(4, (1, 2, 3), 30.0, TERMS, 1, id="one is left"),
+        pytest.param(8, (3,), 30.0, TERMS, None, id="a replica is whole, and goes on without a restart"),
+        pytest.param(8, (3, 6), 30.0, TERMS, None, id="a whole replica can be put together"),
+        pytest.param(8, (3, 7), 30.0, TERMS, 4, id="a shard is lost, and enough are left for its degree"),
+        pytest.param(
+            8, (3, 6), 30.0, replace(TERMS, sizes=(2, 3)), 4, id="one replica is fewer than the policy allows"
+        ),
+        pytest.param(4, (3,), 30.0, replace(TERMS, layouts=LAYOUTS[:1]), None, id="no other degree is allowed"),
+    ],
+)
+def test_when_a_world_cannot_go_on(ledger, world_size, missing, waited_s, terms, degree):
+    world = World.of_founders(world_size)
+    found(ledger, world)
+    layout = layout_without(ledger, terms, world, dict.fromkeys(missing, 0), waited_s)
+    assert (None if layout is None else layout.shard_degree) == degree
+
+
+def test_nobody_waits_for_those_that_have_left(ledger):
+    world = World.of_founders(4)
+    found(ledger, world)
+    for place in (2, 3):
+        give_notice(ledger, place, incarnation=0)
+    assert layout_without(ledger, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).shard_degree == 2
+
+
+def test_those_that_wait_take_part_in_a_start_of_all(ledger):
+    world = World.of_founders(4)
+    found(ledger, world)
+    for place in (4, 5):
+        stand(ledger, place, ledger.next_incarnation(place), world)
+    assert layout_without(ledger, TERMS, world, {2: 0, 3: 0}, waited_s=30.0).shard_degree == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        pytest.param((2, 0), None, id="possible"),
+        pytest.param((4, 1), "the job has shard degree 4 with tensor degree 1 already", id="as it is"),
+        pytest.param((3, 0), "shard degree 3 with tensor degree 1 is not possible in this job; 4 with 1, 2", id="3"),
+        pytest.param((0, 2), "shard degree 4 with tensor degree 2 is not possible", id="tensor"),
+        pytest.param((8, 0), "shard degree 8 with 8 ranks or more: there are 4", id="too few"),
+    ],
+)
+def test_what_may_be_asked_for(ledger, asked, words):
+    world = World.of_founders(4)
+    found(ledger, world)
+    terms = replace(TERMS, layouts=(*LAYOUTS, Layout(shard_degree=8, sizes=(1,))))
+    why_not = refusal(ledger, terms, world, *asked)
+    assert why_not is None if words is None else words in why_not
+
+
+def test_the_first_request_of_a_round_counts(ledger):
+    world = World.of_founders(4)
+    found(ledger, world)
+    leave_terms(ledger, TERMS)
+    assert not heed_all(ledger, world)
+    ask_for_degrees(ledger, (2, 1))
+    ask_for_degrees(ledger, (1, 1))
+    assert asked_degrees(ledger) == (2, 1)
+    assert heed_all(ledger, world)
+    assert refusal(ledger, TERMS, world, 2, 0) is None
+    assert "about to start again with shard degree 2" in refusal(ledger, TERMS, world, 1, 0)
+    forget_asked(ledger)
+    assert refusal(ledger, TERMS, world, 1, 0) is None
+
+
+def test_terms_travel(ledger):
+    terms = replace(TERMS, tensor_degree=2)
+    leave_terms(ledger, terms)
+    assert terms_of(ledger) == terms
+    assert terms.degrees == (2, 2)
+
+
+def test_what_was_asked_for_reaches_the_next_round():
+    restart = JobRestart(incident=Incident(kind="request", cause="x", reporter="y"), shard_degree=2, tensor_degree=1)
+    end = RoundEnd.of(JobRestart.from_json(restart.to_json()), before=None)
+    assert (end.shard_degree, end.tensor_degree) == (2, 1)
+    assert RoundEnd.from_json(end.to_json()) == end
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_founder_that_is_one_too_many(ledger, is_replaced):
+    leave_terms(ledger, TERMS)
+    if is_replaced:
+        ledger.put(ARMED_KEY, b"1")
+    with pytest.raises(SystemExit) as ended:
+        stand_aside(ledger, 2, is_replaced=is_replaced)
+    assert ended.value.code == (NOT_NEEDED if is_replaced else 0)
