@@ -297,7 +297,7 @@ def main() -> int:
     resharded: list[reshard.Reshard] = []
     reshards = not asked.only or any(word in "reshard" for word in asked.only)
     for number in range(trials):
-        for way in rotated(ways, number):
+        for way in rotated(ways, number) if ways else ():
             harness.progress(f"{way.name}: trial {number + 1} of {trials}")
             with prepared(asked.quick) as setting:
                 found[way.name].append(run_trial(way, setting, num_steps))
