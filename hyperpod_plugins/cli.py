@@ -123,7 +123,7 @@ def _preset(arguments: argparse.Namespace) -> int:
 COMMANDS = (
     Command(
         name="scale",
-        summary="have a running job with ElasticTraining grow or shrink",
+        summary="have a running job with ElasticTraining grow, shrink, or start again with other degrees",
         add_arguments=_add_scale_arguments,
         run=_scale,
     ),

@@ -74,6 +74,8 @@ class SavingStrategy(LaunchedStrategy):
         folder = Path(next((folder for folder in folders if folder), trainer.default_root_dir))
         if path in ("", RESHARD):
             label = "reshard" if path else "emergency"
+            for logger in trainer.loggers:
+                logger.save()  # this process does not come to it any more
             path = str((folder / f"{label}-step={checkpoint['global_step']}.ckpt").absolute())
         if not is_alone:
             path = self.broadcast(path)

@@ -304,8 +304,6 @@ class StepTransaction:
             return None
         except NobodyCame as late:
             self._part(late, error, commit)
-        except StateLost as lost:
-            self._member.begin_again(lost)
 
     def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
         """Bring this rank to the plan's step. A `PeerLost` leaves it where it was."""

@@ -1,0 +1,49 @@
+"""What a member does about places that nobody fills: shrink, start all again, or wait."""
+
+import pytest
+import torch.distributed as dist
+
+from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.elastic.joining import found
+from hyperpod_plugins.elastic.layouts import Layout
+from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.terms import Terms, leave_terms
+from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.errors import StateLost
+from hyperpod_plugins.recovery.worlds import Worlds
+
+POLICY = ElasticPolicy(max_replicas=2, faulty_scale_down_timeout_s=30.0)
+
+
+def worlds(*shard_degrees, world_size=4):
+    ledger, world = Ledger(dist.HashStore()), World.of_founders(world_size)
+    found(ledger, world)
+    if shard_degrees:
+        layouts = tuple(Layout(shard_degree=degree, sizes=(1, 2)) for degree in shard_degrees)
+        leave_terms(ledger, Terms(policy=POLICY, replica_size=shard_degrees[0], sizes=(1, 2), layouts=layouts))
+    return Worlds(ledger, world), ledger
+
+
+def test_whole_replicas_go_on_without_a_restart():
+    found_worlds, ledger = worlds(2, 1)
+    assert found_worlds.go_on_without(0, {3: 0}, 31.0, "rank 0")
+    assert ledger.world(1).places == (0, 1)
+
+
+def test_where_no_replica_is_whole_all_start_again():
+    found_worlds, ledger = worlds(4, 2, 1)
+    assert not found_worlds.go_on_without(0, {3: 0}, 29.0, "rank 0")
+    with pytest.raises(
+        StateLost, match="make up no replica of shard degree 4 .*; what is there may have shard degree 2"
+    ):
+        found_worlds.go_on_without(0, {3: 0}, 31.0, "rank 0")
+    assert ledger.ended(0) is None
+
+
+def test_a_job_that_allows_nothing_waits_and_says_what_would_fit():
+    found_worlds, _ = worlds(4)
+    assert not found_worlds.go_on_without(0, {3: 0}, 31.0, "rank 0")
+    said = found_worlds.what_would_fit(0, {3: 0})
+    assert "3 ranks are left, and this job may have shard degree 4 with 4 ranks or more. Allow smaller degrees" in said
+    rigid, _ = worlds()
+    assert rigid.what_would_fit(0, {3: 0}) == ""
