@@ -74,7 +74,8 @@ def test_asked_for_from_a_shell(nodes):
     ticket.write_text(written)
     assert nodes.hyperpod("scale", "--replicas", "2")[0] == 0
     nodes.await_size(2)  # by the process that took the evicted one's place, and waited
-    assert "ranks 2, replicas 2, waiting 0, asked 2" in nodes.hyperpod("status")[1]
+    said = nodes.hyperpod("status")[1]
+    assert "ranks 2, replicas 2, shard_degree 1, tensor_degree 1, waiting 0, asked 2" in said
     num_steps = nodes.finish()
     assert not ticket.exists()
     steps = nodes.steps()
