@@ -69,8 +69,8 @@ class Worlds:
                 return False
             raise StateLost(
                 f"{len(missing)} of {present.size} ranks are lost and were not replaced within {waited_s:.0f} s, and "
-                f"those that are left make up no replica of shard degree {self._terms.degrees[0]} x tensor degree "
-                f"{self._terms.degrees[1]}; what is there may have {layout}"
+                f"those that are left make up fewer replicas of shard degree {self._terms.degrees[0]} x tensor degree "
+                f"{self._terms.degrees[1]} than the job needs; what is there may have {layout}"
             )
         incident = Incident(kind="resize", cause=world.cause, reporter=reporter, world=world.number)
         self._ledger.end(generation, incident)

@@ -9,7 +9,7 @@ from hyperpod_plugins.cli import main
 
 pytestmark = pytest.mark.spawns
 NOISE = 1e-4
-"""Relative difference of losses and parameters: float32 sums of one batch, cut into other parts (measured: 1e-5)."""
+"""Largest relative difference: float32 sums of a batch that is cut into other parts. It was 2e-7 after 48 steps."""
 
 
 @pytest.fixture
