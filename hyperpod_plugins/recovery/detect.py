@@ -69,6 +69,10 @@ class Beat:
         """Inverse of `to_dict`."""
         return cls(**values)
 
+    def is_alive(self, incarnation: int, now_s: float) -> bool:
+        """Whether it is the last word of that process, and not old."""
+        return self.incarnation == incarnation and now_s - self.at_s <= _BEATS_MISSED_S
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion:

@@ -1,5 +1,6 @@
 """The worlds of a job, as one of its processes learns of them from the ledger."""
 
+import time
 from collections.abc import Mapping
 
 from hyperpod_plugins.elastic import Incident, Ledger
@@ -9,6 +10,7 @@ from hyperpod_plugins.elastic.resharding import layout_without, num_left
 from hyperpod_plugins.elastic.terms import Terms, terms_of
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import RecoveryError, StateLost
+from hyperpod_plugins.recovery.detect import Beat
 
 
 class Worlds:
@@ -64,17 +66,28 @@ class Worlds:
         except StateLost:  # only their replacements can go on, from a snapshot
             world = None
         if world is None:
-            layout = layout_without(self._ledger, self._terms, present, missing, waited_s)
+            gone = self._gone(missing)
+            layout = layout_without(self._ledger, self._terms, present, gone, waited_s) if gone else None
             if layout is None:
                 return False
             raise StateLost(
-                f"{len(missing)} of {present.size} ranks are lost and were not replaced within {waited_s:.0f} s, and "
+                f"{len(gone)} of {present.size} ranks are lost and were not replaced within {waited_s:.0f} s, and "
                 f"those that are left make up fewer replicas of shard degree {self._terms.degrees[0]} x tensor degree "
                 f"{self._terms.degrees[1]} than the job needs; what is there may have {layout}"
             )
         incident = Incident(kind="resize", cause=world.cause, reporter=reporter, world=world.number)
         self._ledger.end(generation, incident)
         return True
+
+    def _gone(self, missing: Mapping[int, int]) -> dict[int, int]:
+        """Those of whose process nothing is heard; one that sets itself up may take its time."""
+        beats = {place: Beat.from_dict(each) for place, each in self._ledger.beats(list(missing)).items()}
+        now_s = time.time()
+        return {
+            place: number
+            for place, number in missing.items()
+            if place not in beats or not beats[place].is_alive(number, now_s)
+        }
 
     def what_would_fit(self, generation: int, missing: Mapping[int, int]) -> str:
         """What those that are left could go on with, in a sentence, for a job that has to end; empty if it is rigid."""

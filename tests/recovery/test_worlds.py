@@ -1,5 +1,7 @@
 """What a member does about places that nobody fills: shrink, start all again, or wait."""
 
+import time
+
 import pytest
 import torch.distributed as dist
 
@@ -10,6 +12,7 @@ from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.terms import Terms, leave_terms
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import StateLost
+from hyperpod_plugins.recovery.detect import Beat
 from hyperpod_plugins.recovery.worlds import Worlds
 
 POLICY = ElasticPolicy(max_replicas=2, faulty_scale_down_timeout_s=30.0)
@@ -36,6 +39,19 @@ def test_where_no_replica_is_whole_all_start_again():
     with pytest.raises(StateLost, match=r"fewer replicas of shard degree 4 .*; what is there may have shard degree 2"):
         found_worlds.go_on_without(0, {3: 0}, 31.0, "rank 0")
     assert ledger.ended(0) is None
+
+
+@pytest.mark.parametrize(("incarnation", "ago_s", "is_awaited"), [(1, 0.0, True), (1, 60.0, False), (0, 0.0, False)])
+def test_a_replacement_that_sets_itself_up_is_awaited(incarnation, ago_s, is_awaited):
+    found_worlds, ledger = worlds(4, 2, 1)
+    said = {"generation": 1, "committed": -1, "place": "", "in_step": False, "is_loading": False, "waits_for": ""}
+    beat = Beat(**said, incarnation=incarnation, waited_s=0.0, at_s=time.time() - ago_s)
+    ledger.beat(3, beat.to_dict())
+    if is_awaited:
+        assert not found_worlds.go_on_without(0, {3: 1}, 31.0, "rank 0")
+    else:
+        with pytest.raises(StateLost):
+            found_worlds.go_on_without(0, {3: 1}, 31.0, "rank 0")
 
 
 def test_a_job_that_allows_nothing_waits_and_says_what_would_fit():
