@@ -414,7 +414,7 @@ def test_workers_find_the_environment_that_torchrun_would_give_them(launch, tmp_
                 assert environ.pop(name)
             environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # torchrun's note to its own agent
         assert {name: ours.pop(name) for name in [*ours] if name.startswith("HYPERPOD_")}.keys() == {
-            *("HYPERPOD_STORE", "HYPERPOD_RUN_ID", "HYPERPOD_INCARNATION", "HYPERPOD_RESUME_FROM")
+            *("HYPERPOD_STORE", "HYPERPOD_RUN_ID", "HYPERPOD_INCARNATION", "HYPERPOD_RESUME_FROM", "HYPERPOD_DEGREES")
         }
         for name in ("RES_OPTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):  # ours on purpose, see worker_environ.py
             ours.pop(name, None), theirs.pop(name, None)
