@@ -66,7 +66,8 @@ def first_that_fits(layouts: Sequence[Layout], num_ranks: int) -> Layout | None:
 
 def what_would_fit(layouts: Sequence[Layout], num_ranks: int) -> str:
     """Why none of the layouts fits so many ranks, and what would, in a sentence."""
-    return f"{num_ranks} ranks are left, and this job may have " + ", or ".join(map(str, layouts))
+    allowed = ", or ".join(map(str, layouts)) or "only the degrees that it began with"
+    return f"{num_ranks} ranks are left, and this job may have {allowed}"
 
 
 def choose(layouts: Sequence[Layout], num_ranks: int) -> Layout:

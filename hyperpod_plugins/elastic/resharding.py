@@ -56,6 +56,8 @@ def refusal(ledger: Ledger, terms: Terms, world: World, shard_degree: int, tenso
     if wanted == terms.degrees:
         return f"the job has {name} already"
     layout = next((each for each in terms.layouts if each.degrees == wanted), None)
+    if not terms.layouts:
+        return "a loop that is written by hand keeps the degrees that it began with"
     if layout is None:
         allowed = ", ".join(f"{shard} with {tensor}" for shard, tensor in (each.degrees for each in terms.layouts))
         return (

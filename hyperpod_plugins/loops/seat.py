@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyperpod_plugins.comm import CommOptions, GroupRole, new_axis_group, register
 from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.joining import find_world, terms_of
+from hyperpod_plugins.elastic.joining import find_world
 from hyperpod_plugins.elastic.leash import end_with
+from hyperpod_plugins.elastic.terms import terms_of
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_data_group, build_mesh

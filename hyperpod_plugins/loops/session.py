@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from hyperpod_plugins.comm import CommOptions, breaker
 from hyperpod_plugins.data import StatefulLoader
 from hyperpod_plugins.elastic.batch import StepBatch
-from hyperpod_plugins.elastic.joining import Terms, leave_terms
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.signals import ignore_notices
+from hyperpod_plugins.elastic.terms import Terms, leave_terms
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import ConfigError, LoopError
 from hyperpod_plugins.loops.compute import Computation

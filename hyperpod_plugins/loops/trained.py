@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hyperpod_plugins.loops.position import Position
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.local_update import step_locally
-from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, TrainingState
+from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters, hyperparameters
 from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, drop_gradients, end_iteration, parts_of
 
@@ -122,8 +122,9 @@ class Trained:
         if self.entered_with is not None:
             give_hyperparameters(self.entered_with.groups, self.optimizers)
 
-    def save(self, path: str, *, is_alone: bool) -> str:
+    def save(self, path: str, *, is_alone: bool, snapshots: Sequence[Snapshot] | None = None) -> str:
         """Write a checkpoint; without a path one for an emergency."""
+        assert snapshots is None, "a loop has the degrees that it began with, so nobody writes those of others"
         position = self.entered_with or self.position()
         path = path or str(self._folder / f"emergency-step={position.committed}")
         self.write(path, position)
