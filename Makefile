@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 CUT    := -c constraints.txt
+# Most tests with processes wait for them to start or to notice something: two at a time take half as long.
+WORKERS ?= 2
 
 .PHONY: demo test test-fast check bench docs clean
 .DELETE_ON_ERROR:
@@ -12,8 +14,8 @@ demo: $(VENV)/demo.stamp          ## train a small Llama, sharded and tensor par
 	$(BIN)/python examples/train_lm.py --steps 80
 	$(BIN)/python examples/show_recovery.py --steps 60
 
-test: $(VENV)/test.stamp          ## every test
-	$(BIN)/python -m pytest
+test: $(VENV)/test.stamp          ## every test, WORKERS files at a time
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-fast: $(VENV)/test.stamp     ## the pure tests: no processes
 	$(BIN)/python -m pytest -m "not spawns and not slow_single"

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/loops"))
     args = parser.parse_args()
 
-    elastic = ElasticPolicy(max_replicas=args.max_replicas, scaling_timeout_s=5.0) if args.max_replicas else None
+    elastic = ElasticPolicy(max_replicas=args.max_replicas, scaling_timeout_s=5.0) if args.max_replicas else False
     session = Session(
         hybrid_shard_degree=args.hybrid_shard_degree, global_batch_size=16, elastic=elastic, random_seed=1
     )

@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from hyperpod_plugins.accelerate.gathering import are_tensors, gathered, gathered_objects, reduced, without_padding
-from hyperpod_plugins.accelerate.joining import join, tell_accelerate, uses_cpu
+from hyperpod_plugins.accelerate.joining import World, join, tell_accelerate, tell_again, uses_cpu
 from hyperpod_plugins.accelerate.library import Accelerator, get_mixed_precision_context_manager
+from hyperpod_plugins.accelerate.parallelism import HyperPodParallelism
 from hyperpod_plugins.accelerate.preparing import compute_in, recompute_blocks, refuse_dropout, shard_with_optimizers
 from hyperpod_plugins.accelerate.stepping import HyperPodOptimizer, HyperPodScheduler
 from hyperpod_plugins.errors import ConfigError
@@ -46,19 +47,20 @@ class HyperPodAccelerator(Accelerator):
 
     Args:
         plugin: what is asked for.
+        session: see `HyperPodPlugin.accelerator`.
         **options: arguments of `accelerate.Accelerator`, but for those that the plugin makes.
 
     Raises:
         ConfigError: see `HyperPodPlugin.accelerator`.
     """
 
-    def __init__(self, plugin: "HyperPodPlugin", **options: Any) -> None:
+    def __init__(self, plugin: "HyperPodPlugin", session: World | None = None, **options: Any) -> None:
         self.plugin = plugin
         self._data_group: dist.ProcessGroup | None = None
         handlers = _with_ours(plugin, _checked(options))
         join(plugin.comm, plugin.timeout_s)
         tell_accelerate()
-        self._parallelism = plugin.parallelism_config
+        self._parallelism = HyperPodParallelism.of(plugin.topology if session is None else session.topology)
         super().__init__(
             mixed_precision=plugin.mixed_precision,
             cpu=uses_cpu(),
@@ -75,6 +77,14 @@ class HyperPodAccelerator(Accelerator):
                 )
             self.dataloader_config = replace(self.dataloader_config, dispatch_batches=False)
         self._data_group = build_data_group(self.topology)
+        if session is not None:
+            session.when_moved(lambda: self._moved(session.topology))
+
+    def _moved(self, topology: Topology) -> None:
+        """Follow the job to another number of replicas; models, optimizers and groups stay what they are."""
+        tell_again()
+        self._parallelism.move(topology, self.device.type)
+        self._data_group = build_data_group(topology)
 
     # -- who and where ------------------------------------------------------------------------------------------
 

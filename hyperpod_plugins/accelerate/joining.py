@@ -11,16 +11,32 @@ Accelerate is replaced, and a program that makes no plugin's Accelerator sees no
 # pyright: reportPrivateUsage=false
 
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from hyperpod_plugins.accelerate.library import DistributedType, PartialState
+from hyperpod_plugins.accelerate.library import AcceleratorState, DistributedType, PartialState
 from hyperpod_plugins.comm import CommOptions, ResilientProcessGroup, register
 from hyperpod_plugins.env import WorkerEnv, accelerate_variables
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel import Topology
+
+
+class World(Protocol):
+    """A job that may change its size while it runs, such as a `Session`."""
+
+    @property
+    def topology(self) -> Topology:
+        """Degrees and rank arithmetic of the present world."""
+        ...
+
+    def when_moved(self, listener: Callable[[], object]) -> None:
+        """Call `listener()` each time that there is another world."""
+        ...
 
 
 def uses_cpu() -> bool:
@@ -65,6 +81,12 @@ def join(comm: CommOptions, timeout_s: float) -> None:
         timeout=timedelta(seconds=timeout_s),
         pg_options=comm,
     )
+
+
+def tell_again() -> None:
+    """Let Accelerate's records say what the process group says since the job has changed its size."""
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        state["num_processes"], state["process_index"] = dist.get_world_size(), dist.get_rank()
 
 
 def tell_accelerate() -> None:

@@ -31,6 +31,12 @@ class HyperPodParallelism(ParallelismConfig):
         sizes.topology = topology
         return sizes
 
+    def move(self, topology: Topology, device_type: str) -> None:
+        """Take over the sizes of another world, whose groups exist."""
+        self.topology, self.dp_replicate_size = topology, topology.replicate_degree
+        self._sizes["dp_replicate"] = topology.replicate_degree
+        self.mesh = build_mesh(topology, device_type)
+
     @override
     def __post_init__(self) -> None:
         """Take sizes as they are: `ParallelConfig` has checked them."""

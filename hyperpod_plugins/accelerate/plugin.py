@@ -13,6 +13,7 @@ import yaml
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from hyperpod_plugins.accelerate.accelerator import HyperPodAccelerator
+from hyperpod_plugins.accelerate.joining import World
 from hyperpod_plugins.accelerate.library import (
     AORecipeKwargs,
     FullyShardedDataParallelPlugin,
@@ -167,17 +168,19 @@ class HyperPodPlugin:
         fp8 = self.fp8_handler
         return [self.process_group_kwargs, *([] if fp8 is None else [fp8])]
 
-    def accelerator(self, **options: Any) -> HyperPodAccelerator:
+    def accelerator(self, *, session: World | None = None, **options: Any) -> HyperPodAccelerator:
         """Join the process group (one that has been joined already is used) and make the Accelerator.
 
         Args:
+            session: a `Session` whose loop the Accelerator is for; the Accelerator follows it when the job changes its
+                size.
             **options: arguments of `accelerate.Accelerator`, but for those that this plugin makes itself.
 
         Raises:
             ConfigError: an argument contradicts the plugin; another Accelerator was made before without it.
         """
         given = options.pop("mixed_precision", None)
-        return HyperPodAccelerator(self._with_precision(None if given is None else str(given)), **options)
+        return HyperPodAccelerator(self._with_precision(None if given is None else str(given)), session, **options)
 
     # -- checks -------------------------------------------------------------------------------------------------
 

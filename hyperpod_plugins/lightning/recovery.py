@@ -55,6 +55,7 @@ from hyperpod_plugins.recovery import (
     TrainingState,
     seed_micro_step,
 )
+from hyperpod_plugins.recovery.preview import Preview
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +87,8 @@ class TrainerRecovery:
         """Where rank 0 writes down which checkpoints there are."""
         self.has_moved = False
         """Whether this process belongs to another world than in the last generation that was formed."""
-        self._begins_at = NO_STATE
-        self._owes = ""
-        self._broadcasts = 0
-        self._skip_batches = 0
+        self._begins_at, self._owes = NO_STATE, ""
+        self._broadcasts = self._skip_batches = 0
         self._window: Window | None = None
         self._transaction: StepTransaction | None = None
         self._seed: Callable[[int, int], None] | None = None
@@ -158,6 +157,7 @@ class TrainerRecovery:
             )
         state = TrainingState(module, trainer.optimizers, verify=self.options.verify)
         self._window = Window(trainer, state, save)
+        self._window.preview = Preview(self.member, state, topology)
         if self._snapshots is None and snapshot_group is not None:
             self._snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group)
         self._transaction = StepTransaction(
@@ -289,15 +289,15 @@ class TrainerRecovery:
     def state_of_peers(self) -> dict[str, Any]:
         """What a newcomer resumes from, once the others have stopped at a step: all but the tensors."""
         self.member.whereabouts = "waiting for the trainer's state"
+        assert self._window is not None
+        self._window.preview.take()
         halt = self.member.wait_for_stops(stopped=self._stop_outside if self._is_stopped else None)
         is_ours = self._returned is not None and halt.step == self._returned.step  # parts of it are this rank's alone
         description = self._returned.trainer if self._returned and is_ours else halt.trainer
         checkpoint = read_trainer(description)
-        assert self._window is not None
         assert self._transaction is not None
-        self._window.entered_with = description
+        self._window.entered_with, self._entered_with = description, checkpoint
         self._transaction.entered_at = halt.step
-        self._entered_with = checkpoint
         if halt.step == 0 and not (halt.in_step or is_ours):  # nothing has been trained: begin as everybody began
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
             return checkpoint

@@ -21,6 +21,7 @@ from hyperpod_plugins.lightning.trainer_state import (
 from hyperpod_plugins.parallel.checkpoint_parts import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters
+from hyperpod_plugins.recovery.preview import Preview
 from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, drop_gradients, end_iteration, parts_of
 
 
@@ -45,6 +46,8 @@ class Window:
         self._loaders_now: list[Any] = []
         self.micro_step = 0
         """Index of the micro-step that is being computed."""
+        self.preview: Preview
+        """What newcomers are told of the state that they will get."""
         self.entered_with = b""
         """Description with which the loops were entered, until this rank is among the others."""
 
@@ -85,6 +88,7 @@ class Window:
     def close(self) -> None:
         """The step is committed."""
         self._closures, self._num_done = [], 0
+        self.preview.leave()
 
     # -- Subject ------------------------------------------------------------------------------------------------
 

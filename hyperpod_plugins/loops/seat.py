@@ -1,5 +1,6 @@
 """The place of this process in the job: its rank, its device, its groups; another rank when the world changes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -65,6 +66,8 @@ class Seat:
         self.data_group: dist.ProcessGroup
         self.saving_group: dist.ProcessGroup | None = None
         self.snapshot_group: dist.ProcessGroup | None = None
+        self.when_moved: list[Callable[[], object]] = []
+        """Called after the groups have got the members of another world."""
         self.lay_out(has_moved=False)
 
     def lay_out(self, *, has_moved: bool) -> None:
@@ -85,6 +88,9 @@ class Seat:
             ranks = range(self.world_size)
             self.saving_group = new_axis_group(GroupRole(SAVING_GROUP, is_strict=True), ranks)
             self.snapshot_group = new_axis_group(GroupRole("snapshot", is_strict=True), ranks)
+        if has_moved:
+            for listener in self.when_moved:
+                listener()
 
     def _place(self) -> tuple[int, int]:
         if self._member is None:

@@ -54,7 +54,8 @@ class Session:
         global_batch_size: samples of one optimizer step, over all ranks; 0 for the loader's `batch_size` on each
             data-parallel rank of the first world.
         recovery: how faults are repaired.
-        elastic: limits on the number of replicas, for a job that grows and shrinks.
+        elastic: for a job that grows and shrinks: limits on the number of replicas, or True for as many as the batch
+            has samples.
         comm: collective library to use, and whether a fallback is allowed.
         checkpoint_folder: where the checkpoint of an emergency goes.
         timeout_s: seconds after which a collective that does not complete fails.
@@ -74,7 +75,7 @@ class Session:
         *,
         global_batch_size: int = 0,
         recovery: RecoveryOptions | None = None,
-        elastic: ElasticPolicy | None = None,
+        elastic: ElasticPolicy | bool = False,
         comm: CommOptions | None = None,
         checkpoint_folder: str | Path = "checkpoints",
         timeout_s: float = 1800.0,
@@ -82,16 +83,19 @@ class Session:
     ) -> None:
         self.config = ParallelConfig.of(config_path() if config is None else config, **options)
         self._recovery = recovery or RecoveryOptions()
-        if elastic is not None and not (self._recovery.enabled and global_batch_size):
+        if elastic and not (self._recovery.enabled and global_batch_size):
             raise ConfigError(
                 "a Session with `elastic` needs global_batch_size, which stays the same in every world, and recovery: "
                 "leave out RecoveryOptions(enabled=False)."
             )
         env, job = WorkerEnv.from_environ(), JobEnv.from_environ() if self._recovery.enabled else None
-        if job is not None and elastic is not None:
+        if job is not None and elastic:
             ignore_notices()  # now, for model and data may take long to set up
-        self._elastic = None if job is None else elastic
-        self._member = None if job is None else become_member(job, env, self._recovery, is_elastic=elastic is not None)
+        limits = (
+            elastic if isinstance(elastic, ElasticPolicy) else ElasticPolicy(max_replicas=max(1, global_batch_size))
+        )
+        self._elastic = limits if elastic and job is not None else None
+        self._member = None if job is None else become_member(job, env, self._recovery, is_elastic=bool(elastic))
         self._seat = Seat(self.config, env, self._member, comm=comm or CommOptions(), timeout_s=timeout_s)
         self._global_batch_size = global_batch_size
         self._folder = Path(checkpoint_folder)
@@ -129,6 +133,10 @@ class Session:
     def mesh(self) -> DeviceMesh:
         """`("replicate", "shard", "tensor")`."""
         return self._seat.mesh
+
+    def when_moved(self, listener: Callable[[], object]) -> None:
+        """Call `listener()` each time that the job has got another size: rank, world size and topology are others."""
+        self._seat.when_moved.append(listener)
 
     # -- setting up ---------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from hyperpod_plugins.recovery import (
     Snapshots,
     StepTransaction,
 )
+from hyperpod_plugins.recovery.preview import Preview
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class Transactions:
         self._repairs = repairs
         self._snapshots: Snapshots | None = None
         self._transaction: StepTransaction | None = None
+        self._preview: Preview | None = None
         self._has_moved = False
         self._trained.saving = seat.saving_group
         self.saved = None if member is None or seat.rank else SavedCheckpoints(Ledger.connect(member.job))
@@ -87,9 +89,11 @@ class Transactions:
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], T]) -> T:
         """One step."""
-        if self._transaction is None:
+        if self._transaction is None or self._preview is None:
             return commit(compute())
-        return self._transaction.run(compute, commit)
+        result = self._transaction.run(compute, commit)
+        self._preview.leave()
+        return result
 
     def join(self) -> None:
         """Meet the others where no step begins, if this process is apart from them.
@@ -104,6 +108,8 @@ class Transactions:
         """Where a newcomer begins, once the others have stopped."""
         assert self.member is not None
         self.member.whereabouts = "waiting for the state of the loop"
+        assert self._preview is not None
+        self._preview.take()
         halt = self.member.wait_for_stops()
         return self._entering(Position.from_bytes(halt.trainer), halt.step)
 
@@ -162,6 +168,7 @@ class Transactions:
         seat, policy = self._seat, self._options.snapshots(self._seat.topology)
         if self._snapshots is None and seat.snapshot_group is not None:
             self._snapshots = Snapshots(policy, self._trained.tensors, seat.topology, seat.snapshot_group)
+        self._preview = Preview(member, self._trained.tensors, seat.topology)
         self._transaction = StepTransaction(
             member,
             self._trained,

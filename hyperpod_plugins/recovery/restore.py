@@ -71,6 +71,17 @@ class TrainingState:
         torch.save(header, buffer)
         return buffer.getvalue()
 
+    def make_room(self, header: bytes) -> None:
+        """Make the optimizers' tensors that a peer's `header` tells of, and touch their memory, before they are filled.
+
+        Raises:
+            RecoveryError: the peer has another model.
+        """
+        tensors = self._make_room(_read_header(header), "the preview of a peer")
+        for name, tensor in tensors.items():
+            if _is_optimizer_state(name):
+                tensor.zero_()
+
     def copy_to(self, data: torch.Tensor) -> None:
         """Copy the bytes of all tensors into `data`, which is one-dimensional, of bytes and `num_bytes()` long."""
         tensors = list(self._tensors().values())
@@ -222,12 +233,16 @@ class TrainingState:
         parameters = dict(self.model.named_parameters())
         prefix = f"optimizer.{index}."
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        optimizer.state.clear()
+        present = optimizer_tensors(self.model, optimizer)
         state: dict[str, torch.Tensor] = {}
         for full_name, shape, dtype in header["tensors"]:
             if not full_name.startswith(prefix):
                 continue
             entry = full_name.removeprefix(prefix)
+            there = present.get(entry)
+            if there is not None and (list(_local(there).shape), str(there.dtype)) == (list(shape), dtype):
+                state[entry] = there  # room that was made before
+                continue
             parameter = parameters[entry.rpartition(".")[0]]
             device = parameter.device if shape else count_device(parameter, groups[id(parameter)])
             local = torch.empty(shape, dtype=_dtype(dtype), device=device)

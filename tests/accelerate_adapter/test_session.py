@@ -1,7 +1,10 @@
 """What Accelerate has prepared can be trained in transactions: ranks are killed, and the bits are the same."""
 
+import json
+
 import pytest
 import torch
+from recovery.elastic_nodes import Nodes
 from recovery.faults import PRELOAD, run_job
 
 SCRIPT = "../accelerate_adapter/program_session.py"
@@ -19,3 +22,31 @@ def test_a_killed_rank_is_replaced_under_accelerate(tmp_path):
         assert found["losses"] == wanted["losses"][10 - len(found["losses"]) :]
         for name, value in wanted["state"].items():
             assert torch.equal(found["state"][name], value), name
+
+
+class AcceleratedNodes(Nodes):
+    """Agents of a job that runs `program_session.py`."""
+
+    script = SCRIPT
+
+
+@pytest.mark.spawns
+def test_an_accelerator_follows_its_session_to_other_sizes(tmp_path):
+    nodes = AcceleratedNodes(tmp_path, "")
+    nodes.environ |= {"REPLICAS": "2"}
+    nodes.args += PRELOAD
+    try:
+        nodes.start("a")
+        nodes.await_store()
+        nodes.start("b")
+        nodes.await_size(2)
+        nodes.lose("b")
+        nodes.await_size(1)
+        num_steps = nodes.finish()
+    finally:
+        nodes.clear()
+    assert sorted(nodes.steps()) == list(range(num_steps))
+    lines = [json.loads(line) for line in (tmp_path / "record-0.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if line["kind"] == "evaluated"]
+    assert {line["size"] for line in evaluated} == {1, 2}
+    assert all(sorted(line["ids"]) == list(range(11)) for line in evaluated)  # each once, whatever the size

@@ -47,7 +47,7 @@ def main():
     job = JobEnv.from_environ()
     shards = int(os.environ.get("SHARDS", "2"))
     sizes = os.environ.get("REPLICAS")
-    elastic = None
+    elastic = False
     if sizes:
         elastic = ElasticPolicy(max_replicas=int(sizes), scaling_timeout_s=0.0, faulty_scale_down_timeout_s=2.0)
     session = Session(

@@ -1,6 +1,7 @@
 """The examples of loops as their heads say to run them, each of which loses a process in the middle."""
 
 import contextlib
+import difflib
 import os
 import signal
 import subprocess
@@ -25,9 +26,10 @@ def run_and_kill(name, folder, *args):
     output = folder / "output"
     with output.open("w") as file:
         agent = subprocess.Popen(
-            [*command, "--folder", str(folder), *args],
+            [*command, *args],
             stdout=file,
             stderr=subprocess.STDOUT,
+            cwd=folder,
             env={**os.environ, "JOB_MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         )
     try:
@@ -46,9 +48,25 @@ def run_and_kill(name, folder, *args):
     return output.read_text()
 
 
-@pytest.mark.parametrize("name", ["plain_torch.py", "hf_trainer.py"])
-def test_a_process_is_lost_and_the_example_goes_on(name, tmp_path):
-    text = run_and_kill(name, tmp_path, "--steps", "60")
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("plain_torch.py", ["--steps", "60", "--folder", "."]),
+        ("hf_trainer.py", ["--steps", "60", "--folder", "."]),
+        ("clm_session.py", ["--max-train-steps", "60"]),
+    ],
+)
+def test_a_process_is_lost_and_the_example_goes_on(name, args, tmp_path):
+    text = run_and_kill(name, tmp_path, *args)
     assert "killed by SIGKILL; repaired in" in text
     assert "0 steps lost" in text
     assert "step 50: " in text
+
+
+def test_ten_lines_make_an_accelerate_loop_survive():
+    before, after = ((EXAMPLES / name).read_text() for name in ("clm_accelerate.py", "clm_session.py"))
+    before, after = (
+        [line.strip() for line in text.partition("import argparse")[2].splitlines()] for text in (before, after)
+    )
+    changed = [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ")]
+    assert len(changed) <= 10, changed

@@ -157,6 +157,21 @@ def test_a_record_is_taken_as_it_was_or_not_at_all():
     assert_same(values(other_model, other_optimizer), values(model, optimizer))
 
 
+def test_room_that_was_made_before_is_filled():
+    model, optimizer, giver = build(1)
+    train(model, optimizer)
+    other, its_optimizer, taker = build(2)
+    taker.make_room(giver.header())
+    room = {key: value for state in its_optimizer.state.values() for key, value in state.items() if value.numel()}
+    assert room
+    assert not any(value.any() for value in room.values())
+    train(model, optimizer)
+    taker.copy_from(*recorded(giver), "a peer")
+    assert_same(values(other, its_optimizer), values(model, optimizer))
+    kept = [value for state in its_optimizer.state.values() for value in state.values()]
+    assert all(any(value is each for each in kept) for value in room.values())
+
+
 def widen(model):
     model.small = nn.Parameter(torch.randn(4, 7))
 
