@@ -1,6 +1,7 @@
 """Communication: the c10d backend `hyperpod`, whose groups outlive their connections, and what moves their bytes."""
 
 from hyperpod_plugins.comm.backend import CommOptions, choose_transport
+from hyperpod_plugins.comm.ballot import vote
 from hyperpod_plugins.comm.breaker import Breaker, Phase, breaker
 from hyperpod_plugins.comm.generations import Reform, abandon_broken, break_groups
 from hyperpod_plugins.comm.groups import (
@@ -40,6 +41,7 @@ __all__ = [
     "register",
     "reset_traffic",
     "traffic",
+    "vote",
     "waiting",
     "wire_bytes",
 ]

@@ -121,8 +121,9 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
     if isinstance(given, CommOptions):
         options = given
     _uses[role.name] += 1
+    first_prefix = _first_prefix(role, _uses[role.name])
     spec = InnerSpec(
-        store=PrefixStore(_first_prefix(role, _uses[role.name]), root_store),
+        store=PrefixStore(first_prefix, root_store),
         rank=c10d.group_rank,
         size=c10d.group_size,
         timeout=c10d.timeout,
@@ -140,6 +141,7 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
         root_store=root_store,
         timeout=c10d.timeout,
     )
+    group.first_prefix = first_prefix
     living[role.name] = group
     _destroy_at_exit()
     return group

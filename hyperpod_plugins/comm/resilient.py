@@ -94,6 +94,8 @@ class ResilientProcessGroup(DelegatingGroup):
         self.options = options
         self.root_store = root_store
         """Store from which every generation of this group takes its prefix."""
+        self.first_prefix = role.store_prefix(0)
+        """Prefix of the first generation's keys there."""
         self.timeout = timeout
         self.generation = 0
         """Number of the generation of the job to which `inner` belongs."""
@@ -103,6 +105,11 @@ class ResilientProcessGroup(DelegatingGroup):
     def is_closed(self) -> bool:
         """Whether the group was destroyed."""
         return self._is_closed
+
+    @property
+    def store_prefix(self) -> str:
+        """Prefix, in the root store, of the keys under which the members of this generation find each other."""
+        return self.role.store_prefix(self.generation) if self.generation else self.first_prefix
 
     @property
     def inner(self) -> dist.ProcessGroup:
@@ -217,16 +224,17 @@ class ResilientProcessGroup(DelegatingGroup):
         except RuntimeError as error:
             if not is_transport_error(error):
                 raise
-            self._notice(error)
+            self.notice(error)
             return self._issue_broken(error)
         if isinstance(work, FinishedWork):
             return work
         if inner is None:  # the main thread has let go of it just now
             return self._issue_broken(PeerLost(breaker.cause or "the groups were broken"))
         in_slices = kind not in ("send", "recv") and not runs_on_cuda(args)
-        return ResilientWork(work, inner, self._notice, self.role, in_slices=in_slices)
+        return ResilientWork(work, inner, self.notice, self.role, in_slices=in_slices)
 
-    def _notice(self, error: BaseException) -> None:
+    def notice(self, error: BaseException) -> None:
+        """Break all groups of this process, for this one has failed for want of a peer."""
         breaker.trip(f"{self.role.name}: {transport_message(error)}", cut_all)
 
     def _issue_broken(self, error: BaseException) -> dist.Work:

@@ -34,6 +34,14 @@ class Wires:
         """Take ownership of duplicates."""
         self._sockets += sockets
 
+    @property
+    def own_address(self) -> str:
+        """Of this machine, as the other members see it; of this host by its name where there is no connection."""
+        for each in self._sockets:
+            with suppress(OSError):
+                return each.getsockname()[0]
+        return socket.gethostbyname(socket.gethostname())
+
     def cut(self) -> None:
         """Shut down every connection, at both ends; harmless when they are gone already."""
         for each in self._sockets:
@@ -67,6 +75,16 @@ def recording(store: Store) -> Generator[Wires]:
 def keep(group: dist.ProcessGroup, wires: Wires) -> None:
     """Remember whose wires these are."""
     _wires[group] = wires
+
+
+def add(group: dist.ProcessGroup, sockets: list[socket.socket]) -> None:
+    """Let duplicates be cut with the wires of an inner group."""
+    _wires.setdefault(group, Wires()).add(sockets)
+
+
+def own_address(group: dist.ProcessGroup) -> str:
+    """Address of this machine, as the other members of an inner group see it."""
+    return _wires.get(group, Wires()).own_address
 
 
 def cut(group: dist.ProcessGroup) -> None:

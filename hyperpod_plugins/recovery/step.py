@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import breaker, vote
 from hyperpod_plugins.elastic.ledger import BEGUN_KEY
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.observability import record
@@ -185,13 +185,11 @@ class StepTransaction:
         if breaker.is_open:
             return False
         self._prepared = self.step + 1
-        ballot = torch.full((1,), float(self._member.wants_resize), device=self._device)
         with breaker.tolerant():
-            dist.all_reduce(ballot, op=dist.ReduceOp.MAX)
-            self._synchronize()
+            wish = vote(int(self._member.wants_resize))
         if breaker.cause is not None:
             return False
-        self._must_resize = self._member.is_elastic and bool(ballot)
+        self._must_resize = self._member.is_elastic and bool(wish)
         return True
 
     def _make_way(self) -> None:
