@@ -14,8 +14,8 @@ demo: $(VENV)/demo.stamp          ## train a small Llama, sharded and tensor par
 	$(BIN)/python examples/train_lm.py --steps 80
 	$(BIN)/python examples/show_recovery.py --steps 60
 
-test: $(VENV)/test.stamp          ## every test, WORKERS files at a time
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+test: $(VENV)/test.stamp          ## every test, WORKERS at a time
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-fast: $(VENV)/test.stamp     ## the pure tests: no processes
 	$(BIN)/python -m pytest -m "not spawns and not slow_single"

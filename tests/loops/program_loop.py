@@ -98,18 +98,16 @@ def main():
 
             means = step.run(compute_loss)
             faults.at("committed", step.index)
-            if not step.is_again:
-                ids = [] if step.is_again else [i for _, ids in step.batches for i in ids.tolist()]
-                faults.note(
-                    kind="step",
-                    pid=os.getpid(),
-                    step=step.index,
-                    rank=session.rank,
-                    size=session.world_size,
-                    ids=ids,
-                    loss=float(means["loss"]).hex(),
-                    lr=optimizer.param_groups[0]["lr"],
-                )
+            faults.note(
+                kind="again" if step.is_again else "step",
+                pid=os.getpid(),
+                step=step.index,
+                rank=session.rank,
+                size=session.world_size,
+                ids=[i for _, ids in step.batches for i in ids.tolist()],
+                loss=float(means["loss"]).hex(),
+                lr=optimizer.param_groups[0]["lr"],
+            )
             if step.index % 5 == 4:
                 faults.at("validate", step.index)
                 loss = validate()
