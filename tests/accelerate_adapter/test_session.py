@@ -28,6 +28,7 @@ class AcceleratedNodes(Nodes):
     """Agents of a job that runs `program_session.py`."""
 
     script = SCRIPT
+    patience_s = 120.0  # Accelerate takes long to import
 
 
 @pytest.mark.spawns
@@ -38,6 +39,7 @@ def test_an_accelerator_follows_its_session_to_other_sizes(tmp_path):
     try:
         nodes.start("a")
         nodes.await_store()
+        nodes.await_size(1)  # whoever comes before the first step makes all begin again
         nodes.start("b")
         nodes.await_size(2)
         nodes.lose("b")

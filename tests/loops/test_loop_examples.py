@@ -33,13 +33,13 @@ def run_and_kill(name, folder, *args):
             env={**os.environ, "JOB_MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         )
     try:
-        until_s = time.monotonic() + 90
+        until_s = time.monotonic() + 120
         while "step 10: " not in output.read_text():
             assert agent.poll() is None, output.read_text()[-6000:]
             assert time.monotonic() < until_s, output.read_text()[-6000:]
             time.sleep(0.02)
         os.kill(workers_in(processes(), [agent.pid])[-1], signal.SIGKILL)
-        assert agent.wait(90) == 0, output.read_text()[-6000:]
+        assert agent.wait(120) == 0, output.read_text()[-6000:]
     finally:
         for pid in (*left_processes(mark, patience_s=0.0), agent.pid):
             with contextlib.suppress(ProcessLookupError):
