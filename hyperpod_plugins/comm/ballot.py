@@ -175,7 +175,7 @@ def _accept(listener: socket.socket, token: bytes, deadline_s: float) -> socket.
             _refuse_late(deadline_s)
             continue
         caller.settimeout(_TOKEN_S)
-        with suppress(TimeoutError):
+        with suppress(OSError):  # its connection may be gone
             if secrets.compare_digest(caller.recv(_TOKEN_BYTES), token):
                 return caller
         caller.close()

@@ -38,7 +38,14 @@ class Seat:
     """Rank, device and groups in the present world."""
 
     def __init__(
-        self, config: ParallelConfig, env: WorkerEnv, member: Member | None, *, comm: CommOptions, timeout_s: float
+        self,
+        config: ParallelConfig,
+        env: WorkerEnv,
+        member: Member | None,
+        options: RecoveryOptions,
+        *,
+        comm: CommOptions,
+        timeout_s: float,
     ) -> None:
         """Join the process group, and make the groups of all axes.
 
@@ -46,12 +53,14 @@ class Seat:
             config: the degrees.
             env: the launcher's word.
             member: of a job that recovers; None for one that does not.
+            options: whether there are snapshots.
             comm: collective library to use.
             timeout_s: seconds after which a collective that does not complete fails.
         """
         self._config = config
         self._env = env
         self._member = member
+        self._options = options
         known = None if member is None else terms_of(member.ledger)
         self.replica_size = 0 if known is None else known.replica_size
         """Ranks of one replica, which never changes; 0 until the first world has been laid out."""
@@ -87,7 +96,8 @@ class Seat:
         if self._member is not None:  # a group that is made later would be missing in a newcomer
             ranks = range(self.world_size)
             self.saving_group = new_axis_group(GroupRole(SAVING_GROUP, is_strict=True), ranks)
-            self.snapshot_group = new_axis_group(GroupRole("snapshot", is_strict=True), ranks)
+            if self._member.is_elastic or self._options.snapshots(self.topology).every_steps:
+                self.snapshot_group = new_axis_group(GroupRole("snapshot", is_strict=True), ranks)
         if has_moved:
             for listener in self.when_moved:
                 listener()

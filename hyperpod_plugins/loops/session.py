@@ -91,12 +91,13 @@ class Session:
         env, job = WorkerEnv.from_environ(), JobEnv.from_environ() if self._recovery.enabled else None
         if job is not None and elastic:
             ignore_notices()  # now, for model and data may take long to set up
-        limits = (
-            elastic if isinstance(elastic, ElasticPolicy) else ElasticPolicy(max_replicas=max(1, global_batch_size))
-        )
-        self._elastic = limits if elastic and job is not None else None
+        if elastic is True:
+            elastic = ElasticPolicy(max_replicas=global_batch_size)
+        self._elastic = None if job is None else elastic or None
         self._member = None if job is None else become_member(job, env, self._recovery, is_elastic=bool(elastic))
-        self._seat = Seat(self.config, env, self._member, comm=comm or CommOptions(), timeout_s=timeout_s)
+        self._seat = Seat(
+            self.config, env, self._member, self._recovery, comm=comm or CommOptions(), timeout_s=timeout_s
+        )
         self._global_batch_size = global_batch_size
         self._folder = Path(checkpoint_folder)
         self._trained: Trained | None = None

@@ -1,6 +1,7 @@
 """Votes over a tree of sockets: all ranks get the largest number, and nobody waits for one that is gone."""
 
 import socket
+import struct
 import threading
 import time
 from datetime import timedelta
@@ -49,6 +50,8 @@ def test_whoever_calls_without_the_token_is_not_counted():
     thread.start()
     store.wait(["0"], PATIENCE)
     host, port, _ = store.get("0").decode().split()
+    with socket.create_connection((host, int(port))) as hasty:
+        hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it closes with a reset
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"x" * 16)
         found[1] = connect(store, 1, 2, "127.0.0.1", PATIENCE).largest(5)
