@@ -12,15 +12,13 @@ Accelerate is replaced, and a program that makes no plugin's Accelerator sees no
 
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from hyperpod_plugins.accelerate.library import AcceleratorState, DistributedType, PartialState
-from hyperpod_plugins.comm import CommOptions, ResilientProcessGroup, register
+from hyperpod_plugins.comm import CommOptions, ResilientProcessGroup, join_world
 from hyperpod_plugins.env import WorkerEnv, accelerate_variables
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import Topology
@@ -72,15 +70,7 @@ def join(comm: CommOptions, timeout_s: float) -> None:
         )
     if not uses_cpu():
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
-    register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off
-    dist.init_process_group(
-        "hyperpod",
-        rank=env.global_rank,
-        world_size=env.world_size,
-        store=None if env.is_launched else HashStore(),
-        timeout=timedelta(seconds=timeout_s),
-        pg_options=comm,
-    )
+    join_world(comm, rank=env.global_rank, world_size=env.world_size, timeout_s=timeout_s)
 
 
 def tell_again() -> None:

@@ -9,6 +9,7 @@ from hyperpod_plugins.comm.groups import (
     create_group,
     create_smddp_group,
     inner_spec,
+    join_world,
     new_axis_group,
     register,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "create_smddp_group",
     "generation_of",
     "inner_spec",
+    "join_world",
     "live_groups",
     "new_axis_group",
     "pinned",

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, _DistributedBackendOptions
+from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, _DistributedBackendOptions
 from torch.distributed import distributed_c10d
 
 from hyperpod_plugins import env
@@ -31,6 +31,27 @@ _uses: Counter[str] = Counter()  # of each role, in this process
 def register() -> None:
     """Make `hyperpod` a backend of c10d, and `smddp` one where its library is absent; more calls change nothing."""
     announce_backends(distributed_c10d)
+
+
+def join_world(options: CommOptions, *, rank: int, world_size: int, timeout_s: float) -> None:
+    """Join the default process group of the backend `hyperpod`; a process that no launcher started is one by itself.
+
+    Args:
+        options: collective library to use, and whether a fallback is allowed.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: seconds after which a collective that does not complete fails.
+    """
+    register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off
+    is_alone = world_size == 1 and env.JobEnv.from_environ() is None
+    dist.init_process_group(
+        BACKEND,
+        store=HashStore() if is_alone else None,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        pg_options=options,
+    )
 
 
 def new_axis_group(role: GroupRole, global_ranks: Sequence[int]) -> ResilientProcessGroup:

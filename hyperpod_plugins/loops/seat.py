@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyperpod_plugins.comm import CommOptions, GroupRole, new_axis_group, register
+from hyperpod_plugins.comm import CommOptions, GroupRole, join_world, new_axis_group
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.joining import find_world
 from hyperpod_plugins.elastic.leash import end_with
@@ -69,7 +67,8 @@ class Seat:
             self.device = torch.device("cuda", env.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         self.rank, self.world_size = self._place()
-        self._join(comm, timeout_s)
+        if not dist.is_initialized():
+            join_world(comm, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
         self.topology: Topology
         self.mesh: DeviceMesh
         self.data_group: dist.ProcessGroup
@@ -106,17 +105,3 @@ class Seat:
         if self._member is None:
             return self._env.global_rank, self._env.world_size
         return self._member.rank, self._member.world.size
-
-    def _join(self, comm: CommOptions, timeout_s: float) -> None:
-        if dist.is_initialized():
-            return
-        register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off
-        store = None if self._env.is_launched or self._member is not None else HashStore()  # a process by itself
-        dist.init_process_group(
-            "hyperpod",
-            store=store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            pg_options=comm,
-        )
