@@ -32,8 +32,6 @@ _SLICE = timedelta(seconds=0.2)
 _HAS_CUDA = torch.cuda.is_available()
 _PATIENCE_S = 0.3
 _unfinished: dict[dist.ProcessGroup, list[dist.Work]] = {}
-_asleep: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
-
 _gone: "WeakSet[dist.ProcessGroup]" = WeakSet()
 _letting_go = threading.Lock()
 
@@ -110,7 +108,7 @@ class ResilientWork(dist.Work):
         """Let go of the library's handle; of one that has not ended `let_go` will hear."""
         (inner, self._inner), (group, self._group) = (self._inner, None), (self._group, None)
         if inner is not None and group is not None and not inner.is_completed():
-            _unfinished.setdefault(group, []).append(inner)
+            _leave(group, inner)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Wait for the collective. Zero means no timeout but the group's."""
@@ -195,24 +193,39 @@ def runs_on_cuda(arguments: Sequence[Any]) -> bool:
 def let_go(group: dist.ProcessGroup) -> None:
     """Say that an inner group, whose connections are cut, will not be used any more.
 
-    If a collective in it does not end, both stay until it does, which its timeout sees to: destroying them would wait.
+    If a collective in it sleeps on (see the note on slices), both are kept until it ends, which its timeout sees to:
+    destroying them would wait.
     """
-    _gone.add(group)
     with _letting_go:
-        awake = [entry for entry in _asleep if _have_ended(entry[1])]
-        _asleep[:] = [entry for entry in _asleep if entry not in awake]
-    for entry in awake:
-        for thing in (entry[0], *entry[1]):
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
-    works, deadline_s = _unfinished.pop(group, []), time.monotonic() + _PATIENCE_S
+        _gone.add(group)
+        works = _unfinished.pop(group, [])
+    deadline_s = time.monotonic() + _PATIENCE_S
     while not _have_ended(works):
         if time.monotonic() > deadline_s:
-            for thing in (group, *works):  # not even the end of the process may destroy them
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-            with _letting_go:
-                _asleep.append((group, works))
+            _keep(group, works)
             return
         time.sleep(0.002)
+
+
+def _leave(group: dist.ProcessGroup, work: dist.Work) -> None:
+    with _letting_go:
+        if group not in _gone:
+            _unfinished.setdefault(group, []).append(work)
+            return
+    _keep(group, [work])
+
+
+def _keep(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
+    for thing in (group, *works):  # not even the end of the process may destroy them
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    threading.Thread(target=_await_ends, args=(group, works), name="hyperpod_asleep", daemon=True).start()
+
+
+def _await_ends(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
+    while not _have_ended(works):
+        time.sleep(1.0)
+    for thing in (group, *works):
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
 
 
 def _have_ended(works: list[dist.Work]) -> bool:
@@ -222,9 +235,11 @@ def _have_ended(works: list[dist.Work]) -> bool:
 def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
     """Wait as long as the groups are whole; for collectives on the CPU.
 
-    [Note: slices] A gloo collective has been seen to sleep on after all its connections were cut. So a wait on the CPU
-    is made of short ones, and one that goes on after a break is left to itself (see `let_go`). gloo's own
-    reduce-scatter has no such waits; `scatter.py` mends that.
+    [Note: slices] gloo tells the transfers that wait for their turn that a connection is gone, but not the one whose
+    payload is on its way (`Pair::signalException` passes over `rx_`, and over what `tx_` holds of unbound buffers;
+    torch 2.13). A collective that was cut there sleeps on until its timeout. So a wait on the CPU is made of short
+    ones, and one that goes on after a break is left to itself (see `let_go`). gloo's own reduce-scatter has no such
+    waits; `scatter.py` mends that.
     Not so the wait of a send or a receive: where one of those times out, gloo closes all connections of the group.
 
     Raises:
@@ -239,8 +254,7 @@ def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
             if not inner.is_success():
                 raise  # one of several has failed
         if breaker.cause is not None:
-            if group not in _gone:
-                _unfinished.setdefault(group, []).append(inner)
+            _leave(group, inner)
             raise dist.DistNetworkError(f"the groups are broken: {breaker.cause}")
 
 

@@ -38,7 +38,6 @@ def test_an_accelerator_follows_its_session_to_other_sizes(tmp_path):
     nodes.args += PRELOAD
     try:
         nodes.start("a")
-        nodes.await_store()
         nodes.await_size(1)  # whoever comes before the first step makes all begin again
         nodes.start("b")
         nodes.await_size(2)

@@ -26,12 +26,15 @@ def meeting_store():
 
 
 def break_and_reform(generation):
-    """Rank 0 breaks its groups; the others notice in the next collective."""
+    """Rank 0 breaks its groups when all have theirs; the others notice in the next collective."""
+    store = meeting_store()
+    store.set(f"before {generation}/{dist.get_rank()}", "")
     if dist.get_rank() == 0:
+        store.wait([f"before {generation}/{rank}" for rank in range(dist.get_world_size())])
         break_groups("a test")
     with pytest.raises(PeerLost):
         dist.barrier()
-    Reform(generation, store=meeting_store(), timeout_s=20.0).run()
+    Reform(generation, store=store, timeout_s=20.0).run()
 
 
 def start():
@@ -175,6 +178,35 @@ def waits_that_end():
 def test_every_wait_ends_when_the_groups_are_broken_though_the_collective_sleeps_on(run_ranks):
     waited, _ = run_ranks(waits_that_end, world_size=2, timeout_s=60.0)
     assert waited == [False] * 11  # none had come to its own end, at the timeout
+
+
+def cut_in_a_payload(timeout_s):
+    """Rank 0 breaks its groups when the first byte of a large broadcast is there, and both let go of them."""
+    comm.register()
+    dist.init_process_group("hyperpod", timeout=timedelta(seconds=timeout_s))
+    dist.barrier()
+    num_threads, num_sockets = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    large = torch.zeros(50_000_000) if dist.get_rank() == 0 else torch.ones(50_000_000)
+    work = dist.broadcast(large, src=1, async_op=True)
+    if dist.get_rank() == 0:
+        while not large[0]:
+            time.sleep(0.001)
+        break_groups("a test")
+        assert not large[-1]
+    with pytest.raises(PeerLost):
+        work.wait()
+    comm.abandon_broken()
+    sleeps = "hyperpod_asleep" in {thread.name for thread in threading.enumerate()}
+    until_s = time.monotonic() + timeout_s + 20.0
+    while len(os.listdir("/proc/self/task")) >= num_threads or len(os.listdir("/proc/self/fd")) >= num_sockets:
+        assert time.monotonic() < until_s, f"{len(os.listdir('/proc/self/task'))} threads, {num_threads} before"
+        time.sleep(0.1)
+    return sleeps
+
+
+def test_what_gloo_leaves_asleep_is_gone_after_its_timeout(run_ranks):
+    sleeps, _ = run_ranks(cut_in_a_payload, 6.0, world_size=2, timeout_s=60.0)
+    assert sleeps  # or gloo has been mended, and the wait in slices is needed no more
 
 
 def chain(lost, first_waits_for_all):

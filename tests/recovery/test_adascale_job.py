@@ -118,7 +118,7 @@ def test_grown_and_shrunk(nodes):
     """A replica alone learns from its micro-steps; newcomers go on with what the others have learnt."""
     nodes.environ |= OPTIONS | {"STEP_S": "0.02"}
     nodes.start("a")
-    nodes.await_store()
+    nodes.await_size(1)
     nodes.start("b")
     nodes.await_size(2)
     nodes.lose("b")
