@@ -58,7 +58,7 @@ def new_axis_group(role: GroupRole, global_ranks: Sequence[int]) -> ResilientPro
     """Return the group of a role, made now or living already; only its members call this.
 
     Every axis needs its own group, also one of a single member and one that spans the world: axes change their
-    sizes independently, and so cannot share one.
+    sizes independently, and so cannot share one. Its collectives have the timeout of the default group.
 
     Args:
         role: What the group is for; two roles with the same ranks are two groups.
@@ -67,8 +67,8 @@ def new_axis_group(role: GroupRole, global_ranks: Sequence[int]) -> ResilientPro
     Raises:
         CommError: the default group is not ours, this rank is not a member, or the role is taken by other ranks.
     """
-    members = sorted(global_ranks)
-    if not isinstance(_default_group(), ResilientProcessGroup):
+    members, world = sorted(global_ranks), _default_group()
+    if not isinstance(world, ResilientProcessGroup):
         raise CommError(
             f"the axis group {role.name!r} needs a default group of the backend {BACKEND!r}. "
             f'Call torch.distributed.init_process_group("{BACKEND}") first.'
@@ -87,7 +87,12 @@ def new_axis_group(role: GroupRole, global_ranks: Sequence[int]) -> ResilientPro
             )
         return living
     group = dist.new_group(
-        members, backend=BACKEND, pg_options=role, use_local_synchronization=True, group_desc=role.name
+        members,
+        timeout=world.timeout,
+        backend=BACKEND,
+        pg_options=role,
+        use_local_synchronization=True,
+        group_desc=role.name,
     )
     assert isinstance(group, ResilientProcessGroup)
     return group

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hyperpod_plugins.parallel import Topology, build_mesh
+
 
 def wait_for_a_late_peer(timeout_s, late_s):
     """Seconds that rank 0 waits for rank 1 in a group that was made with another timeout."""
@@ -31,3 +33,14 @@ def test_a_new_timeout_holds_from_the_next_collective_on(run_ranks):
     assert "imed out" in message
     assert 0.5 < waited_s < 6.0
     assert kept == timedelta(seconds=1)
+
+
+def timeouts_of_axes():
+    dist.init_process_group("hyperpod", timeout=timedelta(seconds=45))
+    mesh = build_mesh(Topology(world_size=2, shard_degree=2), "cpu")
+    return [mesh.get_group(axis).timeout.total_seconds() for axis in mesh.mesh_dim_names]
+
+
+@pytest.mark.spawns
+def test_the_groups_of_a_mesh_have_the_timeout_of_the_default_group(run_ranks):
+    assert run_ranks(timeouts_of_axes, world_size=2, timeout_s=60) == [[45.0] * 3] * 2

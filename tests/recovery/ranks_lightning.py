@@ -242,7 +242,9 @@ def main():
     bars = [Bar()] if option("BAR", 0) else []
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(
-            **LAYOUTS[option("LAYOUT", "hsdp")], background_checkpoints=option("BACKGROUND", 0) > 0
+            **LAYOUTS[option("LAYOUT", "hsdp")],
+            background_checkpoints=option("BACKGROUND", 0) > 0,
+            timeout_s=option("TIMEOUT_S", 1800),
         ),
         accelerator="cpu",
         max_steps=option("STEPS", 24),

@@ -94,6 +94,7 @@ def main():
     args = parser.parse_args()
     environ = {"STEPS": str(200 + 14 * args.kills), "STEP_S": str(SLOW_STEP_S), "REPLACEMENT_S": "120"}
     environ["PATIENCE"] = environ["STEPS"]  # early stopping has no part in this
+    environ["TIMEOUT_S"] = "20"  # what gloo leaves asleep is kept for so long, see the note on slices in comm/works.py
     failed = False
 
     def check(name, is_good, detail=""):
