@@ -17,7 +17,6 @@ from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.joining import find_world
 from hyperpod_plugins.elastic.leash import end_with
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
-from hyperpod_plugins.elastic.restarts import NOT_NEEDED
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, StateLost
@@ -55,6 +54,7 @@ from hyperpod_plugins.recovery import (
     TrainingState,
     seed_micro_step,
 )
+from hyperpod_plugins.recovery.moving import follow
 from hyperpod_plugins.recovery.preview import Preview
 
 log = logging.getLogger(__name__)
@@ -245,21 +245,7 @@ class TrainerRecovery:
         trainer._signal_connector.teardown()
 
     def _move(self, trainer: Trainer) -> None:
-        """Belong to the next world, if there is another one.
-
-        Raises:
-            SystemExit: this process is no part of it.
-        """
-        world = self.member.next_world()
-        if world.number != self.member.world.number:
-            if self.member.job.is_newcomer and self.member.committed == NO_STATE:
-                log.warning("the world has changed before this process was part of it: another begins in its place")
-                raise SystemExit(NOT_NEEDED)
-            if world.rank_of(self.member.place) is None:
-                log.warning("%s, and goes on without this process", world.cause)
-                self.member.leave()
-                raise SystemExit(NOT_NEEDED)
-            self.member.move(world)
+        if follow(self.member):
             self.has_moved, self._snapshots = True, None
             forget_loaders(trainer)
             if self.member.rank == 0 and self.saved is None:
@@ -396,5 +382,5 @@ class TrainerRecovery:
         if self.elastic is not None and self.has_moved:
             self.elastic.resized(self.member.world.cause, repair)
         self.has_moved = False
-        if self.member.rank == min(set(range(self.member.world.size)) - set(repair.newcomers), default=0):
+        if repair.is_told_by(self.member.rank, self.member.world.size):
             log.warning("%s", repair)

@@ -7,12 +7,10 @@ from typing import TypeVar
 from hyperpod_plugins.comm import abandon_broken, breaker
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
-from hyperpod_plugins.elastic.restarts import NOT_NEEDED
 from hyperpod_plugins.loops.position import Position
 from hyperpod_plugins.loops.seat import Seat
 from hyperpod_plugins.loops.trained import Trained
 from hyperpod_plugins.recovery import (
-    NO_STATE,
     Member,
     RecoveryOptions,
     Repair,
@@ -21,6 +19,7 @@ from hyperpod_plugins.recovery import (
     Snapshots,
     StepTransaction,
 )
+from hyperpod_plugins.recovery.moving import follow
 from hyperpod_plugins.recovery.preview import Preview
 
 log = logging.getLogger(__name__)
@@ -147,14 +146,7 @@ class Transactions:
 
     def _move(self, member: Member) -> None:
         """Belong to the next world, if there is another one."""
-        world = member.next_world()
-        if world.number != member.world.number:
-            is_new = member.job.is_newcomer and member.committed == NO_STATE
-            if is_new or world.rank_of(member.place) is None:
-                log.warning("%s, and goes on without this process", world.cause)
-                member.leave()
-                raise SystemExit(NOT_NEEDED)
-            member.move(world)
+        if follow(member):
             self._has_moved, self._snapshots = True, None
         if self._has_moved:
             abandon_broken()
@@ -183,5 +175,5 @@ class Transactions:
         assert self.member is not None
         self._trained.entered_with, self._has_moved = None, False
         self._repairs.append(repair)
-        if self.member.rank == min(set(range(self.member.world.size)) - set(repair.newcomers), default=0):
+        if repair.is_told_by(self.member.rank, self.member.world.size):
             log.warning("%s", repair)

@@ -60,6 +60,10 @@ class Repair:
         """From the incident's report until the step could begin again."""
         return self.noticed_s + self.assembled_s + self.restored_s
 
+    def is_told_by(self, rank: int, world_size: int) -> bool:
+        """Whether a rank is the one that says what happened: the first that has seen it."""
+        return rank == min(set(range(world_size)) - set(self.newcomers), default=0)
+
     def event(self) -> Event:
         """The rung of the ladder as an event."""
         return Event(
