@@ -8,6 +8,7 @@ no process is left behind.
 """
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -78,7 +79,7 @@ def run_ranks(
                 **(environ or {}),
             }
             worker = _context.Process(
-                target=_rank_main, args=(payload, variables, str(logs[rank]), pipes[rank][1]), daemon=True
+                target=_rank_main, args=(payload, variables, str(logs[rank]), pipes[rank][1], timeout_s), daemon=True
             )
             worker.start()
             pipes[rank][1].close()
@@ -127,11 +128,12 @@ def _tail(log: Path, num_bytes: int = 6000) -> str:
     return log.read_bytes()[-num_bytes:].decode(errors="replace") if log.exists() else "(no log)"
 
 
-def _rank_main(payload: bytes, variables: dict[str, str], log: str, pipe: Any) -> None:
+def _rank_main(payload: bytes, variables: dict[str, str], log: str, pipe: Any, timeout_s: float) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the fork server
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    faulthandler.dump_traceback_later(0.9 * timeout_s)  # where each thread is, of a rank that hangs
     os.environ.update(variables)
     import torch
 

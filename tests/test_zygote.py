@@ -229,16 +229,16 @@ def test_a_preloaded_lightning_is_not_the_programs_choice(tmp_path, write):
     text = """
         import sys, time
         assert not {{"lightning", "pytorch_lightning", "hyperpod_plugins.lightning"}} & set(sys.modules)
-        began_s = time.monotonic()
+        began_s = time.process_time()
         {imports}
-        took_s = time.monotonic() - began_s
+        took_s = time.process_time() - began_s
         from hyperpod_plugins.lightning import HyperPodStrategy
         import hyperpod_plugins.lightning.strategy as module
         assert module is sys.modules["hyperpod_plugins.lightning.strategy"]
         assert module.__spec__.name == "hyperpod_plugins.lightning.strategy"
         bases = [base.__module__.partition(".")[0] for base in HyperPodStrategy.__mro__]
         print(next(each for each in bases if "light" in each))
-        print(took_s < 0.1, "lightning.pytorch" in sys.modules)
+        print(took_s < 0.3, "lightning.pytorch" in sys.modules)
     """
     imports = (
         "import lightning as L; L.Trainer",
