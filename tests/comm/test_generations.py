@@ -243,7 +243,7 @@ def test_all_are_woken_at_once_also_those_that_wait_for_one_that_waits(run_ranks
     assert min(times_s) == times_s[lost]
     woken_s = max(times_s) - times_s[lost]
     print(f"woken after {woken_s:.3f} s")
-    assert woken_s < 10.0  # 0.5 s are promised; this machine may be shared, and gloo's timeout is half an hour
+    assert woken_s < 2.0  # 0.5 s are promised; this machine may be shared
 
 
 def tensors_over_meshes():

@@ -170,7 +170,7 @@ def test_a_wait_ends_when_the_last_value_comes(stores, how):
     came_s = time.monotonic()
     thread.join(PATIENCE_S)
     assert ended[0][0] == (None if how == "wait" else [b"a", b"b", b"c"])
-    assert ended[0][1] - came_s < PATIENCE_S / 3
+    assert ended[0][1] - came_s < 1.0
 
 
 def test_waits_are_over_in_time(stores):
