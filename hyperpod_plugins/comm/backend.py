@@ -35,7 +35,8 @@ class CommOptions:
 
 
 SMDDP = Smddp()
-AUTOMATIC: tuple[Transport, ...] = (Nccl(), Gloo())
+IN_HOST_MEMORY: Transport = Gloo()
+AUTOMATIC: tuple[Transport, ...] = (Nccl(), IN_HOST_MEMORY)
 TRANSPORTS: tuple[Transport, ...] = (SMDDP, *AUTOMATIC)
 
 

@@ -8,11 +8,11 @@ a ring has 2 n. See docs/design/vote.md.
 Nobody gets a result before every rank has given its number: the root answers when it has heard of all.
 """
 
-import secrets
+import select
 import socket
 import struct
 import time
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -21,12 +21,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hyperpod_plugins.comm import wires
 from hyperpod_plugins.comm.breaker import breaker
+from hyperpod_plugins.comm.listener import Listener
+from hyperpod_plugins.comm.listener import connect as open_connection
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup
-from hyperpod_plugins.comm.works import waiting
+from hyperpod_plugins.comm.works import waits_for
 from hyperpod_plugins.errors import CommError
 
 _SLICE = timedelta(seconds=0.2)
-_TOKEN_BYTES, _TOKEN_S = 16, 2.0
 _MESSAGE_BYTES = 2  # number of the vote, modulo 256, and the value
 
 
@@ -60,8 +61,12 @@ class Ballot:
         """All of them."""
         return [*([] if self._up is None else [self._up]), *self._down]
 
-    def largest(self, mine: int) -> int:
+    def largest(self, mine: int, told: Callable[[], object] | None = None) -> int:
         """The largest of all ranks' numbers, each in `0 .. 255`.
+
+        Args:
+            mine: this rank's.
+            told: called each time that one of this rank's children has been sent the result.
 
         Raises:
             OSError: a connection is gone, or a neighbour did not vote within the timeout.
@@ -73,6 +78,8 @@ class Ballot:
             mine = self._receive(self._up)
         for each in self._down:
             self._send(each, mine)
+            if told is not None:
+                told()
         self._number = (self._number + 1) % 256
         return mine
 
@@ -91,13 +98,14 @@ class Ballot:
 _ballots: "WeakKeyDictionary[dist.ProcessGroup, Ballot]" = WeakKeyDictionary()
 
 
-def vote(mine: int) -> int:
+def vote(mine: int, told: Callable[[], object] | None = None) -> int:
     """The largest of all ranks' numbers; 0 and a break of all groups if one is missing.
 
     All ranks call this once a step, inside of it. The first vote of a generation connects.
 
     Args:
         mine: this rank's, in `0 .. 255`.
+        told: see `Ballot.largest`.
 
     Raises:
         CommError: the default group is not of the backend `hyperpod`.
@@ -110,17 +118,15 @@ def vote(mine: int) -> int:
         return 0
     if group.size() == 1:
         return mine
-    waiting.since_s, waiting.role = time.monotonic(), group.role
     try:
-        ballot = _ballots.get(inner)
-        if ballot is None:
-            ballot = _open(group, inner)
-        return ballot.largest(mine)
+        with waits_for(group.role):
+            ballot = _ballots.get(inner)
+            if ballot is None:
+                ballot = _open(group, inner)
+            return ballot.largest(mine, told)
     except (OSError, dist.DistError) as error:
         group.notice(error)
         return 0
-    finally:
-        waiting.role = None
 
 
 def _open(group: ResilientProcessGroup, inner: dist.ProcessGroup) -> Ballot:
@@ -149,36 +155,29 @@ def connect(store: Store, rank: int, size: int, address: str, timeout: timedelta
     """
     children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
     deadline_s = time.monotonic() + timeout.total_seconds()
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = Listener(address)
     ballot = Ballot(timeout)
-    with socket.create_server((address, 0), family=family) as listener:
+    try:
         if children:
-            store.set(str(rank), f"{address} {listener.getsockname()[1]} {token.hex()}")
+            store.set(str(rank), listener.invitation)
         if rank:
-            host, port, their_token = _find(store, str((rank - 1) // 2), deadline_s).split()
-            up = socket.create_connection((host, int(port)), _left_s(deadline_s))
-            up.sendall(bytes.fromhex(their_token))
-            ballot.put_up(up)
-        for _ in children:
-            ballot.put_down(_accept(listener, token, deadline_s))
+            invitation = _find(store, str((rank - 1) // 2), deadline_s)
+            ballot.put_up(open_connection(invitation, rank, _left_s(deadline_s)))
+        for connection in _accept(listener, children, deadline_s):
+            ballot.put_down(connection)
+    finally:
+        listener.close()
     return ballot
 
 
-def _accept(listener: socket.socket, token: bytes, deadline_s: float) -> socket.socket:
-    """The connection of a child; whoever calls and cannot say the token is none of ours."""
-    while True:
-        listener.settimeout(min(_SLICE.total_seconds(), _left_s(deadline_s)))
-        try:
-            caller, _ = listener.accept()
-        except TimeoutError:
-            _refuse_late(deadline_s)
-            continue
-        caller.settimeout(_TOKEN_S)
-        with suppress(OSError):  # its connection may be gone
-            if secrets.compare_digest(caller.recv(_TOKEN_BYTES), token):
-                return caller
-        caller.close()
+def _accept(listener: Listener, children: Sequence[int], deadline_s: float) -> list[socket.socket]:
+    """The connections of the children, in order."""
+    found: dict[int, socket.socket] = {}
+    while len(found) < len(children):
+        _refuse_late(deadline_s)
+        select.select(listener.sockets, [], [], min(_SLICE.total_seconds(), _left_s(deadline_s)))
+        found |= {rank: connection for rank, connection in listener.take() if rank in children}
+    return [found[child] for child in children]
 
 
 def _prepare(connection: socket.socket, timeout: timedelta) -> None:

@@ -33,6 +33,8 @@ class Breaker:
         self._listeners: list[Callable[[str], None]] = []
         self.refusal = ""
         """Why the main thread must not communicate now; empty where it may."""
+        self.before_refusal: Callable[[], None] = lambda: None
+        """Called before a collective is refused for that reason; may raise something else."""
 
     @property
     def phase(self) -> Phase:

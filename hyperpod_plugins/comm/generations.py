@@ -12,7 +12,8 @@ from hyperpod_plugins.comm import wires
 from hyperpod_plugins.comm.backend import CommOptions
 from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.groups import connect, inner_spec
-from hyperpod_plugins.comm.resilient import ResilientProcessGroup, cut_all, live_groups
+from hyperpod_plugins.comm.resilient import ResilientProcessGroup, cut_all, finish_aborts, live_groups, start_aborts
+from hyperpod_plugins.comm.roles import GroupRole
 from hyperpod_plugins.comm.transports import InnerSpec
 from hyperpod_plugins.comm.works import drop_pending, is_transport_error, let_go
 from hyperpod_plugins.errors import CommError, PeerLost
@@ -79,11 +80,12 @@ class Reform:
                 higher number.
             CommError: the number is not higher than that of the groups.
         """
+        finish_aborts()
         groups = [group for name, group in live_groups().items() if not self._is_last or name in self._members]
         specs = [self._spec(group) for group in groups]
         drop_pending()
         wanted = [
-            (spec, group.options, spec.size if group.role.axis == "world" else dist.get_world_size())
+            (spec, group.options, spec.size if group.role.axis == "world" else dist.get_world_size(), group.role)
             for group, spec in zip(groups, specs, strict=True)
         ]
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
@@ -120,13 +122,13 @@ class Reform:
             timeout=self._timeout,
         )
 
-    def _connect(self, wanted: Sequence[tuple[InnerSpec, CommOptions, int]], gpu: int | None) -> None:
+    def _connect(self, wanted: Sequence[tuple[InnerSpec, CommOptions, int, GroupRole]], gpu: int | None) -> None:
         connected: list[dist.ProcessGroup] = []
         try:
             if gpu is not None:
                 torch.cuda.set_device(gpu)
-            for spec, options, world_size in wanted:
-                inner = connect(spec, options, world_size)
+            for spec, options, world_size, role in wanted:
+                inner = connect(spec, options, world_size, role)
                 if self._is_decided.is_set():
                     _end(inner)  # without a cut: the next generation's sockets may be taken for its own
                     return
@@ -155,5 +157,6 @@ class Reform:
 
 def _end(former: dist.ProcessGroup | None) -> None:
     if former is not None:
+        start_aborts([former])  # no break has aborted one that was connected for an attempt that failed
         wires.release(former)
         let_go(former)

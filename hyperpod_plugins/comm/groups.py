@@ -18,11 +18,11 @@ from torch.distributed import distributed_c10d
 from hyperpod_plugins import env
 from hyperpod_plugins._autoload import announce_backends
 from hyperpod_plugins.comm import smddp, wires
-from hyperpod_plugins.comm.backend import CommOptions, transport_for_group
+from hyperpod_plugins.comm.backend import IN_HOST_MEMORY, CommOptions, transport_for_group
 from hyperpod_plugins.comm.breaker import Phase, breaker
 from hyperpod_plugins.comm.resilient import BACKEND, ResilientProcessGroup, live_groups, living
 from hyperpod_plugins.comm.roles import WORLD, GroupRole, without_role
-from hyperpod_plugins.comm.transports import InnerSpec
+from hyperpod_plugins.comm.transports import InnerSpec, remember_transport
 from hyperpod_plugins.errors import CommError, ConfigError
 
 _uses: Counter[str] = Counter()  # of each role, in this process
@@ -117,17 +117,20 @@ def inner_spec(
     )
 
 
-def connect(spec: InnerSpec, options: CommOptions, world_size: int) -> dist.ProcessGroup:
+def connect(spec: InnerSpec, options: CommOptions, world_size: int, role: GroupRole) -> dist.ProcessGroup:
     """Connect to the other members by the library that serves this machine and this group.
+
+    Groups for threads beside the step work in host memory, and so need no connections between devices.
 
     Raises:
         BackendUnavailable: see `choose_transport`.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    transport = transport_for_group(device_type, options, spec.size, world_size)
+    transport = IN_HOST_MEMORY if role.is_strict else transport_for_group(device_type, options, spec.size, world_size)
     with wires.recording(spec.store) as found:
         inner = transport.create(spec)
     wires.keep(inner, found)
+    remember_transport(inner, transport)
     return inner
 
 
@@ -159,7 +162,7 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
     is_detached = breaker.phase is Phase.DETACHED  # the others are connected already, and will be again
     world_size = c10d.group_size if world is None else world.size()
     group = ResilientProcessGroup(
-        None if is_detached else connect(spec, options, world_size),
+        None if is_detached else connect(spec, options, world_size, role),
         rank=c10d.group_rank,
         size=c10d.group_size,
         role=role,

@@ -5,11 +5,12 @@
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -18,21 +19,22 @@ from hyperpod_plugins.comm import wires
 from hyperpod_plugins.comm.backend import CommOptions
 from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.delegating import DelegatingGroup
+from hyperpod_plugins.comm.device_queue import device_queue
 from hyperpod_plugins.comm.roles import GroupRole
 from hyperpod_plugins.comm.traffic import Collective, counters
-from hyperpod_plugins.comm.transports import forget_device
+from hyperpod_plugins.comm.transports import forget_device, transport_of
 from hyperpod_plugins.comm.works import (
     FinishedWork,
     ResilientWork,
     drop_pending,
     is_transport_error,
     let_go,
+    queueing_device,
     quiet_group,
     raise_peer_lost,
-    runs_on_cuda,
     transport_message,
 )
-from hyperpod_plugins.errors import CommError, LoopError, PeerLost
+from hyperpod_plugins.errors import CommError, DeviceHung, LoopError, PeerLost
 
 BACKEND = "hyperpod"
 
@@ -99,6 +101,11 @@ class ResilientProcessGroup(DelegatingGroup):
         self.timeout = timeout
         self.generation = 0
         """Number of the generation of the job to which `inner` belongs."""
+        self.num_issued = 0
+        """How many collectives were issued in this generation: the same number on all members, at the same collective.
+
+        Sends and receives do not count, nor do batches of them, for members have different numbers of those.
+        """
         self._name, self._description = "", ""
 
     @property
@@ -162,7 +169,7 @@ class ResilientProcessGroup(DelegatingGroup):
                 f"the new group {self.role.name!r} has {inner.size()} members, but {len(global_ranks)} global ranks "
                 "were given. Give one for each member, in order of their rank in the group."
             )
-        self._inner, self.generation = inner, generation
+        self._inner, self.generation, self.num_issued = inner, generation, 0
         self._set_members(inner.rank(), global_ranks)
         return former
 
@@ -216,6 +223,7 @@ class ResilientProcessGroup(DelegatingGroup):
     ) -> dist.Work:
         # Every collective of every group passes here, and so does its Work: the place to notice a fault.
         if breaker.refusal and threading.current_thread() is threading.main_thread():
+            breaker.before_refusal()
             raise LoopError(breaker.refusal)
         self._traffic.add(kind, payload_bytes)
         inner = self._inner
@@ -230,8 +238,18 @@ class ResilientProcessGroup(DelegatingGroup):
             return work
         if inner is None:  # the main thread has let go of it just now
             return self._issue_broken(PeerLost(breaker.cause or "the groups were broken"))
-        in_slices = kind not in ("send", "recv") and not runs_on_cuda(args)
-        return ResilientWork(work, inner, self.notice, self.role, in_slices=in_slices)
+        is_numbered = kind not in ("send", "recv", "coalesced")
+        self.num_issued += is_numbered
+        device = queueing_device(inner, args)
+        return ResilientWork(
+            work,
+            inner,
+            self.notice,
+            self.role,
+            number=self.num_issued if is_numbered else 0,
+            in_slices=device is None and kind not in ("send", "recv"),
+            queued_on=device,
+        )
 
     def notice(self, error: BaseException) -> None:
         """Break all groups of this process, for this one has failed for want of a peer."""
@@ -293,7 +311,8 @@ class ResilientProcessGroup(DelegatingGroup):
         """End the group without waiting for its collectives: peers that wait in them get an error."""
         self.cut()
         if self._inner is not None:
-            wires.abort_on_gpu([self._inner])
+            start_aborts([self._inner])
+            finish_aborts()
         self.shutdown()
 
 
@@ -313,5 +332,46 @@ def cut_all() -> None:
     groups = list(live_groups().values())
     for group in groups:
         group.cut()
-    wires.abort_on_gpu(inner for group in groups if (inner := group.connected) is not None)
+    start_aborts(inner for group in groups if (inner := group.connected) is not None)
     drop_pending()
+
+
+_ABORT_TIMEOUT_S = 30.0
+_aborts: list[threading.Thread] = []
+_aborted: "WeakSet[dist.ProcessGroup]" = WeakSet()
+_starting_aborts = threading.Lock()
+
+
+def start_aborts(inners: Iterable[dist.ProcessGroup]) -> None:
+    """End what these inner groups have queued on a device, all at the same time; see the note on aborts.
+
+    An inner group that is being aborted, or has been, is left alone.
+    """
+    for inner in inners:
+        transport = transport_of(inner)
+        if transport is None or not any(transport.is_queued(device.type) for device in inner._device_types):
+            continue
+        abort = threading.Thread(target=transport.abort, args=(inner,), name="hyperpod_abort", daemon=True)
+        with _starting_aborts:
+            if inner not in _aborted:
+                _aborted.add(inner)
+                abort.start()
+                _aborts.append(abort)
+
+
+def finish_aborts() -> None:
+    """Wait until what was aborted has ended. New connections, and a vote for another step, come after that.
+
+    Raises:
+        DeviceHung: it did not, within 30 s.
+    """
+    with _starting_aborts:
+        aborts = list(_aborts)
+    deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
+    for abort in aborts:
+        abort.join(max(0.0, deadline_s - time.monotonic()))
+        if abort.is_alive():
+            raise DeviceHung(f"a group's abort did not end within {_ABORT_TIMEOUT_S:.0f} s")
+    with _starting_aborts:
+        _aborts[:] = [each for each in _aborts if each not in aborts]
+    device_queue.clear()

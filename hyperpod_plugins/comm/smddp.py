@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import (
 from hyperpod_plugins import env
 from hyperpod_plugins.comm.delegating import DelegatingGroup
 from hyperpod_plugins.comm.traffic import Collective
-from hyperpod_plugins.comm.transports import InnerSpec, gloo_backend, whole_group
+from hyperpod_plugins.comm.transports import InnerSpec, abort_cuda_backend, gloo_backend, whole_group
 
 MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 SUPPORTED_INSTANCES = ("p4d", "p4de")
@@ -94,6 +94,14 @@ class Smddp:
         if "cpu" not in backends:
             backends["cpu"] = ("gloo", gloo_backend(spec))
         return SumForMean(whole_group(spec, backends))
+
+    def is_queued(self, device_type: str) -> bool:
+        """See `Transport`."""
+        return device_type == "cuda"
+
+    def abort(self, group: dist.ProcessGroup) -> None:
+        """See `Transport`."""
+        abort_cuda_backend(group)
 
 
 def library_group(c10d: _DistributedBackendOptions) -> Backend | dist.ProcessGroup:

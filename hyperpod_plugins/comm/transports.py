@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 _latest_devices: list[Any] = []
+_transports: "WeakKeyDictionary[dist.ProcessGroup, Transport]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,26 @@ class Transport(Protocol):
         """Connect to the other members; returns a whole group, which serves CPU tensors too."""
         ...
 
+    def is_queued(self, device_type: str) -> bool:
+        """Whether collectives of such tensors are queued on the device: waits return at once, errors do not show there,
+        and a collective that waits for a lost peer ends only when its group is aborted.
+        """
+        ...
+
+    def abort(self, group: dist.ProcessGroup) -> None:
+        """End the queued collectives of a group that `create` made. May take long; called in a thread of its own."""
+        ...
+
+
+def remember_transport(group: dist.ProcessGroup, transport: Transport) -> None:
+    """Note which transport made an inner group."""
+    _transports[group] = transport
+
+
+def transport_of(group: dist.ProcessGroup) -> Transport | None:
+    """The transport that made an inner group; None for one that stands in where there is none."""
+    return _transports.get(group)
+
 
 class Gloo:
     """TCP on any machine."""
@@ -77,9 +99,21 @@ class Gloo:
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         return whole_group(spec, {device: ("gloo", backend) for device in devices})
 
+    def is_queued(self, device_type: str) -> bool:
+        """See `Transport`."""
+        return False
+
+    def abort(self, group: dist.ProcessGroup) -> None:
+        """See `Transport`: cutting the sockets is enough."""
+
 
 class Nccl:
-    """NVIDIA's library for CUDA tensors, with gloo beside it for CPU tensors, as in `cpu:gloo,cuda:nccl`."""
+    """NVIDIA's library for CUDA tensors, with gloo beside it for CPU tensors, as in `cpu:gloo,cuda:nccl`.
+
+    [Note: eager connections] By itself nccl connects in the first collective: the thread of the step then waits in the
+    store for a peer that was lost since, and nothing wakes it. So a group is connected when it is made, in the thread
+    of `Reform`, which can be abandoned.
+    """
 
     name = "nccl"
 
@@ -107,7 +141,16 @@ class Nccl:
         options.group_name = spec.name  # pyright: ignore[reportAttributeAccessIssue]
         backend = ProcessGroupNCCL(PrefixStore("cuda", spec.store), spec.rank, spec.size, options)
         backend._set_sequence_number_for_group()
+        backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
         return whole_group(spec, {"cuda": ("nccl", backend), "cpu": ("gloo", gloo_backend(spec))})
+
+    def is_queued(self, device_type: str) -> bool:
+        """See `Transport`."""
+        return device_type == "cuda"
+
+    def abort(self, group: dist.ProcessGroup) -> None:
+        """See `Transport`."""
+        abort_cuda_backend(group)
 
 
 def gloo_backend(spec: InnerSpec) -> Backend:
@@ -129,6 +172,17 @@ def gloo_backend(spec: InnerSpec) -> Backend:
     backend.options.group_name = spec.name  # pyright: ignore[reportAttributeAccessIssue]
     backend._set_sequence_number_for_group()
     return backend
+
+
+def abort_cuda_backend(group: dist.ProcessGroup) -> None:
+    """End the kernels of a group that wait on the GPU, and its watchdog.
+
+    [Note: aborts] `ProcessGroupNCCL.abort` works in a thread of its own and waits for it, so nccl's group calls, which
+    are per thread, do not reach it. An abort can also wait for kernels of another communicator that are queued before
+    its own. So each group is aborted in a thread of its own, all at the same time (`resilient.cut_all`).
+    """
+    backend: Any = group._get_backend(torch.device("cuda"))
+    backend.abort()
 
 
 def forget_device() -> None:

@@ -11,13 +11,12 @@ recovery needs, are known by the ports of its servers.
 
 import os
 import socket
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -92,28 +91,6 @@ def cut(group: dist.ProcessGroup) -> None:
     wires = _wires.get(group)
     if wires is not None:
         wires.cut()
-
-
-def abort_on_gpu(groups: Iterable[dist.ProcessGroup]) -> None:
-    """End the kernels of these inner groups that wait on the GPU, and their watchdogs.
-
-    All within one nccl group call: an abort alone would wait for kernels of the others that are queued before it.
-    """
-    if not torch.cuda.is_available():
-        return
-    backends: list[Any] = []
-    for group in groups:
-        with suppress(RuntimeError):  # it has no backend for cuda
-            backends.append(group._get_backend(torch.device("cuda")))  # pyright: ignore[reportPrivateUsage]
-    nccl = [backend for backend in backends if backend.name() == "nccl"]
-    if nccl:
-        nccl[0]._group_start()
-    try:
-        for backend in backends:
-            backend.abort()
-    finally:
-        if nccl:
-            nccl[0]._group_end()
 
 
 def release(group: dist.ProcessGroup) -> None:

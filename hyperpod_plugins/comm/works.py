@@ -7,7 +7,8 @@ import ctypes
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, cast
 from weakref import WeakSet
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm.breaker import breaker
+from hyperpod_plugins.comm.device_queue import QueuedCollective, device_queue, record
 from hyperpod_plugins.comm.roles import GroupRole
 from hyperpod_plugins.comm.scatter import ScatteredSum
+from hyperpod_plugins.comm.transports import transport_of
 from hyperpod_plugins.errors import PeerLost
 
 _FOREVER = timedelta(0)  # what C++ passes for "no timeout"
@@ -29,7 +32,6 @@ _TRANSPORT_WORDS = re.compile(
 """What libraries say when a peer or the way to it is gone; anything else is a mistake in a program, and is raised."""
 
 _SLICE = timedelta(seconds=0.2)
-_HAS_CUDA = torch.cuda.is_available()
 _PATIENCE_S = 0.3
 _unfinished: dict[dist.ProcessGroup, list[dist.Work]] = {}
 _gone: "WeakSet[dist.ProcessGroup]" = WeakSet()
@@ -79,9 +81,38 @@ class Waiting:
         """What the group is for, or None while nothing waits."""
         self.since_s = 0.0
         """Monotonic time at which the wait began."""
+        self.number = 0
+        """Number of the collective among those of its group, in this generation; 0 where that is not known."""
 
 
 waiting = Waiting()
+
+
+@contextmanager
+def waits_for(role: GroupRole) -> Generator[None]:
+    """Say, in the step's thread, that it waits for the peers of a group otherwise than in a collective."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting.since_s, waiting.number, waiting.role = time.monotonic(), 0, role
+    try:
+        yield
+    finally:
+        waiting.role = None
+
+
+def current_wait() -> tuple[GroupRole, int, float] | None:
+    """The oldest collective for whose peers this process waits: role, number in its group, and how long, in seconds.
+
+    The device waits in it while the step's thread is blocked in the driver, runs ahead, or waits in a later collective
+    itself; where the device has nothing to complete, the step's thread does. None where neither waits, and where the
+    device has not come to its oldest collective, though that thread may wait in a later one. Any one thread may call
+    this, always the same.
+    """
+    role, number, since_s = waiting.role, waiting.number, waiting.since_s
+    if role is not None and device_queue.is_empty:  # what it was given came before this wait
+        return role, number, time.monotonic() - since_s
+    return device_queue.oldest_wait()
 
 
 class ResilientWork(dist.Work):
@@ -94,30 +125,52 @@ class ResilientWork(dist.Work):
         on_error: Callable[[BaseException], None],
         role: GroupRole,
         *,
+        number: int,
         in_slices: bool,
+        queued_on: torch.device | None,
     ) -> None:
+        """Take hold of a collective that has been issued.
+
+        Args:
+            inner: The library's handle.
+            group: The inner group.
+            on_error: Called with a transport error.
+            role: What the group is for.
+            number: How many collectives of the group were issued in this generation, this one included; 0 for what not
+                all members issue alike.
+            in_slices: Whether its wait is made of short ones; see the note on slices.
+            queued_on: The device on which it is queued; None where the caller itself waits.
+        """
         super().__init__()
         self._inner: dist.Work | None = inner
         self._group: dist.ProcessGroup | None = group
         self._on_error = on_error
         self._role = role
+        self._number = number
         self._in_slices = in_slices
+        self._queued_on = queued_on
+        self._is_reached = None if queued_on is None else record(queued_on)
         pending.add(self)
 
     def drop(self) -> None:
         """Let go of the library's handle; of one that has not ended `let_go` will hear."""
         (inner, self._inner), (group, self._group) = (self._inner, None), (self._group, None)
         if inner is not None and group is not None and not inner.is_completed():
-            _leave(group, inner)
+            leave(group, inner)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Wait for the collective. Zero means no timeout but the group's."""
         inner, group = self._inner, self._group
         if inner is None or group is None:
             return self._after_break(None)
-        if not self._role.is_strict:
-            waiting.since_s, waiting.role = time.monotonic(), self._role
+        # Threads beside the step have a wait of their own, which is nobody's business, and leave the step's alone.
+        is_of_step = threading.current_thread() is threading.main_thread()
+        is_said = self._queued_on is None and not self._role.is_strict and is_of_step
+        if is_said:
+            waiting.since_s, waiting.number, waiting.role = time.monotonic(), self._number, self._role
         try:
+            if self._queued_on is not None:
+                return self._queue(inner, timeout)
             if timeout != _FOREVER:
                 return inner.wait(timeout)
             return _wait_in_slices(inner, group) if self._in_slices else inner.wait()
@@ -127,7 +180,17 @@ class ResilientWork(dist.Work):
             self._on_error(error)
             return self._after_break(error)
         finally:
-            waiting.role = None
+            if is_said:
+                waiting.role = None
+
+    def _queue(self, inner: dist.Work, timeout: timedelta) -> bool:
+        """Let the device wait; the host goes on, and `device_queue` knows."""
+        is_queued = inner.wait() if timeout == _FOREVER else inner.wait(timeout)
+        assert self._queued_on is not None
+        is_reached, is_done = self._is_reached, record(self._queued_on)
+        if is_reached is not None and is_done is not None and not self._role.is_strict:
+            device_queue.add(QueuedCollective(self._role, self._number, is_reached, is_done))
+        return is_queued
 
     def _after_break(self, error: BaseException | None) -> bool:
         if self._role.is_strict or (breaker.cause is not None and not breaker.is_quiet):
@@ -176,18 +239,20 @@ class ResilientWork(dist.Work):
         return _done() if self._inner is None else self._inner.get_future()
 
 
-def runs_on_cuda(arguments: Sequence[Any]) -> bool:
-    """Whether a collective with these arguments is nccl's: its wait makes a stream wait, not the caller, and abort ends
-    it. One without tensors, a barrier, is where there is CUDA.
+def queueing_device(group: dist.ProcessGroup, arguments: Sequence[Any]) -> torch.device | None:
+    """The device on which a collective with these arguments is queued (see `Transport.is_queued`).
+
+    One without tensors, a barrier, is queued where the group serves such a device. None where the caller itself waits.
     """
-    if not _HAS_CUDA:
-        return False
+    transport = transport_of(group)
+    if transport is None:
+        return None
     for argument in arguments:
         while isinstance(argument, list | tuple) and argument:
             argument = argument[0]
         if isinstance(argument, torch.Tensor):
-            return argument.is_cuda
-    return True
+            return argument.device if transport.is_queued(argument.device.type) else None
+    return next((device for device in group._device_types if transport.is_queued(device.type)), None)
 
 
 def let_go(group: dist.ProcessGroup) -> None:
@@ -207,7 +272,8 @@ def let_go(group: dist.ProcessGroup) -> None:
         time.sleep(0.002)
 
 
-def _leave(group: dist.ProcessGroup, work: dist.Work) -> None:
+def leave(group: dist.ProcessGroup, work: dist.Work) -> None:
+    """Wait no more for a collective that has not ended; of its group `let_go` will be called, or has been."""
     with _letting_go:
         if group not in _gone:
             _unfinished.setdefault(group, []).append(work)
@@ -254,7 +320,7 @@ def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
             if not inner.is_success():
                 raise  # one of several has failed
         if breaker.cause is not None:
-            _leave(group, inner)
+            leave(group, inner)
             raise dist.DistNetworkError(f"the groups are broken: {breaker.cause}")
 
 
