@@ -6,6 +6,7 @@ from typing import Any, TypedDict, Unpack
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hyperpod_plugins.data.batch_cache import BatchCache, cached
+from hyperpod_plugins.data.random_numbers import LoaderKey, key_random_numbers
 from hyperpod_plugins.data.sampler import ElasticSampler
 from hyperpod_plugins.data.steps import Cursor
 
@@ -35,6 +36,9 @@ class StatefulLoader:
     [Note: nothing happens before the first batch] Lightning calls `iter()` first, then `set_epoch()`. The iterator
     therefore asks the sampler where to begin when its first batch is wanted.
 
+    [Note: random transforms] A sample that draws from the global generators of torch, NumPy or Python gets the same
+    numbers whoever reads it: see `random_numbers.py`. With `read_ahead` that needs workers.
+
     Args:
         dataset: a map-style dataset.
         sampler: says which samples this rank reads, and keeps the position.
@@ -59,6 +63,8 @@ class StatefulLoader:
         self._read_ahead = read_ahead
         self._ahead = _AheadSampler(sampler)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._ahead, **options)
+        key = LoaderKey(seed=sampler.seed, epoch=lambda: self._ahead.start.epoch, data_rank=sampler.data_rank)
+        key_random_numbers(self._loader, key)
 
     @property
     def batch_sampler(self) -> ElasticSampler:

@@ -38,8 +38,8 @@ class ElasticSampler(Sampler[list[int]]):
         fingerprint: identifies the data; a state of other data is refused.
 
     Raises:
-        ConfigError: the rank lies outside the world, or an epoch has no step, or its last step cannot serve all ranks,
-            or is to be both padded and left out.
+        ConfigError: the rank lies outside the world, or an epoch has no step, or its last step cannot serve all ranks
+            and `split` does not allow idle ones, or is to be both padded and left out.
     """
 
     def __init__(
@@ -83,6 +83,11 @@ class ElasticSampler(Sampler[list[int]]):
         return self._cursor
 
     @property
+    def seed(self) -> int:
+        """On which the order depends, and what samples draw."""
+        return self._seed
+
+    @property
     def identity(self) -> str:
         """Names the sequence of lists: equal for two samplers that hand out the same ids in the same order."""
         begin = self._first[0] % self.split.global_batch_size
@@ -93,6 +98,14 @@ class ElasticSampler(Sampler[list[int]]):
     def micro_steps_left(self) -> int:
         """Number of lists from the cursor to the end of its epoch."""
         return self.split.count(self._cursor, self.num_samples, drop_last=self.drop_last)
+
+    @property
+    def micro_steps_done(self) -> int:
+        """Number of the cursor's list in its epoch, for trainers that count: the present step begins at whole steps.
+
+        Where the steps before had another global batch, it is not the number of lists that were handed out.
+        """
+        return self._number_of_step() + self._left_from(self._cursor.step_start) - self.micro_steps_left
 
     def __len__(self) -> int:
         """Number of lists in a whole epoch."""
@@ -109,10 +122,15 @@ class ElasticSampler(Sampler[list[int]]):
         if not self._continues:
             self._cursor = Cursor(epoch=self._cursor.epoch)
         self._continues = False
-        start = self._cursor.step_start
-        left = self.split.count(replace(self._cursor, position=start), self.num_samples, drop_last=self.drop_last)
-        self._first = (start, len(self) - left)
+        self._first = (self._cursor.step_start, self._number_of_step())
         return self._cursor
+
+    def _number_of_step(self) -> int:
+        before = len(self) - self._left_from(self._cursor.step_start)
+        return before - before % self.split.micro_steps
+
+    def _left_from(self, position: int) -> int:
+        return self.split.count(replace(self._cursor, position=position), self.num_samples, drop_last=self.drop_last)
 
     def walk(self, cursor: Cursor) -> Iterator[MicroStep]:
         """The micro-steps of all ranks from `cursor` to the end of its epoch; moves nothing."""
@@ -121,7 +139,9 @@ class ElasticSampler(Sampler[list[int]]):
     def ids(self, micro_step: MicroStep) -> list[int]:
         """The sample ids of this rank in one micro-step."""
         mine = self.split.share(micro_step, self.data_rank)
-        if not mine:  # of the last step, padded; a batch cannot be empty, and this sample's weight is 0
+        if (
+            not mine
+        ):  # of the last step, too small for all ranks; a batch cannot be empty, and this sample's weight is 0
             mine = range(micro_step.before.position, micro_step.before.position + 1)
         return sample_order(
             mine, num_samples=self.num_samples, seed=self._seed, epoch=micro_step.before.epoch, shuffle=self._shuffle
@@ -182,7 +202,8 @@ class ElasticSampler(Sampler[list[int]]):
 
         Raises:
             DatasetChanged: the state belongs to other data, another order or another seed.
-            ConfigError: with these batch sizes the rest of the epoch ends in a step that cannot serve all ranks.
+            ConfigError: with these batch sizes the rest of the epoch ends in a step that cannot serve all ranks, and
+                `split` does not allow idle ones.
         """
         try:
             saved = {name: state_dict[name] for name in _IDENTITY}

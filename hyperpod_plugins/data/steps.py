@@ -53,6 +53,9 @@ class BatchSplit:
     pads: bool = False
     """Whether an incomplete last step has as many micro-steps as any other, however few its samples are; a rank that
     gets none in a micro-step runs another rank's, with weight 0."""
+    allows_idle_ranks: bool = False
+    """Whether a rank may be left without a sample in the last micro-step of a step: it runs another rank's then, with
+    weight 0. For programs that multiply losses by `ElasticSampler.weight`; such a step is refused otherwise."""
     num_logical_shards: int = 0
     """Parts of a step that are computed each by itself; 0 where the shares follow from the number of ranks.
 
@@ -112,7 +115,7 @@ class BatchSplit:
             return [world * self.micro_batch_size] * (self.num_logical_shards // self.num_replicas)
         each, rest = divmod(step_size, world)
         count = -(-(each + (rest > 0)) // self.micro_batch_size)
-        if each < count:
+        if each < count and not self.allows_idle_ranks:
             lower = step_size - rest
             raise ConfigError(
                 f"a step of {step_size} samples cannot be spread over {world} data-parallel ranks in micro-batches of "

@@ -8,6 +8,7 @@ Opening reads the header, the table and the file's size: enough to notice a file
 at once. Changed tokens are found by `verify_tokens`, which reads everything.
 """
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -79,7 +80,19 @@ def read_header(path: Path) -> TokenHeader:
     Raises:
         DatasetDamaged: the file is none of ours, of another version, cut short, or its header or table was altered.
     """
-    with path.open("rb") as file:
+    file, header = open_tokens(path)
+    file.close()
+    return header
+
+
+def open_tokens(path: Path) -> tuple[BinaryIO, TokenHeader]:
+    """Open a file, and read its header from what was opened: the path may name another file a moment later.
+
+    Raises:
+        DatasetDamaged: as `read_header`.
+    """
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(path.open("rb"))
         header = _parse_header(file.read(_FIELDS.size + _CHECKSUM.size), path)
         actual = os.fstat(file.fileno()).st_size
         if actual != header.file_bytes:
@@ -89,7 +102,8 @@ def read_header(path: Path) -> TokenHeader:
                 + _REBUILD
             )
         _read_table(file, header, path)
-    return header
+        stack.pop_all()  # it stays open
+        return file, header
 
 
 def verify_tokens(path: Path) -> None:
@@ -98,8 +112,8 @@ def verify_tokens(path: Path) -> None:
     Raises:
         DatasetDamaged: naming the first block whose content changed.
     """
-    header = read_header(path)
-    with path.open("rb") as file:
+    file, header = open_tokens(path)
+    with file:
         checksums = np.frombuffer(_read_table(file, header, path), dtype="<u4")
         file.seek(DATA_OFFSET)
         left = header.data_bytes

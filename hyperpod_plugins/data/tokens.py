@@ -1,6 +1,5 @@
-"""Samples of a fixed length from a token file that is mapped into memory, one copy for all processes of a node."""
+"""Samples of a fixed length from a token file, read through the page cache, one copy for all processes of a node."""
 
-import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hyperpod_plugins.data.token_file import DATA_OFFSET, read_header, verify_tokens
-from hyperpod_plugins.errors import ConfigError, DatasetChanged
+from hyperpod_plugins.data.token_file import DATA_OFFSET, TokenHeader, open_tokens, verify_tokens
+from hyperpod_plugins.errors import ConfigError, DatasetChanged, DatasetDamaged
 
 
 class TokenDataset(Dataset[dict[str, Tensor]]):
@@ -22,7 +21,8 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
     Face models shift what they get as `labels` themselves, so give them `shift_labels=batch["labels"]` in its place.
 
     Opening reads a header and a small table, whatever the size of the file. A pickle holds the path only; a worker
-    process maps the same pages on its first read.
+    process opens the same file on its first read. The file is read, not mapped: where it is cut short during training,
+    that is an error that names it, and not the end of the process by SIGBUS.
 
     Args:
         path: a file made by `write_tokens` or `build_tokens`.
@@ -37,8 +37,8 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
     def __init__(self, path: str | os.PathLike[str], sequence_length: int) -> None:
         self.path = Path(path)
         self.sequence_length = sequence_length
-        self.header = read_header(self.path)
-        self._mapping: mmap.mmap | None = None
+        self._file: _Descriptor | None
+        self._file, self.header = _open(self.path)
         if sequence_length < 1 or len(self) < 1:
             longest = self.header.num_tokens - 1
             advice = f"Use a length from 1 to {longest}." if longest > 0 else "Write a file with more tokens."
@@ -46,7 +46,6 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
                 f"sequence_length={sequence_length} does not fit the token file {str(self.path)!r}, which holds "
                 f"{self.header.num_tokens} tokens. {advice}"
             )
-        self._mapping = _map_file(self.path)
 
     @property
     def fingerprint(self) -> str:
@@ -70,8 +69,14 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
         Raises:
             IndexError: there is no such sample.
+            DatasetDamaged: the file was cut short after it was opened.
         """
-        stored = np.frombuffer(self._opened(), self.header.dtype, self.sequence_length + 1, self._offset(index))
+        stored = np.empty(self.sequence_length + 1, self.header.dtype)
+        if _read(self._opened().number, stored.data.cast("B"), self._offset(index)) < stored.nbytes:
+            raise DatasetDamaged(
+                f"the token file {str(self.path)!r} ends in sample {index}, though it was longer when it was opened: "
+                "it was cut short or written over in place. Copy it again, and replace files by renaming new ones."
+            )
         tokens = torch.from_numpy(stored.astype(np.int64))
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
@@ -80,11 +85,10 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
         The kernel hears of all of them first, so that a disk serves them together, not one page fault after another.
         """
+        descriptor = self._opened().number
+        length = (self.sequence_length + 1) * self.header.token_bytes
         for index in indices:
-            start = self._offset(index)
-            page = start - start % mmap.PAGESIZE
-            stop = start + (self.sequence_length + 1) * self.header.token_bytes
-            self._opened().madvise(mmap.MADV_WILLNEED, page, stop - page)
+            os.posix_fadvise(descriptor, self._offset(index), length, os.POSIX_FADV_WILLNEED)
         return [self[index] for index in indices]
 
     def _offset(self, index: int) -> int:
@@ -92,20 +96,40 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
             raise IndexError(f"sample {index} was asked for, but the data has samples 0 to {len(self) - 1}")
         return DATA_OFFSET + index * self.sequence_length * self.header.token_bytes
 
-    def _opened(self) -> mmap.mmap:
-        if self._mapping is None:
-            if read_header(self.path) != self.header:
+    def _opened(self) -> "_Descriptor":
+        if self._file is None:
+            file, header = _open(self.path)
+            if header != self.header:
                 raise DatasetChanged(
                     f"the token file {str(self.path)!r} was replaced by another after this dataset was opened. Open "
                     "the dataset anew."
                 )
-            self._mapping = _map_file(self.path)
-        return self._mapping
+            self._file = file
+        return self._file
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapping": None}
+        return {**self.__dict__, "_file": None}
 
 
-def _map_file(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+def _read(descriptor: int, into: memoryview, offset: int) -> int:
+    """Fill a buffer from a file; returns how many bytes there were. A file system may give fewer than asked at once."""
+    num_read = 0
+    while num_read < len(into) and (more := os.preadv(descriptor, [into[num_read:]], offset + num_read)):
+        num_read += more
+    return num_read
+
+
+class _Descriptor:
+    """An open file, closed when nothing refers to it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+def _open(path: Path) -> tuple[_Descriptor, TokenHeader]:
+    file, header = open_tokens(path)
+    with file:
+        return _Descriptor(os.dup(file.fileno())), header
