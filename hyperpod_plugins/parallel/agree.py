@@ -47,7 +47,7 @@ def any_rank(is_so: bool, group: dist.ProcessGroup | None) -> bool:
     """Whether something is so on any rank of the group. Nobody returns before all have asked."""
     if group is None:
         return is_so
-    flag = torch.tensor(int(is_so), device=_device_of(group))
+    flag = torch.tensor(int(is_so), device=device_of(group))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag)
 
@@ -57,7 +57,7 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """A device that the group can communicate from: nccl alone cannot from the CPU."""
     devices = group._device_types  # pyright: ignore[reportPrivateUsage]
     return devices[0] if torch.device("cpu") not in devices else torch.device("cpu")

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from hyperpod_plugins.memory import materialize, tapes_of
 from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.former_parameters import remember_parameters
 from hyperpod_plugins.parallel.shard import shard_hybrid
 from hyperpod_plugins.parallel.tensor import shard_tensors
 from hyperpod_plugins.parallel.tensor_plan import plan_for
@@ -41,6 +42,7 @@ def parallelize(
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return model  # the user has sharded it, or we have been here before
+    remember_parameters(model)
     plan = plan_for(model, config)
     if config.precision == "bf16-true":
         _to_bfloat16(model)

@@ -23,27 +23,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from hyperpod_plugins.comm import generation_of, pinned
+from hyperpod_plugins.comm import breaker, generation_of, pinned
+from hyperpod_plugins.comm.breaker import Phase
 from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch
 from hyperpod_plugins.parallel.agree import agreeing, default_group
 from hyperpod_plugins.parallel.checkpoint_files import (
     FORMAT,
-    SafeReader,
+    discard,
     find,
     part_of,
     prepare,
     publish,
     read_document,
-    tensor_entries,
 )
-from hyperpod_plugins.parallel.checkpoint_parts import PartsPlanner, StateParts
+from hyperpod_plugins.parallel.checkpoint_parts import PartsPlanner, StateParts, TensorPart
+from hyperpod_plugins.parallel.checkpoint_ranks import RankStates
 from hyperpod_plugins.parallel.checkpoint_state import (
+    check_layouts,
     check_model,
     check_optimizer,
     describe_optimizer,
@@ -52,6 +53,13 @@ from hyperpod_plugins.parallel.checkpoint_state import (
     optimizer_tensors,
     set_optimizer,
     state_to_fill,
+)
+from hyperpod_plugins.parallel.checkpoint_storage import (
+    CheckedWriter,
+    SafePlanner,
+    SafeReader,
+    own_error,
+    tensor_entries,
 )
 
 _MODEL = "model."
@@ -113,6 +121,8 @@ class CheckpointWriter:
         optimizers: Sequence[Optimizer] = (),
         extra: Mapping[str, Any] | None = None,
         model_state: Mapping[str, torch.Tensor] | None = None,
+        beside: Mapping[str, torch.Tensor] | None = None,
+        rank_state: Mapping[int, Any] | None = None,
         background: bool = False,
     ) -> SaveHandle:
         """Save model, optimizers and `extra` (of the group's first rank) as the folder `path`.
@@ -120,43 +130,53 @@ class CheckpointWriter:
         An existing checkpoint of that name is replaced only when the new one is complete. With `background` the state
         is copied into host memory and written while training goes on. `model_state` is written in place of the model's
         own tensors: some of them, or other values under their names.
+        `beside` are more tensors, by the names that they get in the checkpoint. `rank_state` is what this rank has of
+        its own, by its global rank; see `load_rank_state`.
 
         Raises:
             CheckpointError: this save failed, or an earlier one in the background that nobody waited for.
         """
         self.wait()
         state = model_tensors(model) if model_state is None else model_state
-        tensors = {f"{_MODEL}{name}": tensor for name, tensor in state.items()}
+        tensors = {f"{_MODEL}{name}": tensor for name, tensor in state.items()} | dict(beside or {})
+        with agreeing(f"the checkpoint {path} was not written", self._group or default_group()):
+            check_layouts(model, optimizers)
         for index, optimizer in enumerate(optimizers):
             named = optimizer_tensors(model, optimizer)
             tensors |= {f"{_optimizer_prefix(index)}{name}": tensor for name, tensor in named.items()}
         described = [describe_optimizer(model, optimizer) for optimizer in optimizers]
         document = _document(extra_states(model), described, extra or {})  # now, so that later changes are not saved
-        target = Path(path)
+        target, of_ranks = Path(path), RankStates(rank_state or {})
         if not background:
-            _write(tensors, document, target, self._group)
+            _write(tensors, document, target, self._group, of_ranks)
             return SaveHandle(target, _finished())
         copies = BlockingAsyncStager(cache_staged_state_dict=False).stage(tensors)
         generation = generation_of(self._group)
-        written = self._thread.submit(_write_apart, generation, copies, document, target, self._group)
+        written = self._thread.submit(_write_apart, generation, copies, document, target, self._group, of_ranks)
         self._last = SaveHandle(target, written)
         return self._last
 
     def save_parts(
-        self, path: str | PathLike[str], parts: StateParts, *, model: nn.Module, extra: Mapping[str, Any]
+        self,
+        path: str | PathLike[str],
+        parts: StateParts,
+        *,
+        model: nn.Module,
+        extra: Mapping[str, Any],
+        rank_state: Mapping[int, Any] | None = None,
     ) -> None:
         """Save what the ranks of the group hold together of a model and its optimizers, instead of their present state.
 
-        What is no tensor is that of the group's first rank.
+        What is no tensor is that of the group's first rank, but for `rank_state`, by the ranks that it was of.
 
         Raises:
             CheckpointError: it failed.
         """
-        named = [replace(part, name=f"{_MODEL}{part.name}") for part in parts.model]
+        named = [*parts.beside, *(replace(part, name=f"{_MODEL}{part.name}") for part in parts.model)]
         for index, optimizer in enumerate(parts.optimizers):
             named += [replace(part, name=f"{_optimizer_prefix(index)}{part.name}") for part in optimizer]
         document = _document(extra_states(model), parts.descriptions, extra)
-        _write({}, document, Path(path), self._group, PartsPlanner(named))
+        _write({}, document, Path(path), self._group, RankStates(rank_state or {}), named)
 
     def when_written(self, action: Callable[[], None]) -> None:
         """Do something once the last save is complete, in its thread; not at all if it fails.
@@ -207,6 +227,7 @@ def load_checkpoint(
     optimizers: Sequence[Optimizer] = (),
     weights_only: bool = True,
     strict: bool = True,
+    beside: Mapping[str, torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint into a model and optimizers of any sharding, on all ranks together.
@@ -217,14 +238,17 @@ def load_checkpoint(
         optimizers: as many as were saved, in the same order, or none to load the model only.
         weights_only: refuse Python objects in `extra` other than plain containers, numbers, strings and tensors.
         strict: refuse tensors that only the model or only the checkpoint has.
+        beside: more tensors to load, by their names in the checkpoint, as far as that has them.
         group: over which ranks agree; the default group if None.
 
     Returns:
         The `extra` that was saved.
 
     Raises:
-        CheckpointDamaged: no checkpoint, an interrupted or a foreign one.
-        CheckpointMismatch: a checkpoint of another model or other optimizers. Nothing has been changed then.
+        CheckpointDamaged: no checkpoint, an interrupted or a foreign one, or one that was altered. Where the checksum
+            of a tensor differs, other tensors may have been loaded.
+        CheckpointMismatch: a checkpoint of another model, other optimizers, or, with optimizers, other types. Nothing
+            has been changed then.
     """
     with agreeing(f"the checkpoint {path} was not loaded", group or default_group()):
         folder = find(Path(path))
@@ -233,11 +257,12 @@ def load_checkpoint(
         saved = tensor_entries(reader, folder)
         tensors, described = _matching(model, optimizers, document, saved, strict=strict)
     states = [
-        state_to_fill(model, optimizer, _with_prefix(saved, _optimizer_prefix(index)))
-        for index, optimizer in enumerate(optimizers)
+        state_to_fill(model, optimizer, _with_prefix(saved, _optimizer_prefix(index)), description)
+        for index, (optimizer, description) in enumerate(zip(optimizers, described, strict=True))
     ]
 
     wanted = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
+    wanted |= {name: tensor for name, tensor in (beside or {}).items() if name in saved}
     for index, state in enumerate(states):
         wanted |= {f"{_optimizer_prefix(index)}{name}": tensor for name, tensor in state.items()}
     _read(wanted, reader, group)
@@ -246,6 +271,12 @@ def load_checkpoint(
     if document["module_states"]:
         model.load_state_dict(document["module_states"], strict=False)
     return document["extra"]
+
+
+def has_tensor(path: str | PathLike[str], name: str) -> bool:
+    """Whether a checkpoint holds a tensor of this name."""
+    folder = find(Path(path))
+    return name in tensor_entries(SafeReader(folder), folder)
 
 
 def _matching(
@@ -261,7 +292,7 @@ def _matching(
     if not strict:
         tensors = {name: tensor for name, tensor in tensors.items() if name in saved_tensors}
         saved_tensors = {name: entry for name, entry in saved_tensors.items() if name in tensors}
-    check_model(tensors, saved_tensors)
+    check_model(tensors, saved_tensors, is_training=bool(optimizers))
     described = document["optimizers"] if optimizers else []
     if len(optimizers) != len(described):
         raise CheckpointMismatch(
@@ -279,6 +310,7 @@ def _document(module_states: Mapping[str, Any], optimizers: Sequence[Any], extra
     torch.save(
         {
             "format": FORMAT,
+            "has_checksums": True,
             "module_states": dict(module_states),
             "optimizers": list(optimizers),
             "extra": dict(extra),
@@ -293,39 +325,56 @@ def _write(
     document: bytes,
     path: Path,
     group: dist.ProcessGroup | None,
-    planner: SavePlanner | None = None,
+    of_ranks: RankStates,
+    parts: Sequence[TensorPart] | None = None,
 ) -> None:
+    """Write tensors, or parts of some in their place, and what ranks have of their own."""
     is_first = group is None or dist.get_rank(group) == 0
     failure = f"the checkpoint {path} was not written, and an older one of that name is kept"
     with agreeing(failure, group):
         if is_first:
             prepare(path)
-    with agreeing(failure, group, expected=(CheckpointException, RuntimeError)):
+    entries, planner = of_ranks.entries(group), None
+    if parts is not None:
+        named = [TensorPart(name=name, size=tuple(e.shape), offset=(0,), values=e) for name, e in entries.items()]
+        planner = PartsPlanner([*parts, *named])
+    with agreeing(failure, group, expected=(RuntimeError,)):
         with warnings.catch_warnings():
             # torch warns of a save by a single process, which is what was asked for.
             warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")
-            where = part_of(path)
-            save(tensors, checkpoint_id=where, planner=planner, process_group=group, no_dist=group is None)
+            files = CheckedWriter(part_of(path))
+            try:
+                save(
+                    tensors | entries, storage_writer=files, planner=planner, process_group=group, no_dist=group is None
+                )
+            except CheckpointException as error:  # on all ranks
+                discard(path)
+                raise own_error(error, failure) from error
         if is_first:  # every rank has written when save returns here
             publish(path, document)
 
 
 def _write_apart(
-    generation: int, tensors: dict[str, Any], document: bytes, path: Path, group: dist.ProcessGroup | None
+    generation: int,
+    tensors: dict[str, Any],
+    document: bytes,
+    path: Path,
+    group: dist.ProcessGroup | None,
+    of_ranks: RankStates,
 ) -> None:
     """Write beside the training. Whoever replaces a rank meanwhile knows nothing of it, so it ends with the group."""
     with pinned(group, generation):
-        _write(tensors, document, path, group)
+        _write(tensors, document, path, group, of_ranks)
 
 
 def _read(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:
-    no_dist = not dist.is_initialized()
+    no_dist = not dist.is_initialized() or breaker.phase is Phase.DETACHED  # apart from the others, it reads alone
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
-            load(wanted, storage_reader=reader, process_group=group, no_dist=no_dist)
+            load(wanted, storage_reader=reader, planner=SafePlanner(), process_group=group, no_dist=no_dist)
     except CheckpointException as error:
-        raise CheckpointError(f"the checkpoint {reader.path} could not be read: {error}") from error
+        raise own_error(error, f"the checkpoint {reader.path} could not be read") from error
 
 
 def _optimizer_prefix(index: int) -> str:

@@ -21,6 +21,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+AVERAGED = "average:"
+"""Before the names of the tensors of an average of the model's weights, where both are held together."""
+CURRENT = "current."
+"""Before the names of the model's own tensors in a checkpoint whose model is the average."""
+NUM_AVERAGED = "num_averaged"
+"""Name of the number of updates of that average in a checkpoint."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorPart:
@@ -41,6 +48,8 @@ class StateParts:
     model: list[TensorPart] = field(default_factory=list[TensorPart])
     optimizers: list[list[TensorPart]] = field(default_factory=list[list[TensorPart]])
     """Of each optimizer, by `<parameter>.<key>`."""
+    beside: list[TensorPart] = field(default_factory=list[TensorPart])
+    """Of other tensors, by their names in a checkpoint."""
     descriptions: list[Any] = field(default_factory=list[Any])
     """Of each optimizer; see `describe_optimizer`."""
 

@@ -9,15 +9,20 @@ counts a step. Here an optimizer without state is saved without state, and when 
 the description in the checkpoint. Both leave step counts and weights exactly as they were.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, few
+from hyperpod_plugins.parallel.shard import layout_of, zeros_beside
 
 _EXTRA_STATE = "_extra_state"
 
@@ -49,26 +54,56 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch
     }
 
 
+def _of_own_layout(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, DTensor]]:
+    """Tensors of optimizer state that lie otherwise than their parameters, such as Adafactor's sums of rows."""
+    names = _parameter_names(model)
+    return [
+        (f"{_name_of(parameter, names)}.{key}", value)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, DTensor)
+        and not (
+            isinstance(parameter, DTensor)
+            and value.placements == parameter.placements
+            and value.shape == parameter.shape
+        )
+    ]
+
+
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Hyperparameters of one optimizer, and its state that is no tensor."""
+    """Class and hyperparameters of one optimizer, and its state that is no tensor."""
     names = _parameter_names(model)
     groups = [
-        {**group, "params": [_name_of(parameter, names) for parameter in group["params"]]}
+        {
+            **plain({key: value for key, value in group.items() if key != "params"}),
+            "params": [_name_of(parameter, names) for parameter in group["params"]],
+        }
         for group in optimizer.param_groups
     ]
     values = {
-        _name_of(parameter, names): {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+        _name_of(parameter, names): plain({k: v for k, v in state.items() if not isinstance(v, torch.Tensor)})
         for parameter, state in optimizer.state.items()
     }
-    return {"param_groups": groups, "values": values}
+    kind = {"class": type(optimizer).__name__, "hyperparameters": sorted(optimizer.defaults)}
+    own = {name: layout_of(name, tensor) for name, tensor in _of_own_layout(model, optimizer)}
+    return {**kind, "param_groups": groups, "values": values, "layouts": own}
 
 
-def check_model(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, TensorStorageMetadata]) -> None:
-    """Compare names and global shapes of a model with those in a checkpoint.
+def check_model(
+    tensors: Mapping[str, torch.Tensor], saved: Mapping[str, TensorStorageMetadata], *, is_training: bool
+) -> None:
+    """Compare names, global shapes and types of a model with those in a checkpoint.
+
+    A model that is not trained on may have other types: its values are converted, which is said.
 
     Raises:
         CheckpointMismatch: they differ.
     """
+    converted = [
+        f"{name} (checkpoint {saved[name].properties.dtype}, model {tensor.dtype})"
+        for name, tensor in sorted(tensors.items())
+        if name in saved and saved[name].properties.dtype != tensor.dtype
+    ]
     findings = {
         "missing in the checkpoint": sorted(tensors.keys() - saved.keys()),
         "unknown to the model": sorted(saved.keys() - tensors.keys()),
@@ -77,21 +112,41 @@ def check_model(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, TensorS
             for name, tensor in sorted(tensors.items())
             if name in saved and saved[name].size != tensor.shape
         ],
+        "of another type": converted if is_training else [],
     }
     if any(findings.values()):
         listed = "; ".join(f"{few(names)} {what}" for what, names in findings.items() if names)
         raise CheckpointMismatch(
             f"the checkpoint belongs to another model: {listed}. Build the model with the configuration that it was "
-            "saved with, or choose another checkpoint. Parallel degrees and world size may differ."
+            "saved with, or choose another checkpoint. Parallel degrees and world size may differ; types may, too, "
+            "where no optimizer is loaded."
+        )
+    if converted:
+        warnings.warn(
+            f"values of the checkpoint are converted to the types of the model: {few(converted)}. Large values may "
+            "become infinite in float16, and all lose digits in a shorter type.",
+            stacklevel=2,
         )
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, index: int, described: Mapping[str, Any]) -> None:
-    """Compare the parameter groups of an optimizer with those in a checkpoint.
+    """Compare class, hyperparameters and parameter groups of an optimizer with those in a checkpoint.
+
+    Hyperparameters that only the optimizer has keep their values: newer versions of an optimizer have more of them.
 
     Raises:
-        CheckpointMismatch: other groups, or other parameters in them.
+        CheckpointMismatch: another class or other hyperparameters, other groups, or other parameters in them.
     """
+    if "class" in described:
+        kind, names_here = type(optimizer).__name__, set(optimizer.defaults)
+        names_there = set(described["hyperparameters"])
+        if kind != described["class"] or names_there - names_here:
+            raise CheckpointMismatch(
+                f"optimizer {index} is {kind} (hyperparameters {', '.join(sorted(names_here))}), but the checkpoint "
+                f"was saved with {described['class']} ({', '.join(sorted(names_there))}), whose state it "
+                "cannot continue. "
+                "Use the optimizer of the checkpoint, or load the model only, with optimizers=()."
+            )
     names = _parameter_names(model)
     here = [{_name_of(parameter, names) for parameter in group["params"]} for group in optimizer.param_groups]
     there = [set(group["params"]) for group in described["param_groups"]]
@@ -106,24 +161,60 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, index: int, describe
 
 
 def state_to_fill(
-    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, TensorStorageMetadata]
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: Mapping[str, TensorStorageMetadata],
+    described: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """Tensors for all saved state of one optimizer, with the sharding of its parameters; see the note above."""
+    """Tensors for all saved state of one optimizer, with the sharding of its parameters; see the note above.
+
+    What is neither of its parameter's shape nor a count is whole on all ranks, unless it was laid out in another way.
+    """
     names = _parameter_names(model)
     parameters = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
+    layouts = described.get("layouts", {})
     tensors: dict[str, torch.Tensor] = {}
     for entry, description in saved.items():
         name, _, key = entry.rpartition(".")
         parameter, group = parameters[name]
         present = optimizer.state[parameter].get(key) if parameter in optimizer.state else None
-        if isinstance(present, torch.Tensor) and present.shape == description.size:
+        dtype = description.properties.dtype
+        if isinstance(present, torch.Tensor) and present.shape == description.size and present.dtype == dtype:
             tensors[entry] = present
         elif description.size == parameter.shape:
-            tensors[entry] = torch.zeros_like(parameter, dtype=description.properties.dtype, requires_grad=False)
+            tensors[entry] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        elif description.size.numel() == 1 and len(description.size) < 2 and entry not in layouts:
+            tensors[entry] = torch.zeros(description.size, dtype=dtype, device=count_device(parameter, group))
         else:
-            device = count_device(parameter, group)
-            tensors[entry] = torch.zeros(description.size, dtype=description.properties.dtype, device=device)
+            tensors[entry] = zeros_beside(parameter, description.size, dtype, layouts.get(entry))
     return tensors
+
+
+def check_layouts(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizer state of which nobody knows whether all ranks hold the same.
+
+    Raises:
+        CheckpointError: a tensor that belongs to a parameter which is split over ranks is no DTensor.
+    """
+    names = _parameter_names(model)
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, DTensor) or not _is_split(parameter):
+                continue
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} keeps {key!r} of {_name_of(parameter, names)}, which is split "
+                        f"over ranks, as a plain tensor of shape {tuple(value.shape)}, of which a checkpoint has one. "
+                        "Let the optimizer keep it as a DTensor, split as the parameter is (torch.zeros_like) or "
+                        "replicated on its mesh (torch.distributed.tensor.zeros)."
+                    )
+
+
+def _is_split(tensor: DTensor) -> bool:
+    """Whether a rank holds less than all of a tensor."""
+    sizes = tensor.device_mesh.shape
+    return any(size > 1 and not each.is_replicate() for size, each in zip(sizes, tensor.placements, strict=True))
 
 
 def count_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
@@ -154,6 +245,11 @@ def set_optimizer(
                 group[key] = value
 
 
+def plain(values: Any) -> Any:
+    """Containers with NumPy's numbers in them as Python's, which have the same value; they are read without pickle."""
+    return tree_map_only(np.generic, lambda each: each.item(), values)
+
+
 def _parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
     return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
@@ -166,6 +262,11 @@ def _name_of(parameter: torch.Tensor, names: Mapping[torch.Tensor, str]) -> str:
             "name to be saved under. Make the optimizer after the model has been sharded, from its own parameters."
         )
     return name
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names under which they are saved."""
+    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def plain_name(name: str) -> str:

@@ -60,7 +60,7 @@ class ParallelConfig:
     loss_parallel: bool = False
     """Leave the logits split over the vocabulary; the loss must be computed under `loss_parallel_context`."""
     block_classes: tuple[str, ...] = ()
-    """Class names of the modules sharded one by one; empty: the elements of every `nn.ModuleList`."""
+    """Class names of the modules sharded one by one; empty: layers that the model runs one after the other."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward."""
 

@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.shard import laid_out_like, local_part
+from hyperpod_plugins.parallel.unit_watch import settle_gradients
 
 
 class GradientVector:
@@ -33,17 +34,19 @@ class GradientVector:
                     f"those of a single replica are never seen. For {option} shard over the axis 'shard' alone, or "
                     "leave sharding to the strategy."
                 )
+        self._model = model
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         """Those that are trained, in the order in which they lie in a vector."""
         self._sizes = [local_part(parameter).numel() for parameter in self.parameters]
 
     def take(self, *more: Tensor, multiple_of: int = 1) -> Tensor:
-        """The vector; the parameters have no gradients afterwards.
+        """The vector; the parameters have no gradients afterwards. All ranks call this together.
 
         Args:
             more: numbers to lie behind the gradients, each `()`.
             multiple_of: what the length is to be divisible by.
         """
+        settle_gradients(self._model)
         parts: list[Tensor] = []
         has_one: list[float] = []
         for parameter in self.parameters:

@@ -13,7 +13,7 @@ What is not element by element, or joins tensors that lie differently, goes to D
 # pyright: reportPrivateUsage=false
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from enum import Enum, auto
 from functools import cache
@@ -22,10 +22,12 @@ from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
+
+from hyperpod_plugins.errors import ConfigError
 
 _ELEMENTWISE = frozenset(
     {
@@ -49,7 +51,7 @@ class LocalUpdate(TorchDispatchMode):
         kwargs = kwargs or {}
         how = _how(func) if DTensor in types else None
         if how is None:
-            return func(*args, **kwargs)
+            return _completed(func(*args, **kwargs))
         operands = _Operands()
         local_args = [operands.local(each) for each in args]
         local_kwargs = {name: operands.local(each) for name, each in kwargs.items()}
@@ -84,6 +86,50 @@ def step_locally(optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
             return result
 
         return optimizer.step(closure=compute, **kwargs)
+
+
+def refuse_closures(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that compute gradients several times in a step, such as L-BFGS.
+
+    Raises:
+        ConfigError: the step of one can not do without a closure.
+    """
+    for optimizer in optimizers:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{type(optimizer).__name__} evaluates its closure several times in each step, and compares norms of "
+                "whole gradients, of which a rank has a part. Use an optimizer that steps once on given gradients."
+            )
+
+
+def closure_of(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
+    """What an optimizer gets as a closure where the gradients have been computed already.
+
+    Args:
+        optimizer: that is about to step.
+        result: what the closure returns.
+
+    Raises:
+        ConfigError: from the closure, where the optimizer wants gradients for other parameters than it was given.
+    """
+    first = next((each for group in optimizer.param_groups for each in group["params"]), None)
+    memory = first._local_tensor if isinstance(first, DTensor) else first
+    version, num_calls = 0 if memory is None else memory._version, 0
+
+    def closure() -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1 or (memory is not None and memory._version != version):
+            raise ConfigError(
+                f"{type(optimizer).__name__} computes gradients more than once in a step (it called its closure "
+                f"{num_calls} times, or after it had changed parameters), which is not possible with recovery in "
+                'place or where non_finite is not "off". Use an optimizer that steps once on given gradients, or '
+                'switch both off (enabled=False, non_finite="off").'
+            )
+        return result
+
+    return closure
 
 
 def _is_compiled(step: Any) -> bool:
@@ -137,6 +183,15 @@ class _Operands:
             self.are_alike &= not any(each.is_partial() for placements in distinct for each in placements)
         self.are_alike &= layout == self._layout
         return [tensor._local_tensor for tensor in tensors]
+
+
+def _completed(result: Any) -> Any:
+    """A norm that each rank has of its own part, made whole: torch 2.13 cannot square it in place (Adafactor)."""
+    if not isinstance(result, DTensor) or all(
+        not each.is_partial() or type(each) is Partial for each in result.placements
+    ):
+        return result
+    return result.redistribute(placements=[Replicate() if each.is_partial() else each for each in result.placements])
 
 
 def _distributed(local: Tensor, like: DTensor) -> DTensor:

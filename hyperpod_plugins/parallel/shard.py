@@ -1,17 +1,23 @@
 """Hybrid sharding: FSDP2 block by block over the axes `replicate x shard`."""
 
+import logging
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 
 from hyperpod_plugins.errors import ConfigError, DegreeError, few
+from hyperpod_plugins.parallel.chains import chains_of
 from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.unit_watch import watch_units
+
+log = logging.getLogger(__name__)
+_LARGE = 50_000_000  # parameters
 
 
 def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
@@ -21,13 +27,15 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
 
     Raises:
         DegreeError: a parameter would leave ranks with an empty shard, and the configuration forbids that.
-        ConfigError: `block_classes` names a class the model does not contain; a parameter has no dimension to split.
+        ConfigError: `block_classes` names a class the model does not contain; a parameter has no dimension to split;
+            a unit has trainable parameters of several types.
     """
     shard_degree = mesh.size(mesh.ndim - 1)
     _refuse_scalars(model)
     blocks = list(find_blocks(model, config.block_classes))
     if not config.allow_empty_shards:
         _check_no_empty_shard(model, shard_degree)
+    _refuse_several_types([*blocks, model])
     policy = mixed_precision_policy(config)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
@@ -42,10 +50,15 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
             shard_placement_fn=placement,
         )
     fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+    watch_units(model)
 
 
 def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator[nn.Module]:
-    """Modules to gather and free as one unit, innermost first: by class name, else the elements of each `ModuleList`.
+    """Modules to gather and free as one unit, innermost first: by class name, else the layers of each chain.
+
+    All ranks must run the same units. So without names the elements of an `nn.ModuleList` are units only where the
+    model's source runs all of them, whatever the data (see `chains`); others, such as experts, task heads and layers
+    that may be dropped, are left to the unit around them, in which ranks may run what they like.
 
     A module that shares a parameter with the outside is left to the unit around it: FSDP2 would make two parameters
     of one, silently.
@@ -60,8 +73,7 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator
             f"block_classes names {missing}, but {type(model).__name__} contains no module of such a class. "
             f"It contains: {', '.join(sorted(found))}."
         )
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    elements = {id(element) for container in lists for element in container}
+    elements = set[int]() if class_names else _elements_of_chains(model)
     uses = _uses_of_parameters(model)
     for module in reversed(list(model.modules())):
         is_block = type(module).__name__ in class_names if class_names else id(module) in elements
@@ -71,6 +83,31 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator
             within = _uses_of_parameters(module)
             if all(uses[parameter] == count for parameter, count in within.items()):
                 yield module
+
+
+def _elements_of_chains(model: nn.Module) -> set[int]:
+    chains = chains_of(model)
+    elements: set[int] = set()
+    others: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            (elements if name in chains else others).update(map(id, module))
+            if name not in chains and len(module) > 1:
+                _tell_what_stays(name, module, sum(parameter.numel() for parameter in model.parameters()))
+    return elements - others
+
+
+def _tell_what_stays(name: str, layers: nn.ModuleList, size_of_model: int) -> None:
+    """Say where much of a model is gathered as one, for the reason may be a loop that could not be read."""
+    size = sum(parameter.numel() for parameter in layers.parameters())
+    if size >= _LARGE and 2 * size >= size_of_model:
+        kind = type(layers[0]).__name__
+        log.warning(
+            "%s, %d modules of class %s with %.0f %% of the parameters, is gathered with the module around it, not one "
+            "by one: no loop in the model's source runs each of them in every forward. If every rank does run them all "
+            'in the same order, pass block_classes=("%s",) to save memory.',
+            *(name, len(layers), kind, 100 * size / size_of_model, kind),
+        )
 
 
 def sharded_parts(model: nn.Module) -> Iterator[FSDPModule]:
@@ -137,6 +174,28 @@ def _refuse_scalars(model: nn.Module) -> None:
         )
 
 
+def _refuse_several_types(units: list[nn.Module]) -> None:
+    """Raise where FSDP2 would, in the first step: it reduces the gradients of a unit in one message.
+
+    Args:
+        units: innermost first.
+    """
+    seen: set[int] = set()
+    for unit in units:
+        names: dict[torch.dtype, str] = {}
+        for name, parameter in unit.named_parameters():
+            if id(parameter) not in seen and parameter.requires_grad:
+                names.setdefault(parameter.dtype, name)
+            seen.add(id(parameter))
+        if len(names) > 1:
+            found = ", ".join(f"{name} ({str(kind).removeprefix('torch.')})" for kind, name in names.items())
+            raise ConfigError(
+                f"the trainable parameters of {type(unit).__name__} that are sharded together have several types: "
+                f"{found}. Give them one type, freeze those of other types, or name classes in block_classes whose "
+                "modules have one type each."
+            )
+
+
 def _check_no_empty_shard(model: nn.Module, shard_degree: int) -> None:
     short = [
         f"{name} {tuple(parameter.shape)}"
@@ -169,6 +228,59 @@ def laid_out_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+Layout = tuple[list[int], list[int], list[int | None]]
+"""Whole shape and strides of a tensor, and for each axis of its mesh the dimension that is split, None for none."""
+
+
+def layout_of(name: str, tensor: DTensor) -> Layout:
+    """How a tensor lies, in plain values.
+
+    Raises:
+        ConfigError: `name` is neither replicated nor split along a dimension.
+    """
+    unknown = [each for each in tensor.placements if not (isinstance(each, Replicate) or type(each) is Shard)]
+    if unknown:
+        raise ConfigError(
+            f"{name} has the placement {unknown[0]}, which can be neither copied to another rank nor saved. Keep "
+            "optimizer state replicated, or split along a dimension."
+        )
+    splits = [each.dim if isinstance(each, Shard) else None for each in tensor.placements]
+    return list(tensor.shape), list(tensor.stride()), splits
+
+
+def laid_out_as(layout: Layout, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of which this rank holds `local`, on the mesh of its parameter; the inverse of `layout_of`."""
+    if not isinstance(parameter, DTensor):
+        return local
+    shape, stride, splits = layout
+    placements = _placements_of(splits)
+    return DTensor.from_local(
+        local, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+
+
+def zeros_beside(
+    parameter: torch.Tensor, size: Sequence[int], dtype: torch.dtype, layout: Layout | None = None
+) -> torch.Tensor:
+    """A tensor of some whole size that works together with a parameter.
+
+    Args:
+        parameter: which may be split over ranks.
+        size: of the whole.
+        dtype: of its elements.
+        layout: how it was laid out elsewhere; replicated, where that is not known or the mesh has other axes.
+    """
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(size, dtype=dtype, device=parameter.device)
+    mesh = parameter.device_mesh
+    splits = layout[2] if layout is not None and len(layout[2]) == mesh.ndim else [None] * mesh.ndim
+    return zeros(size, dtype=dtype, device_mesh=mesh, placements=_placements_of(splits))
+
+
+def _placements_of(splits: Sequence[int | None]) -> list[Placement]:
+    return [Replicate() if split is None else Shard(split) for split in splits]
 
 
 def _local_rows(parameter: torch.Tensor) -> int:

@@ -1,0 +1,112 @@
+"""Checksums of checkpoints: CRC-32 of each stored part of a tensor, and of the files that describe them.
+
+    .metadata           holds, for each part, where it lies and the checksum of its bytes
+    checksums.json      holds the checksums of `.metadata` and of `meta.pt`
+
+CRC-32 finds every flipped bit, and every burst of up to 32 bits; it is no protection from somebody who writes both.
+"""
+
+import io
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.planner import WriteItem
+
+from hyperpod_plugins.errors import CheckpointDamaged
+
+SUMS = "checksums.json"
+_BLOCK_BYTES = 2**18  # fits a processor's cache
+
+
+def write_sums(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write the checksums of files, by their names, and make them durable."""
+    with open(folder / SUMS, "w") as file:
+        json.dump({name: zlib.crc32(content) for name, content in contents.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_sums(folder: Path) -> dict[str, int] | None:
+    """Checksums of files by their names; None in a checkpoint of a version that wrote none.
+
+    Raises:
+        CheckpointDamaged: the file is damaged.
+    """
+    try:
+        found: Any = json.loads((folder / SUMS).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{folder / SUMS} cannot be read ({error}). Use an older checkpoint.") from error
+    if not isinstance(found, dict) or not all(isinstance(value, int) for value in found.values()):
+        raise CheckpointDamaged(f"{folder / SUMS} does not hold checksums. Use an older checkpoint.")
+    return found
+
+
+def read_checked(file: Path) -> bytes:
+    """The content of a file of a checkpoint, compared with its checksum where there is one.
+
+    Raises:
+        CheckpointDamaged: they differ.
+        OSError: the file cannot be read.
+    """
+    content, sums = file.read_bytes(), read_sums(file.parent)
+    if sums is not None and sums.get(file.name) != zlib.crc32(content):
+        raise CheckpointDamaged(
+            f"{file} is not what was written: its checksum differs, so a disk, a copy or a person has changed it. Use "
+            "an older checkpoint, or copy this one again."
+        )
+    return content
+
+
+def sum_of(file: io.BufferedIOBase, offset: int, length: int) -> int:
+    """Checksum of a part of a file; of fewer bytes where the file ends before."""
+    file.seek(offset)
+    block, value = memoryview(bytearray(_BLOCK_BYTES)), 0
+    while length > 0 and (num_read := file.readinto(block[:length])):
+        value = zlib.crc32(block[:num_read], value)
+        length -= num_read
+    return value
+
+
+class SummedStream(io.IOBase):
+    """Writes to another stream and keeps the checksum of what it has written."""
+
+    def __init__(self, raw: io.IOBase) -> None:
+        self._raw = raw
+        self.value = 0
+        self.length_bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Write bytes."""
+        self.value = zlib.crc32(data, self.value)
+        self.length_bytes += len(data)
+        self._raw.write(data)
+        return len(data)
+
+    def tell(self) -> int:
+        """Where the other stream is."""
+        return self._raw.tell()
+
+    def close(self) -> None:
+        """Flush only: further parts follow in the same stream."""
+        if not self._raw.closed:
+            self._raw.flush()
+
+
+class SummingTransforms:
+    """Gives DCP's writer, in place of its own transforms, streams that keep checksums under these transforms."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.streams: dict[Any, SummedStream] = {}
+        """By the index of what was written."""
+
+    def transform_save_stream(self, write_item: WriteItem, raw_stream: io.IOBase) -> Any:
+        """See `torch.distributed.checkpoint.filesystem`."""
+        stream = self.streams[write_item.index] = SummedStream(raw_stream)
+        return self._inner.transform_save_stream(write_item, stream)
