@@ -11,11 +11,12 @@ another matter: whether its place can be filled depends on the rendezvous; see `
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
@@ -30,15 +31,18 @@ from torch.distributed.elastic.multiprocessing import LogsDest, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.crew import Crew, Phase, Post
-from hyperpod_plugins.elastic.failures import cause, failure
+from hyperpod_plugins.elastic.crew import KILLED_S, Crew, Phase, Post
+from hyperpod_plugins.elastic.entries import EntryRecords, kept_folder, restart_from_newest
+from hyperpod_plugins.elastic.failures import cause, error_of, failure
 from hyperpod_plugins.elastic.incident import Incident
-from hyperpod_plugins.elastic.joining import give_notice, world_or_none
-from hyperpod_plugins.elastic.ledger import ARMED_KEY, BEGUN_KEY, GAVE_UP_KEY, RESTART_KEY, Ledger
+from hyperpod_plugins.elastic.joining import give_notice, is_known, takes_part, world_or_none
+from hyperpod_plugins.elastic.keeper import MALFORMED
+from hyperpod_plugins.elastic.ledger import ARMED_KEY, BEGUN_KEY, GAVE_UP_KEY, RAISED_KEY, RESTART_KEY, Ledger
 from hyperpod_plugins.elastic.logs import Sink
+from hyperpod_plugins.elastic.membership import ExitWait
 from hyperpod_plugins.elastic.options import AgentOptions
 from hyperpod_plugins.elastic.rendezvous import SlotRendezvous
-from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget, RestartBudget
+from hyperpod_plugins.elastic.restarts import GAVE_UP, JobRestart, JobRestartBudget, Loss, Remedy, RestartBudget
 from hyperpod_plugins.elastic.rounds import Meeting, posts_of
 from hyperpod_plugins.elastic.signals import SignalInbox
 from hyperpod_plugins.elastic.succession import write_up
@@ -52,14 +56,31 @@ _POLL_PER_NODE_S = 0.0005
 """The same where there are many nodes, which share one ledger: 1,000 ask twice a second each."""
 _LEAVE_S = 5.0
 """How long nodes wait for each other's farewell when all their workers are done."""
+_REPORT_S = 30.0
+"""How often a node whose workers are done says for whom it waits."""
+_OUTSIDE_S = 900.0
+"""How long a worker outside of a step may do nothing that others hear of, before the store ends without it."""
 _PART_FOR_LEAVING = 1 / 3
 """Of the time from SIGTERM to SIGKILL, in which an elastic job may go on without this node."""
+_END_S = 4.0
+"""How long this process may go on after an ending signal, once no worker runs here."""
+_STUCK_S = 2.0
+"""How long the main thread may take to pass that signal on to the workers."""
 _NEWS_S = 0.5
 """How long the store outlives the decision to stop, for the other nodes to read why."""
 _STOPPED = "agent/stopped"  # value: the Incident for which the whole job ends
 _DONE = "agent/done"  # value NODE: all workers of that node have come to a good end
 _LEFT = "agent/left"  # value NODE: it needs the rendezvous no more
 _FINISHED = "agent/finished"  # value RANK: that worker has
+
+
+def longest_stop_s(shutdown_timeout_s: float) -> float:
+    """How long workers may run after an ending signal: until the job goes on without them, to SIGKILL, and to its end.
+
+    Args:
+        shutdown_timeout_s: from SIGTERM to SIGKILL.
+    """
+    return shutdown_timeout_s * (1 + _PART_FOR_LEAVING) + KILLED_S + _STUCK_S
 
 
 class HyperPodAgent(SimpleElasticAgent):
@@ -75,35 +96,55 @@ class HyperPodAgent(SimpleElasticAgent):
         super().__init__(spec)
         self._options = options
         self._inbox = SignalInbox(options.ending_signals)
+        self._inbox.on_ending(self._enforce_end)
+        self._is_stopping = False
         self._crew = Crew(options.program, options.zygote, dict(options.environ))
         self._meeting = Meeting()
         self._budgets: dict[int, RestartBudget] = {}
         self._job_restarts = JobRestartBudget()
         self._restart: JobRestart | None = None
+        self._records: EntryRecords | None = None
         self._failures: dict[int, ProcessFailure] = {}
         self._reporter = ""
         self._generation, self._next_poll_s = 0, 0.0
-        self._has_left = False
+        self._has_left = self._has_ledger = False
         self._leave_by_s: float | None = None
         self._next_signal, self._next_signal_s = signal.SIGTERM, 0.0
         self._is_needed = True
         self._stopped_s = 0.0
+        self._is_known = False
+        """Whether the program has said that it takes part in recovery."""
+        self._is_proven = False
+        self._excluded: Incident | None = None
         self.stopped: Incident | None = None
         """Why the whole job ends, where it does before its work is done."""
 
-    # -- what torch's loop calls ----------------------------------------------------------------------------------
+    # -- what torch's loop calls, and the loop itself ----------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        """Torch's loop ends when the workers of this node are done; other nodes may still want all to start again."""
+        while True:
+            result = super()._invoke_run(role)
+            if result.is_failed() or self._restart is None or self.stopped is not None:
+                return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         restart, self._restart = self._restart, None
+        records, num_before = self._records_of_last_round(restart)
         self._round = self._meeting.begin(worker_group, restart.resume_from if restart is not None else "")
-        self._ledger = Ledger.connect(self._round.job)
-        self._generation = 0
+        handler = worker_group.spec.rdzv_handler
+        slots = handler if isinstance(handler, SlotRendezvous) else None
+        job = self._round.job
+        self._ledger = Ledger.connect(job) if slots is None else Ledger.of(job.run_id, slots.connect())
+        if records is not None:
+            records.hand_over(self._ledger, num_before)
+        self._has_ledger, self._generation = True, 0
         self._reporter = f"agent of node {self._round.node}"
         self._budgets.clear()
         with self._inbox.deferred():
             posts, destination = posts_of(worker_group, self._round, self._options)
             self._crew.man(posts, self._sinks(destination))
-            for post, code in self._crew.wait_started(self._inbox):
+            for post, code in self._crew.wait_started(self._inbox, lambda: slots is not None and slots.is_over):
                 self._on_end(post, code)
             if self._leave_by_s is not None:  # what it said in the round before is forgotten
                 self._give_notice()
@@ -133,6 +174,11 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """`timeout` is torch's idea; ours is in the options, and the same."""
+        self._is_stopping = True
+        with self._inbox.deferred():  # another signal is to end nothing half way
+            self._end_node(death_sig)
+
+    def _end_node(self, death_sig: signal.Signals) -> None:
         if self.stopped is None:
             with contextlib.suppress(DistError):
                 self._give_notice()
@@ -150,35 +196,90 @@ class HyperPodAgent(SimpleElasticAgent):
     def _exit_barrier(self) -> None:
         """Wait until the workers of all nodes are done, for the stores are needed until then, and leave together."""
         handler = self._worker_group.spec.rdzv_handler
-        num_nodes = self._round.num_nodes
+        num_nodes, kept = self._round.num_nodes, None
+        if isinstance(handler, SlotRendezvous):
+            with contextlib.suppress(DistError):  # whoever serves the store knew that nobody needs it any more
+                handler.finish(stays=True)
+                if handler.is_done or handler.serves_store:  # else the others go on without this one
+                    self._await_members(handler)
+                    if handler.is_done and self._restart is not None:
+                        return
+                    is_first = handler.serves_store or (not handler.needs_server and self._round.node == 0)
+                    if is_first and not handler.unfinished():
+                        kept = self._kept()
+            self.leave_rendezvous()
+            self._remove(kept)  # the job is closed, so nobody begins again with it
+            return
         with contextlib.suppress(DistError):  # a node that has waited long enough may leave first, with its store
-            num_nodes = len(self._nodes())
-            if isinstance(handler, SlotRendezvous):
-                handler.finish()
-                if self._round.node not in handler.nodes():
-                    self.leave_rendezvous()  # the others go on without this one
-                    return
-            self._await_all_nodes(_DONE, self._exit_barrier_timeout)
+            if self._await_all_nodes(_DONE, self._exit_barrier_timeout) and self._round.node == 0:
+                kept = self._kept()
             self.leave_rendezvous()
             self._await_all_nodes(_LEFT, _LEAVE_S)
+        self._remove(kept)
         if self._round.node == 0 and num_nodes > 1:
             time.sleep(2 * self._options.monitor_interval_s)  # the others still look for the last `_LEFT`
 
-    def _await_all_nodes(self, what: str, timeout_s: float) -> None:
+    def _kept(self) -> Path | None:
+        """The state after the calls of the program, where that has come to a good end."""
+        return kept_folder(self._ledger) if self.stopped is None else None
+
+    def _remove(self, kept: Path | None) -> None:
+        if kept is not None:
+            shutil.rmtree(kept, ignore_errors=True)
+
+    def _await_members(self, handler: SlotRendezvous) -> None:
+        """Wait until the workers of all nodes that train are done; one that falls silent meanwhile is vacated.
+
+        A worker that hangs after the program's last call is not waited for: no other rank notices that it does.
+        """
+        now_s, limit_s = time.monotonic(), self._exit_barrier_timeout
+        if handler.serves_store:
+            limit_s = max(limit_s, _OUTSIDE_S)  # those that are left cannot go on without the store
+        wait, look_s = ExitWait(limit_s, now_s), min(_REPORT_S, limit_s / 4)
+        next_look_s, next_report_s = now_s, now_s + _REPORT_S
+        while self._ledger.find(_STOPPED) is None and not handler.is_closed() and (left := handler.unfinished()):
+            now_s = time.monotonic()
+            if handler.is_done and self._heeds_restart():
+                return
+            if now_s >= next_look_s:
+                next_look_s = now_s + look_s
+                if wait.is_over(left, self._said_by(handler, left), now_s) and not self._heeds_restart():
+                    logger.warning(
+                        "the workers of this node are done, and it waits no longer for those of nodes %s: nothing has "
+                        "been heard of a step or a call of the program there for %.0f s",
+                        *(sorted(left), limit_s),
+                    )
+                    return
+            if now_s > next_report_s:
+                next_report_s = now_s + _REPORT_S
+                logger.warning("the workers of this node are done; it waits for those of nodes %s", sorted(left))
+            time.sleep(self._options.monitor_interval_s)
+
+    def _heeds_restart(self) -> bool:
+        """Whether others want all processes to start again, those that are done too: what they ran, they pass."""
+        wanted = self._ledger.find(RESTART_KEY)
+        if wanted is not None:
+            with contextlib.suppress(*MALFORMED):  # the keeper's thread tells of such values
+                self._begin_again(JobRestart.from_json(wanted))
+        return self._restart is not None
+
+    def _said_by(self, handler: SlotRendezvous, left: set[int]) -> dict[int, dict[str, Any]] | None:
+        """What processes of other nodes have told; None to wait on without knowing, for a round needs the store."""
+        if handler.has_new_round:
+            return None if handler.serves_store else {}
+        return handler.beats_of(left)
+
+    def _await_all_nodes(self, what: str, timeout_s: float) -> bool:
         self._ledger.put(f"{what}/{self._round.node}", b"1")
         deadline_s = time.monotonic() + timeout_s
         there = set[int]()
         while time.monotonic() < deadline_s and self._ledger.find(_STOPPED) is None:
-            nodes = self._nodes()
+            nodes = range(self._round.num_nodes)
             there |= {node for node in nodes if node not in there and self._ledger.find(f"{what}/{node}") is not None}
             if there.issuperset(nodes):
-                return
+                return True
             time.sleep(self._options.monitor_interval_s)
-
-    def _nodes(self) -> Sequence[int]:
-        """Those that take part now, or are done."""
-        handler = self._worker_group.spec.rdzv_handler
-        return handler.nodes() if isinstance(handler, SlotRendezvous) else range(self._round.num_nodes)
+        return False
 
     def leave_rendezvous(self) -> None:
         """Close the rendezvous, once: nobody is to join any more."""
@@ -194,31 +295,59 @@ class HyperPodAgent(SimpleElasticAgent):
             if code == 0:
                 self._ledger.put(f"{_FINISHED}/{post.global_rank}", b"1")
                 return
-            if self._restart is not None:
+            if self._restart is not None or not self._is_needed or self._excluded is not None:
                 return
+            self._is_proven |= post.uptime_s >= self._options.restarts.early_s
             if self.stopped is not None:
                 self._blame(post, code)
                 return
             if self._is_void(post):
                 return
             incident = self._write_up(post, code)
-            if self._ledger.incarnation(post.global_rank) != incident.incarnation + 1:
-                return  # another node has taken the slot over just now
-            if self._leave_by_s is not None:
+            is_taken_over = self._ledger.incarnation(post.global_rank) != incident.incarnation + 1  # just now
+            if is_taken_over or self._leave_by_s is not None:
                 return
-            refusal = self._refusal(post, code)
-        except DistError as error:
-            self._lose_store(error)
+            is_new, loss = self._is_on_trial(post, code), self._loss(post, code)
+            if not is_new and self._starts_all_again(post, loss, incident):
+                return
+            refusal = self._refusal(post, loss)
+            is_on_trial = refusal is not None and is_new
+        except (DistError, *MALFORMED) as error:
+            self._fail(post, code, error)
             return
         if refusal is not None:
-            self._stop_job(incident, refusal)
             self._blame(post, code)
+            if is_on_trial:
+                self._exclude_node(incident, refusal)
+            else:
+                self._stop_job(incident, refusal)
             return
         logger.warning(
             "rank %d (pid %d, incarnation %d) ended after %.1f s: %s; another takes its place",
             *(post.global_rank, post.pid, post.incarnation, post.uptime_s, incident.cause),
         )
         self._crew.replace(post, incident.incarnation + 1)
+
+    def _is_on_trial(self, post: Post, code: int) -> bool:
+        """Whether a failure speaks against this node rather than the job: it came later, and has been of no use yet."""
+        if self._ledger.find(GAVE_UP_KEY) is not None or self._ledger.find(ARMED_KEY) is None:
+            return False
+        if not isinstance(self._worker_group.spec.rdzv_handler, SlotRendezvous):
+            return False
+        if not takes_part(self._ledger, post.global_rank):
+            return True
+        return self._round.job.incarnation > 0 and not self._is_proven and code != GAVE_UP
+
+    def _exclude_node(self, incident: Incident, why: str) -> None:
+        """Give the slot of this node back, and end; where it serves the store, it stays for that alone."""
+        handler = self._worker_group.spec.rdzv_handler
+        assert isinstance(handler, SlotRendezvous)
+        stays = "it only serves the job's store from now on" if handler.serves_store else "it leaves"
+        logger.error("%s; the job goes on without the workers of this node, and %s: %s", incident, stays, why)
+        self._excluded = replace(incident, cause=f"{incident.cause}; {why}")
+        self._crew.stop(signal.SIGKILL, 0.0, self._inbox)
+        with contextlib.suppress(DistError):
+            handler.withdraw(f"its workers fail as they start: {incident.cause}")
 
     def _is_void(self, post: Post) -> bool:
         """Whether another node has taken this one for lost, and its slot."""
@@ -235,19 +364,59 @@ class HyperPodAgent(SimpleElasticAgent):
         self._generation = write_up(self._ledger, incident, self._generation)
         return incident
 
-    def _refusal(self, post: Post, code: int) -> str | None:
-        budget = self._budgets.setdefault(post.global_rank, RestartBudget(self._options.restarts))
-        refusal = budget.refusal(code, post.uptime_s, time.monotonic())
+    def _loss(self, post: Post, code: int) -> Loss:
+        ledger = self._ledger
+        is_armed, error = ledger.find(ARMED_KEY) is not None, error_of(post) if code > 0 else ""
+        raised = ledger.find(f"{RAISED_KEY}/{post.global_rank}") if error else None
+        self._is_known |= is_known(ledger)
+        return Loss(
+            code=code,
+            error=error,
+            is_final=raised is not None and raised.decode(errors="replace") == error,
+            is_armed=is_armed,
+            has_begun=ledger.find(BEGUN_KEY) is not None,
+            is_known=self._is_known,
+            is_needed=takes_part(ledger, post.global_rank),
+            can_all_start=is_armed or not self._any_node_gone(),
+            may_restart=self._options.restarts.max_restarts > 0,
+        )
+
+    def _any_node_gone(self) -> bool:
+        """Whether a node whose workers are done has left, or may have."""
+        handler = self._worker_group.spec.rdzv_handler
+        if isinstance(handler, SlotRendezvous):
+            return handler.is_any_gone
+        return bool(self._ledger.find_all([f"{_DONE}/{node}" for node in range(self._round.num_nodes)]))
+
+    def _starts_all_again(self, post: Post, loss: Loss, incident: Incident) -> bool:
+        """Have all nodes start their processes again, where the others cannot take a replacement in, and that may help.
+
+        Returns:
+            Whether that is so; then the job ends if it has not helped before.
+        """
+        if loss.remedy is not Remedy.START_AGAIN or self._ledger.find(GAVE_UP_KEY) is not None:
+            return False
+        found = restart_from_newest(self._ledger, self._round.job, incident)
+        wanted = replace(found, is_own_fault=loss.is_own_fault)
+        self._ledger.put_first(RESTART_KEY, wanted.to_json().encode())
+        self._begin_again(JobRestart.from_json(self._ledger.find(RESTART_KEY) or wanted.to_json()))
+        if self.stopped is not None:
+            self._blame(post, loss.code)
+        return True
+
+    def _refusal(self, post: Post, loss: Loss) -> str | None:
+        budget, code = self._budgets.setdefault(post.global_rank, RestartBudget(self._options.restarts)), loss.code
+        refusal = budget.refusal(loss, post.uptime_s, time.monotonic())
         given_up = self._ledger.find(GAVE_UP_KEY)
         if given_up is not None:
             return f"the job has given up: {Incident.from_json(given_up)}"
-        if self._ledger.find(ARMED_KEY) is None:
+        if loss.remedy is Remedy.END and code > 0 and loss.is_known:
+            return "it failed by itself outside of the steps of the program"
+        if not loss.is_armed:
             return (
                 "no worker takes part in recovery: the program does not use it, had nothing to recover yet, or is past "
-                "its fit"
+                "its last step"
             )
-        if code > 0 and self._ledger.find(BEGUN_KEY) is None:
-            return "it failed by itself before the first step"
         if refusal is None:
             world = world_or_none(self._ledger)
             places = range(self._worker_group.workers[0].world_size) if world is None else world.places
@@ -268,13 +437,28 @@ class HyperPodAgent(SimpleElasticAgent):
             stopped, restart = self._ledger.find(_STOPPED), self._ledger.find(RESTART_KEY)
             if self._leave_by_s is not None:
                 self._take_leave(self._leave_by_s)
+            stop = None if stopped is None else Incident.from_json(stopped)
+            wanted = None if restart is None else JobRestart.from_json(restart)
+            may_begin = stop is None and self._restart is None and self._excluded is None
+            if wanted is not None and may_begin and not self._is_superfluous():
+                self._begin_again(wanted)
         except DistError as error:
-            self._lose_store(error)
+            if not self._is_superfluous():
+                self._lose_store(error)
             return
-        if stopped is not None:
-            self._end_with(Incident.from_json(stopped))
-        elif restart is not None and self._restart is None:
-            self._begin_again(JobRestart.from_json(restart))
+        except MALFORMED:  # the keeper's thread tells of such values
+            return
+        if self._is_superfluous():
+            logger.warning("the job is done, and has not taken this node in: its workers end")
+            self._is_needed = False
+            self._crew.stop(signal.SIGKILL, 0.0, self._inbox)
+        elif stop is not None:
+            self._end_with(stop)
+
+    def _is_superfluous(self) -> bool:
+        """Whether the job has come to a good end, and the workers of this node still wait to be taken in."""
+        handler = self._worker_group.spec.rdzv_handler
+        return isinstance(handler, SlotRendezvous) and self._is_needed and handler.ended_without_this_node
 
     # -- this node leaves, and the job goes on --------------------------------------------------------------------
 
@@ -349,12 +533,26 @@ class HyperPodAgent(SimpleElasticAgent):
             self._stop_job(restart.incident, refusal)
             return
         logger.warning("%s", restart)
-        self._restart = restart
+        self._records = EntryRecords.of(self._ledger)
+        self._restart, self._is_known = restart, True  # only programs that take part ask for it
+
+    def _records_of_last_round(self, restart: JobRestart | None) -> tuple[EntryRecords | None, int]:
+        """What the workers of the next round are told of the entries that have ended, and how many they are."""
+        if not self._has_ledger:
+            return None, 0
+        if restart is not None and self._records is not None:
+            return self._records, restart.entry
+        with contextlib.suppress(DistError):  # all begin again for another reason; its store may be gone
+            self._records = EntryRecords.of(self._ledger)
+        records = self._records or EntryRecords()
+        return records, len(records.ended)
 
     def _outcome(self) -> RunResult | None:
         self._remaining_restarts = int(self._restart is not None and self.stopped is None)  # of all workers together
         if self.stopped is not None:
             return RunResult(state=WorkerState.FAILED, failures=self._failures)
+        if self._excluded is not None:
+            return self._outcome_without_workers()
         if self._restart is not None:
             return RunResult(state=WorkerState.UNHEALTHY)
         final = {Phase.DONE} if self._is_needed else {Phase.DONE, Phase.LOST}
@@ -364,11 +562,31 @@ class HyperPodAgent(SimpleElasticAgent):
             state=WorkerState.SUCCEEDED, return_values={post.global_rank: None for post in self._crew.posts}
         )
 
+    def _outcome_without_workers(self) -> RunResult | None:
+        """Of a node whose workers were of no use: it fails, or serves the store to the end of the job."""
+        handler = self._worker_group.spec.rdzv_handler
+        assert isinstance(handler, SlotRendezvous)
+        if handler.serves_store and not handler.is_over:
+            return None
+        is_success = handler.serves_store and handler.closing is not None and handler.closing.is_success
+        self._is_needed = False
+        failures = {} if is_success else self._failures
+        return RunResult(state=WorkerState.SUCCEEDED if is_success else WorkerState.FAILED, failures=failures)
+
     def _stop_job(self, incident: Incident, why: str) -> None:
         reason = replace(incident, cause=f"{incident.cause}; it is not replaced, for {why}")
         self._end_with(reason)
         with contextlib.suppress(DistError):
             self._ledger.put(_STOPPED, reason.to_json().encode())
+
+    def _fail(self, post: Post, code: int, error: Exception) -> None:
+        """End the job where it is not known what a loss means, for the store is gone or holds what no agent writes."""
+        if isinstance(error, DistError):
+            self._lose_store(error)
+        else:
+            self._blame(post, code)
+            incident = Incident(kind="agent", cause=f"rank {post.global_rank} has ended", reporter=self._reporter)
+            self._stop_job(incident, f"a value in the job's store is none that an agent writes ({error})")
 
     def _lose_store(self, error: Exception) -> None:
         cause = f"the store of the job, which an agent serves or etcd, does not answer any more ({error})"
@@ -378,11 +596,37 @@ class HyperPodAgent(SimpleElasticAgent):
         if self.stopped is None:
             self.stopped, self._stopped_s = incident, time.monotonic()
 
+    def _enforce_end(self, number: signal.Signals) -> None:
+        """End this process after a signal where its main thread does not, for it waits in C; in a thread of its own."""
+        began_s = last_s = time.monotonic()
+        is_passed_on = False
+        handler = self._worker_group.spec.rdzv_handler
+        end_s = _END_S + (handler.farewell_s if isinstance(handler, SlotRendezvous) and handler.serves_store else 0.0)
+        stop_s = longest_stop_s(self._options.shutdown_timeout_s)
+        while time.monotonic() < last_s + end_s:
+            time.sleep(_POLL_S)
+            running = [post.pid for post in self._crew.posts if post.phase is Phase.RUNNING and post.pid > 0]
+            running = [pid for pid in running if Path(f"/proc/{pid}").exists()]
+            age_s = time.monotonic() - began_s
+            if running and age_s < stop_s:
+                last_s = time.monotonic()
+            if not (is_passed_on or self._is_stopping) and age_s > _STUCK_S:
+                is_passed_on = True
+                for pid in running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+        age_s = time.monotonic() - began_s
+        print(  # noqa: T201
+            f"hyperpodrun: {number.name}: this process has not ended by itself in {age_s:.0f} s, so it ends now",
+            file=sys.stderr,
+        )
+        os._exit(128 + number)  # the kernel ends the zygote with it, and that the workers
+
     def _stop(self, number: signal.Signals) -> list[tuple[Post, int]]:
         with self._inbox.deferred():
             ended = self._crew.stop(number, self._options.shutdown_timeout_s, self._inbox)
             for post, code in ended:
-                if self.stopped is not None and code > 0:  # not by our signal: it may be why others failed
+                if self.stopped is not None and (code > 0 or error_of(post)):  # not by our signal, or before it
                     self._blame(post, code)
             return ended
 

@@ -12,8 +12,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.endpoint import Endpoint
+from hyperpod_plugins.elastic.joining import takes_part
 from hyperpod_plugins.elastic.keeper import Keeper
-from hyperpod_plugins.elastic.ledger import Ledger
+from hyperpod_plugins.elastic.ledger import RESTART_KEY, Ledger
 from hyperpod_plugins.elastic.roster import Roster, name_of_round
 from hyperpod_plugins.elastic.slots import Claim, Decision, Holding, Seat, SlotPolicy, Step, View, founders, next_step
 from hyperpod_plugins.elastic.succession import can_absorb, renew
@@ -51,6 +52,7 @@ class Application:
                 f"{endpoint} serves the job {served!r}, not {run_id!r} (--rdzv-id). Choose "
                 "another port with --rdzv-endpoint, for each job needs its own."
             )
+        self._check_open(None)  # before others count on this node, or wait for it
         keeper.start()
         self._stand(self.roster.round())
 
@@ -103,6 +105,7 @@ class Application:
             has_entered=has_entered,
             can_absorb=claims is not None and can_absorb(self.ledger),
             can_grow=claims is not None and terms_of(self.ledger) is not None,
+            is_ending=claims is not None and self.ledger.find(RESTART_KEY) is not None,
         )
 
     def _are_all_back(self, here: Sequence[str], gone: AbstractSet[str]) -> bool:
@@ -110,8 +113,8 @@ class Application:
         end = self.roster.round_end(self.number - 1)
         if end is None or end.step < 0:
             return False
-        before = self.roster.claims(self.number - 1) or ()
-        return all(claim.node in here or claim.node in gone for claim in before if claim.holding is Holding.HELD)
+        before, waited_for = self.roster.claims(self.number - 1) or (), (Holding.HELD, Holding.STAYS)
+        return all(claim.node in here or claim.node in gone for claim in before if claim.holding in waited_for)
 
     def _act(self, decision: Decision, view: View) -> Seat | None:
         """Do what was decided; a seat where that led to one."""
@@ -147,6 +150,9 @@ class Application:
             return
         claims = None if former is None else self.roster.claims(former.number)
         is_needed = former is not None and claims is not None and claims[former.slot].node == self._keeper.node
+        if former is not None and former.ranks:
+            ledger = Ledger.of(name_of_round(self._run_id, former.number), self._endpoint.connect())
+            is_needed &= any(takes_part(ledger, place) for place in former.ranks)
         if closing.is_success and not is_needed:
             logger.warning("the job is done, and this node was not needed")
             raise SystemExit(0)  # torch 2.13 has an error for this case, and then stumbles over the missing result

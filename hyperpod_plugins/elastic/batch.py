@@ -82,7 +82,10 @@ class StepBatch:
         return row.global_batch_size
 
     def split(self, num_replicas: int, ranks_per_replica: int) -> BatchSplit:
-        """How the step is spread; of a batch that follows the world, the last step of an epoch is padded, not left out.
+        """How the step is spread; for losses that are weighted by `ElasticSampler.weight`.
+
+        Of a batch that follows the world, the last step of an epoch is padded, not left out. Ranks for which the last
+        step is too small take part in it with weight 0, so it ends no job that has got another size.
 
         Args:
             num_replicas: of the world.
@@ -98,8 +101,12 @@ class StepBatch:
                 data_world_size=num_replicas * ranks_per_replica,
                 num_logical_shards=self.num_logical_shards,
             )
-        plan = plan_batch(self.at(num_replicas), num_replicas * ranks_per_replica, self._micro_at(num_replicas))
-        return replace(plan, pads=self.follows_world)
+        row, size = self._row(num_replicas), self.at(num_replicas)
+        may_idle = row is not None and not row.is_even
+        plan = plan_batch(
+            size, num_replicas * ranks_per_replica, self._micro_at(num_replicas), allows_idle_ranks=may_idle
+        )
+        return replace(plan, pads=self.follows_world, allows_idle_ranks=True)
 
     def serving(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[int, ...]:
         """Numbers of replicas that the policy allows, and whose ranks all get samples.
@@ -124,6 +131,21 @@ class StepBatch:
                 f"{ranks_per_replica}, or larger micro-batches."
             )
         return policy.sizes
+
+    def refused(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[str, ...]:
+        """Why numbers of replicas that the policy allows and a table names are not served, one sentence each."""
+        if not self.by_replicas:
+            return ()
+        said: list[str] = []
+        for row in self.by_replicas:
+            degree = row.num_replicas * ranks_per_replica
+            if row.num_replicas in policy.sizes and not self._can_share(row.num_replicas, degree):
+                how = " evenly, and it says use_uneven_batch: false" if row.is_even else ""
+                said.append(
+                    f"{row.num_replicas} replicas are left out: their {degree} data-parallel ranks cannot share a step "
+                    f"of {row.global_batch_size} samples in micro-batches of {row.micro_batch_size}{how}"
+                )
+        return tuple(said)
 
     def in_logical_shards(self, policy: ElasticPolicy, ranks_per_replica: int) -> "StepBatch":
         """The same batch, cut into parts that as many of the allowed numbers of replicas as possible can share evenly.
@@ -185,4 +207,6 @@ class StepBatch:
     def _can_share(self, num_replicas: int, data_degree: int) -> bool:
         row, size = self._row(num_replicas), self.at(num_replicas)
         is_even = self.is_even if row is None else row.is_even
-        return fits(size, data_degree, self._micro_at(num_replicas)) and not (is_even and size % data_degree)
+        may_idle = row is not None and not is_even  # a recipe says shares, and leaves micro-batches of 1 sample to us
+        is_possible = fits(size, data_degree, self._micro_at(num_replicas), allows_idle_ranks=may_idle)
+        return is_possible and not (is_even and size % data_degree)

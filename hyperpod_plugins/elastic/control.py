@@ -11,27 +11,35 @@ import json
 import os
 import secrets
 import socket
+import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
+from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.utils.logging import get_logger
 
+from hyperpod_plugins.elastic.endpoint import connect_served
 from hyperpod_plugins.elastic.joining import ask_for, describe, present_world
 from hyperpod_plugins.elastic.ledger import Ledger, connect_store
-from hyperpod_plugins.elastic.line import Line
+from hyperpod_plugins.elastic.line import Line, printable
 from hyperpod_plugins.elastic.resharding import ask_for_degrees, completed, refusal
 from hyperpod_plugins.elastic.roster import Roster, name_of_round
 from hyperpod_plugins.elastic.terms import Terms, terms_of
 from hyperpod_plugins.env import JobEnv, runtime_folder
 from hyperpod_plugins.errors import ConfigError
 
+logger = get_logger(__name__)
+
 Kind = Literal["scale", "status"]
-_REQUEST = "control/request"  # count, and value NUMBER: Request; QUEUE before the number, where there is one
-_ANSWER = "control/answer"  # value NUMBER: text; the same
+_REQUEST = "control/request"  # list: Request; QUEUE after the name, where there is one
+_ANSWER = "control/answer"  # value NUMBER: text; QUEUE before the number, where there is one
 _POLL_S = 0.1
 _CONNECT_S = 10.0
+_MAX_TICKET_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +80,7 @@ class Ticket(Line):
         Raises:
             ConfigError: there is none, or several could be meant.
         """
-        found = [cls.from_json(path.read_text()) for path in sorted(runtime_folder().glob("*.ticket"))]
+        found = [ticket for path in _files(runtime_folder()) if (ticket := cls._read(path)) is not None]
         there = [ticket for ticket in found if not ticket.is_stale]
         meant = {ticket.job: ticket for ticket in there if run_id in (None, ticket.run_id)}
         if len(meant) != 1:
@@ -83,10 +91,29 @@ class Ticket(Line):
             )
         return next(iter(meant.values()))
 
+    @classmethod
+    def _read(cls, path: Path) -> Self | None:
+        """The ticket in a file of this user; None, with a warning, for any other file: it may lead to a stranger."""
+        try:
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                    logger.warning("%s is left out: it belongs to another user or is open to others (chmod 600)", path)
+                    return None
+                return cls.from_json(file.read(_MAX_TICKET_BYTES))
+        except (OSError, ValueError) as error:
+            logger.warning("%s is left out, for it is no ticket: %s", path, printable(str(error)))
+            return None
+
     @property
     def job(self) -> JobEnv:
         """How to reach the store."""
         return JobEnv(store_host=self.host, store_port=self.port, etcd_url=self.etcd_url, run_id=self.run_id)
+
+    def _connect(self) -> Store:
+        if self.etcd_url:
+            return connect_store(self.job, _CONNECT_S)
+        return connect_served(self.host, self.port, _CONNECT_S, was_reached=True)
 
     def ledger(self) -> Ledger:
         """A connection to the ledger of the job's present round.
@@ -95,9 +122,9 @@ class Ticket(Line):
             ConfigError: nobody answers.
         """
         try:
-            store = connect_store(self.job, _CONNECT_S)
+            store = self._connect()
             return Ledger.of(name_of_round(self.run_id, Roster(store).round()), store)
-        except DistError as error:
+        except (DistError, RendezvousConnectionError) as error:
             where = self.etcd_url or f"{self.host}:{self.port}"
             raise ConfigError(
                 f"nobody answers at {where} any more, where the job {self.run_id!r} was ({error}). If it is over, "
@@ -123,11 +150,32 @@ class Request(Line):
 
     def is_genuine(self, token: str, number: int) -> bool:
         """Whether whoever asks knows the token."""
-        return hmac.compare_digest(self.code, self._code(token, number))
+        return hmac.compare_digest(self.code.encode(errors="replace"), self._code(token, number).encode())
 
     def _code(self, token: str, number: int) -> str:
         said = f"{number} {self.kind} {self.value} {self.shard_degree} {self.tensor_degree}"
         return hmac.new(token.encode(), said.encode(), "sha256").hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    try:
+        _check_folder(folder)
+    except OSError as error:
+        raise ConfigError(f"tickets in {folder} cannot be trusted: {error}. Remove that folder.") from None
+    return sorted(folder.glob("*.ticket"))
+
+
+def _check_folder(folder: Path) -> None:
+    """See that only this user writes there.
+
+    Raises:
+        PermissionError: others may.
+    """
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(f"{folder} belongs to another user, is open to others, or is a link")
 
 
 class Controller:
@@ -154,10 +202,9 @@ class Controller:
         )
         path = self._ticket.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.parent.stat().st_uid != os.getuid():
-            raise PermissionError(f"{path.parent} belongs to somebody else")
-        unfinished = path.with_name(f".{self._ticket.token}")
-        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        _check_folder(path.parent)
+        unfinished = path.with_name(f".{secrets.token_hex(8)}")
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
             file.write(self._ticket.to_json())
         unfinished.replace(path)
         self._seen: dict[str, int] = {}
@@ -165,11 +212,8 @@ class Controller:
     def heed(self, name: str, ledger: Ledger) -> None:
         """Answer what has been asked since the last call; `name` is that of the ledger's round."""
         request, answer = _names(self._ticket.queue)
-        first, last = self._seen.get(name, 0) + 1, ledger.count(request)
-        for number in range(first, last + 1):
-            text = ledger.find(f"{request}/{number}")
-            if text is None:  # it is being written just now
-                return
+        first = self._seen.get(name, 0)
+        for number, text in enumerate(ledger.listed(request)[first:], first + 1):
             self._seen[name] = number
             ledger.put(f"{answer}/{number}", self._answer(number, text, ledger).encode())
 
@@ -177,9 +221,9 @@ class Controller:
         """Take the ticket back."""
         self._ticket.path.unlink(missing_ok=True)
 
-    def _answer(self, number: int, text: bytes, ledger: Ledger) -> str:
+    def _answer(self, number: int, text: str, ledger: Ledger) -> str:
         request = None
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError):
             request = Request.from_json(text)
         if request is None or not request.is_genuine(self._ticket.token, number):
             return "refused: the request was not made with this job's ticket"
@@ -218,8 +262,7 @@ def send(ledger: Ledger, token: str, request: Request, timeout_s: float = 15.0, 
         ConfigError: the agent does not answer, or refuses.
     """
     requests, answers = _names(queue)
-    number = ledger.count(requests, 1)
-    ledger.put(f"{requests}/{number}", request.signed(token, number).to_json().encode())
+    number = ledger.append(requests, lambda number: request.signed(token, number).to_json())
     deadline_s = time.monotonic() + timeout_s
     while (answer := ledger.find(f"{answers}/{number}")) is None:
         if time.monotonic() > deadline_s:

@@ -5,7 +5,7 @@ import enum
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hyperpod_plugins.elastic.logs import ProcessLogs, Sink, Tee
@@ -16,7 +16,7 @@ from hyperpod_plugins.errors import ConfigError
 
 _START_TIMEOUT_S = 600.0
 """How long imports from a slow network file system may take before the first worker is forked."""
-_KILLED_S = 5.0
+KILLED_S = 5.0
 """How long a killed process may take to go; one that is stuck in a driver never does."""
 
 
@@ -93,8 +93,8 @@ class Crew:
         post.environ |= {"TORCHELASTIC_ERROR_FILE": post.logs.error_file, **post.successors_environ}
         self._start(post)
 
-    def wait_started(self, inbox: SignalInbox) -> list[tuple[Post, int]]:
-        """Wait until every running post has a pid; returns the posts that have ended meanwhile, as `wait` does.
+    def wait_started(self, inbox: SignalInbox, is_over: Callable[[], bool]) -> list[tuple[Post, int]]:
+        """Wait until every running post has a pid, or the job is over; returns who has ended, as `wait` does.
 
         Raises:
             ConfigError: the zygote ended, or is not ready in time.
@@ -104,7 +104,9 @@ class Crew:
         ended: list[tuple[Post, int]] = []
         while any(post.pid < 0 for post in self.posts if post.phase is Phase.RUNNING):
             inbox.raise_pending()
-            ended += self.wait(min(time.monotonic() + 1.0, deadline_s), inbox)
+            if is_over():
+                break
+            ended += self.wait(min(time.monotonic() + 0.2, deadline_s), inbox)
             if time.monotonic() > deadline_s:
                 raise ConfigError(
                     f"the process that imports for the workers was not ready after {_START_TIMEOUT_S:.0f} s. It was "
@@ -144,10 +146,15 @@ class Crew:
 
     def stop(self, number: signal.Signals, timeout_s: float, inbox: SignalInbox) -> list[tuple[Post, int]]:
         """Signal everybody, wait, kill those that are left; returns who ended, and the code."""
+        if not self._zygote.is_ready:  # it would hear of this when its imports are done; nobody runs yet
+            self._zygote.close()
+            for post in self.posts:
+                post.phase = Phase.LOST if post.phase is Phase.RUNNING else post.phase
+            return []
         self.send(self.posts, number, last=True)
         ended = self._wait_all(time.monotonic() + timeout_s, inbox)
         self.send(self.posts, signal.SIGKILL)
-        return ended + self._wait_all(time.monotonic() + _KILLED_S, inbox, patient=True)
+        return ended + self._wait_all(time.monotonic() + KILLED_S, inbox, patient=True)
 
     def close(self) -> None:
         """End the zygote and copy the last output; the crew is of no use afterwards."""

@@ -4,8 +4,11 @@ The other kind, where no agent serves it, is in `etcd_endpoint.py`.
 """
 
 import abc
+import queue
+import socket
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -16,18 +19,34 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     utils,
 )
+from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.limits import allow_connections
 from hyperpod_plugins.elastic.roster import Roster
 from hyperpod_plugins.elastic.slots import Seat
 from hyperpod_plugins.env import JobEnv
 
+logger = get_logger(__name__)
+
 _DEFAULT_PORT = 29400
+CONNECTING = "hyperpod-connect"
+"""Name of threads that connect to a store: torch's client may keep one for long, and nothing wakes it."""
 _POLL_S = 0.1
+_REPORT_S = 10.0
+"""How often an agent that waits for the store says so."""
+_ATTEMPT_S = 5.0
+"""Longest wait for one connection."""
+_RETRY_S = 0.2
+_LOOPBACK = ("localhost", "127.0.0.1")
+_BACKLOG = 4096
+_MAX_REFUSALS = 5
+"""So many refused connections in a row show that a store that was there is gone."""
 _SERVED_S = 60.0
 """Longest wait for the workers' store of a round."""
 ANSWER_S = 60.0
 """Longest wait for the answer to one question."""
+_SLACK_S = 30.0
+"""What the wait for a key gets more than the silence that is ridden out: a key that is there must not look late."""
 
 
 class Endpoint(abc.ABC):
@@ -87,7 +106,9 @@ class Endpoint(abc.ABC):
 class ServedEndpoint(Endpoint):
     """A store that one agent serves; whoever serves it also serves the workers' store of each round."""
 
-    def __init__(self, host: str, port: int, server: Store | None = None, timeout_s: float = ANSWER_S) -> None:
+    def __init__(
+        self, host: str, port: int, server: Store | None = None, timeout_s: float = ANSWER_S, answer_s: float = ANSWER_S
+    ) -> None:
         """Take what `open_served` found.
 
         Args:
@@ -95,12 +116,15 @@ class ServedEndpoint(Endpoint):
             port: the same.
             server: the store, where this process serves it.
             timeout_s: longest wait for the agent that serves it.
+            answer_s: longest silence of the store that is ridden out.
         """
+        self._answer_s = answer_s
         self.host = host
         self.port = port
         self.server = server
         self.serves_store = self.takes_requests = server is not None
         self._timeout_s = timeout_s
+        self._was_reached = server is not None
         self._lock = threading.Lock()
         self._servers: dict[int, TCPStore] = {}
 
@@ -110,15 +134,10 @@ class ServedEndpoint(Endpoint):
 
     def connect(self) -> Store:
         """See `Endpoint`."""
-        timeout = timedelta(seconds=self._timeout_s)
-        try:
-            store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
-        except DistError as error:
-            raise RendezvousConnectionError(
-                f"no agent answers at {self} after {self._timeout_s:.0f} s ({error}). Start one on that host, or say "
-                "on which node to serve the store with --rdzv-conf=is_host=1."
-            ) from error
-        store.set_timeout(timedelta(seconds=ANSWER_S))
+        timeout_s = self._answer_s if self._was_reached else self._timeout_s
+        store = connect_served(self.host, self.port, timeout_s, was_reached=self._was_reached)
+        self._was_reached = True
+        store.set_timeout(timedelta(seconds=self._answer_s + _SLACK_S))
         return store
 
     def job(self, run_id: str) -> JobEnv:
@@ -131,7 +150,7 @@ class ServedEndpoint(Endpoint):
             return
         with self._lock:
             if number not in self._servers:
-                self._servers[number] = TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
+                self._servers[number] = serve_store(self.host, 0)
                 roster.serve(number, self._servers[number].port)
                 self._servers.pop(number - 2, None)  # the last one's workers may still be ending
 
@@ -166,28 +185,130 @@ class ServedEndpoint(Endpoint):
         """See `Endpoint`."""
 
 
-def open_served(parameters: RendezvousParameters, timeout_s: float) -> ServedEndpoint:
+def connect_served(host: str, port: int, timeout_s: float, *, was_reached: bool) -> TCPStore:
+    """Connect to a store that an agent serves; reports every 10 s what it waits for.
+
+    The resolver and torch's client block in C, where no signal handler of Python runs. They do so in another thread, so
+    that SIGTERM ends the wait of the main thread at once.
+
+    Args:
+        host: of the store.
+        port: the same.
+        timeout_s: longest wait.
+        was_reached: whether the store was there before, so that one that nobody serves is gone for good.
+
+    Raises:
+        RendezvousConnectionError: nobody has answered.
+    """
+    attempts, is_over = queue.SimpleQueue[TCPStore | _Failure](), threading.Event()
+
+    def attempt() -> None:
+        while not is_over.is_set():
+            attempts.put(_attempt(host, port))
+            is_over.wait(_RETRY_S)
+
+    began_s = time.monotonic()
+    next_report_s, num_refusals, why = began_s + 1.0, 0, "it accepts connections, and does not answer"
+    threading.Thread(target=attempt, name=CONNECTING, daemon=True).start()
+    try:
+        while (now_s := time.monotonic()) < began_s + timeout_s:
+            try:
+                found = attempts.get(timeout=max(0.0, min(next_report_s, began_s + timeout_s) - now_s))
+            except queue.Empty:
+                left_s = began_s + timeout_s - time.monotonic()
+                logger.warning("waiting for the store at %s:%d, for %.0f s more: %s", host, port, left_s, why)
+                next_report_s = time.monotonic() + _REPORT_S
+                continue
+            if not isinstance(found, _Failure):
+                return found
+            why, num_refusals = found.why, num_refusals + 1 if found.is_refused else 0
+            if was_reached and num_refusals >= _MAX_REFUSALS:
+                break
+    finally:
+        is_over.set()
+    if was_reached and num_refusals:
+        raise RendezvousConnectionError(
+            f"the store at {host}:{port} is gone ({why}): the agent that served it has ended."
+        )
+    if was_reached:
+        raise RendezvousConnectionError(
+            f"the store at {host}:{port} has not answered for {timeout_s:.0f} s ({why}). Where its machine or the "
+            "network is silent for longer, raise read_timeout of --rdzv-conf."
+        )
+    raise RendezvousConnectionError(
+        f"no agent answers at {host}:{port} after {timeout_s:.0f} s ({why}). Start one on that host, or say on which "
+        "node to serve the store with --rdzv-conf=is_host=1."
+    )
+
+
+def serve_store(host: str, port: int) -> TCPStore:
+    """Serve a store on all addresses, or for this machine alone where it is to be reached as `localhost`.
+
+    Raises:
+        DistError: the port is taken.
+        OSError: the same.
+    """
+    if host not in _LOOPBACK:
+        return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(_BACKLOG)
+        chosen = listener.getsockname()[1]
+        return TCPStore(host, chosen, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """Why an attempt to connect has failed."""
+
+    why: str
+    is_refused: bool = False
+    """Whether that machine says that nobody listens there."""
+
+
+def _attempt(host: str, port: int) -> TCPStore | _Failure:
+    """One attempt to connect; torch's client says too much where nobody listens, so another socket asks first."""
+    try:
+        socket.create_connection((host, port), _ATTEMPT_S).close()
+        timeout = timedelta(seconds=_ATTEMPT_S)
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except socket.gaierror as error:
+        return _Failure(why=f"the name {host!r} does not resolve ({error.strerror})")
+    except OSError as error:
+        refused = isinstance(error, ConnectionRefusedError)
+        return _Failure(why=f"no connection ({error.strerror or error})", is_refused=refused)
+    except DistError as error:
+        return _Failure(why=str(error).partition("\n")[0])
+
+
+def open_served(parameters: RendezvousParameters, timeout_s: float, answer_s: float) -> ServedEndpoint:
     """Serve the store, if the endpoint is this host's and nobody serves it yet, or find the way to it.
+
+    A job of one node that names no endpoint gets a free port: nobody is to find it. On torchelastic's port two such
+    jobs of a host, which have the same default id, would be one, and the second end with exit code 0 without a step.
 
     Args:
         parameters: of the rendezvous; `is_host` in `--rdzv-conf` says what cannot be found out from names.
         timeout_s: longest wait for the agent that serves it.
+        answer_s: longest silence of the store that is ridden out.
 
     Raises:
         RendezvousConnectionError: this node is told to serve the store, and cannot.
     """
-    host, port = utils.parse_rendezvous_endpoint(parameters.endpoint, default_port=_DEFAULT_PORT)
+    is_alone = parameters.max_nodes == 1 and not parameters.endpoint.strip()
+    host, port = utils.parse_rendezvous_endpoint(parameters.endpoint, default_port=0 if is_alone else _DEFAULT_PORT)
     is_told = parameters.get_as_bool("is_host")
     is_here = is_told if is_told is not None else utils._matches_machine_hostname(host)  # pyright: ignore  (as c10d asks)
     server = _serve(host, port, is_told) if is_here else None
-    return ServedEndpoint(host, port if server is None else server.port, server, timeout_s)
+    return ServedEndpoint(host, port if server is None else server.port, server, timeout_s, answer_s)
 
 
 def _serve(host: str, port: int, is_told: bool | None) -> TCPStore | None:
     allow_connections()
     try:
-        return TCPStore(host, port, is_master=True, wait_for_workers=False)
-    except DistError as error:
+        return serve_store(host, port)
+    except (DistError, OSError) as error:
         if is_told:
             raise RendezvousConnectionError(f"the store cannot be served at {host}:{port}: {error}") from error
         return None  # another agent of this host does

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hyperpod_plugins.elastic.crew import Post
+from hyperpod_plugins.elastic.restarts import is_of_peer
 
 _NUM_LINES = 20
 
@@ -21,6 +22,15 @@ def cause(post: Post, code: int) -> str:
             return f"exit code {code} ({text.strip().splitlines()[0] if text.strip() else text})"
         case _:
             return f"exit code {code}"
+
+
+def error_of(post: Post) -> str:
+    """First line of the exception that ended the process of a post, with its class; empty where none is known."""
+    match _error(post.logs.error_file):
+        case {"message": message}:
+            return _first_line(message)
+        case _:
+            return ""
 
 
 def signal_name(number: int) -> str:
@@ -40,13 +50,28 @@ def failure(post: Post, code: int) -> ProcessFailure:
     return record
 
 
+def causes(failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+    """Failures that the end of another process has not caused; all where there is none of these."""
+    own = {rank: each for rank, each in failures.items() if not is_of_peer(_first_line(each.message))}
+    return own or failures
+
+
 def story(error: ChildFailedError) -> str:
-    """The traceback of the worker that failed first, then torch's summary of all."""
+    """The traceback of the worker that failed first, then torch's summary of all that did by themselves."""
+    error = ChildFailedError(error.name, causes(error.failures))
     rank, first = error.get_first_failure()
     told: Any = first.message
     if isinstance(told, dict):
         told = told.get("extraInfo", {}).get("py_callstack", told.get("message", ""))
     return f"Rank {rank} failed first:\n\n{told}\n{error.format_msg()}"
+
+
+def _first_line(message: Any) -> str:
+    match message:
+        case {"message": str(text)} | str(text):
+            return text.strip().partition("\n")[0]
+        case _:
+            return ""
 
 
 def _error(path: str) -> dict[str, Any] | None:

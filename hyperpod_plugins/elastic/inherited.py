@@ -60,13 +60,14 @@ class Brood:
         """Have `watch` return."""
         os.eventfd_write(self._wake, 1)
 
-    def adopt(self, seat: Seat) -> None:
-        """Find the workers that have been started for a seat since the last call."""
+    def adopt(self, seat: Seat) -> bool:
+        """Find the workers that have been started for a seat since the last call; whether there are any."""
         known = {pid for _, pid, _ in self._workers.values()}
         for rank, pid in _children(seat.incarnation):
             if rank in seat.ranks and pid not in known:
                 with contextlib.suppress(ProcessLookupError):
                     self._workers[os.pidfd_open(pid)] = (rank, pid, seat)
+        return bool(self._workers)
 
     def kill(self, seat: Seat, rank: int) -> None:
         """End a worker; torchrun sees to the rest."""

@@ -6,6 +6,7 @@ themselves up while the job goes on. When all of them are ready they say that to
 make way between two steps.
 """
 
+import contextlib
 import logging
 import math
 import time
@@ -13,22 +14,30 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from torch.distributed import DistError
+
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, Ledger
 from hyperpod_plugins.elastic.policy import ReplicaView, next_size
 from hyperpod_plugins.elastic.restarts import NOT_NEEDED
 from hyperpod_plugins.elastic.terms import Terms, terms_of
 from hyperpod_plugins.elastic.world import World, num_setbacks, regroup
+from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryError
 
 log = logging.getLogger(__name__)
 
+_RECOVERS = "recovers"  # value: 1 where a program that recovers is being set up, 0 where it has been told not to
 _FOUNDERS = "founders"  # value: the size of the first world
-_CANDIDATE = "candidate"  # count, and value NUMBER: place and number of a process that wants to come in, and the world
+_CANDIDATES = "candidates"  # list: place and number of a process that wants to come in, and the world
 _LEAVING = "leaving"  # value PLACE: the number of the process there, which has got notice
 _NOTICES = "notices"  # count of those
-_SCALE = "scale"  # value: replicas that somebody has asked for
-_WANTED = "wanted_world"  # value: number of the planned world that is ready
+_SCALE = "scale"  # lasting value: replicas that somebody has asked for
+_WANTED = "wanted_world"  # value: number of the planned world that is ready; it only grows
 _POLL_S = 0.05
+_LONGEST_POLL_S = 1.0
+_PART_OF_WAIT = 0.05
+_POLLS_A_SECOND = 200.0
+"""Of all processes that wait together; each takes about ten requests."""
 _SPARE_AFTER_S = 3.0
 """An agent replaces a process within less; after that, one that waits takes its place."""
 _SET_UP_S = 120.0
@@ -38,6 +47,24 @@ _SET_UP_S = 120.0
 def found(ledger: Ledger, world: World) -> None:
     """Say, as a founder, how large the first world of the job is."""
     ledger.put_first(_FOUNDERS, str(world.size).encode())
+
+
+def announce(job: JobEnv) -> None:
+    """Say that the program is to take part in recovery, before its first world is there."""
+    if not job.is_newcomer:
+        with contextlib.suppress(DistError):  # whoever needs the store says so
+            Ledger.connect(job).put_first(_RECOVERS, b"1")
+
+
+def renounce(job: JobEnv) -> None:
+    """Say that the program takes no part in recovery, though it may have announced itself."""
+    with contextlib.suppress(DistError):
+        Ledger.connect(job).put(_RECOVERS, b"0")
+
+
+def is_known(ledger: Ledger) -> bool:
+    """Whether the program has said that it takes part in recovery."""
+    return ledger.find(_RECOVERS) == b"1" or world_or_none(ledger) is not None
 
 
 def present_world(ledger: Ledger) -> World:
@@ -83,8 +110,9 @@ def find_world(ledger: Ledger, place: int, incarnation: int) -> World:
         )
     stand(ledger, place, incarnation, world)
     log.warning("place %d waits until the job grows", place)
-    came_s = changed_s = time.monotonic()
+    came_s = changed_s = quiet_s = time.monotonic()
     num_waiting, number = 0, world.number
+    seen: tuple[int, ...] = ()
     while True:
         if ledger.find(ARMED_KEY) is None:
             log.warning("the job has come to its end, and place %d was not needed", place)
@@ -99,7 +127,29 @@ def find_world(ledger: Ledger, place: int, incarnation: int) -> World:
         if planned is None or _is_void(ledger, planned, world) or now_s - changed_s > _SET_UP_S:
             _plan(ledger, terms, world, waiting, now_s - came_s, after=max(number, world.number))
             changed_s = now_s
-        time.sleep(_POLL_S)
+        if seen != (len(waiting), number, world.number):
+            seen, quiet_s = (len(waiting), number, world.number), now_s
+        time.sleep(poll_s(len(waiting), now_s - quiet_s))
+
+
+def poll_s(num_waiting: int, waited_s: float) -> float:
+    """Seconds until a process that waits to come in asks again: a small part of the time for which nothing has changed.
+
+    Args:
+        num_waiting: processes that wait like this one; with thousands of them each asks less often.
+        waited_s: seconds since this process came, or last saw something change.
+    """
+    return max(_POLL_S, min(_LONGEST_POLL_S, waited_s * _PART_OF_WAIT), num_waiting / _POLLS_A_SECOND)
+
+
+def turn_poll_s(ledger: Ledger, world: World, before: World, waited_s: float) -> float:
+    """The same for a process that waits for its turn, as all newcomers of a planned world do.
+
+    When all of them are ready the members of the world before stop, and wait for each of them to notice.
+    """
+    if wanted_world(ledger) >= world.number:
+        return _POLL_S
+    return poll_s(len(set(world.places).difference(before.places)), waited_s)
 
 
 def await_turn(ledger: Ledger, world: World, place: int, incarnation: int) -> None:
@@ -111,6 +161,7 @@ def await_turn(ledger: Ledger, world: World, place: int, incarnation: int) -> No
     if present_world(ledger).number >= world.number:
         return
     ledger.put(_ready(world, place), str(incarnation).encode())
+    began_s = time.monotonic()
     while (before := present_world(ledger)).number < world.number:
         if ledger.find(ARMED_KEY) is None:
             raise SystemExit(0)
@@ -120,8 +171,8 @@ def await_turn(ledger: Ledger, world: World, place: int, incarnation: int) -> No
             log.warning("the plan of world %d is void, for a process that was to come in was lost", world.number)
             raise SystemExit(NOT_NEEDED)
         if wanted_world(ledger) < world.number and _are_ready(ledger, world, before):
-            ledger.put(_WANTED, str(world.number).encode())
-        time.sleep(_POLL_S)
+            ledger.raise_to(_WANTED, world.number)
+        time.sleep(turn_poll_s(ledger, world, before, time.monotonic() - began_s))
 
 
 def wanted_world(ledger: Ledger) -> int:
@@ -178,8 +229,11 @@ def have_left(ledger: Ledger, missing: Mapping[int, int]) -> bool:
 
 
 def ask_for(ledger: Ledger, num_replicas: int) -> None:
-    """Have the job grow or shrink to so many replicas; it stays there until somebody asks for another number."""
-    ledger.put(_SCALE, str(num_replicas).encode())
+    """Have the job grow or shrink to so many replicas; it stays there until somebody asks for another number.
+
+    That holds when all processes start again, too.
+    """
+    ledger.put_lasting(_SCALE, str(num_replicas).encode())
 
 
 def heed(ledger: Ledger, world: World) -> None:
@@ -203,7 +257,7 @@ def heed(ledger: Ledger, world: World) -> None:
     cause = f"{why}: the job shrinks from {now} to {target}"
     smaller = _propose(ledger, terms, world, target, cause, healthy=staying)
     if smaller is not None:
-        ledger.put(_WANTED, str(smaller.number).encode())
+        ledger.raise_to(_WANTED, smaller.number)
 
 
 def describe(ledger: Ledger) -> dict[str, int]:
@@ -222,7 +276,7 @@ def describe(ledger: Ledger) -> dict[str, int]:
 
 
 def _asked(ledger: Ledger) -> int:
-    return int(ledger.find(_SCALE) or 0)
+    return int(ledger.find_lasting(_SCALE) or 0)
 
 
 def _leaving(place: int) -> str:
@@ -261,8 +315,8 @@ def _plan(
     history = ledger.history() if terms.policy.min_stable_s else []
     if history:
         founders = World.of_founders(int(ledger.find(_FOUNDERS) or 0))
-        setbacks = num_setbacks([(founders, 0.0), *history], terms.policy.min_stable_s)
-        view = replace(view, since_change_s=time.time() - history[-1][1], num_setbacks=setbacks)
+        setbacks = num_setbacks([founders, *history], terms.policy.min_stable_s)
+        view = replace(view, since_change_s=_age_s(ledger, world), num_setbacks=setbacks)
     target = next_size(view, terms.policy, terms.sizes)
     if target > now:
         cause = f"the job grows from {now} to {target} replicas"
@@ -303,10 +357,17 @@ def _propose(
         replica_size=terms.replica_size,
         cause=cause,
     )
-    planned = replace(planned, num_lost=world.size - len(staying))
+    age_s = _age_s(ledger, world) if terms.policy.min_stable_s else math.inf
+    planned = replace(planned, num_lost=world.size - len(staying), lasted_s=age_s)
     if newest.number > world.number and replace(planned, number=newest.number) == newest:
         return newest
     return planned if ledger.propose_world(planned) == planned else None
+
+
+def _age_s(ledger: Ledger, world: World) -> float:
+    """Seconds for which the present world has lasted, by its members' own clocks; 0 before they have said anything."""
+    said = ledger.beats(world.places).values()
+    return max((beat["in_world_s"] for beat in said if beat["world"] == world.number), default=0.0)
 
 
 def _newest_plan(ledger: Ledger, at_least: int) -> World | None:
@@ -318,14 +379,13 @@ def _newest_plan(ledger: Ledger, at_least: int) -> World | None:
 
 def stand(ledger: Ledger, place: int, incarnation: int, world: World) -> None:
     """Say that a process outside of a world wants to come in."""
-    ledger.put(f"{_CANDIDATE}/{ledger.count(_CANDIDATE, 1)}", f"{place} {incarnation} {world.number}".encode())
+    ledger.append(_CANDIDATES, lambda _: f"{place} {incarnation} {world.number}")
 
 
 def candidates(ledger: Ledger, world: World) -> list[int]:
     """Places outside of a world whose living process has said that it wants to come in, and was not in since."""
-    names = [f"{_CANDIDATE}/{number}" for number in range(1, ledger.count(_CANDIDATE) + 1)]
     said: dict[tuple[int, int], int] = {}
-    for text in ledger.find_all(names).values():
+    for text in ledger.listed(_CANDIDATES):
         place, incarnation, since = map(int, text.split())
         said[place, incarnation] = since
     places = sorted({place for place, _ in said} - set(world.places))

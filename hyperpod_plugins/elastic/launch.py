@@ -8,16 +8,19 @@ and its replacement is told by HYPERPOD_INCARNATION that it is one. The program 
 """
 
 import argparse
+import atexit
 import contextlib
 import importlib.util
 import math
 import os
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Sequence
-from typing import cast
+from typing import NoReturn, cast
 
+from torch.distributed import DistError
 from torch.distributed.argparse_util import env
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
@@ -30,21 +33,26 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.utils.logging import get_logger
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
 from hyperpod_plugins._autoload import rendezvous_creator
 from hyperpod_plugins.elastic.agent import HyperPodAgent
 from hyperpod_plugins.elastic.crew import Program
+from hyperpod_plugins.elastic.endpoint import CONNECTING
 from hyperpod_plugins.elastic.etcd_gateway import SCHEME
 from hyperpod_plugins.elastic.failures import story
 from hyperpod_plugins.elastic.limits import allow_connections
 from hyperpod_plugins.elastic.options import AgentOptions
 from hyperpod_plugins.elastic.rendezvous import NAME as SLOTS
 from hyperpod_plugins.elastic.restarts import RestartPolicy
+from hyperpod_plugins.elastic.snapshot_folder import hand_down_snapshot_folder
 from hyperpod_plugins.elastic.worker_environ import RESOLVER
 from hyperpod_plugins.elastic.zygote_process import ZygoteOptions
 from hyperpod_plugins.errors import ConfigError, HyperPodError, NotBuiltYetError
+
+logger = get_logger(__name__)
 
 _LOOP_S = 0.001
 """Sleep of torch's loop between two looks at the workers; ours waits inside the look, where a death wakes it."""
@@ -132,7 +140,9 @@ def use_local_rendezvous(args: argparse.Namespace) -> None:
         args.rdzv_backend = SLOTS if has_endpoint else "static"
     is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (is_static and parse_min_max_nnodes(args.nnodes)[1] == 1):
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+        args.rdzv_backend, args.rdzv_endpoint = SLOTS, "localhost:0"
+        args.rdzv_id = str(uuid.uuid4()) if args.rdzv_id == "none" else args.rdzv_id
+        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, "last_call_timeout=0,is_host=1")))
     if args.master_port is None:
         args.master_port = 29500
 
@@ -143,6 +153,52 @@ def program_of(args: argparse.Namespace) -> Program:
         raise ConfigError("--no-python and --module exclude each other: only Python can run a module. Leave one out.")
     kind = "module" if args.module else "executable" if args.no_python and not args.run_path else "script"
     return Program(kind=kind, target=args.training_script, args=tuple(args.training_script_args))
+
+
+class ArgumentError(ConfigError):
+    """An argument of `hyperpodrun` is impossible."""
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """See to what torch does not check, or not in words.
+
+    Raises:
+        ArgumentError: an argument is impossible.
+    """
+    low, _, high = args.nnodes.partition(":")
+    if not (
+        low.isdecimal() and (high.isdecimal() if ":" in args.nnodes else True) and 1 <= int(low) <= int(high or low)
+    ):
+        raise ArgumentError(f"--nnodes={args.nnodes} is not possible. Give a number from 1 on, or MIN:MAX.")
+    if str(args.nproc_per_node).lstrip("-").isdecimal() and int(args.nproc_per_node) < 1:
+        raise ArgumentError(f"--nproc-per-node={args.nproc_per_node} starts no worker. Give a number from 1 on.")
+    at_least = {"max_restarts": 0, "spares": 0, "shutdown_timeout": 0, "monitor_interval": 0, "restart_window": 0}
+    for name, least in at_least.items():
+        value = vars(args)[name]
+        if value is not None and not value >= least:
+            raise ArgumentError(f"--{name.replace('_', '-')}={value} is not possible. Give a number from {least} on.")
+    unknown = [name for name in args.signals_to_handle.split(",") if name.strip() not in signal.Signals.__members__]
+    if unknown:
+        raise ArgumentError(
+            f"--signals-to-handle names {unknown[0]!r}, which is no signal. Give names such as SIGTERM,SIGINT."
+        )
+    if wrong := [pair for pair in args.rdzv_conf.split(",") if args.rdzv_conf and "=" not in pair]:
+        raise ArgumentError(f"--rdzv-conf={args.rdzv_conf}: {wrong[0]!r} is not NAME=VALUE. Give NAME=VALUE[,...].")
+
+
+def config_of(args: argparse.Namespace) -> tuple[LaunchConfig, object]:
+    """What torch makes of the arguments, and the interpreter.
+
+    Raises:
+        ArgumentError: one is impossible.
+    """
+    try:
+        config, python, _ = config_from_args(args)
+    except OSError as error:
+        raise ArgumentError(f"--log-dir={args.log_dir} cannot be written: {error.strerror}.") from None
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise ArgumentError(f"the arguments are not possible: {error}") from None
+    return config, python
 
 
 def rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
@@ -163,14 +219,25 @@ def worker_spec(config: LaunchConfig, program: Program) -> WorkerSpec:
     parameters = rendezvous_parameters(config)
     rendezvous_handler_registry.register(SLOTS, rendezvous_creator())  # where torch has not read our entry point
     host = port = None
-    if parameters.backend == "static":
-        host, port = parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=-1)
+    try:
+        if parameters.backend == "static":
+            host, port = parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=-1)
+        handler = registry.get_rendezvous_handler(parameters)
+    except ConfigError:
+        raise
+    except (ValueError, RuntimeError) as error:  # DistError and RendezvousError are such
+        if isinstance(error, (DistError, RendezvousError)):
+            raise
+        raise ArgumentError(
+            f"--rdzv-backend={parameters.backend} --rdzv-endpoint={parameters.endpoint} with --rdzv-conf="
+            f"{parameters.config} is not possible: {error}"
+        ) from None
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=program.target,
         args=program.args,
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        rdzv_handler=handler,
         max_restarts=0,  # of all workers together; ours are counted by the agent
         monitor_interval=_LOOP_S,
         master_addr=host,
@@ -188,13 +255,15 @@ def run(args: argparse.Namespace) -> None:
         SignalException: somebody ended the job.
         HyperPodError: it cannot be started, or another node ended it.
     """
+    check_arguments(args)
     use_local_rendezvous(args)
     if vars(args).get("numa_binding") is not None:  # torch 2.10 may not have it
         raise NotBuiltYetError(
             f"--numa-binding={args.numa_binding} is torchrun's, and hyperpodrun does not serve it yet. Leave it out, "
             "and bind each worker at the start of the program (os.sched_setaffinity), or use torchrun."
         )
-    config, python, _ = config_from_args(args)
+    config, python = config_of(args)
+    hand_down_snapshot_folder()
     environ = dict(os.environ)  # noqa: TID251  (handed on to the workers, not read)
     os.environ.setdefault("RES_OPTIONS", RESOLVER)  # noqa: TID251  (for the store that this process serves)
     # torch's sharing of the rendezvous store tells a newcomer nothing in the second round, and keeps a dead master.
@@ -221,6 +290,12 @@ def run(args: argparse.Namespace) -> None:
         virtual_local_rank=fields.get("virtual_local_rank", False),
     )
     allow_connections()
+    if config.rdzv_backend == "c10d":
+        logger.warning(
+            "--rdzv-backend=c10d is torch's own rendezvous, which unpickles what it reads: whoever reaches %s "
+            "can run code in this job. Leave the option out for the rendezvous `hyperpod`, which reads JSON.",
+            config.rdzv_endpoint,
+        )
     spec = worker_spec(config, program)
     agent = HyperPodAgent(spec, options)
     is_over = True
@@ -243,9 +318,29 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hyperpodrun`; returns its exit code."""
-    args = get_parser().parse_args(argv)
+    code = _run_job(get_parser().parse_args(argv))
+    if any(thread.name == CONNECTING for thread in threading.enumerate()):
+        _exit_at_once(code)
+    return code
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """End the process while a thread waits in torch's store client.
+
+    Such a thread cannot be joined, and where it comes back while the interpreter is taken down, C++ aborts the process.
+    """
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]: what else runs them before `os._exit`?
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run_job(args: argparse.Namespace) -> int:
     try:
         record(run)(args)
+    except ArgumentError as error:
+        print(f"hyperpodrun: {error}", file=sys.stderr)  # noqa: T201
+        return 2
     except ChildFailedError as error:
         print(story(error), file=sys.stderr)  # noqa: T201
     except SignalException as error:

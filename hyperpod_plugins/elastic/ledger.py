@@ -2,33 +2,42 @@
 
     key                       value                             written by
     incarnation/RANK          number of the process in a place  the agent, before it starts one
-    replacements              how many processes were replaced  the agent, after that
-    replacement/NUMBER        RANK                              the agent, after that
+    list/replaced/NUMBER      "RANK INCARNATION"                the agent, after that
     exit/RANK/INCARNATION     Incident                          the agent that saw the process end
     end/GENERATION            Incident                          whoever knows first (compare and set)
     arrive/GENERATION/RANK    an arrival (text)                 each process that wants to be a member
     arrived/GENERATION        how many have arrived             each of them, after that
     plan/GENERATION           all arrivals (packed), or `void`  whoever sees that (compare and set)
     world/NUMBER              World                             whoever plans it (compare and set)
-    kill/NUMBER               "RANK INCARNATION"                whoever wants a stuck process ended
+    list/kills/NUMBER         "RANK INCARNATION"                whoever wants a stuck process ended
     beat/RANK                 JSON                              each process, about once a second
     value/NAME                bytes                             anybody
     count/NAME                a counter                         anybody
+    list/NAME/NUMBER          an entry, from 1 on               anybody (compare and set)
+    listed/NAME               how many entries at least         each of them, after that
 
 A generation is over when its `end` exists. The next one is formed by the first `plan`; both are written once and never
 changed, so everybody acts on the same. Nothing here decides; see `membership.py`.
 
 RANK stands for a process's place: its rank in the first world of the job, and its number for ever; see `world.py`.
 
+What outlives a round (see `roster.py`), in which generations begin at 0 again, lies beside these keys.
+
+[Note: lists without holes] An entry is written by compare-and-set where the one before it is there already, and counted
+afterwards. So a writer that is lost in between leaves no hole, only a count that is too low; it tells where to begin
+to look, and no more. Entries begin with a word of their writer's own, for two equal ones are two.
+
 A call makes one to three requests of the store, however many ranks it is about, unless it says otherwise.
 """
 
 import contextlib
+import itertools
 import json
 import math
+import uuid
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -44,6 +53,10 @@ ARMED_KEY = "armed"
 """Name of the value that members leave when they have something to recover, and take part in doing so."""
 BEGUN_KEY = "begun"
 """Name of the value that a member leaves when its first step begins."""
+RAISED_KEY = "raised"
+"""Name, before a place, of the value that a member leaves when a loop's body raises: class and first line of that."""
+_KILLS = "kills"
+_REPLACED = "replaced"
 _VOID = b"void"
 GAVE_UP_KEY = "gave_up"
 """Name of the value, an Incident, that a member leaves when nobody is to be replaced any more."""
@@ -54,14 +67,16 @@ RESTART_KEY = "restart"
 class Ledger:
     """One connection to the ledger of a job; not to be shared between threads that wait."""
 
-    def __init__(self, store: Store) -> None:
-        """Use `store`, whose keys belong to this job alone."""
+    def __init__(self, store: Store, lasting: Store | None = None) -> None:
+        """Use `store`, whose keys belong to this round of the job alone, and `lasting` for what outlives it."""
         self._store = store
-        self._kills_seen = 0
-        self._replacements_seen = 0
+        self._lasting = PrefixStore("lasting", store) if lasting is None else lasting
+        self._known: defaultdict[str, list[str]] = defaultdict(list)
+        self._writer, self._num_written = uuid.uuid4().hex[:12], itertools.count()
+        self._kills_seen = self._replacements_seen = 0
         self._replaced: dict[int, int] = {}
         self._ends_seen = self._world_number = 0
-        self._history: list[tuple[World, float]] = []
+        self._history: list[World] = []
 
     @classmethod
     def connect(cls, job: JobEnv, timeout_s: float = 30.0) -> Self:
@@ -75,7 +90,7 @@ class Ledger:
     @classmethod
     def of(cls, run_id: str, store: Store) -> Self:
         """The ledger of a job in a store that serves other ends, too."""
-        return cls(PrefixStore(f"hyperpod/{run_id}", store))
+        return cls(PrefixStore(f"hyperpod/{run_id}", store), PrefixStore("hyperpod_lasting", store))
 
     def store(self, name: str) -> Store:
         """A part of the ledger's store for other uses, such as the meeting of process groups."""
@@ -88,22 +103,22 @@ class Ledger:
         return self._store.add(f"incarnation/{rank}", 0)
 
     def incarnations(self, ranks: Sequence[int]) -> list[int]:
-        """`incarnation` of several ranks; asks for those that have changed since the last call on this connection."""
-        total = self._store.add("replacements", 0)
-        keys = [f"replacement/{number}" for number in range(self._replacements_seen + 1, total + 1)]
-        found = bulk.read_all(self._store, keys)
-        if len(found) < len(keys):  # an agent is just about to say which rank it was, or was lost just then
-            return [self.incarnation(rank) for rank in ranks]
-        for rank in {int(text) for text in found.values()}:
-            self._replaced[rank] = self.incarnation(rank)
-        self._replacements_seen = total
+        """`incarnation` of several ranks, as far as their agents have told; reads what is new on this connection."""
+        replaced = self.listed(_REPLACED)
+        for text in replaced[self._replacements_seen :]:
+            rank, incarnation = map(int, text.split())
+            self._replaced[rank] = max(incarnation, self._replaced.get(rank, 0))
+        self._replacements_seen = len(replaced)
         return [self._replaced.get(rank, 0) for rank in ranks]
 
     def next_incarnation(self, rank: int) -> int:
-        """Count one more process in this rank's place; what an earlier one said is void from now on."""
+        """Count one more process in this rank's place; what an earlier one said is void from now on.
+
+        An agent that is lost in the middle has counted a process that was never started, and of which nobody hears:
+        whoever voids the places of its node counts one more.
+        """
         incarnation = self._store.add(f"incarnation/{rank}", 1)
-        # In this order: who knows of the replacement finds the new number.
-        self._store.set(f"replacement/{self._store.add('replacements', 1)}", str(rank))
+        self.append(_REPLACED, lambda _: f"{rank} {incarnation}")
         return incarnation
 
     def record_exit(self, incident: Incident) -> None:
@@ -166,11 +181,11 @@ class Ledger:
             if incident.world > self._world_number:
                 self._world_number = incident.world
                 world = self.world(incident.world)
-                self._history += [] if world is None else [(world, incident.at_s)]
+                self._history += [] if world is None else [world]
         return self._world_number
 
-    def history(self) -> list[tuple[World, float]]:
-        """The worlds after that of the founders that have begun, and when, in seconds since the epoch."""
+    def history(self) -> list[World]:
+        """The worlds after that of the founders that have begun."""
         self.world_number()
         return list(self._history)
 
@@ -226,20 +241,13 @@ class Ledger:
 
     def ask_to_kill(self, rank: int, incarnation: int) -> None:
         """Ask the agent of a rank to end its process."""
-        number = self._store.add("kills", 1)
-        self._store.set(f"kill/{number}", f"{rank} {incarnation}")
+        self.append(_KILLS, lambda _: f"{rank} {incarnation}")
 
     def new_kills(self) -> list[tuple[int, int]]:
         """Requests `(rank, incarnation)` since the last call on this connection."""
-        wanted: list[tuple[int, int]] = []
-        while self._kills_seen < self._store.add("kills", 0):
-            text = self._read(f"kill/{self._kills_seen + 1}")
-            if text is None:
-                break
-            rank, incarnation = text.split()
-            wanted.append((int(rank), int(incarnation)))
-            self._kills_seen += 1
-        return wanted
+        kills = self.listed(_KILLS)
+        new, self._kills_seen = kills[self._kills_seen :], len(kills)
+        return [(int(rank), int(incarnation)) for rank, incarnation in map(str.split, new)]
 
     def beat(self, rank: int, news: Mapping[str, Any]) -> None:
         """Tell where this process is."""
@@ -257,6 +265,22 @@ class Ledger:
     def put_first(self, name: str, value: bytes) -> None:
         """Leave a value for others, unless somebody has."""
         self._store.compare_set(f"value/{name}", "", value.decode())
+
+    def raise_to(self, name: str, number: int) -> int:
+        """Leave a number for others, unless a higher one is there; returns the higher of the two."""
+        while True:
+            found = self.find(name)
+            if found is not None and int(found) >= number:
+                return int(found)
+            self._store.compare_set(f"value/{name}", "" if found is None else found.decode(), str(number))
+
+    def put_lasting(self, name: str, value: bytes) -> None:
+        """Leave a value for others that the later rounds of the job find, too."""
+        self._lasting.set(name, value)  # pyright: ignore[reportArgumentType]: bytes are taken, too
+
+    def find_lasting(self, name: str) -> bytes | None:
+        """Read a value of this round or an earlier one, if it is there."""
+        return bulk.read(self._lasting, name)
 
     def take(self, name: str, timeout_s: float) -> bytes:
         """Read a value, waiting until somebody has left it.
@@ -285,13 +309,44 @@ class Ledger:
         """Add to a counter, which begins at 0; returns what it is now."""
         return self._store.add(f"count/{name}", more)
 
+    def append(self, name: str, entry_of: Callable[[int], str]) -> int:
+        """Add an entry to a list; returns its number, from 1 on.
+
+        Args:
+            name: of the list.
+            entry_of: makes the entry, given its number; called again with the next one where others are faster.
+        """
+        number = self._store.add(f"listed/{name}", 0)
+        while True:
+            number += 1
+            text = f"{self._writer}.{next(self._num_written)} {entry_of(number)}"
+            if self._store.compare_set(f"list/{name}/{number}", "", text).decode(errors="replace") == text:
+                break
+        self._store.add(f"listed/{name}", 1)
+        return number
+
+    def listed(self, name: str) -> Sequence[str]:
+        """All entries of a list, in order; reads those that are new on this connection: one request where none are."""
+        known = self._known[name]
+        if self._store.check([f"list/{name}/{len(known) + 1}"]):
+            last = max(len(known) + 1, self._store.add(f"listed/{name}", 0))
+            keys = [f"list/{name}/{number}" for number in range(len(known) + 1, last + 1)]
+            found = bulk.read_all(self._store, keys)
+            known += [
+                found[key].decode(errors="replace").partition(" ")[2]
+                for key in itertools.takewhile(found.__contains__, keys)
+            ]
+            while (text := self._read(f"list/{name}/{len(known) + 1}")) is not None:  # not counted yet, or never
+                known.append(text.partition(" ")[2])
+        return known
+
     def forget(self, name: str) -> None:
         """Drop a value that nobody needs any more."""
         self._store.delete_key(f"value/{name}")
 
     def _read(self, key: str) -> str | None:
         value = bulk.read(self._store, key)
-        return None if value is None else value.decode()
+        return None if value is None else value.decode(errors="replace")
 
 
 def connect_store(job: JobEnv, timeout_s: float) -> Store:

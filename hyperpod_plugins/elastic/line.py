@@ -1,8 +1,11 @@
 """Frozen data as one line of JSON, the form in which agents and members leave it in a store."""
 
+import functools
 import json
-from dataclasses import asdict
-from typing import Any, Self, cast
+from dataclasses import MISSING, asdict, fields
+from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
+
+_PLAIN = {str: (str,), int: (int,), bool: (bool,), float: (float, int)}
 
 
 class Line:
@@ -16,5 +19,52 @@ class Line:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Inverse of `to_json`."""
-        return cls(**json.loads(text))
+        """Inverse of `to_json`, also for what a stranger wrote.
+
+        Raises:
+            ValueError: the text is not JSON, a field is missing or unknown, or a plain one has another type.
+        """
+        try:
+            values = json.loads(text)
+        except RecursionError:
+            raise ValueError("the text is nested too deeply") from None
+        return cls.checked(values)
+
+    @classmethod
+    def checked(cls, values: object) -> Self:
+        """The same from what JSON has made of the text.
+
+        Raises:
+            ValueError: as `from_json`.
+        """
+        _check(cls, values)
+        return cls(**cast("dict[str, Any]", values))
+
+
+def printable(text: str) -> str:
+    """The same text, with every character that could move a terminal's cursor or change its colours written out."""
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+
+
+def _check(cls: type[Line], values: object) -> None:
+    if not isinstance(values, dict):
+        raise ValueError(f"{cls.__name__} needs a JSON object, not {type(values).__name__}")
+    given, (known, required) = cast("dict[str, object]", values), _fields(cls)
+    if not required <= given.keys() <= known.keys():
+        raise ValueError(f"{cls.__name__} has the fields {sorted(known)}, but {sorted(given)} are given")
+    for name, value in given.items():
+        hint = known[name]
+        if get_origin(hint) is Literal:
+            is_right = isinstance(value, str) and value in get_args(hint)
+        else:
+            is_right = hint not in _PLAIN or type(value) in _PLAIN[hint]
+        if not is_right:
+            raise ValueError(f"{cls.__name__}.{name} must be {hint}, not {value!r:.100}")
+
+
+@functools.cache
+def _fields(cls: type[Line]) -> tuple[dict[str, Any], set[str]]:
+    """Type of each field, and the names of those that have no default."""
+    hints, found = get_type_hints(cls), fields(cast("Any", cls))
+    required = {each.name for each in found if each.default is MISSING and each.default_factory is MISSING}
+    return {each.name: hints[each.name] for each in found}, required

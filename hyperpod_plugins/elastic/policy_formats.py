@@ -44,12 +44,13 @@ _HIGHLY_COMPOSITE = (
 
 
 def policy_of_manifest(block: Mapping[str, Any], *, ranks_per_node: int, ranks_per_replica: int) -> ElasticPolicy:
-    """The `elasticPolicy` of a HyperPodPyTorchJob, whose replicas are pods.
+    """The `elasticPolicy` of a HyperPodPyTorchJob, whose replicas are pods; a key whose value is null is absent.
 
     Raises:
         UnknownKeyError: a key that such a block does not have.
         ConfigError: impossible limits, or pods that do not make up whole replicas.
     """
+    block = _without_nulls(block)
     _refuse_unknown(block, _MANIFEST, "elasticPolicy")
     if {"replicaIncrementStep", "replicaDiscreteValues"} <= block.keys():
         raise ConfigError("elasticPolicy takes replicaIncrementStep or replicaDiscreteValues, not both.")
@@ -58,26 +59,36 @@ def policy_of_manifest(block: Mapping[str, Any], *, ranks_per_node: int, ranks_p
 
 
 def policy_of_recipe(
-    block: Mapping[str, Any], *, ranks_per_node: int, ranks_per_replica: int, nodes: Sequence[int] = ()
+    block: Mapping[str, Any],
+    *,
+    ranks_per_node: int,
+    ranks_per_replica: int,
+    nodes: Sequence[int] = (),
+    num_nodes: int = 0,
 ) -> ElasticPolicy:
-    """The `elastic_policy` of a HyperPod recipe; one that is not elastic has the size `max_nodes` only.
+    """The `elastic_policy` of a HyperPod recipe; a key whose value is null is absent.
+
+    One that is not elastic has the size `num_nodes` only.
 
     Args:
         block: its keys and values.
         ranks_per_node: all of them.
         ranks_per_replica: all of them.
         nodes: the only numbers of nodes, where there is a `scale_config`.
+        num_nodes: `trainer.num_nodes`, for a recipe that is not elastic; 0 for `max_nodes`.
 
     Raises:
         UnknownKeyError: a key that such a block does not have.
         ConfigError: impossible limits, or nodes that do not make up whole replicas.
     """
+    block = _without_nulls(block)
     _refuse_unknown(block, (*_RECIPE, *_RECIPE_SWITCHES), "elastic_policy")
     values = {_RECIPE[key]: value for key, value in block.items() if key in _RECIPE}
     if nodes and block.get("is_elastic", True):
         values["replica_sizes"] = _within_limits(nodes, values)
     if not block.get("is_elastic", True):
-        values |= {"min_replicas": values.get("max_replicas", 1), "replica_increment": 1}
+        fixed = num_nodes or values.get("max_replicas", 1)
+        values |= {"min_replicas": fixed, "max_replicas": fixed, "replica_increment": 1}
     if not block.get("use_graceful_shutdown", True):
         values["graceful_shutdown_timeout_s"] = 0.0
     return _in_replicas(values, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica)
@@ -250,6 +261,11 @@ def _in_replicas(values: dict[str, Any], *, ranks_per_node: int, ranks_per_repli
     else:
         values["replica_increment"] = count("replica_increment", values.get("replica_increment", 1))
     return ElasticPolicy(**values)
+
+
+def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
+    """What a launcher that renders all keys has filled in."""
+    return {key: value for key, value in block.items() if value is not None}
 
 
 def _refuse_unknown(block: Mapping[str, Any], known: Iterable[str], name: str) -> None:

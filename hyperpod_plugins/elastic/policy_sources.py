@@ -47,7 +47,14 @@ class PolicyBlock:
     format: PolicyFormat
     block: Mapping[str, Any]
     scales: ScaleTable | None = None
-    """What an elastic recipe around the block says of batches."""
+    """What a recipe around the block says of batches; without `scale_config` where it is not elastic."""
+    num_nodes: int = 0
+    """`trainer.num_nodes` of a recipe that is not elastic; 0 where it does not say."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is a recipe that says `is_elastic: false`."""
+        return self.format is PolicyFormat.RECIPE and not self.block.get("is_elastic", True)
 
     @property
     def deepspeed(self) -> DeepSpeedElasticity | None:
@@ -70,7 +77,11 @@ class PolicyBlock:
         if self.format is PolicyFormat.RECIPE:
             nodes = () if self.scales is None else self.scales.nodes
             return policy_of_recipe(
-                self.block, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica, nodes=nodes
+                self.block,
+                ranks_per_node=ranks_per_node,
+                ranks_per_replica=ranks_per_replica,
+                nodes=nodes,
+                num_nodes=self.num_nodes,
             )
         worlds = read_deepspeed(self.block).world_sizes
         sizes = tuple(each // data_ranks_per_replica for each in worlds if each % data_ranks_per_replica == 0)
@@ -146,7 +157,7 @@ def batch_of(
 def _find_block(document: Mapping[str, Any]) -> PolicyBlock | None:
     holders = [document, _inner(document, "spec")]
     inside = [
-        PolicyBlock(format=each, block=block, scales=_scales_beside(each, block, holder))
+        _inside(each, block, holder)
         for holder in holders
         for each in PolicyFormat
         if (block := _inner(holder, each.value))
@@ -159,9 +170,16 @@ def _find_block(document: Mapping[str, Any]) -> PolicyBlock | None:
     return found[0] if found else None
 
 
-def _scales_beside(format: PolicyFormat, block: Mapping[str, Any], holder: Mapping[str, Any]) -> ScaleTable | None:
-    is_elastic = format is PolicyFormat.RECIPE and block.get("is_elastic", True)
-    return read_scales(holder) if is_elastic else None
+def _inside(format: PolicyFormat, block: Mapping[str, Any], holder: Mapping[str, Any]) -> PolicyBlock:
+    """A block, and what a recipe around it says."""
+    found = PolicyBlock(format=format, block=block)
+    if format is not PolicyFormat.RECIPE:
+        return found
+    if not found.is_fixed:
+        return replace(found, scales=read_scales(holder))
+    num_nodes = _inner(holder, "trainer").get("num_nodes") or 0
+    plain = {key: value for key, value in holder.items() if key != "scale_config"}
+    return replace(found, scales=read_scales(plain), num_nodes=int(num_nodes))
 
 
 def _inner(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:

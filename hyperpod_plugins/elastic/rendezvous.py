@@ -17,11 +17,15 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
+from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -31,16 +35,18 @@ from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.agents_store import AgentsStore
 from hyperpod_plugins.elastic.application import Application
-from hyperpod_plugins.elastic.endpoint import Endpoint, open_served
+from hyperpod_plugins.elastic.endpoint import Endpoint, ServedEndpoint, open_served
 from hyperpod_plugins.elastic.etcd_endpoint import open_etcd
 from hyperpod_plugins.elastic.etcd_gateway import SCHEME
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.inherited import Failed, hand_down, prepare
-from hyperpod_plugins.elastic.joining import takes_part
+from hyperpod_plugins.elastic.joining import takes_part, world_or_none
 from hyperpod_plugins.elastic.keeper import Keeper
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
+from hyperpod_plugins.elastic.resume import check_checkpoint
 from hyperpod_plugins.elastic.roster import Closing, Roster, name_of_round
 from hyperpod_plugins.elastic.slots import Holding, Pulse, Seat, SlotPolicy, policy_from
+from hyperpod_plugins.elastic.snapshot_folder import hand_down_snapshot_folder
 from hyperpod_plugins.elastic.succession import can_absorb, enroll, vacate, write_up_node
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
@@ -49,8 +55,10 @@ logger = get_logger(__name__)
 
 NAME = "hyperpod"
 _POLL_S = 0.1
-_FAREWELL_S = 5.0
-"""Longest that an agent waits for the others to leave before it, where the store needs it so long."""
+_FAREWELL_S = 3.0
+"""Least that an agent grants the others to leave before it, where the store needs it so long."""
+_FAREWELL_BEATS = 2
+"""How many heartbeats more than those that show a loss it grants: a killed agent is not waited for to the end."""
 
 
 class SlotRendezvous(RendezvousHandler):
@@ -64,7 +72,7 @@ class SlotRendezvous(RendezvousHandler):
         self._node = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex[:8]}"
         self._keeper = Keeper(self._node, endpoint, policy, run_id)
         self._application: Application | None = None
-        self._is_done = self._is_shut = False
+        self._is_done = self._stays = self._is_shut = False
         self._failed: Failed | None = None
         self.job: JobEnv | None = None
         """Where the ledger of this round is, and the number of this node's workers in their places."""
@@ -94,11 +102,15 @@ class SlotRendezvous(RendezvousHandler):
             RendezvousConnectionError: the store is not served, or serves another job.
         """
         former, self._keeper.seat = self._keeper.seat, None
+        self._is_done = False  # where they are, and all start again
         self._failed = None if former is None else self._keeper.failure(former)
         try:
             seat = self._apply().find_seat(former)
             host, port = self._endpoint.workers_store(seat, self._apply().roster)
-        except DistError as error:
+        except (DistError, RendezvousConnectionError) as error:
+            self._excuse()
+            if isinstance(error, RendezvousConnectionError):
+                raise
             raise self._endpoint.loss(error) from error
         self._keeper.seat = seat
         store = AgentsStore(
@@ -119,22 +131,63 @@ class SlotRendezvous(RendezvousHandler):
         self._apply().roster.close(Closing(cause=f"the agent {self._node} closed it", is_success=True))
 
     def shutdown(self) -> bool:
-        """Leave for good; the job is over if the workers of this node are done, or failed and are not started again."""
+        """Leave for good; the job is over if the workers of all nodes are done, or these failed for good."""
         atexit.unregister(self._release)
         if self._application is None or self._is_shut:
             return True
         self._is_shut = True
         with contextlib.suppress(DistError):  # whoever served the store may have left first
-            if self._is_done:
+            seat = self._keeper.seat
+            if self._is_done and self._stays and seat is not None and self.unfinished():
+                self._swap_claim(seat, Holding.DONE)  # others still train, or are about to start again
+            elif self._is_done:
                 self._application.roster.close(Closing(cause="its workers are done", is_success=True))
-            elif self._keeper.seat is not None:
-                self._give_up(self._keeper.seat)
+            elif seat is not None:
+                ledger = self._application.ledger
+                if can_absorb(ledger) and seat.ranks and not any(takes_part(ledger, place) for place in seat.ranks):
+                    self.withdraw("its workers failed before the job had taken them in")
+                else:
+                    self._give_up(seat)
             self._application.roster.leave(self._node)
             self._see_others_off()
         self._keeper.stop()
         return True
 
     # -- what our own agent uses beside -------------------------------------------------------------------------------
+
+    def connect(self) -> Store:
+        """A connection of one's own to the job's store.
+
+        Raises:
+            SystemExit: the job is done, and this node was not needed.
+            RendezvousConnectionError: the store is not served any more.
+        """
+        try:
+            return self._endpoint.connect()
+        except RendezvousConnectionError:
+            self._excuse()
+            raise
+
+    @property
+    def closing(self) -> Closing | None:
+        """Why the job has ended, as of the keeper's last look; None while it lasts."""
+        return self._keeper.closing
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended or its store is lost, as of the keeper's last look."""
+        return self._keeper.closing is not None or self._keeper.error is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the workers of this node have trained to the end of the job."""
+        return self._is_done
+
+    def _excuse(self) -> None:
+        """End well where the store is gone with a job that has come to a good end."""
+        if self._keeper.closing is not None and self._keeper.closing.is_success:
+            logger.warning("the job is done, and its store with it; this node was not needed")
+            raise SystemExit(0)
 
     @property
     def round_number(self) -> int:
@@ -147,28 +200,90 @@ class SlotRendezvous(RendezvousHandler):
         return self._endpoint.serves_store
 
     @property
+    def needs_server(self) -> bool:
+        """Whether an agent serves the store, rather than etcd."""
+        return isinstance(self._endpoint, ServedEndpoint)
+
+    @property
+    def farewell_s(self) -> float:
+        """Longest that `shutdown` waits for the others to leave first."""
+        return max(_FAREWELL_S, (self._policy.max_missed_beats + _FAREWELL_BEATS) * self._policy.beat_s)
+
+    @property
     def newcomers_store(self) -> tuple[str, int] | None:
         """Where processes find torch's store that take the places of lost ones, if that is not where founders do."""
         return self._endpoint.newcomers_store(self.round_number)
 
-    def finish(self) -> None:
+    def withdraw(self, cause: str) -> None:
+        """Give the slot back, so that another node can take it, and the others go on without this one."""
+        seat, self._keeper.seat = self._keeper.seat, None
+        if seat is not None:
+            application = self._apply()
+            vacate(application.roster, application.ledger, seat, cause, seat.reporter)
+
+    def finish(self, *, stays: bool = False) -> None:
         """Say that the workers of this node have come to a good end, so that nobody need take their place.
 
         A node that the job has done without leaves its slot to others.
+
+        Args:
+            stays: whether its agent would start them again; torchrun's does not.
         """
         seat, application = self._keeper.seat, self._apply()
         if seat is None or self._is_done:
             return
-        self._is_done = all(takes_part(application.ledger, place) for place in seat.ranks)
+        self._is_done, self._stays = all(takes_part(application.ledger, place) for place in seat.ranks), stays
         if not self._is_done:
             self._keeper.seat = None
-        after = Holding.DONE if self._is_done else Holding.VACANT
-        application.roster.swap(seat.number, seat.slot, seat.claim, seat.claim.become(after))
+        done = Holding.STAYS if stays else Holding.DONE
+        self._swap_claim(seat, done if self._is_done else Holding.VACANT)
 
-    def nodes(self) -> list[int]:
-        """Slots of the nodes that take part, or are done."""
+    def _swap_claim(self, seat: Seat, holding: Holding) -> None:
+        """Say something else of the slot of this node, unless another node has it by now."""
+        roster = self._apply().roster
+        claims = roster.claims(seat.number)
+        last = seat.claim if claims is None else claims[seat.slot]
+        if (last.node, last.number) == (seat.claim.node, seat.claim.number):
+            roster.swap(seat.number, seat.slot, last, last.become(holding))
+
+    @property
+    def is_any_gone(self) -> bool:
+        """Whether a node whose workers were done has left, or would not start them again."""
         claims = self._apply().roster.claims(self.round_number) or ()
-        return [slot for slot, claim in enumerate(claims) if claim.holding is not Holding.VACANT]
+        return self.is_closed() or any(claim.holding is Holding.DONE for claim in claims)
+
+    def unfinished(self) -> set[int]:
+        """Slots of the nodes that train now, and are not done; -1 stands for those of a round without this node."""
+        if self.has_new_round:
+            return {-1}
+        application = self._apply()
+        claims, size = application.roster.claims(self.round_number), application.roster.agreed_size(self.round_number)
+        held = {slot for slot, claim in enumerate(claims or ()) if claim.holding is Holding.HELD}
+        world = world_or_none(application.ledger)
+        if world is None or not size:
+            return held
+        return held.intersection(place // size for place in world.places)
+
+    def beats_of(self, slots: Collection[int]) -> dict[int, dict[str, Any]] | None:
+        """What the processes of some nodes have told last, by their places; None if the program tells nothing.
+
+        A node that takes no part in this round any more has none.
+        """
+        application = self._apply()
+        size = application.roster.agreed_size(self.round_number)
+        if world_or_none(application.ledger) is None or not size:
+            return None
+        return application.ledger.beats([slot * size + index for slot in slots if slot >= 0 for index in range(size)])
+
+    @property
+    def has_new_round(self) -> bool:
+        """Whether others have begun again without this node."""
+        return self._keeper.number > self.round_number
+
+    @property
+    def ended_without_this_node(self) -> bool:
+        """Whether the job has come to a good end while the workers of this node waited to be taken in."""
+        return self._keeper.ended_without_this_node
 
     # -- the beginning ------------------------------------------------------------------------------------------
 
@@ -196,6 +311,8 @@ class SlotRendezvous(RendezvousHandler):
                 application.roster.close(Closing(cause=cause, is_success=False))
             self._release()
             raise ConfigError(cause)
+        end = application.roster.round_end(seat.number - 1)
+        resume_from = self._checked(end.resume_from) if end is not None and end.resume_from else ""
         first = seat.slot * num_workers
         ranks, incarnation = range(first, first + num_workers), 0
         if seat.is_new:
@@ -204,16 +321,29 @@ class SlotRendezvous(RendezvousHandler):
         elif seat.predecessor:
             logger.warning("this node takes slot %d over from %s", seat.slot, seat.predecessor)
             incarnation = write_up_node(application.ledger, ranks, self._loss(seat))
-        end = application.roster.round_end(seat.number - 1)
         self.job = replace(
             self._endpoint.job(name_of_round(self._run_id, seat.number)),
             incarnation=incarnation,
-            resume_from="" if end is None else end.resume_from,
+            resume_from=resume_from,
             shard_degree=0 if end is None else end.shard_degree,
             tensor_degree=0 if end is None else end.tensor_degree,
         )
         self._keeper.seat = replace(seat, ranks=ranks, incarnation=incarnation)
         hand_down(replace(self.job, agent_pid=os.getpid()))
+        hand_down_snapshot_folder()
+
+    def _checked(self, checkpoint: str) -> str:
+        """Begin from no folder that a stranger has made; the job ends instead.
+
+        Raises:
+            ConfigError: it may be one.
+        """
+        try:
+            return check_checkpoint(checkpoint)
+        except ConfigError as error:
+            self._apply().roster.close(Closing(cause=str(error), is_success=False))
+            self._release()
+            raise
 
     def _loss(self, seat: Seat) -> Incident:
         if seat.predecessor == self._node:
@@ -244,10 +374,10 @@ class SlotRendezvous(RendezvousHandler):
         if not self._endpoint.must_outlast_others(job_is_over=is_over):
             return
         store = self._endpoint.connect()
-        store.set_timeout(timedelta(seconds=_FAREWELL_S))  # what is asked for may have been cleared away by now
+        store.set_timeout(timedelta(seconds=self.farewell_s))  # what is asked for may have been cleared away by now
         roster, pulse, beat_s = Roster(store), Pulse(self._policy.max_missed_beats), self._policy.beat_s
         nodes, next_look_s = self._others(roster), 0.0
-        deadline_s = time.monotonic() + max(_FAREWELL_S, (self._policy.max_missed_beats + 2) * beat_s)
+        deadline_s = time.monotonic() + self.farewell_s
         while nodes and time.monotonic() < deadline_s:
             if time.monotonic() >= next_look_s:
                 pulse.look(roster.beats(nodes))
@@ -287,5 +417,5 @@ def create_rendezvous(parameters: RendezvousParameters) -> SlotRendezvous:
     prepare()
     policy = policy_from(parameters.config, parameters.min_nodes, parameters.max_nodes)
     is_etcd = parameters.endpoint.startswith(SCHEME)
-    endpoint = open_etcd(parameters) if is_etcd else open_served(parameters, policy.join_timeout_s)
+    endpoint = open_etcd(parameters) if is_etcd else open_served(parameters, policy.join_timeout_s, policy.answer_s)
     return SlotRendezvous(endpoint, policy, parameters.run_id)

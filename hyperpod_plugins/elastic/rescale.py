@@ -24,7 +24,9 @@ _RULES: dict[str, Callable[[float], float]] = {
 }
 
 
-def plan_batch(global_batch_size: int, data_degree: int, max_micro_batch: int) -> BatchSplit:
+def plan_batch(
+    global_batch_size: int, data_degree: int, max_micro_batch: int, *, allows_idle_ranks: bool = False
+) -> BatchSplit:
     """Spread one global batch over the data-parallel ranks, every sample once.
 
     Equal shares if they divide, else shares that differ by one sample, which need gradients weighted by
@@ -34,6 +36,7 @@ def plan_batch(global_batch_size: int, data_degree: int, max_micro_batch: int) -
         global_batch_size: samples of one optimizer step, over all ranks.
         data_degree: ranks that read different samples: replicas x shards.
         max_micro_batch: most samples of one rank in one forward and backward pass.
+        allows_idle_ranks: whether a rank may have no sample in the last micro-step of a step.
 
     Raises:
         ConfigError: some rank would have no sample in some micro-step; the message names what would fit.
@@ -44,14 +47,17 @@ def plan_batch(global_batch_size: int, data_degree: int, max_micro_batch: int) -
             f"one sample a step. Use at least {data_degree} samples, or fewer replicas."
         )
     return BatchSplit(
-        global_batch_size=global_batch_size, micro_batch_size=max_micro_batch, data_world_size=data_degree
+        global_batch_size=global_batch_size,
+        micro_batch_size=max_micro_batch,
+        data_world_size=data_degree,
+        allows_idle_ranks=allows_idle_ranks,
     )
 
 
-def fits(global_batch_size: int, data_degree: int, max_micro_batch: int) -> bool:
+def fits(global_batch_size: int, data_degree: int, max_micro_batch: int, *, allows_idle_ranks: bool = False) -> bool:
     """Whether `plan_batch` would succeed."""
     try:
-        plan_batch(global_batch_size, data_degree, max_micro_batch)
+        plan_batch(global_batch_size, data_degree, max_micro_batch, allows_idle_ranks=allows_idle_ranks)
     except ConfigError:
         return False
     return True

@@ -41,8 +41,10 @@ class RoundEnd(Line):
     """Checkpoint to go on from; empty for what the program says."""
     step: int = -1
     """Optimizer steps in it; -1 where no member asked for this."""
+    entry: int = 0
+    """Entries of the program that had ended then; see `entries.py`."""
     count: int = 0
-    """How many rounds in a row have ended for another start from this step."""
+    """How many rounds in a row have ended for another start from this step of this entry."""
     shard_degree: int = 0
     """What the next round is to have, with the next, because somebody has asked for it; 0 where nobody has."""
     tensor_degree: int = 0
@@ -50,11 +52,13 @@ class RoundEnd(Line):
     @classmethod
     def of(cls, restart: JobRestart, before: Self | None) -> Self:
         """What a member asked for, after a round that ended like `before`."""
-        count = before.count + 1 if before is not None and before.step == restart.step else 1
+        place = restart.entry, restart.step
+        count = before.count + 1 if before is not None and (before.entry, before.step) == place else 1
         return cls(
             cause=str(restart),
             resume_from=restart.resume_from,
             step=restart.step,
+            entry=restart.entry,
             count=count,
             shard_degree=restart.shard_degree,
             tensor_degree=restart.tensor_degree,

@@ -8,6 +8,7 @@
 The keys that mean something are found wherever they stand, for recipes put them in different places.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from hyperpod_plugins.errors import ConfigError, few
 
 _BATCH = ("train_batch_size", "global_batch_size")
 _MICRO = ("micro_train_batch_size", "micro_batch_size")
+_AS_WRITTEN = {"global_batch_size": _BATCH[0], "micro_batch_size": _MICRO[0]}
 _RATE = ("learning_rate", "lr")
 _UNEVEN = "uneven_batch"
 
@@ -32,6 +34,8 @@ class Scale:
     """Samples of one step; 0 where it does not say."""
     micro_batch_size: int = 0
     """Most samples of a rank in one pass; 0 where it does not say."""
+    learning_rate: float = 0.0
+    """0 where it does not say."""
     uneven: Mapping[str, Any] | None = None
     """The `uneven_batch` block; None where there is none, and uneven shares are allowed."""
 
@@ -53,6 +57,8 @@ class ScaleTable:
     """What holds where a scale says nothing else."""
     scales: tuple[Scale, ...] = ()
     """By number of nodes, ascending; empty without `scale_config`."""
+    dropped: tuple[str, ...] = ()
+    """Why others of `scale_config` cannot be had with the present ranks, one sentence each."""
 
     def __post_init__(self) -> None:
         """Check that every scale, or none, says its sizes."""
@@ -60,7 +66,7 @@ class ScaleTable:
             silent = [each.num_nodes for each in self.scales if not getattr(each, name)]
             if 0 < len(silent) < len(self.scales):
                 raise ConfigError(
-                    f"scale_config says {name.replace('global', 'train')} for some numbers of nodes, and not for "
+                    f"scale_config says {_AS_WRITTEN[name]} for some numbers of nodes, and not for "
                     f"{few(map(str, silent))}. Say it for all, or once outside of scale_config."
                 )
 
@@ -68,6 +74,18 @@ class ScaleTable:
     def nodes(self) -> tuple[int, ...]:
         """Numbers of nodes that are in `scale_config`; empty where it leaves them to the policy."""
         return tuple(each.num_nodes for each in self.scales)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What people should know of the table, one sentence each."""
+        rates = {row.learning_rate for row in self.scales} - {0.0, self.base.learning_rate}
+        if not rates:
+            return self.dropped
+        said = (
+            f"scale_config says the learning rate {', '.join(f'{rate:g}' for rate in sorted(rates))}, and elsewhere it "
+            f"is {self.base.learning_rate:g}: it is not set here, so give the one that you want to your optimizer"
+        )
+        return (*self.dropped, said)
 
     def fill(self, global_batch_size: int, micro_batch_size: int) -> "ScaleTable":
         """The table with sizes that were given elsewhere, where it says nothing.
@@ -84,7 +102,7 @@ class ScaleTable:
                     f"{name}={value} is given, and the recipe says {', '.join(map(str, said))}. Leave one of them out."
                 )
         filled = [replace(row, **{name: getattr(row, name) or value for name, value in given.items()}) for row in rows]
-        return ScaleTable(base=filled[0], scales=tuple(filled[1:]))
+        return replace(self, base=filled[0], scales=tuple(filled[1:]))
 
     def batch(self, *, ranks_per_node: int, ranks_per_replica: int) -> StepBatch:
         """The batches by number of replicas.
@@ -115,14 +133,35 @@ class ScaleTable:
             is_even=self.base.is_even,
         )
 
-    def check_shares(self, *, ranks_per_node: int, tensor_degree: int) -> None:
-        """Compare `uneven_batch` with what is done: shares that differ by at most one sample, the first ones larger.
+    def on(self, *, ranks_per_node: int, ranks_per_replica: int, tensor_degree: int) -> "ScaleTable":
+        """The table of those numbers of nodes that the present ranks can train as it says.
+
+        A number of nodes is dropped where it makes up no whole replicas, and where its `uneven_batch` describes other
+        shares than ours, which differ by at most one sample: the first ones are larger.
 
         Raises:
-            ConfigError: it describes others.
+            ConfigError: there is a `scale_config`, and none is left.
         """
+        kept: list[Scale] = []
+        dropped: list[str] = []
         for row in self.scales:
-            _check_shares(row, row.num_nodes * ranks_per_node // tensor_degree)
+            try:
+                replicas_of_nodes(
+                    "scale_config",
+                    row.num_nodes,
+                    ranks_per_node=ranks_per_node,
+                    ranks_per_replica=ranks_per_replica,
+                )
+                _check_shares(row, row.num_nodes * ranks_per_node // tensor_degree)
+            except ConfigError as error:
+                dropped.append(f"{row.num_nodes} nodes are left out: {error}")
+            else:
+                kept.append(row)
+        if dropped and not kept:
+            raise ConfigError(
+                f"scale_config has no number of nodes that can be trained as it says. {' '.join(dropped)}"
+            )
+        return replace(self, scales=tuple(kept), dropped=tuple(dropped))
 
 
 def read_scales(recipe: Mapping[str, Any]) -> ScaleTable | None:
@@ -143,7 +182,9 @@ def read_scales(recipe: Mapping[str, Any]) -> ScaleTable | None:
     for key in sorted(scales, key=int):
         _check_changes(int(key), dict(_leaves(scales[key])), dict(_leaves(plain)))
         rows.append(_scale(int(key), recipe_at(plain | {"scale_config": scales}, int(key))))
-    _check_rates(scales, plain)
+    limits: Mapping[str, Any] = recipe.get("elastic_policy") or {}
+    low, high = (limits.get(name) or default for name, default in (("min_nodes", 1), ("max_nodes", math.inf)))
+    _check_rates({key: value for key, value in scales.items() if low <= int(key) <= high}, plain)
     if not rows and not (base.global_batch_size or base.micro_batch_size or base.uneven):
         return None
     return ScaleTable(base=base, scales=tuple(rows))
@@ -157,6 +198,7 @@ def _scale(num_nodes: int, recipe: Mapping[str, Any]) -> Scale:
         num_nodes=num_nodes,
         global_batch_size=int(_find(recipe, _BATCH) or 0),
         micro_batch_size=int(_find(recipe, _MICRO) or 0),
+        learning_rate=float(_find(recipe, _RATE) or 0.0),
         uneven=uneven,
     )
 

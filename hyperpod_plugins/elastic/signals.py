@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -55,6 +55,28 @@ class SignalInbox:
     def is_impatient(self) -> bool:
         """Whether Ctrl-C was pressed twice: end everything now."""
         return self._num_interrupts > 1
+
+    def on_ending(self, act: Callable[[signal.Signals], None]) -> None:
+        """Have a thread of its own call `act` with the first ending signal, wherever the main thread is just then.
+
+        Python's handlers run in the main thread, and not while that waits in C, for example for a store that does not
+        answer. The kernel's note of a signal arrives all the same.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        self._wakeup = writer  # as long as this object
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+        def listen() -> None:
+            while numbers := reader.recv(64):
+                for number in numbers:
+                    if number in self._ending:
+                        act(signal.Signals(number))
+                        return
+
+        threading.Thread(target=listen, name="hyperpod-signals", daemon=True).start()
 
     @contextlib.contextmanager
     def deferred(self) -> Generator[None]:

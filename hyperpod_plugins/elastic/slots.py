@@ -7,6 +7,7 @@ heart beats. One that has fallen silent is vacant, and whoever claims it next co
 
 import enum
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
@@ -28,6 +29,8 @@ class SlotPolicy:
     """Wait for more nodes once there are enough (`last_call_timeout`)."""
     beat_s: float = 1.0
     """Time between two heartbeats (`keep_alive_interval`)."""
+    answer_s: float = 60.0
+    """Longest silence of the store that a node rides out (`read_timeout`)."""
     max_missed_beats: float = 5
     """Looks, `beat_s` apart, at the same heartbeat that show a loss (`keep_alive_max_attempt`)."""
 
@@ -37,11 +40,12 @@ class SlotPolicy:
             raise ConfigError(
                 f"--nnodes={self.min_nodes}:{self.max_nodes} is not possible. Give MIN:MAX with MIN >= 1."
             )
-        if min(self.join_timeout_s, self.beat_s, self.max_missed_beats) <= 0 or self.last_call_s < 0:
+        positive = self.join_timeout_s, self.beat_s, self.max_missed_beats, self.answer_s
+        if not (min(positive) > 0 and self.last_call_s >= 0 and all(map(math.isfinite, positive))):
             raise ConfigError(
-                f"join_timeout={self.join_timeout_s}, keep_alive_interval={self.beat_s} and keep_alive_max_attempt="
-                f"{self.max_missed_beats} of --rdzv-conf must be positive, and last_call_timeout={self.last_call_s} "
-                "not negative."
+                f"join_timeout={self.join_timeout_s}, keep_alive_interval={self.beat_s}, keep_alive_max_attempt="
+                f"{self.max_missed_beats} and read_timeout={self.answer_s} of --rdzv-conf must be positive, and "
+                f"last_call_timeout={self.last_call_s} not negative."
             )
 
 
@@ -56,6 +60,7 @@ def policy_from(options: Mapping[str, Any], min_nodes: int, max_nodes: int) -> S
         "last_call_timeout": "last_call_s",
         "keep_alive_interval": "beat_s",
         "keep_alive_max_attempt": "max_missed_beats",
+        "read_timeout": "answer_s",
     }
     try:
         given = {name: float(options[theirs]) for theirs, name in names.items() if theirs in options}
@@ -70,6 +75,12 @@ class Holding(enum.Enum):
     HELD = "its node is alive: nobody else may claim the slot"
     VACANT = "its node is gone, or has left: anybody may claim the slot"
     DONE = "its workers have come to a good end: nobody will need the slot"
+    STAYS = "so they have, and its agent starts them again where those of all nodes start again"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the workers have come to a good end."""
+        return self in (Holding.DONE, Holding.STAYS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +99,16 @@ class Claim:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Inverse of `to_json`."""
-        values = json.loads(text)
-        return cls(node=values["node"], number=values["number"], holding=Holding[values["holding"]])
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError: the text is that of no claim.
+        """
+        match json.loads(text):
+            case {"node": str(node), "number": int(number), "holding": str(holding)} if holding in Holding.__members__:
+                return cls(node=node, number=number, holding=Holding[holding])
+            case values:
+                raise ValueError(f"this is no claim of a slot: {values!r:.100}")
 
     def become(self, holding: Holding) -> Self:
         """The same claim, with another word on it."""
@@ -157,6 +175,8 @@ class View:
     """Whether the running program takes newcomers in, for those that are lost."""
     can_grow: bool = False
     """Whether it takes in others, too."""
+    is_ending: bool = False
+    """Whether a member wants all nodes to begin again, those whose workers are done too."""
 
     @property
     def own_slot(self) -> int | None:
@@ -179,6 +199,8 @@ def next_step(view: View, policy: SlotPolicy) -> Decision:
     """Decide; the table of cases is in `tests/elastic/test_slots.py`."""
     if view.claims is None:
         return Decision(Step.PROPOSE if _is_time(view, policy) else Step.WAIT)
+    if view.is_ending:
+        return Decision(Step.RENEW)
     slot = view.own_slot
     if slot is not None and not view.has_entered:
         return Decision(Step.ENTER, slot)
@@ -221,7 +243,7 @@ def _is_time(view: View, policy: SlotPolicy) -> bool:
 
 
 def _some_are_done(claims: tuple[Claim, ...]) -> bool:
-    return any(claim.holding is Holding.DONE for claim in claims)
+    return any(claim.holding.is_done for claim in claims)
 
 
 @dataclass(slots=True)

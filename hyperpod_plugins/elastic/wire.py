@@ -78,4 +78,5 @@ class Lines:
 
     def close(self) -> None:
         """Hang up."""
+        self.is_over = True
         self._socket.close()

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
 
@@ -29,6 +29,9 @@ class World(Line):
     """Why it took the place of the one before."""
     num_lost: int = 0
     """Places of the one before that it had to leave out."""
+    lasted_s: float = field(default=math.inf, compare=False)
+    """Seconds that the one before had lasted when this was planned, by the clock of one of its members; infinite where
+    nobody measured."""
 
     @classmethod
     def of_founders(cls, world_size: int) -> Self:
@@ -111,19 +114,20 @@ def regroup(
     return World(places=tuple(place for row in rows for place in row), number=world.number + 1, cause=cause)
 
 
-def num_setbacks(history: Sequence[tuple[World, float]], min_stable_s: float) -> int:
+def num_setbacks(history: Sequence[World], min_stable_s: float) -> int:
     """How often in a row, up to now, the job lost places within `min_stable_s` seconds after it had grown.
 
     Args:
-        history: the worlds that the job has had, in order, and when each began, in seconds since the epoch.
+        history: the worlds that the job has had, in order.
         min_stable_s: seconds.
     """
-    found, grown_s = 0, -math.inf
-    for (before, _), (world, began_s) in pairwise(history):
+    found, since_growth_s = 0, math.inf
+    for before, world in pairwise(history):
+        since_growth_s += world.lasted_s
         if world.size > before.size:
-            grown_s = began_s
+            since_growth_s = 0.0
         elif world.size < before.size and world.num_lost:
-            found = found + 1 if began_s - grown_s <= min_stable_s else 0
+            found = found + 1 if since_growth_s <= min_stable_s else 0
     return found
 
 

@@ -101,6 +101,8 @@ class ZygoteProcess:
     def close(self, timeout_s: float = 5.0) -> int:
         """End it and whatever it still runs; returns its exit code."""
         self._lines.close()
+        if not self.is_ready:  # it runs nothing yet, and would hear of this only when its imports are done
+            self._process.kill()
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
