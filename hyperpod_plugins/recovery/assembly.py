@@ -8,9 +8,8 @@ of all those that wait look each second. Everybody else waits for the plan; see 
 """
 
 import json
-import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hyperpod_plugins.elastic import Incident, Ledger
@@ -21,11 +20,9 @@ from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout, St
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
 from hyperpod_plugins.recovery.doorbell import Doorbell
 from hyperpod_plugins.recovery.farewell import follow
-from hyperpod_plugins.recovery.halt import has_stopped, is_outside, members_before
+from hyperpod_plugins.recovery.halt import Survivors, has_stopped, is_outside, members_before
 from hyperpod_plugins.recovery.pace import pause_s, turn_s
 from hyperpod_plugins.recovery.worlds import Worlds
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +74,16 @@ class Assembly:
         *,
         place: int,
         policy: MembershipPolicy,
-        patience_s: Callable[[], float],
+        survivors: Survivors,
     ) -> None:
-        """Use `ledger` in the thread that waits; a survivor that does not come for `patience_s()` seconds is stuck."""
+        """Use `ledger` and `survivors` in the thread that waits."""
         self._ledger = ledger
         self._worlds = worlds
         self._doorbell = doorbell
         self._place = place
         self._policy = policy
-        self._patience_s = patience_s
-        self._next_chase_s = 0.0
+        self._survivors = survivors
+        self._granted_s = 0.0  # so long a wait is no reason to give up, for some were busy
 
     def meet(self, number: int, arrival: Arrival, began_s: float) -> Generation | None:
         """Wait until the plan of a generation names this process; None if it ends before.
@@ -104,6 +101,7 @@ class Assembly:
         ledger, size, rank = self._ledger, self._worlds.now.size, self._rank
         if ledger.incarnation(self._place) > arrival.incarnation:
             raise self._replaced()
+        self._granted_s = 0.0
         count = ledger.arrive(number, self._place, to_text(arrival))
         look_s = time.monotonic() if count >= size else time.monotonic() + turn_s(rank, count)
         while ledger.ended(number) is None:
@@ -133,14 +131,20 @@ class Assembly:
     def _look(self, number: int, waited_s: float) -> Mapping[int, str] | None:
         """Read who is there, if that may be all, or if it is time to do without somebody; the plan if all are."""
         ledger, places = self._ledger, self._worlds.now.places
-        is_late = self._worlds.may_change or waited_s > min(self._policy.replacement_timeout_s, self._patience_s())
+        is_late = self._worlds.may_change or waited_s > min(
+            self._policy.replacement_timeout_s, self._survivors.patience_s()
+        )
         if not is_late and not ledger.all_arrived(number, places):
             return None
         expected = dict(zip(places, ledger.incarnations(places), strict=True))
         said = ledger.arrivals(number, places)
         arrived = {place: each.incarnation for place, each in from_texts(said).items()}
         view = View(expected=expected, arrived=arrived, waited_s=waited_s)
-        match next_action(view, self._policy):
+        survivors = self._missing_survivors(number, view)
+        busy = self._survivors.busy(survivors, waited_s)
+        if busy:
+            self._granted_s = waited_s + self._policy.replacement_timeout_s
+        match Action.WAIT if view.missing and waited_s <= self._granted_s else next_action(view, self._policy):
             case Action.FORM:
                 return ledger.propose(number, said)
             case Action.GIVE_UP:
@@ -159,7 +163,8 @@ class Assembly:
                 except StateLost as lost:
                     return self._propose_end(number, view, said, str(lost), starts_again=True)
                 if not goes_on:
-                    self._chase(number, view)
+                    stuck = {place: each for place, each in survivors.items() if place not in busy}
+                    self._survivors.end_stuck(number, stuck, waited_s)
                 return None
 
     def _propose_end(
@@ -214,19 +219,15 @@ class Assembly:
             "ends; nothing is to be done."
         )
 
-    def _chase(self, number: int, view: View) -> None:
-        """Ask for the end of survivors that do not come to be repaired: stopped, or stuck where nothing wakes them."""
-        limit_s, ledger = self._patience_s(), self._ledger
-        if view.waited_s < limit_s or time.monotonic() < self._next_chase_s:
-            return
-        self._next_chase_s = time.monotonic() + limit_s
-        before = members_before(ledger, number)
-        for place, incarnation in view.expected.items():
-            is_survivor = incarnation == before.get(place, 0)
-            if is_survivor and place not in view.arrived and not has_stopped(ledger, number, place):
-                rank = self._worlds.now.rank_of(place)
-                log.warning("rank %s does not come to be repaired within %.0f s: it is replaced", rank, limit_s)
-                ledger.ask_to_kill(place, incarnation)
+    def _missing_survivors(self, number: int, view: View) -> dict[int, int]:
+        """Those that are missing though they were not lost, and have not said where they stopped."""
+        before, ledger = members_before(self._ledger, number) if view.missing else {}, self._ledger
+        missing = {place: view.expected[place] for place in view.missing if place not in view.arrived}
+        return {
+            place: incarnation
+            for place, incarnation in missing.items()
+            if incarnation == before.get(place, 0) and not has_stopped(ledger, number, place)
+        }
 
 
 def to_text(arrival: Arrival) -> str:

@@ -49,10 +49,16 @@ class Arrival:
     """Fingerprint of the process groups that it holds."""
     in_step: bool = True
     """Whether it waits at a step, so that it can go on there."""
+    entered_part: int | None = None
+    """Place of the part of the program at which it entered its loops, apart from the others; None in a step."""
     snapshots: tuple[int, ...] = ()
     """Steps of which it has a snapshot of itself."""
     ward_snapshots: tuple[int, ...] = ()
     """Steps of which it has a snapshot of the rank whose buddy it is."""
+    local_steps: tuple[int, ...] | None = None
+    """Steps of which it keeps what its ward has alone; None where nothing is kept, or nothing has been yet."""
+    needs_local: bool = False
+    """Whether the job goes back to a checkpoint rather than on without what a lost rank had alone."""
     ends: str = ""
     """Why the job must not go on, where this process says so: all save what they have, and end."""
     starts_again: bool = False
@@ -67,7 +73,7 @@ class Arrival:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`."""
-        tuples: dict[str, Any] = {name: tuple(each) for name, each in values.items() if name.endswith("snapshots")}
+        tuples: dict[str, Any] = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
         return cls(**{**values, **tuples})
 
     @property
@@ -94,6 +100,12 @@ class RecoveryPlan:
     """Why the job ends here instead of going on; empty where it goes on."""
     owes: str = ""
     """Path of a checkpoint that was interrupted, and is to be written again before the job goes on."""
+    hooks_first: bool = False
+    """Whether a rank that commits the step only now is the only one that could give its state.
+
+    A program may change state in what follows a step (a teacher's average at the end of a batch). So that rank goes on
+    to its next step first, and all meet there again; until then nobody gives anything.
+    """
 
     @property
     def rung(self) -> Rung:
@@ -120,10 +132,36 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
         candidates = [other for other in topology.replicas_of(rank) if other in whole]
         if not candidates:
             return _return_to_snapshot(arrivals, topology, step, rank, ends)
-        source = min(candidates, key=lambda other: (load[other], other))
+        source = min(candidates, key=lambda other: (other in roll_forward, load[other], other))
         load[source] += 1
         sources[rank] = source
-    return RecoveryPlan(step=step, roll_forward=roll_forward, sources=sources, ends=ends, owes=owes)
+    lost = _lost_alone(arrivals, topology, step, sources)
+    if lost and newest_snapshot(arrivals, topology) != NO_STATE:
+        return _return_to_snapshot(arrivals, topology, step, lost[0], ends)
+    if lost and any(each.needs_local for each in arrivals.values()):
+        raise StateLost(
+            f"no rank has what the ranks {lost} had alone after step {step} (buffers, metrics, means of the epoch): "
+            f"their buddies {[buddies(topology)[rank] for rank in lost]} were lost with them or could not keep it, and "
+            "there is no snapshot that is whole (they are taken with snapshot_every_steps). With "
+            'rank_local_state="replica" the job goes on with what a replica has'
+        )
+    hooks_first = not ends and not set(roll_forward).isdisjoint(sources.values())
+    return RecoveryPlan(
+        step=step, roll_forward=roll_forward, sources=sources, ends=ends, owes=owes, hooks_first=hooks_first
+    )
+
+
+def _lost_alone(
+    arrivals: Mapping[int, Arrival], topology: Topology, step: int, sources: Mapping[int, int]
+) -> list[int]:
+    """Ranks whose predecessors had something alone that no buddy has as it was after a step.
+
+    Where no rank keeps anything the ranks have nothing alone, or they are new because the job grows.
+    """
+    if step <= 0 or all(each.local_steps is None for each in arrivals.values()):
+        return []
+    buddy_of = buddies(topology)
+    return [rank for rank in sorted(sources) if step not in (arrivals[buddy_of[rank]].local_steps or ())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,9 @@ A rank that hangs says nothing, or says that it is somewhere else than in the co
 Long collectives alone are no sign: inside a step, and for a rank that loads its data, the limit follows the job's own
 step time; a rank that is outside of one (a validation, a callback of the first rank) is granted the general limit, also
 by those that wait for it in their next step already.
+
+[Note: clocks] No clock of another machine is read. A heartbeat carries a number that counts up, and a reader measures
+by its own monotonic clock for how long it has seen that number unchanged; see `BeatAges`.
 """
 
 import re
@@ -16,7 +19,14 @@ from typing import Any, Self
 
 from hyperpod_plugins.errors import ConfigError
 
-_BEATS_MISSED_S = 5.0
+BEATS_MISSED_S = 5.0
+"""Longest silence of a process that counts as alive."""
+_PART_HEARD = 0.5
+"""Longest silence, as a part of the limit, of a rank that is believed to be where it said."""
+_LOOK_S = 1.0
+_PART_OF_LIMIT = 0.125
+_LOOKS_A_SECOND = 200.0
+"""Of all ranks together, each at the heartbeats of all."""
 _LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$|/hyperpod_plugins/data/loader\.py$")
 
 
@@ -54,11 +64,17 @@ class Beat:
     is_loading: bool
     """Whether it fetches its next batch."""
     waits_for: str
-    """Process group in whose collective it waits, or nothing."""
+    """Process group in whose collective it waits, by itself or on its device, or nothing."""
     waited_s: float
     """Seconds it has waited in this one collective."""
-    at_s: float
-    """Unix time."""
+    collective: int = 0
+    """Number of that collective among those of the group in this generation; 0 where it is not known."""
+    number: int
+    """Counts the heartbeats of this process: while it stays the same, nothing new was said."""
+    world: int = 0
+    """Number of the world it is in."""
+    in_world_s: float = 0.0
+    """Seconds for which it has been a member of that world."""
 
     def to_dict(self) -> dict[str, Any]:
         """For the ledger."""
@@ -69,9 +85,38 @@ class Beat:
         """Inverse of `to_dict`."""
         return cls(**values)
 
-    def is_alive(self, incarnation: int, now_s: float) -> bool:
-        """Whether it is the last word of that process, and not old."""
-        return self.incarnation == incarnation and now_s - self.at_s <= _BEATS_MISSED_S
+    @property
+    def is_outside(self) -> bool:
+        """Whether it is in code of the program outside of a step: a hook, a save, a validation."""
+        return not (self.in_step or self.is_loading or self.waits_for)
+
+    def is_alive(self, incarnation: int, silent_s: float, limit_s: float = BEATS_MISSED_S) -> bool:
+        """Whether that process said it, and has said something new within the last `limit_s` seconds."""
+        return self.incarnation == incarnation and silent_s <= limit_s
+
+
+class BeatAges:
+    """For how long each rank has said nothing new, by this process's own clock; for one thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[tuple[int, int], float]] = {}
+
+    def look(self, beats: Mapping[int, Beat], now_s: float) -> dict[int, float]:
+        """Compare what is said now with what was said at the last look.
+
+        Args:
+            beats: the last heartbeat of each rank that has left one.
+            now_s: time of the look on this process's monotonic clock.
+
+        Returns:
+            Seconds of silence of each of them: a lower bound, for what is new may have been said just after the last
+            look, and what was there at the first look may be old already.
+        """
+        for rank, beat in beats.items():
+            said = beat.incarnation, beat.number
+            if rank not in self._seen or self._seen[rank][0] != said:
+                self._seen[rank] = said, now_s
+        return {rank: now_s - self._seen[rank][1] for rank in beats}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +162,41 @@ def is_loading(frame: FrameType | None) -> bool:
     return False
 
 
-def diagnose(beats: Mapping[int, Beat], own: Beat, limit_s: float, policy: HangPolicy, now_s: float) -> list[Suspicion]:
+def look_every_s(limit_s: float, world_size: int) -> float:
+    """Seconds between two looks at the heartbeats of all ranks, for one that waits and has not reached its limit.
+
+    Silence is measured from the first look at the same heartbeat, so some looks must come before the limit; they are
+    seldom enough that thousands of ranks can wait for one that computes for long.
+    """
+    return max(_LOOK_S, limit_s * _PART_OF_LIMIT, world_size / _LOOKS_A_SECOND)
+
+
+def furthest_behind(
+    beats: Mapping[int, Beat], own: Beat, silent_s: Mapping[int, float], limit_s: float
+) -> frozenset[int]:
+    """Ranks in the oldest collective that is incomplete somewhere, of the group in whose later one this rank waits.
+
+    None while a rank waits for no other: those that are behind may wait for it. One that was stopped a moment after it
+    said that it waits is such a rank, so none either while one has been silent for half of the limit: since before this
+    rank began to wait, that is, for it has looked since an eighth.
+    """
+    heard_s = _PART_HEARD * limit_s
+    if any(not beat.waits_for or silent_s.get(rank, 0.0) > heard_s for rank, beat in beats.items()):
+        return frozenset()
+    behind = {
+        rank: beat.collective
+        for rank, beat in beats.items()
+        if beat.generation == own.generation
+        and beat.waits_for == own.waits_for
+        and 0 < beat.collective < own.collective
+    }
+    oldest = min(behind.values(), default=0)
+    return frozenset(rank for rank, number in behind.items() if number == oldest)
+
+
+def diagnose(
+    beats: Mapping[int, Beat], own: Beat, limit_s: float, policy: HangPolicy, silent_s: Mapping[int, float]
+) -> list[Suspicion]:
     """Ranks to be replaced, if this rank has waited too long for somebody.
 
     Args:
@@ -125,20 +204,26 @@ def diagnose(beats: Mapping[int, Beat], own: Beat, limit_s: float, policy: HangP
         own: this rank now.
         limit_s: longest wait inside a step.
         policy: limits outside of one.
-        now_s: Unix time; the ranks' clocks may differ by less than a few seconds.
+        silent_s: for how long each of them has said nothing new, as `BeatAges` tells.
     """
     limit_s = limit_s if own.in_step else policy.outside_s
     if not own.waits_for or own.waited_s <= limit_s:
         return []
+    behind = furthest_behind(beats, own, silent_s, limit_s)
     found: list[Suspicion] = []
     for rank, beat in sorted(beats.items()):
-        silent_s = now_s - beat.at_s
+        silence_s = silent_s.get(rank, 0.0)
         is_granted_more = not (beat.in_step or beat.is_loading) and own.waited_s <= policy.outside_s
-        if silent_s > limit_s and silent_s > _BEATS_MISSED_S:
-            cause = f"has not been heard of for {silent_s:.0f} s; it was {beat.place}"
+        if silence_s > limit_s and silence_s > BEATS_MISSED_S:
+            cause = f"has not been heard of for {silence_s:.0f} s; it was {beat.place}"
+        elif rank in behind:
+            cause = (
+                f"waits in collective {beat.collective} of the {own.waits_for} group, which this rank has completed; "
+                f"it is {beat.place}"
+            )
         elif is_granted_more or beat.waits_for or beat.generation != own.generation:
             continue
-        elif silent_s <= _BEATS_MISSED_S:
+        elif silence_s <= BEATS_MISSED_S:
             cause = f"did not come to the {own.waits_for} collective for {own.waited_s:.0f} s; it is {beat.place}"
         else:
             continue

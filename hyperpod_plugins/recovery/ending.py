@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from hyperpod_plugins.errors import PeerLost, RecoveryError
@@ -64,7 +64,7 @@ class Ending:
         path: str,
         among: Sequence[int] = (),
         number: int = 0,
-        snapshots: Sequence[Snapshot] | None = None,
+        snapshots: Mapping[int, Snapshot] | None = None,
     ) -> str:
         """Write a checkpoint now that all have their state; returns its path, empty where that failed.
 
@@ -73,7 +73,7 @@ class Ending:
             path: empty for the place of an emergency.
             among: ranks that are left and write it; empty for all.
             number: generation in which those meet.
-            snapshots: what this rank writes in place of its present state.
+            snapshots: what this rank writes in place of its present state, by the ranks whose it is.
 
         Raises:
             PeerLost: somebody was lost meanwhile, and all were to write.

@@ -5,13 +5,13 @@ import time
 from typing import NoReturn
 
 from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.entries import restart_from_newest
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY, RESTART_KEY
 from hyperpod_plugins.elastic.restarts import JobRestart
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryError, StateLost
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.recovery.assign import Rung
-from hyperpod_plugins.recovery.checkpoints import known_checkpoints, newest_checkpoint
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.02
@@ -41,15 +41,8 @@ def begin_again(ledger: Ledger, job: JobEnv, rank: int, lost: StateLost) -> NoRe
     Raises:
         StateLost: the agents did not within 10 s.
     """
-    path, step = newest_checkpoint(known_checkpoints(ledger))
     incident = Incident(kind="process", cause=str(lost), reporter=f"rank {rank}")
-    restart = JobRestart(
-        incident=incident,
-        resume_from=path or job.resume_from,
-        step=step,
-        shard_degree=job.shard_degree,  # what somebody has asked for holds on
-        tensor_degree=job.tensor_degree,
-    )
+    restart = restart_from_newest(ledger, job, incident)
     if not restart.resume_from:
         log.error(
             "rank %d: ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint: use a ModelCheckpoint",

@@ -1,5 +1,6 @@
 """This process as a member of the job: what it tells the others, and what it hears from them while it computes."""
 
+import atexit
 import contextlib
 import logging
 import sys
@@ -14,13 +15,13 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hyperpod_plugins.comm import Reform, abandon_broken, break_groups, breaker, waiting
+from hyperpod_plugins.comm import Reform, abandon_broken, break_groups, breaker, current_wait
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.incident import IncidentKind
 from hyperpod_plugins.elastic.joining import await_turn, found, wanted_world
 from hyperpod_plugins.elastic.leash import end_with
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
-from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.elastic.membership import BETWEEN_CALLS, MembershipPolicy, RoundBudget
 from hyperpod_plugins.elastic.resharding import heed_all
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv, events_folder
@@ -28,10 +29,11 @@ from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.observability import EventFile, listen
 from hyperpod_plugins.recovery.assembly import Assembly, Generation, WorldChanged
 from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
-from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, diagnose, is_loading
+from hyperpod_plugins.recovery.detect import Beat, BeatAges, HangPolicy, StepTimes, diagnose, is_loading, look_every_s
 from hyperpod_plugins.recovery.doorbell import Doorbell
 from hyperpod_plugins.recovery.farewell import begin_again, follow
-from hyperpod_plugins.recovery.halt import Halt, Stops
+from hyperpod_plugins.recovery.halt import Halt, Stops, Survivors
+from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.worlds import Worlds
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,10 @@ class Member:
         self.step_times = StepTimes()
         self.generation = self._heeded = 0
         self.committed = NO_STATE
+        self.is_newcomer = job.is_newcomer
+        """Whether this process takes the place of a lost one, until the call in which it joined the others ends."""
+        self.is_torn = False
+        """Whether this process has no state because a step was interrupted while it wrote; not as a newcomer."""
         self.whereabouts = "setting up"
         """Where the main thread is, in words; the others hear it once a second."""
         self.in_step = False
@@ -71,20 +77,28 @@ class Member:
         self.ledger = Ledger.connect(job)
         self._reports = Ledger.connect(job)
         self._reporting = threading.Lock()
+        self._rounds = RoundBudget()
+        self._num_beats = 0
+        self._ages = BeatAges()
+        self._next_look_s = 0.0
+        self._entered_s: float | None = None  # when this process became a member of its present world
         self._told: Incident | None = None
         self._worlds = Worlds(self.ledger, world)
         self.is_elastic = False
         """Whether the job may change its size: only then does anybody ask about it."""
         self.wants_resize = False
         """Whether the next world is ready to take over, as far as this process has heard."""
-        self._stops = Stops(self.ledger, self._worlds, place=place, incarnation=job.incarnation, policy=policy)
+        survivors = Survivors(self.ledger, patience_s=self._patience_s, outside_s=hangs.outside_s)
+        self._stops = Stops(
+            self.ledger, self._worlds, place=place, incarnation=job.incarnation, policy=policy, survivors=survivors
+        )
         self._assembly = Assembly(
             self.ledger,
             self._worlds,
             Doorbell(lambda: Ledger.connect(job)),
             place=place,
             policy=policy,
-            patience_s=self._patience_s,
+            survivors=survivors,
         )
         self._changed = threading.Condition()
         self._is_leaving = self._is_joining = False
@@ -117,16 +131,18 @@ class Member:
         """Begin to listen. A newcomer's groups stay detached until it has joined."""
         if self.job.agent_pid:
             end_with(self.job.agent_pid)
-        if self.job.is_newcomer:
+        if self.is_newcomer:
             breaker.detach()
         else:
             found(self.ledger, self.world)
+            self._entered_s = time.monotonic()
         breaker.when_broken(self._report)
         folder = events_folder()
         if folder is not None:
             self._end_listening = listen(EventFile(Path(folder, f"rank-{self.place}.jsonl")))
         for thread in self._threads:
             thread.start()
+        atexit.register(self.leave)
 
     def leave(self) -> None:
         """Stop listening; the job goes on without this process's word, or has ended."""
@@ -136,6 +152,13 @@ class Member:
         breaker.forget(self._report)
         end, self._end_listening = self._end_listening, lambda: None
         end()
+
+    def end_entry(self, *, has_trained: bool) -> None:
+        """Go on between two entries of the program; what this process has committed there does not count any more."""
+        if has_trained:
+            self.is_newcomer = False
+        self.committed, self.is_torn, self.in_step = NO_STATE, False, False
+        self.whereabouts = BETWEEN_CALLS
 
     def fail(self, kind: IncidentKind, cause: str) -> None:
         """End the generation because of something that this rank did, and break its groups."""
@@ -161,13 +184,13 @@ class Member:
 
     def move(self, world: World) -> None:
         """Belong to another world from now on: with another rank, perhaps."""
-        self._worlds.now = world
+        self._worlds.now, self._entered_s = world, None
 
     def give_up(self, cause: str) -> None:
-        """Tell the agents that nobody is to be replaced any more: the job ends with an error."""
+        """Tell the agents that nobody is to be replaced any more: the job ends with the first error that is told."""
         log.error("rank %d gives up: %s", self.rank, cause)
         mine = Incident(kind="exception", cause=cause, rank=self.place, incarnation=self.job.incarnation)
-        self.ledger.put(GAVE_UP_KEY, mine.to_json().encode())
+        self.ledger.put_first(GAVE_UP_KEY, mine.to_json().encode())
 
     def follow(self, patience_s: float = 10.0) -> NoReturn:
         """End after the process that gives up, which may take it `patience_s` seconds."""
@@ -205,6 +228,7 @@ class Member:
             PeersOutside: this process waits in a step, and another one was outside.
             WorldChanged: the generation is formed for another world.
             RecoveryError: another process has given up, or groups could not be formed many times in a row.
+            StateLost: the job came together many times without a step in between, and no agent starts it again.
         """
         began_s = time.monotonic()
         num_failures = 0
@@ -213,6 +237,9 @@ class Member:
             self._is_joining = True  # from here on an old generation's end is no news
         while True:
             number = self.ledger.generation(at_least=self.generation)
+            why_not = self._rounds.refusal(self.committed, number, time.monotonic(), self.policy)
+            if why_not is not None:
+                self.begin_again(StateLost(why_not))
             stopped(number)
             abandon_broken()
             world = self._worlds.at(number)
@@ -238,6 +265,7 @@ class Member:
             with self._changed:
                 self.generation = number
                 self._told, self._is_joining, self._attempt = None, False, None
+                self._entered_s = self._entered_s or time.monotonic()
                 self._changed.notify_all()
             return formed
 
@@ -252,24 +280,26 @@ class Member:
             raise RecoveryError(f"{cause}. See whether the ranks reach each other over the network.")
         time.sleep(min(1.0, _FIRST_PAUSE_S * 2**num_failures))
 
-    def stop(self, number: int, *, in_step: bool, trainer: bytes) -> None:
+    def stop(self, number: int, *, in_step: bool, trainer: bytes, part: int = 0) -> None:
         """Tell newcomers of a generation that this process has stopped, and what its trainer knew then.
 
         Newcomers wait for everybody's word, also for that of one that has no state, or none that can be described:
         such a one gives no bytes. What counts is what was said first.
         """
-        self._stops.tell(number, committed=self.committed, in_step=in_step, trainer=trainer)
+        self._stops.tell(number, committed=self.committed, in_step=in_step, trainer=trainer, part=part)
 
-    def said(self, number: int, rank: int) -> bytes:
-        """What a rank has said of its trainer before it arrived in a generation; empty if nothing."""
-        return self._stops.trainer_of(number, self.world.places[rank]) or b""
-
-    def wait_for_stops(self, number: int | None = None, stopped: Callable[[int], None] | None = None) -> Halt:
+    def wait_for_stops(
+        self,
+        number: int | None = None,
+        stopped: Callable[[int], None] | None = None,
+        snapshots: Snapshots | None = None,
+    ) -> Halt:
         """Wait until every process that has state has stopped; one that is to grow the job waits for its turn first.
 
         Args:
             number: the generation that they are forming; None for the first that lasts.
             stopped: called with the number of each generation that is tried, where this process has stopped too.
+            snapshots: of this process, some of which may have outlived the process before it.
 
         Returns:
             Where the job stands.
@@ -279,10 +309,10 @@ class Member:
             PeerLost: the generation ended meanwhile (where `number` was given).
             StateLost: all processes are new, none has state, and no agent starts them again.
         """
-        if self.job.is_newcomer and number is None:
+        if self.is_newcomer and number is None:
             await_turn(self.ledger, self.world, self.place, self.job.incarnation)
         try:
-            return self._stops.wait(number, self.generation, stopped)
+            return self._stops.wait(number, self.generation, stopped, snapshots)
         except StateLost as lost:
             self.begin_again(lost)
 
@@ -292,7 +322,7 @@ class Member:
 
     def end_generation(self) -> Incident:
         """Make sure that the present generation has ended, and tell what ended it."""
-        if self.committed == NO_STATE and self.generation == 0 and self.job.is_newcomer:
+        if self.committed == NO_STATE and self.generation == 0 and self.is_newcomer:
             known = self.ledger.exit_of(self.place, self.job.incarnation - 1)  # why this process is here
             return known or Incident(kind="request", cause="a newcomer joins", reporter=f"rank {self.rank}")
         return self._end(self.generation, Incident(kind="collective", cause=breaker.cause or "", step=self.committed))
@@ -357,7 +387,8 @@ class Member:
         self.wants_resize = is_asked or wanted_world(self._reports) > self.world.number
 
     def _beat(self) -> Beat:
-        role = waiting.role
+        wait, entered_s = current_wait(), self._entered_s
+        self._num_beats += 1
         return Beat(
             incarnation=self.job.incarnation,
             generation=self.generation,
@@ -365,20 +396,29 @@ class Member:
             place=self.whereabouts,
             in_step=self.in_step,
             is_loading=not self.in_step and is_loading(_main_frame()),
-            waits_for="" if role is None else role.name,
-            waited_s=0.0 if role is None else time.monotonic() - waiting.since_s,
-            at_s=time.time(),
+            waits_for="" if wait is None else wait[0].name,
+            waited_s=0.0 if wait is None else wait[2],
+            collective=0 if wait is None else wait[1],
+            number=self._num_beats,
+            world=self.world.number,
+            in_world_s=0.0 if entered_s is None else time.monotonic() - entered_s,
         )
 
     def _look_after(self, own: Beat) -> None:
         """End the generation, and the process that hangs, if this rank has waited for it too long."""
-        limit_s = self.step_times.limit_s(self.hangs)
-        turn_s = self.rank * _APART_S  # the first to look ends the wait of all
-        if not own.waits_for or own.waited_s <= min(limit_s, self.hangs.outside_s) + turn_s:
+        if not own.waits_for:
             return
+        limit_s = self.step_times.limit_s(self.hangs)
+        first_s, now_s = min(limit_s, self.hangs.outside_s), time.monotonic()
+        is_late = own.waited_s > first_s + self.rank * _APART_S  # the first to look ends the wait of all
+        between_s = look_every_s(first_s, self.world.size)
+        if not is_late and (own.waited_s < between_s or now_s < self._next_look_s):
+            return
+        self._next_look_s = now_s + between_s
         heard = self._reports.beats(self.world.places)
         beats = {place: Beat.from_dict(each) for place, each in heard.items()}
-        for suspect in diagnose(beats, own, limit_s, self.hangs, time.time()):
+        silent_s = self._ages.look(beats, time.monotonic())
+        for suspect in diagnose(beats, own, limit_s, self.hangs, silent_s) if is_late else ():
             incident = Incident(
                 kind="hang", cause=suspect.cause, rank=suspect.rank, incarnation=suspect.incarnation, step=own.committed
             )

@@ -17,7 +17,7 @@ def follow(member: Member) -> bool:
     world = member.next_world()
     if world.number == member.world.number:
         return False
-    if member.job.is_newcomer and member.committed == NO_STATE:
+    if member.is_newcomer and member.committed == NO_STATE:
         log.warning("the world has changed before this process was part of it: another begins in its place")
         raise SystemExit(NOT_NEEDED)
     if world.rank_of(member.place) is None:

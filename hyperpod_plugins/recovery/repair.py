@@ -1,6 +1,6 @@
 """The words of the story in `step.py`: what is trained, when to stop trying, what was repaired, what calls back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,8 @@ class RetryPolicy:
     """Attempts at one step that may end with the same rank's exception before it counts as the program's mistake."""
     max_losses: int = 8
     """Processes that may be lost in one step before it counts as the program's mistake."""
+    needs_local: bool = False
+    """Whether all go back to a checkpoint where no rank has what a lost one had alone; else on, with a replica's."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -110,6 +112,11 @@ class Subject(Protocol):
         """Remember, until the step is committed, whatever `compute` changes beside gradients."""
         ...
 
+    @property
+    def can_undo(self) -> bool:
+        """Whether `undo` puts back all that `compute` has changed; where not, this rank's state counts as lost."""
+        ...
+
     def undo(self) -> None:
         """Drop gradients, and put back what `begin` remembered: as if `compute` had never run."""
         ...
@@ -118,8 +125,25 @@ class Subject(Protocol):
         """Let what computes forget its last iteration, as a newcomer's knows of none; called before any state moves."""
         ...
 
+    def share(self, step: int) -> None:
+        """Before a vote: put in safety what is of this rank alone, as it is when `step` steps are committed.
+
+        Raises:
+            PeerLost: another rank is gone; the groups are broken then.
+        """
+        ...
+
     def describe(self) -> bytes:
         """What newcomers need before they can come: loops, schedulers, the data position."""
+        ...
+
+    @property
+    def local_steps(self) -> tuple[int, ...] | None:
+        """Steps of which this rank keeps what its ward has alone; None where nothing was kept yet in this world."""
+        ...
+
+    def describe_own(self) -> bytes:
+        """What a snapshot of this rank holds beside tensors: `describe`, and what is of this rank alone."""
         ...
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
@@ -132,15 +156,15 @@ class Subject(Protocol):
     saving_group: str
     """Name of the role of the group over which `save` works."""
 
-    def save(self, path: str, *, is_alone: bool, snapshots: Sequence[Snapshot] | None = None) -> str:
+    def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
         """Write a persistent checkpoint, on all ranks together.
 
         Args:
             path: empty for the place of a checkpoint that is written before the job ends; `RESHARD` for one that is
                 written before all processes start again.
             is_alone: only some ranks are left, and no group but `saving_group` works.
-            snapshots: what to write of one step, in place of the present state: some of this rank's part, or of its
-                ward's.
+            snapshots: what to write of one step, in place of the present state, by the ranks whose it is: this one, its
+                ward, or both.
 
         Returns:
             The path.

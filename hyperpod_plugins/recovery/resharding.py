@@ -8,6 +8,7 @@ import time
 from typing import NoReturn
 
 from hyperpod_plugins.elastic import Incident
+from hyperpod_plugins.elastic.entries import from_present_entry
 from hyperpod_plugins.elastic.ledger import RESTART_KEY
 from hyperpod_plugins.elastic.resharding import asked_degrees, forget_asked
 from hyperpod_plugins.elastic.restarts import JobRestart
@@ -54,6 +55,7 @@ def reshard_if_asked(member: Member, ending: Ending, step: int) -> None:
         return
     incident = Incident(kind="request", cause=cause, step=step, reporter=f"rank {member.rank}")
     restart = JobRestart(incident=incident, resume_from=path, step=step, shard_degree=shard, tensor_degree=tensor)
+    restart = from_present_entry(member.ledger, restart)
     start_again(member.ledger, member.rank, restart, "elastic.reshard", RecoveryError(f"{cause}; no agent acted on it"))
 
 
@@ -89,12 +91,13 @@ def start_again_without(
         if rescue is not None and rescue.step > newest_checkpoint(known_checkpoints(member.ledger))[1]:
             writers, step = tuple(rescue.owners), rescue.step
             if snapshots is not None and member.rank in writers:
-                mine = [snapshots.of(owner, step) for owner in rescue.owners[member.rank]]
+                mine = {owner: snapshots.of(owner, step) for owner in rescue.owners[member.rank]}
     path = ""
     if member.rank in writers:
         member.whereabouts = f"writing what is left of step {step}, before all start again"
         path = ending.save(step, RESHARD, writers, late.formed.number, mine)
     elif writers:
+        member.whereabouts = f"waiting for the ranks that write what is left of step {step}"
         _await_word(member)
     if not path:
         member.begin_again(lost)
@@ -106,6 +109,7 @@ def start_again_without(
         shard_degree=member.job.shard_degree,
         tensor_degree=member.job.tensor_degree,
     )
+    restart = from_present_entry(member.ledger, restart)
     start_again(member.ledger, member.rank, restart, Rung.CHECKPOINT.event, lost)
 
 

@@ -1,16 +1,16 @@
 """The training state of one rank, and its way to a rank that holds the same shard.
 
 A rank's state is its local tensors: parameter shards, buffers, and the tensors of optimizer state. Replicas of a shard
-hold the same bits, so a copy from one of them is exact. Everything travels in few large messages: a large tensor is
-sent from where it lies to where it is to lie, small ones are put together. Beside the tensors goes one header, which is
-read with torch's `weights_only`.
+hold the same bits, so a copy from one of them is exact. Everything travels over a `Channel`, in few large parts: a
+large tensor is sent from where it lies to where it is to lie, small ones are put together. Before the tensors goes one
+header, which is read with torch's `weights_only`.
 """
 
 import io
 import math
 import zlib
-from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,54 +18,75 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hyperpod_plugins.comm import Channel
 from hyperpod_plugins.errors import RecoveryError, few
-from hyperpod_plugins.parallel.checkpoint_parts import StateParts, TensorPart, place_of
+from hyperpod_plugins.parallel.checkpoint_parts import (
+    AVERAGED,
+    CURRENT,
+    NUM_AVERAGED,
+    StateParts,
+    TensorPart,
+    place_of,
+)
 from hyperpod_plugins.parallel.checkpoint_state import (
     count_device,
     describe_optimizer,
     model_tensors,
     optimizer_tensors,
+    parameters_of,
     plain_name,
     set_optimizer,
 )
-from hyperpod_plugins.parallel.shard import laid_out_like, local_part
+from hyperpod_plugins.parallel.shard import laid_out_as, laid_out_like, local_part
 
 MESSAGE_BYTES = 64 * 2**20
-_AT_ONCE = 8  # messages under way while the next one is prepared
 ALONE_BYTES = 2**18  # a tensor of this size makes up a message of its own
+_HEADER_BYTES = 2**30
+_PATIENCE_S = 120.0  # a source may have to commit a step first; whoever stands still is replaced afterwards
 
 
 class TrainingState:
     """Parameters, buffers and optimizer state of this rank, by reference."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, verify: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        average: nn.Module | None = None,
+        verify: bool = False,
+    ) -> None:
         """Take hold of the state.
 
         Args:
             model: sharded or plain.
             optimizers: over the model's parameters.
+            average: an `AveragedModel` whose tensors are laid out as the model's.
             verify: compare checksums of what was sent and what arrived.
         """
         self.model = model
         self.optimizers = list(optimizers)
+        self._average = average
         self._verify = verify
         self._places: dict[str, tuple[list[int], list[int]]] = {}
+        self._channel = Channel(None, "state", patience_s=_PATIENCE_S)
 
     def num_bytes(self) -> int:
         """Size of what would be sent."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def checksum(self) -> int:
         """CRC-32 of every tensor's bytes, in the order of their names; equal on replicas of one shard."""
-        return _checksum(tensor for _, tensor in sorted(self._tensors().items()))
+        return _checksum(tensor for _, tensor in sorted(self.tensors().items()))
 
     def header(self) -> bytes:
         """What the tensors are, and what optimizers hold beside them, to be read with `weights_only`."""
+        described = [describe_optimizer(self.model, optimizer) for optimizer in self.optimizers]
         header = {
-            "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in self._tensors().items()],
-            "optimizers": [describe_optimizer(self.model, optimizer) for optimizer in self.optimizers],
+            "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in self.tensors().items()],
+            "optimizers": described,
             "checksum": self.checksum() if self._verify else 0,
-            "places": self._whole_tensors(),
+            "places": self._whole_tensors() | self._places_of_state(described),
         }
         buffer = io.BytesIO()
         torch.save(header, buffer)
@@ -84,7 +105,7 @@ class TrainingState:
 
     def copy_to(self, data: torch.Tensor) -> None:
         """Copy the bytes of all tensors into `data`, which is one-dimensional, of bytes and `num_bytes()` long."""
-        tensors = list(self._tensors().values())
+        tensors = list(self.tensors().values())
         for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
             part.copy_(_bytes(tensor))
 
@@ -110,7 +131,7 @@ class TrainingState:
         Raises:
             RecoveryError: bits have changed.
         """
-        found, persistent = StateParts(), model_tensors(self.model)
+        found, persistent, averaged = StateParts(), model_tensors(self.model), list[TensorPart]()
         found.optimizers.extend([] for _ in self.optimizers)
         for header, data in recorded:
             described, parts = self._take_apart(header, data, whose)
@@ -121,17 +142,27 @@ class TrainingState:
                 kind, _, name = full_name.partition(".")
                 index, _, entry = name.partition(".")
                 is_state = kind == "optimizer"
-                owner = owners[f"parameter.{entry.rpartition('.')[0]}"] if is_state else full_name
-                is_laid_out = not is_state or (shape and shape == shapes[owner][0])  # else a count, which is plain
-                size, offset = described["places"][owner] if is_laid_out else (shape, [0] * len(shape))
+                place = described["places"].get(full_name)
+                if place is None:
+                    owner = owners[f"parameter.{entry.rpartition('.')[0]}"]
+                    is_laid_out = shape and shape == shapes[owner][0]  # else a count, which is plain
+                    place = described["places"][owner] if is_laid_out else (shape, [0] * len(shape))
+                size, offset = place
                 values = _typed(parts[full_name], torch.empty(shape, dtype=dtype, device="meta"))
                 part = TensorPart(
                     name=entry if is_state else plain_name(name), size=tuple(size), offset=tuple(offset), values=values
                 )
                 if is_state:
                     found.optimizers[int(index)].append(part)
+                elif part.name == f"{AVERAGED}n_averaged":
+                    found.beside.append(replace(part, name=NUM_AVERAGED))
+                elif part.name.startswith(AVERAGED):
+                    averaged.append(replace(part, name=part.name.removeprefix(f"{AVERAGED}module.")))
                 elif part.name in persistent:
                     found.model.append(part)
+        if self._average is not None:  # as the model itself is saved, too
+            found.beside.extend(replace(part, name=f"{CURRENT}{part.name}") for part in found.model)
+            found.model[:] = [part for part in averaged if part.name in persistent]
         return found
 
     def _take_apart(self, header: bytes, data: torch.Tensor, whose: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -147,26 +178,43 @@ class TrainingState:
     def _whole_tensors(self) -> dict[str, tuple[list[int], list[int]]]:
         """Where this rank's parts of parameters and buffers lie in the whole; it never changes."""
         if not self._places:
-            named = [(f"parameter.{name}", parameter) for name, parameter in self.model.named_parameters()]
-            named += [(f"buffer.{name}", buffer) for name, buffer in self.model.named_buffers()]
-            self._places = {name: place_of(tensor) for name, tensor in named}
+            self._places = {name: place_of(tensor) for name, tensor in self._named_tensors()}
         return self._places
 
-    def send(self, rank: int) -> None:
-        """Give everything to a global rank."""
-        device = self._device()
-        payload = torch.frombuffer(bytearray(self.header()), dtype=torch.uint8).to(device)
-        dist.send(torch.tensor([payload.numel()], device=device), rank)
-        dist.send(payload, rank)
-        under_way: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
-        for batch in _batches(self._tensors().values()):
+    def _places_of_state(self, described: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[int]]]:
+        """The same of optimizer state that lies otherwise than its parameters."""
+        found: dict[str, tuple[list[int], list[int]]] = {}
+        for index, optimizer in enumerate(self.optimizers):
+            if described[index]["layouts"]:
+                tensors = optimizer_tensors(self.model, optimizer)
+                found |= {f"optimizer.{index}.{name}": place_of(tensors[name]) for name in described[index]["layouts"]}
+        return found
+
+    def share(self, sources: Mapping[int, int]) -> None:
+        """Take everything from this rank's source, if it has one, and give it to those whose source this rank is.
+
+        Args:
+            sources: global rank that gives its state, for each rank that takes one. A source takes none itself.
+
+        Raises:
+            PeerLost: a rank was lost meanwhile. The state of a rank that was taking one is undefined then.
+            RecoveryError: see `receive`.
+        """
+        rank = dist.get_rank()
+        targets = [target for target, source in sorted(sources.items()) if source == rank]
+        if targets:
+            self.send(*targets)
+        if rank in sources:
+            self.receive(sources[rank])
+
+    def send(self, *ranks: int) -> None:
+        """Give everything to some global ranks, at the same time."""
+        self._channel.send("header", [self.header()], ranks)
+        messages: list[torch.Tensor] = []
+        for batch in _batches(self.tensors().values()):
             parts = [_bytes(tensor) for tensor in batch]
-            message = parts[0] if len(parts) == 1 else torch.cat(parts)
-            under_way.append((dist.isend(message, rank), message))
-            if len(under_way) > _AT_ONCE:
-                _wait(under_way.popleft()[0])
-        for work, _ in under_way:
-            _wait(work)
+            messages.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        self._channel.send("tensors", messages, ranks)
 
     def receive(self, rank: int) -> None:
         """Take everything from a global rank, in place; optimizer state is made without stepping.
@@ -174,34 +222,22 @@ class TrainingState:
         Raises:
             RecoveryError: the sender has another model, or bits changed on the way.
         """
-        device = self._device()
-        size = torch.zeros(1, dtype=torch.int64, device=device)
-        dist.recv(size, rank)
-        payload = torch.empty(int(size), dtype=torch.uint8, device=device)
-        dist.recv(payload, rank)
-        described = _read_header(payload.cpu().numpy().tobytes())
-        tensors = self._make_room(described, f"rank {rank}")
-        under_way: deque[tuple[dist.Work | None, torch.Tensor, list[torch.Tensor]]] = deque()
+        (header,) = self._channel.receive("header", [_HEADER_BYTES], rank)
+        described = _read_header(header.numpy().tobytes())
+        batches = list(_batches(self._make_room(described, f"rank {rank}").values()))
         with torch.no_grad():
-            for batch in _batches(tensors.values()):
-                is_in_place = len(batch) == 1 and batch[0].is_contiguous()
-                num_bytes = sum(tensor.nbytes for tensor in batch)
-                message = (
-                    _bytes(batch[0])
-                    if is_in_place
-                    else torch.empty(num_bytes, dtype=torch.uint8, device=batch[0].device)
-                )
-                under_way.append((dist.irecv(message, rank), message, [] if is_in_place else batch))
-                if len(under_way) > _AT_ONCE:
-                    _take(*under_way.popleft())
-            for each in under_way:
-                _take(*each)
+            messages = [_room_for(batch) for batch in batches]
+            self._channel.receive("tensors", messages, rank)
+            for message, batch in zip(messages, batches, strict=True):
+                if not _is_in_place(batch):
+                    for tensor, part in zip(batch, message.split([each.nbytes for each in batch]), strict=True):
+                        tensor.copy_(_typed(part, tensor))
         if self._verify:
             _compare(self.checksum(), described, f"rank {rank}")
 
     def _make_room(self, described: dict[str, Any], whose: str) -> dict[str, torch.Tensor]:
         """Make optimizer state as the header says, and return all tensors, to be filled."""
-        ours = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self._tensors().items()]
+        ours = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self.tensors().items()]
         theirs = [(name, tuple(shape), dtype) for name, shape, dtype in described["tensors"]]
         ours, theirs = ([each for each in side if not _is_optimizer_state(each[0])] for side in (ours, theirs))
         if theirs != ours:  # before anything is changed
@@ -215,22 +251,27 @@ class TrainingState:
             raise RecoveryError(f"{whose} holds optimizers with other groups of parameters than this process built")
         for index, optimizer in enumerate(self.optimizers):
             self._make_state(index, optimizer, described)
-        return self._tensors()
+        return self.tensors()
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Local tensors by name, the same order on every rank of a shard."""
         found: dict[str, torch.Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            found[f"parameter.{name}"] = _local(parameter)
-        for name, buffer in self.model.named_buffers():
-            found[f"buffer.{name}"] = _local(buffer)
+        for name, tensor in self._named_tensors():
+            found[name] = _local(tensor)
         for index, optimizer in enumerate(self.optimizers):
             for name, tensor in optimizer_tensors(self.model, optimizer).items():
                 found[f"optimizer.{index}.{name}"] = _local(tensor)
         return found
 
+    def _named_tensors(self) -> Generator[tuple[str, torch.Tensor]]:
+        """Parameters and buffers of the model, and of its average."""
+        for module, prefix in ((self.model, ""), (self._average, AVERAGED)):
+            if module is not None:
+                yield from ((f"parameter.{prefix}{name}", parameter) for name, parameter in module.named_parameters())
+                yield from ((f"buffer.{prefix}{name}", buffer) for name, buffer in module.named_buffers())
+
     def _make_state(self, index: int, optimizer: Optimizer, header: dict[str, Any]) -> None:
-        parameters = dict(self.model.named_parameters())
+        parameters = parameters_of(self.model)
         prefix = f"optimizer.{index}."
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         present = optimizer_tensors(self.model, optimizer)
@@ -246,29 +287,24 @@ class TrainingState:
             parameter = parameters[entry.rpartition(".")[0]]
             device = parameter.device if shape else count_device(parameter, groups[id(parameter)])
             local = torch.empty(shape, dtype=_dtype(dtype), device=device)
-            state[entry] = _like(parameter, local)
+            layout = header["optimizers"][index]["layouts"].get(entry)
+            state[entry] = _like(parameter, local) if layout is None else laid_out_as(layout, parameter, local)
         set_optimizer(self.model, optimizer, state, header["optimizers"][index])
-
-    def _device(self) -> torch.device:
-        parameter = next(self.model.parameters(), None)
-        return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _parameters_in(names: Iterable[str]) -> list[str]:
     return [name.removeprefix("parameter.") for name in names if name.startswith("parameter.")]
 
 
-def _take(work: dist.Work | None, message: torch.Tensor, batch: list[torch.Tensor]) -> None:
-    """Wait for a message, and copy its parts to the tensors of a batch."""
-    _wait(work)
-    if batch:
-        for tensor, part in zip(batch, message.split([each.nbytes for each in batch]), strict=True):
-            tensor.copy_(_typed(part, tensor))
+def _is_in_place(batch: Sequence[torch.Tensor]) -> bool:
+    return len(batch) == 1 and batch[0].is_contiguous()
 
 
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
+def _room_for(batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where the bytes of a batch are received: its only tensor itself, or new memory on the same device."""
+    if _is_in_place(batch):
+        return _bytes(batch[0])
+    return torch.empty(sum(tensor.nbytes for tensor in batch), dtype=torch.uint8, device=batch[0].device)
 
 
 def _read_header(header: bytes) -> dict[str, Any]:

@@ -23,14 +23,16 @@ def take_back(plan: RecoveryPlan, snapshots: Snapshots, member: Member, generati
     snapshots.load(plan.step)
 
 
-def end_generation(plan: RecoveryPlan, snapshots: Snapshots, member: Member, max_losses: int) -> None:
+def end_generation(plan: RecoveryPlan, member: Member, max_losses: int) -> None:
     """End the generation, since all ranks enter the loops again.
 
     Raises:
         RecoveryError: the same state was lost `max_losses` times: another return would not help.
     """
-    if snapshots.count_return(plan.step + plan.steps_lost) >= max_losses:
-        cause = f"the state after step {plan.step + plan.steps_lost} was lost {max_losses} times"
+    lost_at = plan.step + plan.steps_lost
+    # Counted by all ranks together, and where it outlives them: each return may be of new processes alone.
+    if member.ledger.count(f"returns/{lost_at}", 1) >= max_losses * member.world.size:
+        cause = f"the state after step {lost_at} was lost {max_losses} times"
         member.give_up(cause)
         raise RecoveryError(f"{cause}. Look at the logs of the lost ranks; the step itself may kill them.")
     wish = Incident(kind="request", cause=_cause(plan), step=plan.step, reporter=f"rank {member.rank}")

@@ -3,6 +3,9 @@
 They are for shards without a live replica. The main thread copies this rank's state into host memory; a thread beside
 the training sends the copy to the buddy, and takes that of the ward (whose buddy this rank is).
 
+[Note: every exchange ends] The parts go over a `Channel`, which a break wakes. An exchange that stands still breaks the
+groups itself; after some such exchanges in a row there are no more snapshots, for the job would only repeat them.
+
 [Note: two of each] A rank holds at most two snapshots of itself and two of its ward: the newest that is complete on
 all ranks, and the one that is being exchanged. The exchange ends with an all-reduce, and nobody enters it before its
 own part has come. So whoever sees it end knows that all ranks have everything, and may drop the older one; whoever is
@@ -12,24 +15,33 @@ interrupted in it keeps both, and says so when the members of the next generatio
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import break_groups, breaker
-from hyperpod_plugins.errors import ConfigError, PeerLost
+from hyperpod_plugins.comm import WORLD, Channel, ResilientProcessGroup, break_groups, breaker
+from hyperpod_plugins.comm.works import raise_peer_lost, waits_for
+from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.assign import NO_STATE
 from hyperpod_plugins.recovery.buddies import buddies, wards
-from hyperpod_plugins.recovery.restore import MESSAGE_BYTES, TrainingState
+from hyperpod_plugins.recovery.restore import TrainingState
+from hyperpod_plugins.recovery.snapshot_memory import SharedMemory, SharedSlots, Snapshot
+from hyperpod_plugins.recovery.snapshot_pace import SnapshotPace
 
 log = logging.getLogger(__name__)
 COPIES = 4
 """Copies of a rank's state that all ranks together hold at most: two of itself, and two with its buddy."""
+MAX_STALLS = 3
+"""Exchanges in a row that may stand still until their limit, before there are no more."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_SLICE_S = 0.5
+_PATIENCE_S = 120.0  # all have come to the exchange by then, but they may reserve a lot of memory before they receive
+_WAKE_S = 30.0  # an exchange over broken groups ends at once; what does not is stuck where nothing wakes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +50,8 @@ class SnapshotPolicy:
 
     every_steps: int = 0
     """Committed steps from one snapshot to the next; 0 for none."""
+    is_measured: bool = False
+    """Whether that is where the job begins, and it goes on with what the ranks measure; see `SnapshotPace`."""
     memory_fraction: float = 0.5
     """Largest part of a node's memory for the snapshots of all its ranks."""
     is_required: bool = True
@@ -51,26 +65,20 @@ class SnapshotPolicy:
             raise ConfigError(f"snapshot_memory_fraction must lie in 0 .. 1, but is {self.memory_fraction}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The state of one rank when it had committed `step` steps."""
-
-    step: int
-    header: bytes
-    """See `TrainingState.header`."""
-    trainer: bytes
-    """See `Subject.describe`."""
-    data: torch.Tensor
-    """Bytes of all tensors, in host memory."""
-
-
 class Shelf:
-    """Room for two snapshots of one rank, whose memory is used again and again."""
+    """Room for two snapshots of one rank, whose memory is used again and again.
 
-    def __init__(self, *, is_pinned: bool) -> None:
+    In shared memory, they outlive this process once they are recorded.
+    """
+
+    def __init__(self, *, is_pinned: bool, slots: SharedSlots | None = None) -> None:
+        """Begin without any; memory that is not shared is pinned for a GPU if `is_pinned`."""
         self._is_pinned = is_pinned
+        self._slots = slots
         self._snapshots: dict[int, Snapshot] = {}
         self._spare: torch.Tensor | None = None
+        self.is_short = False
+        """Whether there was not enough shared memory, so that a snapshot ends with this process."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -82,25 +90,58 @@ class Shelf:
         return self._snapshots.get(step)
 
     def room(self, num_bytes: int, *, keep: int) -> torch.Tensor:
-        """Memory for the next snapshot, `num_bytes` long; all others but that of the step `keep` are dropped."""
+        """Memory for the next snapshot, `num_bytes` long; all others but that of the step `keep` are dropped.
+
+        Raises:
+            PeerLost: the groups broke meanwhile.
+        """
         for step in [step for step in self._snapshots if step != keep]:
-            self._spare = self._snapshots.pop(step).data
+            self._drop(step)
         spare, self._spare = self._spare, None
         if spare is not None and spare.numel() == num_bytes:
             return spare
         del spare
+        if self._slots is not None:
+            shared = self._slots.room(num_bytes, [each.data for each in self._snapshots.values()], _refuse_broken)
+            if shared is not None:
+                return shared
+            self.is_short |= num_bytes > 0
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def put(self, snapshot: Snapshot) -> None:
         """Take a complete snapshot, in place of an older one of the same step."""
         former = self._snapshots.get(snapshot.step)
         if former is not None and former.data is not snapshot.data:
-            self._spare = former.data
+            self._drop(snapshot.step)
         self._snapshots[snapshot.step] = snapshot
+
+    def record(self, step: int) -> None:
+        """Let the snapshot of a step outlive this process.
+
+        Raises:
+            PeerLost: the groups broke meanwhile.
+        """
+        if self._slots is not None and step in self._snapshots:
+            self._slots.record(self._snapshots[step], _refuse_broken)
 
     def keep_only(self, step: int) -> None:
         """Drop all snapshots but that of one step."""
-        self._snapshots = {at: each for at, each in self._snapshots.items() if at == step}
+        for other in [other for other in self._snapshots if other != step]:
+            self._drop(other)
+
+    def take_over(self, *, is_good: bool) -> None:
+        """Take the snapshots that a process before this one left in shared memory, or see to it that nobody does."""
+        if self._slots is None:
+            return
+        if is_good:
+            self._snapshots = {snapshot.step: snapshot for snapshot in self._slots.load()}
+        else:
+            self._slots.clear()
+
+    def _drop(self, step: int) -> None:
+        self._spare = self._snapshots.pop(step).data
+        if self._slots is not None:
+            self._slots.forget(self._spare)
 
 
 class Snapshots:
@@ -112,18 +153,25 @@ class Snapshots:
         state: TrainingState,
         topology: Topology,
         group: dist.ProcessGroup,
+        memory: SharedMemory | None = None,
     ) -> None:
-        """Take nothing yet.
+        """Take nothing yet, but find what a process before this one left in shared memory.
 
         Args:
             policy: how often.
             state: what to copy.
             topology: who is there.
             group: of all ranks, strict, and for nothing else.
+            memory: where snapshots outlive this process; None where nothing does.
         """
         self.policy = policy
         self._state = state
         self._group = group
+        self._role = group.role if isinstance(group, ResilientProcessGroup) else WORLD
+        self._channel = Channel(group, "snapshots", patience_s=_PATIENCE_S)
+        # Whoever is waited for there may still take a snapshot from a third rank, so only its end says that it is gone.
+        self._way_back = Channel(group, "way back")
+        self._num_stalls = 0
         self._rank = dist.get_rank()
         buddy_of = buddies(topology)
         self._ward_of = wards(buddy_of)
@@ -131,13 +179,19 @@ class Snapshots:
         ranks_here = topology.ranks_per_node or topology.world_size
         self._limit_bytes = int(policy.memory_fraction * host_memory_bytes() / ranks_here)
         is_pinned = torch.cuda.is_available()
-        self._own, self._wards = Shelf(is_pinned=is_pinned), Shelf(is_pinned=is_pinned)
+        own, of_ward = (
+            (None, None) if memory is None else (memory.slots("own", self._rank), memory.slots("ward", self.ward))
+        )
+        self._pace = SnapshotPace(policy.every_steps, is_measured=policy.is_measured)
+        self._own = Shelf(is_pinned=is_pinned, slots=own)
+        self._wards = Shelf(is_pinned=is_pinned, slots=of_ward)
+        for shelf in (self._own, self._wards):
+            shelf.take_over(is_good=memory is not None and memory.is_replacement)
         self._complete = NO_STATE
         self._returned: Snapshot | None = None
-        self._returns_from: dict[int, int] = {}
         self._thread: threading.Thread | None = None
         self._refusal: str | None = None
-        self._is_off = False
+        self._is_off = self._has_stalled = self._has_warned = False
 
     @property
     def own_steps(self) -> tuple[int, ...]:
@@ -148,6 +202,11 @@ class Snapshots:
     def ward_steps(self) -> tuple[int, ...]:
         """Steps of which this rank has a snapshot of its ward."""
         return self._wards.steps
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """The newest snapshot that this rank has of itself."""
+        return self._own.find(max(self._own.steps, default=NO_STATE))
 
     def of(self, rank: int, step: int) -> Snapshot:
         """That of this rank or of its ward, which there must be."""
@@ -165,17 +224,44 @@ class Snapshots:
         Raises:
             ConfigError: the snapshots take more memory than they may.
         """
-        every = self.policy.every_steps
-        if not every or step % every or self._is_off:
+        self._pace.tick(step, time.perf_counter())
+        if self._is_off or not self._pace.is_due(step):
             return
         self.settle()
+        if not breaker.is_open and self._pace.adopt() and self._rank == 0:
+            log.warning("%s", self._pace)
+        if not self._pace.is_due(step):
+            return
         if self._refusal is not None:
             self._turn_off(self._refusal)
+        elif self._has_stalled:
+            self._is_off = True
+            log.error(
+                "rank %d: there are no more buddy snapshots, for %d exchanges in a row stood still for as long as they "
+                "may. See whether the ranks reach each other over the network.",
+                self._rank,
+                MAX_STALLS,
+            )
         elif not breaker.is_open:
             self._begin(step, describe)
 
+    def settle_before_commit(self) -> None:
+        """Let no step be committed before all have the snapshot of the one before, where there is one of each.
+
+        So that one step at most is lost. Only where the exchange is known to end long before the step does, or somebody
+        asked for a snapshot of every step: that of a large state would be waited for in the first steps.
+        """
+        if self._pace.is_every_step:
+            self.settle()
+
     def _begin(self, step: int, describe: Callable[[], bytes]) -> None:
-        own = self._copy(step, describe)
+        began_s = time.perf_counter()
+        try:
+            own = self._copy(step, describe)
+        except PeerLost as error:
+            log.info("there is no snapshot of step %d: %s", step, error)
+            return
+        self._pace.copied(time.perf_counter() - began_s)
         self._thread = threading.Thread(target=self._exchange, args=(step, own), name="hyperpod_snapshot", daemon=True)
         self._thread.start()
 
@@ -187,10 +273,25 @@ class Snapshots:
             log.warning("%s", refusal)
 
     def settle(self) -> None:
-        """Wait until no exchange is under way; one over broken groups ends at once."""
+        """Wait until no exchange is under way; one over broken groups ends at once.
+
+        Raises:
+            RecoveryError: it does not. This process must end, for the thread may still write to the snapshots.
+        """
         thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if thread is None:
+            return
+        broken_s: float | None = None
+        with waits_for(self._role):
+            while thread.is_alive():
+                thread.join(_SLICE_S)
+                if breaker.is_open:
+                    broken_s = time.monotonic() if broken_s is None else broken_s
+                    if time.monotonic() - broken_s > _WAKE_S:
+                        raise RecoveryError(
+                            f"the exchange of snapshots did not end within {_WAKE_S:.0f} s after the groups broke "
+                            f"({breaker.cause}). This process ends, and another takes its place."
+                        )
 
     def _copy(self, step: int, describe: Callable[[], bytes]) -> Snapshot | None:
         """This rank's state now; None where it takes too much memory, of which all hear in the exchange."""
@@ -204,9 +305,13 @@ class Snapshots:
         return own
 
     def _exchange(self, step: int, own: Snapshot | None) -> None:
+        began_s = time.perf_counter()
         try:
+            self._own.record(step)
             self._swap(step, own)
+            self._pace.exchanged(time.perf_counter() - began_s, time.thread_time())
         except PeerLost as error:
+            self._num_stalls += isinstance(error.__cause__, TimeoutError)
             log.info("the snapshot of step %d is void, and the one before it counts: %s", step, error)
         except (RuntimeError, MemoryError) as error:  # nobody else would hear of it, and the peers would wait
             log.exception("the snapshot of step %d failed", step)
@@ -216,46 +321,62 @@ class Snapshots:
         sizes = self._sizes(step, own)
         if any(size[0] != step for size in sizes):
             raise RuntimeError(f"the ranks are at different steps: {[size[0] for size in sizes]}")
-        largest = max(size[-1] for size in sizes)
+        largest = max(size[3] for size in sizes)
         if own is None or not all(size[1] for size in sizes):
             self._refusal = too_large(largest, self._limit_bytes, self.policy)
             return
-        theirs = sizes[self.ward]
-        header, trainer = (torch.empty(size, dtype=torch.uint8) for size in theirs[1:3])
-        data = self._wards.room(theirs[3], keep=self._complete)
-        for mine, place in ((_bytes(own.header), header), (_bytes(own.trainer), trainer), (own.data, data)):
-            self._pass_on(mine, place)
-        self._wards.put(Snapshot(step=step, header=_raw(header), trainer=_raw(trainer), data=data))
+        if max(size[4] for size in sizes) >= MAX_STALLS:
+            self._has_stalled = True
+            return
+        theirs = sizes[self.ward][1:4]
+        data = self._wards.room(theirs[2], keep=self._complete)
+        self._pass_on(own, [theirs[0], theirs[1], data], step)
+        self._wards.record(step)
         dist.all_reduce(torch.zeros(1), group=self._group)
+        self._num_stalls = 0
+        self._pace.hear([size[5] for size in sizes])
+        num_short = sum(size[6] for size in sizes)
+        if num_short and not self._has_warned and self._rank == 0:
+            self._has_warned = True
+            log.warning("%s", too_little_shared(num_short, len(sizes)))
         is_first_with_state = self._complete < 1 <= step
         self._complete = step
         if is_first_with_state and self._rank == 0:
             log.warning("%s", memory_cost(largest, self.policy))
 
     def _sizes(self, step: int, own: Snapshot | None) -> list[list[int]]:
-        """Of each rank: its step, and the bytes of header, trainer and tensors."""
+        """Of each rank: its step; the bytes of header, trainer and tensors; how many of its exchanges stalled; how many
+        steps it wants from one snapshot to the next; and whether it lacks shared memory.
+        """
         num_bytes = self._state.num_bytes() if own is None else own.data.numel()
         texts = (0, 0) if own is None else (len(own.header), len(own.trainer))
-        mine = torch.tensor([step, *texts, num_bytes])
+        is_short = self._own.is_short or self._wards.is_short
+        mine = torch.tensor([step, *texts, num_bytes, self._num_stalls, self._pace.wanted_steps(), int(is_short)])
         all_ranks = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(all_ranks, mine, group=self._group)
         return [each.tolist() for each in all_ranks]
 
-    def _pass_on(self, mine: torch.Tensor, place: torch.Tensor) -> None:
-        """Send to the buddy while receiving from the ward, in messages of bounded size."""
-        for begin in range(0, max(mine.numel(), place.numel()), MESSAGE_BYTES):
-            works: list[dist.Work | None] = []
-            if begin < place.numel():
-                works.append(dist.irecv(place[begin : begin + MESSAGE_BYTES], self.ward, group=self._group))
-            if begin < mine.numel():
-                works.append(dist.isend(mine[begin : begin + MESSAGE_BYTES], self.buddy, group=self._group))
-            for work in works:
-                assert work is not None
-                work.wait()
+    def _pass_on(self, own: Snapshot, places: list[torch.Tensor | int], step: int) -> None:
+        """Send this rank's snapshot to the buddy while receiving that of the ward."""
+        parts = self._channel.exchange("snapshot", sends={self.buddy: _parts(own)}, receives={self.ward: places})
+        self._wards.put(_snapshot(step, parts[self.ward]))
 
     def keep(self, step: int) -> None:
-        """Hear which snapshot is the newest that all ranks can return to, as far as the members now know."""
+        """Hear which snapshot is the newest that all ranks can return to, as far as the members now know.
+
+        All ranks call this after a repair, those that are new with them, and go on alike: those that had heard that
+        there are no more snapshots forget it. What was the reason is found again in the next exchange, by all of them.
+
+        Raises:
+            PeerLost: somebody was lost meanwhile.
+        """
         self._complete = step
+        mine = torch.tensor([self._pace.told_steps])
+        all_ranks = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(all_ranks, mine, group=self._group)
+        self._pace.begin_again([int(each) for each in all_ranks])
+        self._is_off = self._has_stalled = False
+        self._refusal = None  # `_num_stalls` stays: an exchange that stands still leads to a repair
 
     # -- going back -----------------------------------------------------------------------------------------------
 
@@ -265,35 +386,28 @@ class Snapshots:
         Raises:
             PeerLost: somebody was lost meanwhile. No training state has been changed.
         """
-        for rank, source in sorted(sources.items()):
-            if self._rank == source:
-                self._send(self._wards, step, rank)
-            elif self._rank == rank:
-                self._receive(self._own, step, source)
-        for rank in sorted(sources):  # else the next fault could find nothing of a rank whose buddy is new
-            ward = self._ward_of[rank]
-            if self._rank == ward:
-                self._send(self._own, step, rank)
-            elif self._rank == rank:
-                self._receive(self._wards, step, ward)
+        to = self.ward if sources.get(self.ward) == self._rank else None
+        self._hand_over(step, self._wards, to, self._own, sources.get(self._rank))
+        # Else the next fault could find nothing of a rank whose buddy is new.
+        to, source = self.buddy if self.buddy in sources else None, self.ward if self._rank in sources else None
+        self._hand_over(step, self._own, to, self._wards, source)
         dist.all_reduce(torch.zeros(1), group=self._group)
 
-    def _send(self, shelf: Shelf, step: int, rank: int) -> None:
-        snapshot = shelf.find(step)
-        assert snapshot is not None
-        sizes = [len(snapshot.header), len(snapshot.trainer), snapshot.data.numel()]
-        dist.send(torch.tensor(sizes), rank, group=self._group)
-        for part in (_bytes(snapshot.header), _bytes(snapshot.trainer), *snapshot.data.split(MESSAGE_BYTES)):
-            dist.send(part, rank, group=self._group)
-
-    def _receive(self, shelf: Shelf, step: int, rank: int) -> None:
-        sizes = torch.empty(3, dtype=torch.int64)
-        dist.recv(sizes, rank, group=self._group)
-        header, trainer = (torch.empty(int(size), dtype=torch.uint8) for size in sizes[:2])
-        data = shelf.room(int(sizes[2]), keep=NO_STATE)
-        for part in (header, trainer, *data.split(MESSAGE_BYTES)):
-            dist.recv(part, rank, group=self._group)
-        shelf.put(Snapshot(step=step, header=_raw(header), trainer=_raw(trainer), data=data))
+    def _hand_over(self, step: int, given: Shelf, to: int | None, taken: Shelf, source: int | None) -> None:
+        """Give a snapshot of a step to one rank, and take one from another; None for nobody."""
+        mine = None if to is None else given.find(step)
+        assert (mine is None) == (to is None)
+        parts = {} if to is None or mine is None else {to: _parts(mine)}
+        sizes = {rank: [torch.tensor([len(part) for part in each])] for rank, each in parts.items()}
+        room = torch.empty(3, dtype=torch.int64)
+        self._way_back.exchange("sizes", sends=sizes, receives={} if source is None else {source: [room]})
+        places: dict[int, list[torch.Tensor | int]] = {}
+        if source is not None:
+            header, trainer, data = room.tolist()
+            places = {source: [header, trainer, taken.room(data, keep=NO_STATE)]}
+        for received in self._way_back.exchange("snapshot", sends=parts, receives=places).values():
+            taken.put(_snapshot(step, received))
+            taken.record(step)
 
     def load(self, step: int) -> None:
         """Put this rank's parameters, buffers and optimizers back to where they were at a step.
@@ -307,11 +421,6 @@ class Snapshots:
         self._wards.keep_only(step)
         self._complete = step
         self._returned = snapshot
-
-    def count_return(self, from_step: int) -> int:
-        """How often, this time included, the state after a step was lost: the step that follows may be why."""
-        self._returns_from[from_step] = self._returns_from.get(from_step, 0) + 1
-        return self._returns_from[from_step]
 
     def take_returned(self) -> Snapshot | None:
         """The snapshot that this rank has gone back to, if it has since the last call."""
@@ -329,7 +438,7 @@ def host_memory_bytes() -> int:
 def memory_cost(state_bytes: int, policy: SnapshotPolicy) -> str:
     """What snapshots cost a rank whose state, and whose ward's, takes `state_bytes`."""
     return (
-        f"buddy snapshots every {policy.every_steps} steps take up to {COPIES * state_bytes / 2**20:,.1f} MiB of host "
+        f"buddy snapshots take up to {COPIES * state_bytes / 2**20:,.1f} MiB of host "
         f"memory on each rank: {COPIES} copies of {state_bytes / 2**20:,.1f} MiB of parameters, buffers and "
         "optimizer state"
     )
@@ -345,9 +454,27 @@ def too_large(state_bytes: int, limit_bytes: int, policy: SnapshotPolicy) -> str
     )
 
 
-def _bytes(text: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def too_little_shared(num_short: int, num_ranks: int) -> str:
+    """What it means that the snapshots of some ranks do not lie in shared memory."""
+    return (
+        f"/dev/shm has no room for the buddy snapshots of {num_short} of {num_ranks} ranks (half of it, and 1 GiB, are "
+        "left to others, such as the workers of a DataLoader). They lie in the memory of their processes and end with "
+        "them: if a rank and its buddy, or all processes of the job, end at once, the job goes back to its last "
+        "checkpoint. Where that matters, give the container a larger /dev/shm (docker: --shm-size)."
+    )
 
 
-def _raw(data: torch.Tensor) -> bytes:
-    return data.numpy().tobytes()
+def _refuse_broken() -> None:
+    """Raise `PeerLost` if the groups are broken: in work that takes long, in which nothing else wakes a thread."""
+    if breaker.cause is not None:
+        raise_peer_lost(breaker.cause)
+
+
+def _parts(snapshot: Snapshot) -> list[torch.Tensor | bytes]:
+    """What goes over a channel."""
+    return [snapshot.header, snapshot.trainer, snapshot.data]
+
+
+def _snapshot(step: int, parts: Sequence[torch.Tensor]) -> Snapshot:
+    header, trainer, data = parts
+    return Snapshot(step=step, header=header.numpy().tobytes(), trainer=trainer.numpy().tobytes(), data=data)

@@ -12,14 +12,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import breaker, vote
+from hyperpod_plugins.comm import break_groups, breaker, vote
+from hyperpod_plugins.elastic import Incident
 from hyperpod_plugins.elastic.ledger import BEGUN_KEY
-from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
+from hyperpod_plugins.errors import DeviceHung, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.observability import record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery import returning
@@ -33,9 +35,11 @@ from hyperpod_plugins.recovery.assign import (
     plan_recovery,
 )
 from hyperpod_plugins.recovery.attempts import Attempts
+from hyperpod_plugins.recovery.checkpoints import refuse_older
 from hyperpod_plugins.recovery.ending import Ending
-from hyperpod_plugins.recovery.gpu import GpuHangs, come_to_rest
+from hyperpod_plugins.recovery.gpu import synchronize_or_raise
 from hyperpod_plugins.recovery.member import Member
+from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, Subject
 from hyperpod_plugins.recovery.resharding import reshard_if_asked, start_again_without
 from hyperpod_plugins.recovery.snapshot import Snapshots
@@ -58,7 +62,9 @@ class StepTransaction:
         device: torch.device,
         on_repair: Callable[[Repair], None],
         snapshots: Snapshots | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
+        self._rehearsal = rehearsal
         self._member = member
         self._subject = subject
         self._topology = topology
@@ -75,10 +81,11 @@ class StepTransaction:
         """What describes the trainer, where this rank gave up its place in a step, for others were outside of one."""
         self.entered_at: int | None = None
         """Step at which this rank entered the loops, until it is among the others."""
-        self._passed_on = b""
+        self.entered_part: int | None = None
+        """Place of the part of the program at which it did so; see `Note.part`."""
         self.owes = ""
         """Path of a checkpoint of this step that was interrupted; it is written when all ranks are there again."""
-        if member.committed == NO_STATE and not member.job.is_newcomer:
+        if member.committed == NO_STATE and not (member.is_newcomer or member.is_torn):
             member.committed = 0
 
     @property
@@ -91,15 +98,22 @@ class StepTransaction:
 
         A newcomer joins here, a fault between steps is repaired, and a world of another size takes over.
         """
+        if self._rehearsal is not None and not self._has_told:
+            self._rehearsal.at("setup", self.step)
         if self._must_resize and not breaker.is_open:
             self._make_way()
-        if breaker.is_open:
+        has_recovered = breaker.is_open
+        if has_recovered:
             self._recover(None)
         if not self._has_told:
             self._member.ledger.put(BEGUN_KEY, b"1")
             self._has_told = True
+        if self._rehearsal is not None:
+            self._begin_rehearsal(self._rehearsal, is_compared=not has_recovered)
         self._offer()
         self._subject.begin(self.step)
+        if self._rehearsal is not None:
+            self._rehearsal.begun(self.step)
         self._has_begun = True
 
     def advance(self, part: Callable[[], object]) -> None:
@@ -119,7 +133,7 @@ class StepTransaction:
             if error is None and breaker.cause is None:
                 return
             self._recover(error, _commit_nothing)
-            self._offer()
+            self._begin_again()
 
     def join(self) -> None:
         """Meet the others where no step begins, such as before a validation, if this rank is apart from them.
@@ -133,12 +147,27 @@ class StepTransaction:
             raise PeerLost(f"a rank was lost outside of a step: {breaker.cause}")
         self._recover(None)
 
+    def meet(self) -> None:
+        """Wait outside of a step until all ranks have come here: nobody goes on while another is in what lies before.
+
+        Raises:
+            PeerLost: a rank was lost, here or on its way here. Others may have gone on.
+        """
+        if breaker.is_open:
+            self.join()  # nothing that was run here since the loops were entered has communicated
+        self._member.whereabouts = f"waiting for the others between steps {self.step - 1} and {self.step}"
+        with breaker.tolerant():
+            vote(0)
+        if breaker.cause is not None:
+            raise PeerLost(f"a rank was lost outside of a step: {breaker.cause}")
+
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
         """One step: call `compute` until all ranks agree that it went well, then `commit` once with its result.
 
         Args:
-            compute: forward, backward, clipping; may be called again, and must not change what `Subject` cannot undo.
-            commit: the optimizer's step; local, and not to be interrupted.
+            compute: forward, backward, clipping; may be called again. What `Subject` cannot undo makes this
+                rank's state count as lost if a fault comes then.
+            commit: the optimizer's step; local. One that communicates belongs to `compute`; see `recovery.kept`.
 
         Raises:
             RecoveryError: no rung of the ladder worked.
@@ -146,29 +175,37 @@ class StepTransaction:
         """
         if not self._has_begun:
             self.begin()
-        self._has_begun = False
+        self._has_begun, self._must_resize = False, False
         while True:
             result, error = (None, None) if breaker.cause else self._attempt(compute)
+            if error is None and breaker.cause is None and self._rehearsal is not None:
+                result, error = self._rehearse(self._rehearsal, compute, result)
             if error is None and self._vote():
                 return self._finish(lambda done=result: commit(done))  # type: ignore[misc]
             committed = self._recover(error, lambda done=result: commit(done))  # type: ignore[misc]
             if committed is not None:
                 return committed[0]
-            self._offer()
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """The step was undone, and is computed once more."""
+        if self._rehearsal is not None:
+            self._rehearsal.undone(self.step)
+        self._offer()
 
     def _offer(self) -> None:
         """Offer a snapshot, once in each generation: where a newcomer takes one, those that try again do so too."""
         if self._snapshots is not None:
-            self._snapshots.offer(self.step, self._subject.describe)
+            self._snapshots.offer(self.step, self._subject.describe_own)
 
     def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Compute in tolerant mode; an exception in healthy groups is this rank's own."""
         self._member.whereabouts, self._member.in_step = f"computing step {self.step}", True
         try:
-            with breaker.tolerant():
+            with breaker.tolerant(), self._computing():
                 result = compute()
                 self._synchronize()
-        except GpuHangs:
+        except DeviceHung:
             raise
         except Exception as error:
             is_own = breaker.cause is None
@@ -179,18 +216,63 @@ class StepTransaction:
             return None, error if is_own else None  # garbage does what garbage does
         return result, None
 
+    def _begin_rehearsal(self, rehearsal: Rehearsal, *, is_compared: bool) -> None:
+        """Let what a step begins with be compared; not after a fault: ranks within the step do not compare."""
+        while True:
+            try:
+                rehearsal.begin(self.step, self._subject.describe, is_compared=is_compared)
+            except PeerLost:
+                self._recover(None)
+                is_compared = False
+            else:
+                return
+
+    def _rehearse(
+        self, rehearsal: Rehearsal, compute: Callable[[], T], result: T | None
+    ) -> tuple[T | None, Exception | None]:
+        """Let the step be thrown away and computed again, if it is one of those that are rehearsed."""
+        outcome: list[tuple[T | None, Exception | None]] = [(result, None)]
+
+        def again() -> bool:
+            self._subject.undo()
+            self._subject.end_iteration()
+            rehearsal.undone(self.step, is_compared=True)
+            outcome.append(self._attempt(compute))
+            return outcome[-1][1] is None and breaker.cause is None
+
+        try:
+            rehearsal.computed(self.step, again)
+        except PeerLost:
+            return None, None  # the vote fails, and the step is undone like any other
+        return outcome[-1]
+
     def _vote(self) -> bool:
         """Whether every rank has valid gradients. From here on this rank can commit, if anybody else has."""
         self._member.whereabouts = f"voting for step {self.step}"
+        if self._rehearsal is not None:
+            self._rehearsal.at("vote", self.step)
         if breaker.is_open:
+            return False
+        if self._snapshots is not None:
+            self._snapshots.settle_before_commit()
+            if breaker.is_open:
+                return False
+        try:
+            self._subject.share(self.step + 1)
+        except PeerLost:
             return False
         self._prepared = self.step + 1
         with breaker.tolerant():
-            wish = vote(int(self._member.wants_resize))
+            wish = vote(int(self._member.wants_resize), self._told)
         if breaker.cause is not None:
             return False
         self._must_resize = self._member.is_elastic and bool(wish)
         return True
+
+    def _told(self) -> None:
+        """Another rank knows that the vote went well."""
+        if self._rehearsal is not None:
+            self._rehearsal.at("vote_result", self.step)
 
     def _make_way(self) -> None:
         """End the generation for the sake of the next world, when all stand between the same two steps."""
@@ -202,10 +284,19 @@ class StepTransaction:
             self._member.make_way()
 
     def _finish(self, commit: Callable[[], R]) -> R:
-        """Let the optimizer write. Nothing may fail between its first write and the count."""
+        """Let the optimizer write. Between its first write and the count this rank holds no step's state.
+
+        Raises:
+            PeerLost: it communicates, against the rule, and somebody was lost meanwhile.
+        """
         self._member.whereabouts = f"committing step {self.step}"
-        result = commit()
-        self._synchronize()
+        if self._rehearsal is not None:
+            self._rehearsal.at("commit", self.step)
+        try:
+            result = commit()
+            self._synchronize()
+        except PeerLost as error:
+            raise self.tear(f"its optimizer was interrupted: {error}") from error
         self._member.committed, self._prepared = self.step + 1, NO_STATE
         self._member.in_step = False
         self._member.step_times.committed(time.monotonic())
@@ -213,10 +304,19 @@ class StepTransaction:
         self._member.whereabouts = f"between steps {self.step - 1} and {self.step}"
         return result
 
+    def tear(self, why: str) -> PeerLost:
+        """Count the state of this rank as lost: it is that of no step, and must not be given to others."""
+        cause = f"rank {self._member.rank} holds a part of step {self.step} only: {why}"
+        log.warning("%s", cause)
+        self._member.committed, self._member.is_torn, self._prepared = NO_STATE, True, NO_STATE
+        return PeerLost(f"{cause}. Another rank's state takes its place.")
+
     def _recover(self, error: Exception | None, commit: Callable[[], R] | None = None) -> tuple[R] | None:
         """Meet the others in the next generation, and come to one common step with them.
 
-        A fault on the way begins this again, with whoever is left; nobody throws away what it holds.
+        A fault on the way begins this again, with whoever is left; nobody throws away what it holds. A rank that has
+        committed the step meanwhile goes on to what follows a step before it tries again, for others have that behind
+        them.
 
         Args:
             error: what this rank's own `compute` raised.
@@ -225,51 +325,35 @@ class StepTransaction:
         Returns:
             The result of `commit` if that step turned out to be committed elsewhere.
         """
-        member = self._member
-        outcome: tuple[R] | None = None
-        must_undo = commit is not None
         if error is not None:
             self._attempts.failed()
+        if commit is not None and not self._subject.can_undo:
+            raise error or self.tear("its program has written to parameters for the first time")
         while True:
             began_s = time.time()
-            incident = member.end_generation()
+            incident = self._member.end_generation()
             ends = self._attempts.why_end(incident, error, self.step)
-            if self._snapshots is not None:
-                self._snapshots.settle()
-            member.whereabouts = f"waiting for the members of the next generation, at step {self.step}"
-            description = self._describe(is_in_commit=outcome is not None)
-            arrival = Arrival(
-                incarnation=member.job.incarnation,
-                committed=member.committed,
-                prepared=NO_STATE if commit is None else self._prepared,
-                in_step=not self._has_reentered,
-                snapshots=() if self._snapshots is None else self._snapshots.own_steps,
-                ward_snapshots=() if self._snapshots is None else self._snapshots.ward_steps,
-                ends=ends,
-                owes=self.owes,
-            )
-            formed = self._join(arrival, description, error, commit)
+            formed = self._join(self._arrival(commit, ends), error, commit)
             if formed is None:
                 continue
+            if isinstance(formed, tuple):
+                return formed
             assembled_s = time.time()
             plan = self._plan(formed)
-            self._check_entry(plan)
-            incident = member.first_cause(incident, plan.sources)
-            member.whereabouts = f"restoring step {plan.step}"
-            if member.rank in plan.roll_forward:
-                assert commit is not None
-                self._passed_on = self._description_of(formed, plan.step)
-                outcome, commit, must_undo = (self._finish(commit),), None, False
-            elif must_undo:
-                self._subject.undo()
+            incident = self._member.first_cause(incident, plan.sources)
+            outcome = self._adopt(plan, formed, commit)
+            commit = None
             try:
                 self._restore(plan, formed)
                 self._settle(plan, ends, error)
             except PeerLost:
+                if outcome is not None:
+                    return outcome
                 continue
             break
-        member.committed, self._prepared, self._has_reentered, self.owes = plan.step, NO_STATE, False, ""
-        self.entered_at, self._passed_on = None, b""
+        self._member.committed, self._member.is_torn = plan.step, False
+        self._has_reentered, self._must_resize, self.owes = False, False, ""
+        self.entered_at = self.entered_part = None
         repair = Repair(
             incident=incident,
             step=plan.step,
@@ -285,26 +369,79 @@ class StepTransaction:
         record(repair.event())
         self._on_repair(repair)
         if plan.is_return:
-            assert self._snapshots is not None
-            returning.end_generation(plan, self._snapshots, member, self._policy.max_losses)
+            returning.end_generation(plan, self._member, self._policy.max_losses)
             raise Returned(plan)
         return outcome
 
+    def _arrival(self, commit: Callable[[], object] | None, ends: str) -> Arrival:
+        """What this rank brings into the next generation."""
+        snapshots = self._snapshots
+        if snapshots is not None:
+            self._member.whereabouts = "waiting for an exchange of snapshots to end"
+            snapshots.settle()
+            self._member.whereabouts = f"waiting for the members of the next generation, at step {self.step}"
+        return Arrival(
+            incarnation=self._member.job.incarnation,
+            committed=self._member.committed,
+            prepared=NO_STATE if commit is None else self._prepared,
+            in_step=not self._has_reentered,
+            entered_part=self.entered_part,
+            snapshots=() if snapshots is None else snapshots.own_steps,
+            ward_snapshots=() if snapshots is None else snapshots.ward_steps,
+            local_steps=self._subject.local_steps,
+            needs_local=self._policy.needs_local,
+            ends=ends,
+            owes=self.owes,
+        )
+
+    def _adopt(self, plan: RecoveryPlan, formed: Generation, commit: Callable[[], R] | None) -> tuple[R] | None:
+        """Commit the step that was computed, or undo it, as the plan says; the result of `commit` if it was called."""
+        if not plan.hooks_first:
+            self._check_entry(plan, formed)
+        self._member.whereabouts = f"restoring step {plan.step}"
+        outcome = None
+        if self._member.rank in plan.roll_forward:
+            assert commit is not None
+            outcome = (self._finish(commit),)
+        elif commit is not None:
+            self._subject.undo()
+        self._prepared = NO_STATE
+        return outcome
+
     def _join(
-        self, arrival: Arrival, description: bytes, error: Exception | None, commit: Callable[[], R] | None
-    ) -> Generation | None:
-        """Come into the next generation; None where that ended while this rank was to leave its step for it."""
+        self, arrival: Arrival, error: Exception | None, commit: Callable[[], R] | None
+    ) -> Generation | tuple[R] | None:
+        """Come into the next generation; None where that ended while this rank was to leave its step for it.
+
+        Where the others have committed the step and are outside of one, this rank commits it, too, and gets the result:
+        what follows a step must follow it here, before this rank is outside of one as well.
+        """
+        self._member.whereabouts = f"waiting for the members of the next generation, at step {self.step}"
+        description = self._subject.describe() if arrival.has_state else b""
         try:
             return self._member.join_next(arrival, lambda number: self._tell(number, description))
         except PeersOutside as outside:
-            if self._leave_step(outside, commit, description):
-                raise
-            return None
+            try:
+                halt = self._member.wait_for_stops(outside.number)
+            except PeerLost:
+                return None  # perhaps nobody is outside of a step in the next one
+            if commit is not None and halt.step == self._prepared:
+                return (self._finish(commit),)
+            self.left_with = description
+            if commit is not None:
+                self._subject.undo()
+            raise
         except NobodyCame as late:
             self._part(late, error, commit)
 
     def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
         """Bring this rank to the plan's step. A `PeerLost` leaves it where it was."""
+        if plan.hooks_first:
+            cause = f"the ranks {list(plan.roll_forward)} run the hooks of the step that they have just committed"
+            wish = Incident(kind="request", cause=cause, step=plan.step, reporter=f"rank {self._member.rank}")
+            self._member.ledger.end(formed.number, wish)
+            break_groups(str(wish))
+            raise PeerLost(cause)
         snapshots = self._snapshots
         self._subject.end_iteration()
         if not plan.is_return:
@@ -320,23 +457,19 @@ class StepTransaction:
         if plan.is_return:
             returning.take_back(plan, snapshots, self._member, formed.number)
 
-    def _describe(self, *, is_in_commit: bool) -> bytes:
-        """What a newcomer needs to know of the trainer; within a commit, what one said that had it behind it."""
-        if is_in_commit:
-            return self._passed_on
-        return self._subject.describe() if self._member.committed != NO_STATE else b""
+    def _check_entry(self, plan: RecoveryPlan, formed: Generation) -> None:
+        """The loops were entered where one member stood; it may have been lost since, and what it had done with it.
 
-    def _description_of(self, formed: Generation, step: int) -> bytes:
-        """What a member that had committed `step` steps when it arrived has said of its trainer."""
-        ranks = [rank for rank, arrival in sorted(formed.arrivals.items()) if arrival.committed == step]
-        return next(filter(None, (self._member.said(formed.number, rank) for rank in ranks)), b"")
-
-    def _check_entry(self, plan: RecoveryPlan) -> None:
-        """The loops were entered where one member stood; it may have been lost since, and its last step with it."""
+        Ranks that learned later where to enter may have been told of another place.
+        """
         entered_at, self.entered_at = self.entered_at, None
-        if plan.is_return or entered_at in (None, plan.step):
+        parts = [each.entered_part for each in formed.arrivals.values() if each.entered_part is not None]
+        is_behind = self.entered_part is not None and self.entered_part < max(parts)
+        if plan.is_return or (entered_at in (None, plan.step) and not is_behind):
             return
         cause = f"rank {self._member.rank} entered the loops at step {entered_at}, and the others are at {plan.step}"
+        if is_behind:
+            cause += ", in a part of the program that follows"
         self._member.fail("collective", cause)
         if self._member.committed == NO_STATE:
             raise RecoveryError(f"{cause}; its replacement enters them there")
@@ -344,28 +477,14 @@ class StepTransaction:
 
     def _tell(self, number: int, description: bytes) -> None:
         # Of those without a description, too: a newcomer waits for the word of everybody who is not new.
-        self._member.stop(number, in_step=not self._has_reentered, trainer=description)
-
-    def _leave_step(self, outside: PeersOutside, commit: Callable[[], object] | None, description: bytes) -> bool:
-        """Commit what others have committed, before this rank enters the loops again.
-
-        False where the generation ended before all had stopped: perhaps nobody is outside of a step in the next one.
-        """
-        try:
-            halt = self._member.wait_for_stops(outside.number)
-        except PeerLost:
-            return False
-        self.left_with = description
-        if commit is not None and halt.step == self._prepared:
-            self._finish(commit)
-            self.left_with = halt.trainer
-        elif commit is not None:
-            self._subject.undo()
-        return True
+        self._member.stop(number, in_step=not self._has_reentered, trainer=description, part=self.entered_part or 0)
 
     def _plan(self, formed: Generation) -> RecoveryPlan:
         try:
-            return plan_recovery(formed.arrivals, self._topology)
+            plan = plan_recovery(formed.arrivals, self._topology)
+            if plan.is_return and not any(each.has_state for each in formed.arrivals.values()):
+                refuse_older(plan.step, self._member.ledger)
+            return plan
         except StateLost as lost:
             self._member.begin_again(lost)
 
@@ -388,8 +507,11 @@ class StepTransaction:
         if plan.ends:
             self._ending.end(plan, ends, error)
 
+    def _computing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._rehearsal is None else self._rehearsal.computing(self.step)
+
     def _synchronize(self) -> None:
-        come_to_rest(self._device)
+        synchronize_or_raise(self._device)
 
 
 def _commit_nothing() -> NoReturn:

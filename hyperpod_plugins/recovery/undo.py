@@ -1,42 +1,277 @@
-"""What a step changes beside gradients, and how to put it back: buffers, and FSDP2's place in an iteration."""
+"""What a step changes beside gradients, and how to put it back: buffers, metrics, FSDP2's place in an iteration."""
 
 # Tables of children and buffers are walked in a tenth of the time that `modules()` takes; FSDP2 hides its state.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from hyperpod_plugins.parallel.unit_watch import check_next_step, forget_step
+from hyperpod_plugins.recovery.kept import KeptState, memory_of, owned_by
 
 CAN_RESET = "reset_iter_state" in vars(FSDPModule)
 """Whether this torch (2.13 does) can put FSDP2's modules back after an exception."""
 
 
+_FIRST_STEPS = 8
+"""Steps in which batches are copied, and sums of bits compared; the latter also in the 16th, the 32nd, and so on."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 class Buffers:
-    """The buffers of some modules, as they were when a step began."""
+    """The buffers of some modules, as they were when a step began: those that a step writes to, assigns or deletes."""
 
     def __init__(self, parts: Iterable[nn.Module] = ()) -> None:
-        present = [buffer for part in parts for buffer in part._buffers.values() if buffer is not None]
-        self._saved = [(buffer, buffer.detach().clone()) for buffer in present]
+        parts = list(parts)
+        self._tables = [(part, dict(part._buffers)) for part in parts if part._buffers]
+        self._without = [part for part in parts if not part._buffers]
+        present = {id(buffer): buffer for _, table in self._tables for buffer in table.values() if buffer is not None}
+        self._saved = [(buffer, buffer.detach().clone()) for buffer in present.values()]
 
     def put_back(self) -> None:
-        """Let them have their values again."""
+        """Let them be the same tensors again, with the values that they had."""
         with torch.no_grad():
             for buffer, saved in self._saved:
                 buffer.copy_(saved)
+        for part, table in self._tables:
+            part._non_persistent_buffers_set -= part._buffers.keys() - table.keys()
+            part._buffers.clear()
+            part._buffers.update(table)
+        for part in self._without:
+            part._non_persistent_buffers_set -= part._buffers.keys()
+            part._buffers.clear()
+
+
+class Batches:
+    """Tensors of the batches of a step, put back where the program writes to them.
+
+    Whether it does is found by version counters. Batches are copied before their use in the first steps of a process,
+    and from the first write on; a fault in the very step of a first write that comes later can not be undone.
+    """
+
+    def __init__(self) -> None:
+        self._are_written = False
+        self._num_ended = 0
+        self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        self._known: set[int] = set()
+
+    def begin(self) -> None:
+        """A step begins, or counts: keep nothing of the one before."""
+        self._tensors, self._known = [], set()
+
+    def note(self, batch: Any) -> None:
+        """A batch is about to be computed on, perhaps once more."""
+        is_copied = self._are_written or self._num_ended < _FIRST_STEPS
+        for each in _tensors_in(batch):
+            if id(each) not in self._known and not each.is_inference():
+                self._known.add(id(each))
+                self._tensors.append((each, each._version, each.detach().clone() if is_copied else None))
+
+    def end(self) -> None:
+        """The step has been computed."""
+        self._num_ended += 1
+        self._are_written |= any(each._version != version for each, version, _ in self._tensors)
+
+    @property
+    def is_within_reach(self) -> bool:
+        """Whether `put_back` puts everything back."""
+        return all(saved is not None or each._version == version for each, version, saved in self._tensors)
+
+    def put_back(self) -> None:
+        """Let them have the values, and the shapes, that they had."""
+        with torch.no_grad():
+            for each, _, saved in self._tensors:
+                if saved is not None and saved.shape == each.shape:
+                    each.copy_(saved)
+                elif saved is not None:
+                    each.data = saved.clone()
+
+
+class Beginning:
+    """What the computation of a step may change beside gradients, as it was when the step began.
+
+    That is buffers, metrics that are modules, tensors of batches, and parameters that the program itself writes to
+    (weights that are clipped, a teacher's average): which ones is found out while steps go well, and from then on they
+    are copied when a step begins. A fault in the very step that writes to one for the first time can not be undone.
+
+    [Note: how writes are found] A write to a parameter advances its version counter. One through `.data` or `to_local`
+    of a DTensor does not, so sums of the bits are compared, too: in the first steps of a process, and then ever more
+    rarely, for they read all parameters.
+
+    Args:
+        model: sharded or plain.
+        optimizers: over its parameters.
+        kept: where they step before the vote, the copy of what they write.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], kept: KeptState | None = None) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self.kept = kept
+        self.parts: list[nn.Module] = []
+        """All modules."""
+        self.batches = Batches()
+        self.written: dict[int, torch.Tensor] = {}
+        """Parameters that the program has written to in a step, by their identities."""
+        self._buffers = Buffers()
+        self._parameters: list[nn.Parameter] = []
+        self._known: list[int] = []
+        self._unowned: list[torch.Tensor] = []
+        self._watched: list[torch.Tensor] = []
+        self._counters: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._sums: list[int] = []
+        self._num_begun = 0
+        self._counting: list[nn.Module] = []
+        self._counts: list[dict[str, Any]] = []
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.is_open = False
+        """Whether a step has begun that does not count yet."""
+
+    def begin(self) -> None:
+        """Remember everything now, and drop the gradients of parameters that no optimizer has.
+
+        Those would be summed up over the steps by a process that goes on, and not by one that replaces another.
+        """
+        self.is_open = True
+        self.batches.begin()
+        self._look()
+        self._buffers = Buffers(self.parts)
+        self._counts = [_counts(part) for part in self._counting]
+        self._drop_unowned()
+        if self.kept is not None:
+            self.kept.keep()
+        memories = {key: memory_of(parameter) for key, parameter in self.written.items()}
+        self._copies = {key: (memory, memory.clone()) for key, memory in memories.items()}
+        self._versions = [each._version for each in self._counters]
+        self._num_begun += 1
+        is_summed = self._num_begun <= _FIRST_STEPS or self._num_begun & (self._num_begun - 1) == 0
+        self._sums = _sums_of_bits(self._watched) if is_summed else []
+
+    def _look(self) -> None:
+        """Find modules and parameters; what follows from them is found again when there are others."""
+        parts = parts_of(self._model)
+        parameters = [each for part in parts for each in part._parameters.values() if each is not None]
+        num_owned = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+        known = [*map(id, parts), *map(id, parameters), num_owned]
+        if known == self._known:
+            return
+        self.parts, self._parameters, self._known = parts, parameters, known
+        owned = owned_by(self._optimizers)
+        self._unowned = [each for key, each in {id(each): each for each in parameters}.items() if key not in owned]
+        self._watched = [*([] if self.kept is not None else owned.values()), *self._unowned]
+        self._counters = [*self._watched, *(each._local_tensor for each in self._watched if isinstance(each, DTensor))]
+        self._counting = [part for part in parts if _counts(part)]
+
+    def end(self) -> None:
+        """The step has been computed: copy those parameters from the next step on that it has written to."""
+        self.written |= self._changed()
+        self.batches.end()
+
+    def close(self) -> None:
+        """The step counts."""
+        self.is_open = False
+        self.batches.begin()
+
+    def as_it_began(self) -> AbstractContextManager[None]:
+        """Inside a step whose optimizers have stepped: let all but tensors be as it was before, to describe it."""
+        return self.kept.as_it_began() if self.kept is not None and self.is_open else nullcontext()
+
+    @property
+    def is_within_reach(self) -> bool:
+        """Whether `put_back` puts everything back."""
+        return not self._changed() and self.batches.is_within_reach
+
+    def put_back(self) -> None:
+        """Let everything but gradients of the optimizers be as `begin` has found it."""
+        self._drop_unowned()
+        if self.kept is not None:
+            self.kept.put_back()
+        self._buffers.put_back()
+        self.batches.put_back()
+        with torch.no_grad():
+            for memory, saved in self._copies.values():
+                memory.copy_(saved)
+        for metric, counts in zip(self._counting, self._counts, strict=True):
+            vars(metric).update({key: own(value) for key, value in counts.items()})
+
+    def _drop_unowned(self) -> None:
+        for parameter in self._unowned:
+            parameter.grad = None
+
+    def _changed(self) -> dict[int, torch.Tensor]:
+        """Parameters that were written to since the step began, and are not copied."""
+        now = [each._version for each in self._counters]
+        sums = _sums_of_bits(self._watched) if self._sums else []
+        if now == self._versions and sums == self._sums:
+            return {}
+        owners = [*self._watched, *(each for each in self._watched if isinstance(each, DTensor)), *self._watched]
+        pairs = zip(owners, (*self._versions, *self._sums), (*now, *sums), strict=False)
+        return {id(each): each for each, a, b in pairs if a != b and id(each) not in self._copies}
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in mappings (those of Hugging Face's tokenizers too), sequences and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = cast("Mapping[Any, Any]", value).values()
+    elif isinstance(value, list | tuple):
+        inner = cast("Sequence[Any]", value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = [attrgetter(field.name)(value) for field in fields(value)]
+    for each in inner:
+        yield from _tensors_in(each)
+
+
+def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Of what this rank holds of each tensor, as integers."""
+    if not tensors:
+        return []
+    reals = [torch.view_as_real(each) if each.is_complex() else each for each in map(memory_of, tensors)]
+    sums = [each.detach().view(_INTEGERS[each.element_size()]).sum(dtype=torch.int64) for each in reals]
+    return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+
+
+def _counts(part: nn.Module) -> dict[str, Any]:
+    """What an object of torchmetrics has counted; updates may write to its tensors and extend its lists."""
+    attributes = vars(part)
+    if "_update_count" not in attributes or "_defaults" not in attributes:
+        return {}
+    return {key: own(attributes[key]) for key in (*attributes["_defaults"], "_computed", "_update_count")}
+
+
+def own(value: Any) -> Any:
+    """A value that no update of a metric changes."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def drop_gradients(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Forget what a step has computed so far, wherever it was interrupted."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
-    end_iteration(model)
+    forget_iteration(model)
 
 
 def end_iteration(model: nn.Module) -> None:
+    """Let a model be as in a new process, where all ranks have come together anew."""
+    forget_iteration(model)
+    check_next_step(model)
+
+
+def forget_iteration(model: nn.Module) -> None:
     """Put FSDP2's modules to where those of a new process are, whatever they have done.
 
     A forward that was interrupted outside of a step leaves parameters gathered: those that the module then holds are
@@ -46,6 +281,7 @@ def end_iteration(model: nn.Module) -> None:
     backward gathers ahead, and may leave parameters gathered. The next step then gathers once more, or once less, than
     in a process that has replaced a lost one since: both would wait for each other for ever.
     """
+    forget_step(model)
     for part in model.modules():
         if not isinstance(part, FSDPModule):
             continue
@@ -62,6 +298,7 @@ def _forget_forward(part: FSDPModule, state: Any) -> None:
     state._comm_ctx.post_forward_order.clear()
     if state._fsdp_param_group is not None:
         state._fsdp_param_group._post_forward_indices.clear()
+        state._fsdp_param_group._partial_reduce_output = None  # of micro-steps that are run again
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """The worlds of a job, as one of its processes learns of them from the ledger."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.joining import world_without
@@ -10,15 +10,17 @@ from hyperpod_plugins.elastic.resharding import layout_without, num_left
 from hyperpod_plugins.elastic.terms import Terms, terms_of
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import RecoveryError, StateLost
-from hyperpod_plugins.recovery.detect import Beat
+from hyperpod_plugins.recovery.detect import Beat, BeatAges
 
 
 class Worlds:
     """The present world, and those that follow it."""
 
-    def __init__(self, ledger: Ledger, now: World) -> None:
-        """Begin with the world `now`; `ledger` is the connection of the thread that calls."""
+    def __init__(self, ledger: Ledger, now: World, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with the world `now`; `ledger` is the connection of the thread that calls; `clock` is in seconds."""
         self._ledger = ledger
+        self._clock = clock
+        self._ages = BeatAges()
         self.now = now
         """The world for which this process has been set up."""
         self._terms: Terms | None = None
@@ -60,13 +62,12 @@ class Worlds:
         if not missing or not self.may_change:
             return False
         assert self._terms is not None
-        present = self.at(generation)
+        present, gone = self.at(generation), self._gone(missing)
         try:
             world = world_without(self._ledger, self._terms, present, missing, waited_s)
         except StateLost:  # only their replacements can go on, from a snapshot
             world = None
         if world is None:
-            gone = self._gone(missing)
             layout = layout_without(self._ledger, self._terms, present, gone, waited_s) if gone else None
             if layout is None:
                 return False
@@ -80,13 +81,13 @@ class Worlds:
         return True
 
     def _gone(self, missing: Mapping[int, int]) -> dict[int, int]:
-        """Those of whose process nothing is heard; one that sets itself up may take its time."""
+        """Those of whose process nothing was heard since some looks; one that sets itself up may take its time."""
         beats = {place: Beat.from_dict(each) for place, each in self._ledger.beats(list(missing)).items()}
-        now_s = time.time()
+        silent_s = self._ages.look(beats, self._clock())
         return {
             place: number
             for place, number in missing.items()
-            if place not in beats or not beats[place].is_alive(number, now_s)
+            if place not in beats or not beats[place].is_alive(number, silent_s[place])
         }
 
     def what_would_fit(self, generation: int, missing: Mapping[int, int]) -> str:

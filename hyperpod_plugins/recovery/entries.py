@@ -1,0 +1,192 @@
+"""The entries of this process: which have ended, what they left, and which of them a restart goes on with.
+
+An entry is a call of the program that trains or evaluates; see `elastic/entries.py`. A process counts its own. Since
+every process runs the same program, the same number stands for the same call on all of them.
+"""
+
+import logging
+import random
+import uuid
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path, PosixPath, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+
+from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm.breaker import Phase
+from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.entries import (
+    TRAINING,
+    EndedEntry,
+    ended_entry,
+    folder_for,
+    num_ended_before,
+    record_end,
+    restart_from_newest,
+)
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import RecoveryError
+from hyperpod_plugins.recovery.assign import Rung
+from hyperpod_plugins.recovery.farewell import start_again
+from hyperpod_plugins.recovery.member import Member
+
+log = logging.getLogger(__name__)
+_APART = (
+    "a process that replaces a lost one came to a collective between two calls of the program, which the others have "
+    "behind them"
+)
+
+
+class Entries:
+    """Of one process; not thread-safe."""
+
+    def __init__(self) -> None:
+        """Count from the first one."""
+        self.number = -1
+        """Number of the entry that goes on, or of the last one."""
+        self.is_inside = False
+        """Whether an entry goes on: what it calls itself is a part of it."""
+        self.is_passing = False
+        """Whether it has ended before, and only its state is brought back."""
+        self.is_complete = True
+        """Whether the state after every entry so far is kept."""
+        self.member: Member | None = None
+        """This process in the job, from the first entry on that recovers."""
+        self.has_left = False
+        """Whether it has left the job: later entries are not repaired in place."""
+        self.places: Sequence[int] = ()
+        """Of the world in which it was then; empty before."""
+        self.description: dict[str, Any] = {}
+        """Of an entry that is passed: what this rank's trainer knew at its end, beside tensors."""
+        self.resumed_from = ""
+        """Checkpoint from which the present entry was started again; empty where it was not."""
+        self._job: JobEnv | None = None
+        self._ledger: Ledger | None = None
+        self._resumes = False
+
+    @contextmanager
+    def enter(self, job: JobEnv, kind: str) -> Generator[EndedEntry | None]:
+        """Begin the next entry; gives the record of one that has ended, which is only to be passed.
+
+        Raises:
+            RuntimeError: the program differs from what the processes before this one ran.
+        """
+        if self._ledger is None:
+            self._job, self._ledger = job, Ledger.connect(job)
+            self._num_before = num_ended_before(self._ledger, job)
+            self._resumes = bool(job.resume_from)
+        self.number += 1
+        record = ended_entry(self._ledger, self.number) if self.is_complete else None
+        if record is not None and record.kind != kind:
+            raise RuntimeError(
+                f"call {self.number} of the program was `{record.kind}` before, and is `{kind}` now. A program whose "
+                "processes are replaced must make the same calls in the same order each time that it runs."
+            )
+        self.is_inside, self.is_passing = True, record is not None
+        breaker.refusal = ""
+        try:
+            yield record
+        finally:
+            self.is_inside = self.is_passing = False
+            if breaker.phase is Phase.DETACHED:
+                breaker.refusal, breaker.before_refusal = _APART, self._start_all_again
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process is to join the others in an entry that trains."""
+        return self._job is not None and (self._job.is_newcomer if self.member is None else self.member.is_newcomer)
+
+    def _start_all_again(self) -> None:
+        """Ask for what a process that is apart from the others cannot do: run what communicates between two entries."""
+        breaker.refusal, job, ledger = "", self._job, self._ledger
+        if job is None or ledger is None:
+            return
+        incident = Incident(kind="request", cause=_APART)
+        restart = restart_from_newest(ledger, job, incident)
+        place = 0 if self.member is None else self.member.place
+        start_again(ledger, place, restart, Rung.CHECKPOINT.event, RecoveryError(_APART))
+
+    def resume_from(self, kind: str) -> str:
+        """Checkpoint from which all processes were started again, where it belongs to the entry that begins."""
+        self.resumed_from = ""
+        if not self._resumes or kind not in TRAINING or self.number < self._num_before:
+            return ""
+        self._resumes = False
+        if self._job is not None and not self.is_passing:
+            self.resumed_from = self._job.resume_from
+        return self.resumed_from
+
+    def folder(self, parent: Path) -> Path:
+        """Folder in which all ranks keep the state after entries; in `parent`, if no rank has chosen another."""
+        assert self._ledger is not None
+        return folder_for(self._ledger, str((parent / f"hyperpod-ended-{uuid.uuid4().hex[:12]}").absolute()))
+
+    def record(self, kind: str, results: Any) -> None:
+        """Say that the present entry has ended and its state is kept; after all ranks have kept theirs."""
+        assert self._ledger is not None
+        record_end(self._ledger, EndedEntry(number=self.number, kind=kind, results=results))
+
+    def lose(self, why: object) -> None:
+        """Go on without the state after the present entry: whoever starts again runs it again."""
+        log.warning("the state after call %d of the program is not kept: %s", self.number, why)
+        self.is_complete = False
+
+
+def keep_of_rank(folder: Path, number: int, place: int, values: dict[str, Any]) -> None:
+    """Keep values of this rank, and its random streams, as they are after an entry."""
+    path = _path_of_rank(folder, number, place)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{uuid.uuid4().hex[:8]}")
+    torch.save({"values": values, "random": _random_state()}, draft)
+    draft.replace(path)
+
+
+def unseen(folder: Path, number: int, places: Iterable[int]) -> list[int]:
+    """Places whose values after an entry are not to be seen from here, though all have kept them."""
+    return [place for place in places if not _path_of_rank(folder, number, place).exists()]
+
+
+def read_of_rank(folder: Path, number: int, place: int) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The values that `keep_of_rank` kept, and what sets this rank's random streams as they were then.
+
+    A rank that was not there takes what the first one kept.
+    """
+    path = _path_of_rank(folder, number, place)
+    with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
+        kept = torch.load(path if path.exists() else _path_of_rank(folder, number, 0), weights_only=True)
+    return kept["values"], partial(_set_random_state, kept["random"])
+
+
+def state_folder(folder: Path, number: int) -> Path:
+    """Where the checkpoint after an entry that trained lies."""
+    return folder / f"{number}.ckpt"
+
+
+def _path_of_rank(folder: Path, number: int, place: int) -> Path:
+    return folder / f"{number}.rank-{place}.pt"
+
+
+def _random_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "python": (version, list(words), gauss),
+        "numpy": (name, torch.tensor(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

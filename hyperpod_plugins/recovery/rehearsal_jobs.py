@@ -1,0 +1,265 @@
+"""`hyperpod rehearse`: a program is run briefly without a fault, and again with a SIGKILL in each phase of its life.
+
+Each rank of both jobs writes down digests of all that it holds at each step (see `rehearsal.py`). Where the disturbed
+job differs first, the fault before that is the one from which the program does not recover exactly; the phases that
+come after it are rehearsed in a job of their own.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hyperpod_plugins.env import RehearsalEnv
+from hyperpod_plugins.errors import ConfigError, RecoveryError
+from hyperpod_plugins.recovery.rehearsal import Difference, Digests, ScheduledFault, differing, rank_of_kind
+
+PHASES = (
+    "setup",  # before the first step
+    "dataloader",
+    "forward",
+    "backward",
+    "vote",
+    "vote_result",  # when one rank knows the result, and others do not
+    "commit",
+    "optimizer",  # as an optimizer begins its step
+    "between",
+    "batch_end",
+    "validation",
+    "checkpoint",
+)
+"""In which a rank is killed. Some exist under Lightning alone; one that the program does not reach is said so."""
+_POINTS = "state", "begun", "gradients"  # of a step, in their order
+_FIRST_STEP = 2
+_STEPS_AFTER = 2
+_GRACE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be rehearsed."""
+
+    program: tuple[str, ...]
+    """Script and its arguments."""
+    num_ranks: int = 2
+    phases: tuple[str, ...] = PHASES
+    timeout_s: float = 600.0
+    """Longest time for one job."""
+    launcher: tuple[str, ...] = ()
+    """Further arguments of hyperpodrun."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        unknown = [phase for phase in self.phases if phase not in PHASES]
+        if unknown or not self.phases:
+            raise ConfigError(
+                f"phases {', '.join(unknown) or 'none'} cannot be rehearsed. Choose of {', '.join(PHASES)}."
+            )
+        if self.num_ranks < 2:
+            raise ConfigError(
+                f"--nproc-per-node must be at least 2, but is {self.num_ranks}: one rank is killed, the others repair."
+            )
+        if not self.program or not Path(self.program[0]).is_file():
+            raise ConfigError(f"there is no program {self.program[0] if self.program else ''!r}. Name a Python file.")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"--timeout must be positive, but is {self.timeout_s}")
+
+    @property
+    def num_steps(self) -> int:
+        """After how many steps the jobs end."""
+        return _FIRST_STEP + len(self.phases) + _STEPS_AFTER
+
+    def schedule(self, phases: Sequence[str]) -> tuple[ScheduledFault, ...]:
+        """One fault for each phase, each at a later step and another rank than the one before."""
+        return tuple(
+            ScheduledFault(phase=phase, rank=self._rank_of(phase, number), step=_step_of(phase, number))
+            for number, phase in enumerate(phases)
+        )
+
+    def _rank_of(self, phase: str, number: int) -> int:
+        return 0 if phase == "vote_result" else (number + 1) % self.num_ranks  # rank 0 passes results on to others
+
+
+def _step_of(phase: str, number: int) -> int:
+    return 0 if phase == "setup" else _FIRST_STEP + number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of the fault in one phase."""
+
+    phase: str
+    rank: int | None = None
+    step: int | None = None
+    """Where it happened; None where the program did not come to that phase."""
+    difference: Difference | None = None
+    failure: str = ""
+    """What the job said at its end, where it failed."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the program recovered exactly, or never came there."""
+        return self.difference is None and not self.failure
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """Phase, rank, step and what came of it."""
+        if self.step is None and self.is_good:
+            return self.phase, "", "", "not reached"
+        told = (
+            str(self.difference) if self.difference is not None else self.failure or "recovered, equal to the last bit"
+        )
+        return self.phase, str(self.rank), str(self.step), told
+
+
+Records = Mapping[tuple[int, int, str], Digests]
+"""Digests by rank, step and point of the step."""
+
+
+def read_lines(folder: Path) -> Iterator[tuple[tuple[int, int, str], Digests]]:
+    """All that the processes of a job have written; a line that a kill has torn is passed over."""
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        rank = int(path.stem.removeprefix("rank-"))
+        for line in path.read_text().splitlines():
+            try:
+                said = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            yield (rank, said["step"], said["point"]), said["digests"]
+
+
+def first_difference(wanted: Records, found: Iterator[tuple[tuple[int, int, str], Digests]]) -> Difference | None:
+    """The earliest step at which a rank held other bits, or could not be compared."""
+    differences: list[tuple[tuple[int, int, int], Difference]] = []
+    for (rank, step, point), digests in found:
+        expected = wanted.get((rank, step, point))
+        names = () if expected is None else differing(expected, digests)
+        if names:
+            what = "computing it" if point == "gradients" else "at its beginning"
+            found_here = Difference(rank=rank, step=step, what=what, names=names)
+            # Gradients differ on all ranks where the batch of one does.
+            differences.append(((step, _POINTS.index(point), rank_of_kind(found_here.kind)), found_here))
+    return min(differences, key=lambda each: each[0])[1] if differences else None
+
+
+def rehearse(plan: Plan, say: Callable[[str], None]) -> list[Result]:
+    """Run the jobs.
+
+    Args:
+        plan: what is to be rehearsed.
+        say: called with a line before each job.
+
+    Returns:
+        One result a phase, in the order of the plan.
+
+    Raises:
+        RecoveryError: the job without a fault failed, or its program does not recover in place at all.
+    """
+    with tempfile.TemporaryDirectory(prefix="hyperpod-rehearsal-") as place:
+        calm = Path(place, "calm")
+        say(f"{plan.num_steps} steps on {plan.num_ranks} ranks without a fault")
+        failure = _run(plan, calm, ())
+        if failure:
+            raise RecoveryError(f"the program failed without any fault:\n{failure}")
+        wanted = dict(read_lines(calm))
+        if not wanted:
+            raise RecoveryError(
+                "the program took no step that could be recovered. It needs Trainer(strategy='hyperpod') without "
+                "CheckpointlessRecovery(enabled=False), or a Session."
+            )
+        results: dict[str, Result] = {}
+        left = list(plan.phases)
+        while left:
+            say(f"again, with a SIGKILL in: {', '.join(left)}")
+            folder = Path(place, f"faults-{len(left)}")
+            faults = plan.schedule(left)
+            failure = _run(plan, folder, faults)
+            found = judge(faults, _happened(folder), failure, first_difference(wanted, read_lines(folder)))
+            results.update({result.phase: result for result in found})
+            judged = [phase for phase in left if phase not in results]
+            left = judged if len(judged) < len(left) else []
+        return [results[phase] for phase in plan.phases]
+
+
+def judge(
+    faults: Sequence[ScheduledFault], happened: Mapping[str, int], failure: str, difference: Difference | None
+) -> list[Result]:
+    """What a disturbed job says of its phases: of all, or of those up to the one from which it did not recover.
+
+    Args:
+        faults: as they were scheduled.
+        happened: step of each phase in which one happened, in that order.
+        failure: the job's last words, where it failed.
+        difference: the first in what was written down.
+    """
+    order = list(happened)
+    if difference is None and not failure:
+        return [_result(fault, happened) for fault in faults]
+    culprits = [phase for phase in order if difference is None or happened[phase] <= difference.step]
+    if not culprits:  # nothing had happened yet: the program itself is not deterministic
+        culprits = order[:1] or [faults[0].phase]
+    culprit = culprits[-1]
+    results: list[Result] = []
+    for fault in faults:
+        if fault.phase == culprit:
+            told = "" if difference is not None else f"the job ended: {failure.strip().splitlines()[-1][:300]}"
+            place = {"rank": fault.rank, "step": happened.get(fault.phase)}
+            results.append(Result(phase=fault.phase, difference=difference, failure=told, **place))
+        elif fault.phase in culprits:
+            results.append(_result(fault, happened))
+    return results
+
+
+def _result(fault: ScheduledFault, happened: Mapping[str, int]) -> Result:
+    step = happened.get(fault.phase)
+    return Result(phase=fault.phase, rank=fault.rank if step is not None else None, step=step)
+
+
+def _happened(folder: Path) -> dict[str, int]:
+    markers = sorted(folder.glob("fault-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    texts = [marker.read_text() for marker in markers]
+    return {said["phase"]: said["at_step"] for said in map(json.loads, filter(None, texts))}
+
+
+def _run(plan: Plan, folder: Path, faults: Sequence[ScheduledFault]) -> str:
+    """Run one job; empty if it went well, else the end of its output."""
+    folder.mkdir()
+    environ = RehearsalEnv(
+        folder=str(folder), last_step=plan.num_steps, faults=",".join(fault.to_text() for fault in faults)
+    )
+    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", str(plan.num_ranks)]
+    with (folder / "output").open("w+") as output:
+        job = subprocess.Popen(
+            [*command, *plan.launcher, *plan.program],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environ.added_to_environ(),
+            start_new_session=True,
+        )
+        try:
+            code: int | None = job.wait(plan.timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if job.poll() is None:
+                job.send_signal(signal.SIGTERM)
+                try:
+                    job.wait(_GRACE_S)
+                except subprocess.TimeoutExpired:
+                    job.kill()
+                    job.wait()
+        output.seek(0)
+        text = output.read()
+    if code is None:
+        return f"{text[-6000:]}\nit did not end within {plan.timeout_s:.0f} s"
+    return "" if code == 0 else text[-6000:] or f"exit code {code}"
+
+
+def table(results: Sequence[Result]) -> list[str]:
+    """Lines for people."""
+    rows = [("phase", "rank", "step", "after a SIGKILL there"), *(result.cells() for result in results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]

@@ -1,0 +1,108 @@
+"""Whether replicas of a shard hold the same bits: digests of their tensors, compared over all ranks."""
+
+import socket
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.errors import RecoveryError, few
+from hyperpod_plugins.parallel.topology import Topology
+
+_HOST_BYTES = 64
+
+
+class ReplicasDiffer(RecoveryError):
+    """Replicas of a shard hold other bits, though they have made the same steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """Replicas of one shard that do not hold the same."""
+
+    replicas: tuple[int, ...]
+    """Ranks of all replicas of the shard."""
+    suspects: tuple[int, ...]
+    """Ranks that differ from the majority; all replicas where there is none."""
+    hosts: tuple[str, ...]
+    """Of the suspects."""
+    names: tuple[str, ...]
+    """Tensors that differ, where this rank is one of the replicas; otherwise empty."""
+
+    def __str__(self) -> str:
+        """One sentence for people."""
+        suspects = ", ".join(f"{rank} ({host})" for rank, host in zip(self.suspects, self.hosts, strict=True))
+        others = [rank for rank in self.replicas if rank not in self.suspects]
+        if others:
+            who = f"rank {suspects} does not hold the same bits as its replicas, ranks {', '.join(map(str, others))}"
+        else:
+            who = f"the replicas on ranks {suspects} do not hold the same bits, and none has a majority"
+        return f"{who}: {few(self.names, 3)}" if self.names else f"{who}; see their messages for the tensors"
+
+
+def suspects_of(digests: Mapping[int, int]) -> tuple[int, ...]:
+    """Ranks that differ from the majority of a shard's replicas; all of them where more than half agree on nothing.
+
+    Args:
+        digests: of each replica's whole shard, by rank.
+    """
+    counts = Counter(digests.values())
+    value, count = counts.most_common(1)[0]
+    if count == len(digests):
+        return ()
+    return tuple(rank for rank, each in sorted(digests.items()) if 2 * count <= len(digests) or each != value)
+
+
+def compare_replicas(digests: Mapping[str, int], topology: Topology, device: torch.device) -> Disagreement | None:
+    """Compare what the replicas of each shard hold. All ranks call this together, and find the same ones.
+
+    It gathers one number from each rank, and the digests of single tensors only where the numbers differ.
+
+    Args:
+        digests: of this rank's tensors, by name.
+        topology: of the job.
+        device: of this rank.
+
+    Returns:
+        The first replicas that differ, of this rank's shard if there are any; None where all agree or a rank was lost
+        meanwhile (then the groups are broken).
+    """
+    rank, names = dist.get_rank(), sorted(digests)
+    whole = zlib.crc32(" ".join(f"{name}={digests[name]}" for name in names).encode())
+    rows = _gathered(torch.tensor([whole, len(names)], dtype=torch.int64, device=device))
+    if breaker.cause is not None:
+        return None
+    totals = [int(row[0]) for row in rows]
+    shards = {tuple(sorted({each, *topology.peers(each, "replicate")})) for each in range(topology.world_size)}
+    bad = [shard for shard in sorted(shards) if suspects_of({each: totals[each] for each in shard})]
+    if not bad:
+        return None
+    shard = next((each for each in bad if rank in each), bad[0])
+    mine = torch.full((max(int(row[1]) for row in rows),), -1, dtype=torch.int64, device=device)
+    mine[: len(names)] = torch.tensor([digests[name] for name in names], dtype=torch.int64, device=device)
+    singles = _gathered(mine)
+    host = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+    hosts = _gathered(torch.tensor(list(host), dtype=torch.uint8, device=device))
+    if breaker.cause is not None:
+        return None
+    suspects = suspects_of({each: totals[each] for each in shard})
+    differing = [
+        name for index, name in enumerate(names) if len({int(singles[each][index]) for each in shard}) > 1
+    ] or names  # the same digests under other names
+    return Disagreement(
+        replicas=shard,
+        suspects=suspects,
+        hosts=tuple(bytes(hosts[each].tolist()).rstrip(b"\0").decode(errors="replace") for each in suspects),
+        names=tuple(differing) if rank in shard else (),
+    )
+
+
+def _gathered(value: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Of all ranks, on the host."""
+    rows = [torch.zeros_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, value)
+    return list(torch.stack(rows).cpu())

@@ -1,0 +1,273 @@
+"""Snapshots in shared memory: they outlive the process that took them, and another one in its place finds them.
+
+A slot is two files: `NAME.data`, the bytes of all tensors, mapped into memory, and `NAME.head`, which says what they
+are and holds the rest. The head is removed before the data changes and written, under another name first, when the data
+is whole: a process may end at any moment. It holds a checksum of everything, which is compared before anything is used.
+
+Shared memory is for others, too, such as the workers of a DataLoader, and whoever writes where nothing is left gets a
+SIGBUS. So a good part of it stays free, and what does not fit lies in the memory of its process.
+"""
+
+import errno
+import json
+import logging
+import mmap
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.env import JobEnv, snapshot_folder
+from hyperpod_plugins.parallel.topology import Topology
+
+log = logging.getLogger(__name__)
+_NUM_SLOTS = 2
+_FORMAT = 1
+_CHUNK_BYTES = 64 * 2**20  # of work that nothing interrupts
+_MIN_FREE_PART, _MIN_FREE_BYTES = 0.5, 2**30
+
+
+def _never() -> None:
+    """What cannot be interrupted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state of one rank when it had committed `step` steps."""
+
+    step: int
+    header: bytes
+    """See `TrainingState.header`."""
+    trainer: bytes
+    """See `Subject.describe`."""
+    data: torch.Tensor
+    """Bytes of all tensors, in host memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """Where a process may keep snapshots that outlive it."""
+
+    folder: Path
+    """Of this node's agent, for this user alone."""
+    place: int
+    """Which process of the job this is, whatever its rank."""
+    whose: Callable[[int], str]
+    """What identifies the state of a rank: job, world, layout and rank. A snapshot of anything else is not used."""
+    is_replacement: bool
+    """Whether another process was in this place before, whose snapshots are good."""
+
+    def slots(self, name: str, rank: int) -> "SharedSlots":
+        """Two slots for the snapshots of a rank."""
+        return SharedSlots(self.folder, f"{self.place}-{name}", self.whose(rank))
+
+
+def shared_memory(
+    job: JobEnv, place: int, world: World, topology: Topology, *, num_ended: int, is_newcomer: bool
+) -> SharedMemory | None:
+    """Where the snapshots of a process outlive it; None where no agent has made a folder for that.
+
+    Args:
+        job: of the process.
+        place: of the process, whatever its rank.
+        world: that it belongs to.
+        topology: of that world.
+        num_ended: how many fits of the program have come to their end: their snapshots are of no use to the next.
+        is_newcomer: whether this process takes the place of a lost one, and has not trained since (see `Member`).
+    """
+    folder = snapshot_folder()
+    if folder is None or not folder.is_dir():
+        return None
+    layout = f"{job.run_id} fit={num_ended} world={world.number} places={world.places} {topology}"
+    return SharedMemory(
+        folder=folder,
+        place=place,
+        whose=lambda rank: f"{layout} rank={rank}",
+        is_replacement=is_newcomer,
+    )
+
+
+class SharedSlots:
+    """Room for two snapshots of one rank. One thread at a time."""
+
+    def __init__(self, folder: Path, name: str, whose: str) -> None:
+        """Use files in `folder` whose names begin with `name`, for snapshots of what `whose` identifies."""
+        self._data = [folder / f"{name}-{index}.data" for index in range(_NUM_SLOTS)]
+        self._heads = [folder / f"{name}-{index}.head" for index in range(_NUM_SLOTS)]
+        self._whose = whose
+        self._memory: dict[int, torch.Tensor] = {}
+        self._registered: dict[int, torch.Tensor] = {}
+        # Memory that is unmapped, but registered still, can not be registered again by whoever gets its address next.
+        weakref.finalize(self, _unregister_all, self._registered).atexit = False
+
+    def room(
+        self, num_bytes: int, in_use: Sequence[torch.Tensor], check: Callable[[], None] = _never
+    ) -> torch.Tensor | None:
+        """Shared memory for a snapshot, in a slot that none of `in_use` lies in; None if there is not enough.
+
+        Args:
+            num_bytes: of the snapshot.
+            in_use: data of the snapshots that stay.
+            check: called every now and then; what it raises ends this, and nothing is left of the new memory.
+        """
+        used = {self._slot_of(data) for data in in_use}
+        slot = next(index for index in range(_NUM_SLOTS) if index not in used)
+        self._memory.pop(slot, None)
+        _unregister(self._registered.pop(slot, None))
+        self._remove(slot)  # not written over: a process before this one may have mapped it still
+        if num_bytes == 0:
+            return None
+        memory = None
+        try:
+            file = os.open(self._data[slot], os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                _allocate(file, num_bytes, check)  # else writing to it could end the process
+                memory = mmap.mmap(file, num_bytes)
+            finally:
+                os.close(file)
+        except OSError:
+            return None
+        finally:
+            if memory is None:
+                self._data[slot].unlink(missing_ok=True)
+        self._use(slot, torch.frombuffer(memory, dtype=torch.uint8))
+        return self._memory[slot]
+
+    def forget(self, data: torch.Tensor) -> None:
+        """The memory of a snapshot is about to change, or the snapshot does not count any more."""
+        slot = self._slot_of(data)
+        if slot is not None:
+            self._heads[slot].unlink(missing_ok=True)
+
+    def record(self, snapshot: Snapshot, check: Callable[[], None] = _never) -> None:
+        """Let a snapshot, whose data lies in one of the slots and is whole, outlive this process.
+
+        What `check`, which is called every now and then, raises ends this; the snapshot does not outlive it then.
+        """
+        slot = self._slot_of(snapshot.data)
+        if slot is None:
+            return
+        sizes = [len(snapshot.header), len(snapshot.trainer), snapshot.data.numel()]
+        described = {
+            "format": _FORMAT,
+            "whose": self._whose,
+            "step": snapshot.step,
+            "sizes": sizes,
+            "checksum": _checksum(snapshot.header, snapshot.trainer, snapshot.data, check),
+        }
+        partial = self._heads[slot].with_suffix(".partial")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with open(os.open(partial, flags, 0o600), "wb") as file:
+                file.write(json.dumps(described).encode() + b"\n" + snapshot.header + snapshot.trainer)
+            partial.rename(self._heads[slot])
+        except OSError:  # no room is left, or the agent has gone: the snapshot lives as long as this process
+            partial.unlink(missing_ok=True)
+
+    def load(self) -> list[Snapshot]:
+        """The snapshots that a process before this one left, as far as they are whole and of the same state.
+
+        Nothing is left of others: they would take memory, and nobody may use them.
+        """
+        found = {slot: self._load(slot) for slot in range(_NUM_SLOTS)}
+        for slot, snapshot in found.items():
+            if snapshot is None:
+                self._remove(slot)
+        return [snapshot for snapshot in found.values() if snapshot is not None]
+
+    def clear(self) -> None:
+        """Leave nothing of what a process before this one left."""
+        for slot in range(_NUM_SLOTS):
+            self._remove(slot)
+
+    def _remove(self, slot: int) -> None:
+        for path in (self._heads[slot], self._data[slot]):
+            path.unlink(missing_ok=True)
+
+    def _load(self, slot: int) -> Snapshot | None:
+        try:
+            with open(os.open(self._heads[slot], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+                described, texts = json.loads(file.readline()), file.read()
+            if (described["format"], described["whose"]) != (_FORMAT, self._whose):
+                return None
+            step, (of_header, of_trainer, num_bytes) = int(described["step"]), described["sizes"]
+            file = os.open(self._data[slot], os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(file).st_size != num_bytes or len(texts) != of_header + of_trainer:
+                    return None
+                data = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+            finally:
+                os.close(file)
+        except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged
+            return None
+        header, trainer = texts[:of_header], texts[of_header:]
+        if _checksum(header, trainer, data) != described["checksum"]:
+            return None
+        self._use(slot, data)
+        return Snapshot(step=step, header=header, trainer=trainer, data=data)
+
+    def _use(self, slot: int, data: torch.Tensor) -> None:
+        self._memory[slot] = data
+        if _register(data):
+            self._registered[slot] = data
+
+    def _slot_of(self, data: torch.Tensor) -> int | None:
+        return next((slot for slot, each in self._memory.items() if each.data_ptr() == data.data_ptr()), None)
+
+
+def leaves_enough(num_bytes: int, free: int, total: int) -> bool:
+    """Whether a file system of `total` bytes, of which some are free, has enough for others with so many bytes less."""
+    return free - num_bytes >= max(_MIN_FREE_PART * total, _MIN_FREE_BYTES)
+
+
+def _allocate(file: int, num_bytes: int, check: Callable[[], None]) -> None:
+    """Reserve memory for a file, whatever others on this machine reserve at the same time."""
+    for begin in range(0, num_bytes, _CHUNK_BYTES):
+        check()
+        system = os.fstatvfs(file)
+        if not leaves_enough(num_bytes - begin, system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize):
+            raise OSError(errno.ENOSPC, "too little shared memory would be left for others")
+        os.posix_fallocate(file, begin, min(_CHUNK_BYTES, num_bytes - begin))
+
+
+def _checksum(header: bytes, trainer: bytes, data: torch.Tensor, check: Callable[[], None] = _never) -> int:
+    value, view = zlib.crc32(trainer, zlib.crc32(header)), data.numpy().data
+    for begin in range(0, len(view), _CHUNK_BYTES):
+        check()
+        value = zlib.crc32(view[begin : begin + _CHUNK_BYTES], value)
+    return value
+
+
+def _register(data: torch.Tensor) -> bool:
+    """Let a GPU copy from memory without a detour; whether it can, for it may be forbidden (`ulimit -l`)."""
+    runtime = torch.cuda.cudart() if torch.cuda.is_available() else None
+    if runtime is None:
+        return False
+    code = int(runtime.cudaHostRegister(data.data_ptr(), data.numel(), 0))
+    if code:
+        log.info("a snapshot's memory is copied to and from the GPU with a detour: cudaHostRegister returned %d", code)
+        _forget_error()
+    return code == 0
+
+
+def _unregister(data: torch.Tensor | None) -> None:
+    runtime = torch.cuda.cudart() if data is not None else None
+    if runtime is not None and data is not None and int(runtime.cudaHostUnregister(data.data_ptr())):
+        _forget_error()
+
+
+def _unregister_all(registered: dict[int, torch.Tensor]) -> None:
+    while registered:
+        _unregister(registered.popitem()[1])
+
+
+def _forget_error() -> None:
+    """Have CUDA forget the error of a call that did nothing: the next kernel of the program would raise it instead."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
