@@ -5,6 +5,7 @@ hyperpod scale --replicas 2
 hyperpod scale --shard-degree 4
 hyperpod status
 hyperpod preset list|show NAME|write NAME [PATH]|NAME
+hyperpod rehearse --nproc-per-node 4 train.py ARGUMENTS
 """
 
 import argparse
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 from typing import cast
 
 from hyperpod_plugins.elastic.control import Request, Ticket, send
+from hyperpod_plugins.elastic.line import printable
 from hyperpod_plugins.errors import ConfigError, HyperPodError
 from hyperpod_plugins.presets import preset_names, preset_path, preset_summary, write_preset
 from hyperpod_plugins.recovery.chaos import SIGNALS, ChaosPlan, choose_agents, processes, run_chaos
 from hyperpod_plugins.recovery.faults import FaultKind
+from hyperpod_plugins.recovery.rehearsal_jobs import PHASES, Plan, rehearse, table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +93,11 @@ def _scale(arguments: argparse.Namespace) -> int:
 
 def _status(arguments: argparse.Namespace) -> int:
     ticket = Ticket.find(arguments.run_id)
-    found = json.loads(send(ticket.ledger(), ticket.token, Request(kind="status"), queue=ticket.queue))
+    answer = send(ticket.ledger(), ticket.token, Request(kind="status"), queue=ticket.queue)
+    try:
+        found = dict(json.loads(answer))
+    except (ValueError, TypeError):
+        raise ConfigError(f"this is no answer of an agent: {answer:.100}") from None
     _say(f"job {ticket.run_id}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
     return 0
 
@@ -120,7 +127,35 @@ def _preset(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_rehearse_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks, as for hyperpodrun")
+    parser.add_argument("--phases", default=",".join(PHASES), help="comma-separated; a rank is killed in each")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one job; there are two at least")
+    parser.add_argument("--preload", default="", help="modules that workers find imported, as for hyperpodrun")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="the script, and its arguments")
+
+
+def _rehearse(arguments: argparse.Namespace) -> int:
+    plan = Plan(
+        program=tuple(arguments.program),
+        num_ranks=arguments.nproc_per_node,
+        phases=tuple(filter(None, (phase.strip() for phase in arguments.phases.split(",")))),
+        timeout_s=arguments.timeout,
+        launcher=("--preload", arguments.preload) if arguments.preload else (),
+    )
+    results = rehearse(plan, _say)
+    for line in table(results):
+        _say(line)
+    return 0 if all(result.is_good for result in results) else 1
+
+
 COMMANDS = (
+    Command(
+        name="rehearse",
+        summary="run a program briefly with a kill in each phase, and tell from which it would not recover exactly",
+        add_arguments=_add_rehearse_arguments,
+        run=_rehearse,
+    ),
     Command(
         name="scale",
         summary="have a running job with ElasticTraining grow, shrink, or start again with other degrees",
@@ -170,14 +205,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except HyperPodError as error:
-        print(f"hyperpod {arguments.command}: {error}", file=sys.stderr)  # noqa: T201
+        print(f"hyperpod {arguments.command}: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         return 2
     except KeyboardInterrupt:
         return 130
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201
+    print(printable(line), flush=True)  # noqa: T201  (what comes from a store may hold escape sequences)
 
 
 if __name__ == "__main__":

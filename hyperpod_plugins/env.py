@@ -10,6 +10,9 @@ from typing import Self
 
 from hyperpod_plugins.errors import ConfigError
 
+SNAPSHOTS = "HYPERPOD_SNAPSHOTS"
+"""Folder in shared memory for the snapshots of a node's workers; agents set it."""
+_SHARED_MEMORY = Path("/dev/shm")
 _OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
@@ -147,6 +150,39 @@ class JobEnv:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalEnv:
+    """What `hyperpod rehearse` tells the workers of its jobs."""
+
+    folder: str
+    """Where they write digests, and which faults have happened."""
+    last_step: int
+    """After how many steps they end."""
+    faults: str
+    """See `recovery.rehearsal.parse_schedule`."""
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables that tell a worker."""
+        return {
+            "HYPERPOD_REHEARSAL": self.folder,
+            "HYPERPOD_REHEARSAL_STEPS": str(self.last_step),
+            "HYPERPOD_REHEARSAL_FAULTS": self.faults,
+        }
+
+    def added_to_environ(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """This process's environment with those variables, for the launcher of a job."""
+        return {**environ, **self.to_environ()}
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Self | None:
+        """Read the variables; None outside of a rehearsed job."""
+        folder = environ.get("HYPERPOD_REHEARSAL")
+        if not folder:
+            return None
+        last_step = _number(environ, "HYPERPOD_REHEARSAL_STEPS", 0)
+        return cls(folder=folder, last_step=last_step, faults=environ.get("HYPERPOD_REHEARSAL_FAULTS", ""))
+
+
 def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
     """Path of the file named by `HYPERPOD_CONFIG` (SMP JSON; for Accelerate also its YAML), or None."""
     return environ.get("HYPERPOD_CONFIG") or None
@@ -166,6 +202,17 @@ def runtime_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def events_folder(environ: Mapping[str, str] = os.environ) -> str | None:
     """Folder for the events of each process, from `HYPERPOD_EVENTS`, or None."""
     return environ.get("HYPERPOD_EVENTS") or None
+
+
+def snapshot_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Folder in shared memory for snapshots that outlive this process, from `HYPERPOD_SNAPSHOTS`, or None."""
+    given = environ.get(SNAPSHOTS)
+    return Path(given) if given else None
+
+
+def shared_memory_folder() -> Path | None:
+    """Folder of this user in shared memory; None where the machine has none."""
+    return Path(_SHARED_MEMORY, f"hyperpod-{os.getuid()}") if _SHARED_MEMORY.is_dir() else None
 
 
 def instance_type(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -10,11 +10,14 @@
     ├── OutdatedExtraError (ImportError)    an optional dependency is installed in a version that does not fit
     ├── CommError (RuntimeError)
     │   ├── BackendUnavailable              no collective library serves this device
+    │   ├── DeviceHung                      a device does not end what was queued on it; its process is replaced
     │   └── PeerLost                        a member of a process group is gone
     ├── RecoveryError (RuntimeError)        the job cannot repair itself in place
     │   ├── StateLost                       no rank that is left holds a part of the training state
     │   └── RecoveryTimeout                 a lost process was not replaced in time
     ├── LoopError (RuntimeError)            a loop written by hand does what could not be repaired
+    ├── UnitsDiffer (RuntimeError)          ranks ran different sharded modules in one step
+    ├── NonFiniteError (RuntimeError)       the loss or the gradients of a step are not finite
     ├── DataError (RuntimeError)
     │   ├── DatasetDamaged                  a token file that was cut short or altered
     │   └── DatasetChanged                  a sampler state that belongs to other data
@@ -89,6 +92,10 @@ class BackendUnavailable(CommError):
     """No collective library, or not the one asked for, serves this device."""
 
 
+class DeviceHung(CommError):
+    """A device does not end what was queued on it, though its groups were aborted: the process cannot go on."""
+
+
 class PeerLost(CommError):
     """A member of a process group is gone, and the collective was not inside a step."""
 
@@ -107,6 +114,14 @@ class RecoveryTimeout(RecoveryError):
 
 class LoopError(HyperPodError, RuntimeError):
     """A loop written by hand does something that could not be repaired after a fault."""
+
+
+class UnitsDiffer(HyperPodError, RuntimeError):
+    """Ranks ran different sharded modules in one step, so that they gathered shards of different ones as one."""
+
+
+class NonFiniteError(HyperPodError, RuntimeError):
+    """The loss or the gradient norm of a step is infinite or not a number; nothing was updated."""
 
 
 class DataError(HyperPodError, RuntimeError):

@@ -20,7 +20,7 @@ from hyperpod_plugins.accelerate.joining import World, join, tell_accelerate, te
 from hyperpod_plugins.accelerate.library import Accelerator, get_mixed_precision_context_manager
 from hyperpod_plugins.accelerate.parallelism import HyperPodParallelism
 from hyperpod_plugins.accelerate.preparing import compute_in, recompute_blocks, refuse_dropout, shard_with_optimizers
-from hyperpod_plugins.accelerate.stepping import HyperPodOptimizer, HyperPodScheduler
+from hyperpod_plugins.accelerate.stepping import HyperPodOptimizer, HyperPodScheduler, StepCheck
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import (
     Topology,
@@ -31,7 +31,10 @@ from hyperpod_plugins.parallel import (
     loss_parallel_context,
     parallelize,
 )
+from hyperpod_plugins.parallel.finite import FiniteCheck
+from hyperpod_plugins.parallel.former_parameters import give_shards
 from hyperpod_plugins.parallel.shard import sharded_parts, without_replica_sync
+from hyperpod_plugins.parallel.unit_watch import watch_units
 
 if TYPE_CHECKING:
     from hyperpod_plugins.accelerate.plugin import HyperPodPlugin
@@ -57,6 +60,11 @@ class HyperPodAccelerator(Accelerator):
     def __init__(self, plugin: "HyperPodPlugin", session: World | None = None, **options: Any) -> None:
         self.plugin = plugin
         self._data_group: dist.ProcessGroup | None = None
+        if session is not None and plugin.non_finite != "auto":
+            raise ConfigError(
+                f"non_finite={plugin.non_finite!r} cannot be given to HyperPodPlugin where a Session steps the "
+                f"optimizers. Use session.train(..., non_finite={plugin.non_finite!r})."
+            )
         handlers = _with_ours(plugin, _checked(options))
         join(plugin.comm, plugin.timeout_s)
         tell_accelerate()
@@ -77,6 +85,9 @@ class HyperPodAccelerator(Accelerator):
                 )
             self.dataloader_config = replace(self.dataloader_config, dispatch_batches=False)
         self._data_group = build_data_group(self.topology)
+        is_free = self.device.type == "cpu"  # elsewhere the host would wait for the norm of the gradients
+        finite = FiniteCheck(plugin.non_finite if session is None else "off", waits_anyway=is_free)
+        self._check = StepCheck(finite)
         if session is not None:
             session.when_moved(lambda: self._moved(session.topology))
 
@@ -121,7 +132,11 @@ class HyperPodAccelerator(Accelerator):
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         if self.plugin.settings.of_accelerate:
             self._leave_to_accelerate(model)
-            return super()._prepare_fsdp2(*args)
+            prepared = super()._prepare_fsdp2(*args)
+            for each in prepared:
+                if isinstance(each, nn.Module):
+                    watch_units(each)
+            return prepared
         shard_with_optimizers(model, optimizers, self._parallelized, self.device)
         self._wrap_forward(model)
         if model not in self._models:
@@ -173,8 +188,10 @@ class HyperPodAccelerator(Accelerator):
         """Wrap an optimizer, whose arithmetic then runs on local shards."""
         if isinstance(optimizer, HyperPodOptimizer):
             return optimizer
+        for model in self._models if len(self._models) == 1 else ():  # others may hold the rest of its parameters
+            give_shards([optimizer], model, num_ranks=self.num_processes)
         placed = self.device_placement if device_placement is None else device_placement
-        prepared = HyperPodOptimizer(optimizer, device_placement=placed, scaler=self.scaler)
+        prepared = HyperPodOptimizer(optimizer, check=self._check, device_placement=placed, scaler=self.scaler)
         self._optimizers.append(prepared)
         return prepared
 
@@ -206,13 +223,16 @@ class HyperPodAccelerator(Accelerator):
     @override
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Divide the loss by the accumulation steps and run backward, in the context the loss was computed in."""
+        self._check.note_loss(loss)
         with loss_parallel_context(self.plugin.config):
             super().backward(loss, **kwargs)
 
     @override
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Scale gradients so that their norm over all ranks and meshes is at most `max_norm`; the norm before."""
-        return clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = clip_grad_norm_(parameters, max_norm, norm_type)
+        self._check.note_norm(norm)
+        return norm
 
     @override
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:

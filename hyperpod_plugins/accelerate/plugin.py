@@ -29,6 +29,7 @@ from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.env import WorkerEnv, accelerate_variables, config_path
 from hyperpod_plugins.errors import ConfigError, MissingExtraError, NotBuiltYetError
 from hyperpod_plugins.parallel import ParallelConfig, Topology
+from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.shard import mixed_precision_policy
 
 Source = ParallelConfig | Mapping[str, Any] | str | Path
@@ -45,6 +46,11 @@ class HyperPodPlugin:
             (YAML). Default: the file named by `HYPERPOD_CONFIG`, else hybrid sharding over all ranks.
         comm: collective library to use, and whether a fallback is allowed.
         timeout_s: seconds after which a collective that does not complete fails.
+        non_finite: what `optimizer.step()` does where a loss of any rank that went through `accelerator.backward`, or
+            the norm that `accelerator.clip_grad_norm_` has found, is infinite or not a number: "stop" raises
+            `NonFiniteError` on all ranks, with nothing updated; "skip" leaves the step out; "warn" goes on; "off" does
+            not look. "auto" is "stop" on CPU, and "off" elsewhere, where the host would have to wait for the device.
+            A Session has an option of its own.
         **options: fields of `ParallelConfig` and of `AccelerateSettings`; they win over `config`.
 
     Raises:
@@ -59,6 +65,8 @@ class HyperPodPlugin:
     """Collective library."""
     timeout_s: float
     """Seconds after which a collective that does not complete fails."""
+    non_finite: NonFinitePolicy
+    """What is done about a step that is not finite."""
 
     def __init__(
         self,
@@ -66,6 +74,7 @@ class HyperPodPlugin:
         *,
         comm: CommOptions | None = None,
         timeout_s: float = 1800.0,
+        non_finite: NonFinitePolicy = "auto",
         **options: Any,
     ) -> None:
         source, asked = _read(config_path() if config is None else config)
@@ -74,7 +83,13 @@ class HyperPodPlugin:
         parallel = ParallelConfig.of(source, **asked)
         if settings.fp8 != "off" and parallel.precision == "32-true":
             parallel = ParallelConfig.of(parallel, precision="bf16-mixed")
-        values = {"config": parallel, "settings": settings, "comm": comm or CommOptions(), "timeout_s": timeout_s}
+        values: dict[str, object] = {
+            "config": parallel,
+            "settings": settings,
+            "comm": comm or CommOptions(),
+            "timeout_s": timeout_s,
+            "non_finite": non_finite,
+        }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._check()
@@ -205,11 +220,13 @@ class HyperPodPlugin:
         chosen = options_in({"ACCELERATE_MIXED_PRECISION": name, "ACCELERATE_FP8_BACKEND": backend})
         fields = {field: getattr(self.settings, field) for field in _SETTINGS}
         config = ParallelConfig.of(self.config, precision=chosen.pop("precision"))
-        return HyperPodPlugin(config, comm=self.comm, timeout_s=self.timeout_s, **(fields | chosen))
+        own: dict[str, Any] = {"comm": self.comm, "timeout_s": self.timeout_s, "non_finite": self.non_finite}
+        return HyperPodPlugin(config, **(own | fields | chosen))
 
     def _check(self) -> None:
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, but is {self.timeout_s}")
+        FiniteCheck(self.non_finite, waits_anyway=True)  # refuses other values
         left_to_accelerate = self.settings.of_accelerate
         if left_to_accelerate and self.config.tensor_parallel_degree > 1:
             raise NotBuiltYetError(

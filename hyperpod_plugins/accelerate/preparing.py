@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hyperpod_plugins.accelerate.library import convert_outputs_to_fp32
 from hyperpod_plugins.errors import ConfigError, few
+from hyperpod_plugins.parallel.local_update import refuse_closures
 from hyperpod_plugins.parallel.shard import find_blocks, reshard, sharded_parts
 
 
@@ -26,11 +27,13 @@ def shard_with_optimizers(
     do not have. Here it is found by its name. Meanwhile the optimizers hold none, so that each can be freed.
 
     Raises:
-        ConfigError: an optimizer has begun, or holds a parameter that is not the model's; ranks hold unlike models.
+        ConfigError: an optimizer has begun, computes gradients itself, or holds a parameter that is not the model's;
+            ranks hold unlike models.
     """
     if any(True for _ in sharded_parts(model)):
         return  # by an earlier `prepare`, or by the user: its optimizers have the shards
     _refuse_half_loaded(model, device)
+    refuse_closures(optimizers)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: list[tuple[dict[str, Any], list[str]]] = []
     for optimizer in optimizers:

@@ -153,7 +153,7 @@ def _refuse(variables: Mapping[str, str]) -> None:
     if policy not in ("TRANSFORMER_BASED_WRAP", "NO_WRAP"):
         raise ConfigError(
             f"fsdp_auto_wrap_policy is {policy}, which has no counterpart here. Use TRANSFORMER_BASED_WRAP; without "
-            "fsdp_transformer_layer_cls_to_wrap the elements of every nn.ModuleList are sharded one by one."
+            "fsdp_transformer_layer_cls_to_wrap the layers a model runs one after the other are sharded one by one."
         )
     if variables.get("FSDP_IGNORED_MODULES", "None") != "None":
         raise NotBuiltYetError("fsdp_ignored_modules is not served: every parameter is sharded. Leave it out.")

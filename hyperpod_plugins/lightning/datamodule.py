@@ -4,7 +4,7 @@
 # pyright: reportPrivateUsage=false
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -137,8 +137,9 @@ class TrainerLoader(StatefulLoader):
     """Keeps the Trainer's count of batches in step with a position that is counted in samples.
 
     Lightning saves how many batches a rank has run. In a job of another size the same samples are another number of
-    batches, and the epoch would silently end early or late. What `train_dataloader` returns in a job that changes its
-    size; `TokenDataModule` does.
+    batches, and the epoch would silently end early or late. Where its steps begin at other samples than those of a
+    whole epoch, it is counted with fewer batches, so that each step is a whole accumulation window. What
+    `train_dataloader` returns in a job that changes its size; `TokenDataModule` does.
 
     Args:
         trainer: whose loop reads the batches.
@@ -153,6 +154,23 @@ class TrainerLoader(StatefulLoader):
     ) -> None:
         super().__init__(dataset, sampler, **options)
         self._trainer = trainer
+        self._shorter: tuple[int, int] | None = None
+        """An epoch that goes on where a job with another global batch has left it, and its number of batches."""
+
+    @override
+    def __len__(self) -> int:
+        """Number of batches in the present epoch, as the Trainer counts them."""
+        if self._shorter is not None and self.batch_sampler.cursor.epoch == self._shorter[0]:
+            return self._shorter[1]
+        return super().__len__()
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        """The batches that are left of the epoch at which the job stands."""
+        if self._shorter is not None and self.batch_sampler.cursor.epoch != self._shorter[0]:
+            self._shorter = None
+            self._tell_length()
+        return super().__iter__()
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -164,10 +182,22 @@ class TrainerLoader(StatefulLoader):
         is_epoch_over = sampler.cursor.epoch > state_dict["epoch"]
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         num_open = current.ready - current.completed  # a state saved inside a hook has one batch that is not completed
-        num_done = len(sampler) - (0 if is_epoch_over else sampler.micro_steps_left)
+        num_done = len(sampler) if is_epoch_over else sampler.micro_steps_done
+        num_batches = num_done + (0 if is_epoch_over else sampler.micro_steps_left)
+        self._shorter = (sampler.cursor.epoch, num_batches) if num_batches < len(sampler) else None
         current.load_state_dict(
             {"ready": num_done, "started": num_done, "processed": num_done, "completed": num_done - num_open}
         )
+
+    def _tell_length(self) -> None:
+        """Let the Trainer, which asks once, know of the whole epochs that follow a shorter one."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        assert loop._combined_loader is not None
+        assert loop._data_fetcher is not None
+        length = len(loop._combined_loader)
+        loop.max_batches = loop._data_fetcher.length = length
+        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+            trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
 
 
 def sample_weight_of(trainer: Trainer, batch_index: int) -> float:

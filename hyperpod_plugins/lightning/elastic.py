@@ -3,6 +3,7 @@
 # Lightning's loops have no public spelling.
 # pyright: reportPrivateUsage=false
 
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ from hyperpod_plugins.lightning.rates import Rates, warn_of_adaptive
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
+
+log = logging.getLogger(__name__)
 
 _REFERENCE = (
     "reference_batch"  # value: of a job whose batch follows the world; its founders say it before anybody comes
@@ -166,6 +169,7 @@ class ElasticTraining(SizesSteps):
             )
         self.rates = Rates(rule=rule)
         self.reproducible = reproducible
+        self._remarks: tuple[str, ...] = ()
         self.step_loss: Tensor | None = None
         self.resizes: list[Resize] = []
 
@@ -209,24 +213,33 @@ class ElasticTraining(SizesSteps):
         if self.batch.follows_world:
             self.rates.load_state_dict(state_dict)
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What people should know of a recipe, one sentence each: what is left out of it, and why."""
+        if isinstance(self._policy, PolicyBlock) and self._policy.is_fixed:
+            return ("is_elastic: false, so the job keeps the number of nodes that it says", *self._remarks)
+        return self._remarks
+
     def settle(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
         """Limits and batch, once it is known how many ranks a node and a replica have.
 
         Raises:
             ConfigError: the policy counts nodes or GPUs that make up no whole replicas, or not the ones that there are.
         """
-        policy, batch = self._policy, self.batch
+        policy, batch, scales = self._policy, self.batch, self._scales
+        if scales is not None:
+            node, replica = topology.ranks_per_node, topology.shard_degree * topology.tensor_degree
+            scales = scales.on(ranks_per_node=node, ranks_per_replica=replica, tensor_degree=topology.tensor_degree)
+            self.batch = batch = scales.batch(ranks_per_node=node, ranks_per_replica=replica)
         if isinstance(policy, PolicyBlock):
+            policy = replace(policy, scales=scales)
             policy = policy.in_replicas(
                 ranks_per_node=topology.ranks_per_node,
                 ranks_per_replica=topology.shard_degree * topology.tensor_degree,
                 data_ranks_per_replica=topology.shard_degree,
             )
-        if self._scales is not None:
-            node, tensor = topology.ranks_per_node, topology.tensor_degree
-            self._scales.check_shares(ranks_per_node=node, tensor_degree=tensor)
-            replica = topology.shard_degree * tensor
-            self.batch = batch = self._scales.batch(ranks_per_node=node, ranks_per_replica=replica)
+        remarks = () if scales is None else scales.remarks
+        self._remarks = (*remarks, *batch.refused(policy, topology.shard_degree))
         if self._deepspeed is not None:
             batch = replace(batch, micro_batch_size=self._deepspeed.micro_batch_at(topology.data_degree))
         if self.reproducible:
@@ -265,7 +278,8 @@ class Elasticity:
             DegreeError: the world does not consist of whole replicas.
             ConfigError: the batch cannot be shared out, or the world is smaller or larger than the limits allow.
         """
-        if self._topology is None:
+        is_first = self._topology is None
+        if is_first:
             self._layouts = layouts_of(self.options, config, ranks_per_node)
             config = with_degrees(config, self._known, self._layouts, world_size)
         first = config.topology(self.replica_size or world_size, ranks_per_node=ranks_per_node)
@@ -273,10 +287,14 @@ class Elasticity:
         self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
         self._policy, batch = self.options.settle(topology)
         self._sizes = self.options.batch.serving(self._policy, topology.shard_degree)
+        for remark in self.options.remarks if is_first else ():
+            if trainer.global_rank == 0:
+                log.warning("the recipe given to ElasticTraining: %s", remark)
         if topology.replicate_degree not in self._sizes:
             raise ConfigError(
                 f"the job has {topology.replicate_degree} replicas of {self.replica_size} ranks, and ElasticTraining "
                 f"allows {list(self._sizes)}. Start another number of processes, or change its limits."
+                + "".join(f" The recipe: {remark}." for remark in self.options.remarks)
             )
         split = batch.split(topology.replicate_degree, topology.shard_degree)
         self.options.split, self._trainer = split, trainer
@@ -302,7 +320,9 @@ class Elasticity:
         Raises:
             ConfigError: a loader counts its position in batches, which are others in a world of another size.
         """
-        for loader in _train_loaders(trainer):
+        loaders = _train_loaders(trainer)
+        self._refuse_uneven(loaders)
+        for loader in loaders:
             split = loader.batch_sampler.split if isinstance(loader, TrainerLoader) else None
             own = self.options.split
             assert own is not None
@@ -333,6 +353,23 @@ class Elasticity:
             if self.options.rates.rule.is_measured and trainer.global_rank == 0:
                 warn_of_adaptive(trainer.optimizers)
         leave_terms(self._ledger, terms)
+
+    def _refuse_uneven(self, loaders: Sequence[Any]) -> None:
+        """Refuse several train loaders where ranks have unequal shares: a loss of several batches has no one weight."""
+        assert self._topology is not None
+        if len(loaders) < 2:
+            return
+        for size in self._sizes:
+            split = self.options.batch.split(size, self._topology.shard_degree)
+            whole = split.data_world_size * split.micro_steps
+            is_cut = any(not each.batch_sampler.drop_last for each in loaders if isinstance(each, TrainerLoader))
+            if split.global_batch_size % whole or is_cut:
+                raise ConfigError(
+                    f"there are {len(loaders)} train loaders, and {size} replicas would share out a step of "
+                    f"{split.global_batch_size} samples unevenly, or the incomplete last step of an epoch. The loss of "
+                    "a step with several batches cannot be weighted for that: use one loader, or drop_last=True and "
+                    "numbers of replicas that divide the global batch."
+                )
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Generator[None]:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from hyperpod_plugins.lightning.flavour import Callback, LightningModule, Trainer
 from hyperpod_plugins.recovery.faults import Fault, Injector, parse_faults
+from hyperpod_plugins.recovery.rehearsal import ScheduledFaults
 
 
 class FaultInjection(Callback):
@@ -27,13 +28,13 @@ class FaultInjection(Callback):
 
     def __init__(self, faults: str | Sequence[Fault]) -> None:
         self._faults = parse_faults(faults) if isinstance(faults, str) else tuple(faults)
-        self._injector: Injector | None = None
+        self._injector: Injector | ScheduledFaults | None = None
         self._forward: RemovableHandle | None = None
 
     def _at(self, trainer: Trainer, phase: str, step: int) -> None:
         self._injector_of(trainer).at(phase, step)
 
-    def _injector_of(self, trainer: Trainer) -> Injector:
+    def _injector_of(self, trainer: Trainer) -> Injector | ScheduledFaults:
         if self._injector is None:
             self._injector = Injector(self._faults, rank=trainer.global_rank)
         return self._injector
@@ -93,3 +94,18 @@ class FaultInjection(Callback):
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
+
+
+class _RehearsedFaults(FaultInjection):
+    """Lets the faults of a rehearsed job happen in the phases that Lightning's hooks tell of."""
+
+    def __init__(self, faults: ScheduledFaults) -> None:
+        super().__init__(())
+        self._injector = faults
+
+
+def rehearse_faults(trainer: Trainer, faults: ScheduledFaults) -> None:
+    """Have faults of `hyperpod rehearse` happen in this Trainer's hooks, once."""
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    if not any(isinstance(each, _RehearsedFaults) for each in callbacks):
+        callbacks.append(_RehearsedFaults(faults))

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
     from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import CSVLogger
@@ -83,6 +84,8 @@ else:
     optimizers_to_device = _get(f"{_fabric}.utilities.optimizer", "_optimizers_to_device")
     reset_seed = _get(f"{_fabric}.utilities.seed", "reset_seed")
     Callback = _get(_pl, "Callback")
+    Checkpoint = _get(f"{_pl}.callbacks", "Checkpoint")
+    GradientAccumulationScheduler = _get(f"{_pl}.callbacks", "GradientAccumulationScheduler")
     LightningDataModule = _get(_pl, "LightningDataModule")
     LightningModule = _get(_pl, "LightningModule")
     Trainer = _get(_pl, "Trainer")
@@ -103,6 +106,8 @@ else:
 __all__ = [
     "CSVLogger",
     "Callback",
+    "Checkpoint",
+    "GradientAccumulationScheduler",
     "HalfPrecision",
     "Launcher",
     "LightningDataModule",

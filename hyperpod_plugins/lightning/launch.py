@@ -14,7 +14,8 @@ from typing_extensions import override
 from hyperpod_plugins.comm import CommOptions, register
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import PeerLost
-from hyperpod_plugins.lightning.fits import fits
+from hyperpod_plugins.lightning.checkpointless import recovers
+from hyperpod_plugins.lightning.fits import KINDS, entries, is_watched, keep_end, pass_by
 from hyperpod_plugins.lightning.flavour import (
     Launcher,
     ModelParallelStrategy,
@@ -40,7 +41,6 @@ class FromPeers(Launcher):
         It says False where there is no way to go on.
         """
         self._leave_loops = leave_loops
-        self._has_resumed = False
 
     @property
     @override
@@ -50,18 +50,29 @@ class FromPeers(Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Call `function`; the fifth argument of `fit` is the checkpoint's path.
+        """Call `function`, unless that has ended before; the fifth argument of `fit` is the checkpoint's path.
 
         A fault outside a step ends `fit` with `PeerLost`. Then it is called again, and goes on where the trainer was
         that had come furthest. What the user sees of `fit` is one call: no `on_exception`, no teardown.
         """
-        job = JobEnv.from_environ()
-        is_fit = job is not None and function.__name__ == "_fit_impl" and not fits.is_over
-        if is_fit and job is not None and job.is_newcomer:
-            args = (*args[:4], STATE_OF_PEERS, *args[5:])
-        elif is_fit and job is not None and job.resume_from and not self._has_resumed:
-            args = (*args[:4], job.resume_from, *args[5:])  # the agents have started all processes again
-        self._has_resumed = self._has_resumed or is_fit
+        job, kind = JobEnv.from_environ(), KINDS.get(function.__name__, "")
+        if job is None or not kind or trainer is None or entries.is_inside:
+            return function(*args, **kwargs)
+        place = WorkerEnv.from_environ().global_rank
+        with entries.enter(job, kind) as record:
+            resumes_from = entries.resume_from(kind)
+            if record is not None:
+                return pass_by(trainer, record, lambda path: function(*_with_path(args, path), **kwargs), place)
+            comes_later = kind == "fit" and entries.is_newcomer  # the others have gone on from where all began
+            args = _with_path(args, STATE_OF_PEERS if comes_later else resumes_from)
+            results = self._run(function, args, kwargs, is_fit=kind == "fit")
+            if is_watched(job) and recovers(trainer):
+                keep_end(trainer, kind, results, place)
+            elif kind == "fit" or is_watched(job):
+                entries.is_complete = False
+            return results
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_fit: bool) -> Any:
         while True:
             try:
                 return function(*args, **kwargs)
@@ -72,11 +83,16 @@ class FromPeers(Launcher):
             except PeerLost:
                 if not is_fit or not self._leave_loops(args[4] not in (None, STATE_OF_PEERS)):
                     raise
-                args = (*args[:4], STATE_OF_PEERS, *args[5:])
+                args = _with_path(args, STATE_OF_PEERS)
 
     @override
     def kill(self, signum: Any) -> None:
         """The agent sees to the processes."""
+
+
+def _with_path(args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
+    """The arguments of a fit with the path of another checkpoint; the same where that is empty."""
+    return (*args[:4], path, *args[5:]) if path else args
 
 
 class LaunchedStrategy(ModelParallelStrategy):
@@ -118,9 +134,11 @@ class LaunchedStrategy(ModelParallelStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        # Under a launcher Lightning counts one CPU "device" whatever the number of processes.
-        if parallel_devices and parallel_devices[0].type == "cpu" and self._is_launched_outside:
-            parallel_devices = [torch.device("cpu")] * self._env.local_world_size
+        # Under a launcher Lightning counts one CPU "device" whatever the number of processes. Ranks take GPUs in turn.
+        if parallel_devices and self._is_launched_outside:
+            here, given = self._env.local_world_size, parallel_devices
+            if given[0].type == "cpu" or len(given) < here:
+                parallel_devices = [given[index % len(given)] for index in range(here)]
         self._parallel_devices = parallel_devices
 
     @property

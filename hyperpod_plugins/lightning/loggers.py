@@ -1,29 +1,30 @@
-"""Loggers of a process that takes a lost one's place: they go on with the run that is there."""
+"""Loggers: those of a replacement go on with the run that is there, and no row is logged once more by a survivor."""
 
 # Lightning's loggers keep their version in a private place.
 # pyright: reportPrivateUsage=false
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.lightning.flavour import CSVLogger
+from hyperpod_plugins.lightning.flavour import CSVLogger, Trainer
 
-_VERSIONS = "loggers"  # value: the version of each logger of the first rank, None for one without
+_VERSIONS = "loggers"  # value ENTRY: the version of each logger of the first rank, None for one without
 
 
-def name_runs(ledger: Ledger, loggers: Sequence[Any]) -> None:
-    """Write down which runs the loggers of the first rank write to."""
+def name_runs(ledger: Ledger, entry: int, loggers: Sequence[Any]) -> None:
+    """Write down which runs the loggers of the first rank write to, in an entry of the program."""
     versions = [logger.version if "_version" in vars(logger) else None for logger in loggers]
-    ledger.put(_VERSIONS, json.dumps(versions).encode())
+    ledger.put(f"{_VERSIONS}/{entry}", json.dumps(versions).encode())
 
 
-def continue_runs(ledger: Ledger, loggers: Sequence[Any]) -> None:
+def continue_runs(ledger: Ledger, entry: int, loggers: Sequence[Any]) -> None:
     """Let the loggers of a replacement write to the same runs, before they look for new ones."""
-    versions = json.loads(ledger.find(_VERSIONS) or b"[]")
+    versions = json.loads(ledger.find(f"{_VERSIONS}/{entry}") or b"[]")
     for logger, version in zip(loggers, versions, strict=False):
         if "_version" in vars(logger) and vars(logger)["_version"] is None:
             vars(logger)["_version"] = version
@@ -34,6 +35,60 @@ def keep_rows(loggers: Sequence[Any]) -> None:
     for logger in loggers:
         if isinstance(logger, CSVLogger):
             _keep_rows(logger, Path(logger.log_dir, "metrics.csv"))
+
+
+class LoggedRows:
+    """What Lightning logs on this rank in a part of a fit, which is not logged again where the part is run again."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+        self._written: list[tuple[int, frozenset[str]]] = []
+        """Steps and names of rows of the present part."""
+        self._again: list[tuple[int, frozenset[str]]] = []
+        """Those of them that will come once more."""
+
+    def watch(self, trainer: Trainer) -> None:
+        """See what the trainer logs from now on, until `forget`."""
+        connector: Any = trainer._logger_connector
+        vars(connector)["log_metrics"] = partial(self._log, trainer, type(connector).log_metrics)
+
+    def forget(self, trainer: Trainer) -> None:
+        """Undo `watch`."""
+        vars(trainer._logger_connector).pop("log_metrics", None)
+
+    def begin(self) -> None:
+        """A part begins, perhaps once more."""
+        self._is_open, self._again, self._written = True, self._written, []
+
+    def leave(self) -> None:
+        """The part is to be run again from its beginning."""
+        if self._is_open:
+            self._is_open, self._written, self._again = False, self._written + self._again, []
+
+    def end(self) -> None:
+        """The part has ended on all ranks."""
+        self._is_open, self._written, self._again = False, [], []
+
+    def state(self) -> list[list[Any]]:
+        """Rows of the part that is to be run again, for a replacement: its predecessor has logged them, too."""
+        return [[step, *sorted(names)] for step, names in self._written]
+
+    def expect(self, rows: list[list[Any]]) -> None:
+        """In a replacement, take what `state` said on another rank."""
+        self._written = [(step, frozenset(names)) for step, *names in rows]
+
+    def _log(
+        self, trainer: Trainer, log: Callable[..., None], metrics: dict[str, Any], step: int | None = None
+    ) -> None:
+        if self._is_open and metrics:
+            number = trainer.fit_loop.epoch_loop._batches_that_stepped if step is None else step
+            row = number, frozenset(metrics)
+            self._written.append(row)
+            if row in self._again:
+                self._again.remove(row)
+                trainer._logger_connector._logged_metrics.update(metrics)
+                return
+        log(trainer._logger_connector, metrics, step)
 
 
 def _keep_rows(logger: CSVLogger, path: Path) -> None:

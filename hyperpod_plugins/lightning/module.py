@@ -6,7 +6,6 @@
 import re
 import warnings
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,13 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torchmetrics import Metric
 
 from hyperpod_plugins.errors import ConfigError, few
-from hyperpod_plugins.lightning.flavour import Callback, LightningModule, Trainer, WeightAveraging, is_overridden
+from hyperpod_plugins.lightning.flavour import (
+    Callback,
+    GradientAccumulationScheduler,
+    LightningModule,
+    Trainer,
+    is_overridden,
+)
 from hyperpod_plugins.parallel.topology import AXES, Topology
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -100,18 +105,6 @@ def synchronise_metrics_over(module: LightningModule, group: dist.ProcessGroup) 
             vars(part)["process_group"] = group
 
 
-def refuse_weight_averaging(trainer: Trainer) -> None:
-    """Raise for Lightning's own weight averaging, which copies the module before it is sharded."""
-    callbacks: list[Any] = vars(trainer)["callbacks"]
-    for callback in callbacks:
-        if isinstance(callback, WeightAveraging):
-            raise ConfigError(
-                f"{type(callback).__name__} keeps a copy of the module that is made before it is sharded, so it cannot "
-                "average sharded parameters. Use a callback of your own that averages `module.parameters()` in "
-                "on_train_batch_end: shards can be averaged one by one."
-            )
-
-
 def forbid_inference_mode(trainer: Trainer) -> None:
     """Evaluate under `no_grad` instead: tensors that FSDP2 makes under inference mode cannot be trained on later.
 
@@ -120,3 +113,96 @@ def forbid_inference_mode(trainer: Trainer) -> None:
     validation = trainer.fit_loop.epoch_loop.val_loop
     for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False
+
+
+def refuse_validation_by_clock(trainer: Trainer) -> None:
+    """Refuse validation after a time has passed: Lightning lets each rank decide by its own clock.
+
+    Ranks that validate and ranks that train would gather parameters together, each into a different layer.
+
+    Raises:
+        ConfigError: naming the argument.
+    """
+    interval_s = vars(trainer).get("_val_check_time_interval")
+    if interval_s is not None:
+        raise ConfigError(
+            f"Trainer(val_check_interval=...) is a time ({interval_s:g} s): each rank would decide by its own clock "
+            "when to validate, and ranks that validate cannot work with ranks that train. Give a number of batches, "
+            "or a part of an epoch."
+        )
+
+
+def micro_steps_of(trainer: Trainer) -> set[int]:
+    """All numbers of micro-steps that a step of the fit may have."""
+    scheduled = {number for each in _schedulers_of(trainer) for number in each.scheduling.values()}
+    return {trainer.accumulate_grad_batches, *scheduled}
+
+
+def initial_micro_steps(trainer: Trainer) -> int:
+    """Micro-steps of a step when a fit begins: one where a callback changes the number, which it demands."""
+    return 1 if _schedulers_of(trainer) else trainer.accumulate_grad_batches
+
+
+def _schedulers_of(trainer: Trainer) -> list[GradientAccumulationScheduler]:
+    return [each for each in vars(trainer)["callbacks"] if isinstance(each, GradientAccumulationScheduler)]
+
+
+def refuse_validation_within_windows(trainer: Trainer) -> None:
+    """Refuse validation between micro-steps of one optimizer step, where lost processes are to be replaced.
+
+    A replacement begins with the step's first micro-step, and would validate while the others train.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    every, num_batches = trainer.val_check_batch, trainer.num_training_batches
+    if every is None or not trainer.enable_validation:
+        return
+    counts_on = trainer.check_val_every_n_epoch is None
+    numbers = micro_steps_of(trainer)
+    micro_steps = next((each for each in numbers if not ends_steps(every, each, num_batches, counts_on=counts_on)), 0)
+    if not micro_steps:
+        return
+    raise ConfigError(
+        f"validation every {every} batches falls between the {micro_steps} micro-steps of an optimizer step "
+        f"(accumulate_grad_batches={micro_steps}, {num_batches} batches an epoch). A process that replaces a lost one "
+        "there begins with the first of them, and would validate while the others train. Give val_check_interval a "
+        f"multiple of {micro_steps}, or use CheckpointlessRecovery(enabled=False)."
+    )
+
+
+def refuse_validation_within_window(trainer: Trainer) -> None:
+    """The same where a validation is about to begin there, for an epoch was of another length than could be known.
+
+    Lightning validates there also where it is asked to stop: no step follows then.
+
+    Raises:
+        ConfigError: naming what to do.
+    """
+    if trainer.num_training_batches != float("inf") or trainer.should_stop:
+        return
+    micro_steps = trainer.accumulate_grad_batches
+    raise ConfigError(
+        f"an epoch of unknown length has ended after a number of batches that is no multiple of {micro_steps} "
+        f"(accumulate_grad_batches), so validation every {trainer.val_check_batch} batches falls between the "
+        "micro-steps of an optimizer step. A process that replaces a lost one there would validate while the others "
+        f"train. Give limit_train_batches a multiple of {micro_steps}, validate at the end of epochs "
+        "(check_val_every_n_epoch=1), or use CheckpointlessRecovery(enabled=False)."
+    )
+
+
+def ends_steps(every: float, micro_steps: int, num_batches: float, *, counts_on: bool) -> bool:
+    """Whether every so many batches an optimizer step ends, as it does at the end of an epoch.
+
+    Args:
+        every: number of batches.
+        micro_steps: batches of a step.
+        num_batches: of an epoch; infinite where that is not known, and then taken for a multiple of `micro_steps`.
+        counts_on: whether batches are counted from epoch to epoch.
+    """
+    if micro_steps == 1 or every == float("inf"):
+        return True
+    is_aligned = every % micro_steps == 0
+    if num_batches == float("inf"):
+        return is_aligned
+    return is_aligned and num_batches % micro_steps == 0 if counts_on else is_aligned or every >= num_batches

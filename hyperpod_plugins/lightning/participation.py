@@ -11,7 +11,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.degrees import num_founders
 from hyperpod_plugins.lightning.elastic import ElasticTraining
-from hyperpod_plugins.lightning.fits import fits
+from hyperpod_plugins.lightning.fits import entries
 from hyperpod_plugins.lightning.flavour import Trainer, TrainerFn
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.parallel import ParallelConfig
@@ -21,9 +21,6 @@ def take_part(
     trainer: Trainer, config: ParallelConfig, env: WorkerEnv, *, ranks_per_node: int
 ) -> TrainerRecovery | None:
     """Recovery as the trainer's callbacks want it, or None where there is no agent or it is not wanted.
-
-    It is over when the first `fit` of this process is. A replacement begins with the program's first line, so it
-    could not come to the aid of a later one.
 
     Args:
         trainer: about to fit.
@@ -51,16 +48,11 @@ def take_part(
                 stacklevel=2,
             )
         return None
-    if fits.is_over:
-        if options.enabled and trainer.state.fn == TrainerFn.FITTING:
-            warnings.warn(
-                "only the first fit of a program is repaired in place: from now on the loss of a process ends the "
-                "job. Do later fits in a program of their own.",
-                stacklevel=2,
-            )
+    if not options.enabled or _has_left(trainer):
         return None
-    if not options.enabled:
-        return None
+    if elastic is not None and entries.member is not None:  # one that comes into a job of a certain size only
+        entries.member.leave()
+        entries.member = None
     place, world_size = env.global_rank, env.world_size
     if elastic is not None and not job.is_newcomer:
         world_size = num_founders(elastic, config, world_size, ranks_per_node)
@@ -69,3 +61,14 @@ def take_part(
                 end_with(job.agent_pid)
             stand_aside(Ledger.connect(job), place, is_replaced=not job.agent_pid)
     return TrainerRecovery(callback, elastic, job, place=place, world_size=world_size)
+
+
+def _has_left(trainer: Trainer) -> bool:
+    """Whether this process takes part in recovery no more, with a warning where that matters."""
+    if entries.has_left and trainer.state.fn == TrainerFn.FITTING:
+        warnings.warn(
+            "this fit is not repaired in place, for the job may have changed its size in one before, or that one was "
+            "interrupted: after the loss of a process all start again. Do later fits in a program of their own.",
+            stacklevel=3,
+        )
+    return entries.has_left

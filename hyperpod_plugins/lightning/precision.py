@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -15,6 +16,7 @@ from hyperpod_plugins.parallel import clip_grad_norm_, clip_grad_value_
 from hyperpod_plugins.parallel.config import PRECISIONS
 from hyperpod_plugins.parallel.config import Precision as PrecisionName
 from hyperpod_plugins.parallel.local_update import step_locally
+from hyperpod_plugins.parallel.unit_watch import settle_gradients
 
 
 class HyperPodPrecision(Precision):
@@ -27,6 +29,12 @@ class HyperPodPrecision(Precision):
     def __init__(self, precision: PrecisionName, device_type: str) -> None:
         self.precision = cast("Any", precision)
         self._device_type = device_type
+        self.when_fetched: Callable[[], object] = lambda: None
+        """Called when a batch has been fetched, before any hook sees it."""
+        self.settle: Callable[[Any], object] = settle_gradients
+        """Makes sure that all ranks ran the same units, when the gradients of a step have been computed."""
+        self.norm: Tensor | None = None
+        """Of the gradients of the step, where they are limited by it."""
 
     @classmethod
     def replacing(cls, plugin: Precision, device_type: str, chosen: PrecisionName | None = None) -> "HyperPodPrecision":
@@ -63,6 +71,7 @@ class HyperPodPrecision(Precision):
     @override
     def convert_input(self, data: Any) -> Any:
         """Floating tensors of a batch in bfloat16 for `bf16-true`."""
+        self.when_fetched()
         return HalfPrecision("bf16-true").convert_input(data) if self.precision == "bf16-true" else data
 
     @override
@@ -71,9 +80,18 @@ class HyperPodPrecision(Precision):
         return step_locally(optimizer, partial(self._wrap_closure, model, optimizer, closure), **kwargs)
 
     @override
+    def _wrap_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
+        """Compute gradients and make sure that all ranks ran the same units, before hooks and clipping see them."""
+        result = closure()
+        self.norm = None
+        self.settle(model)
+        self._after_closure(model, optimizer)
+        return result
+
+    @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale gradients so that their norm over all ranks and meshes is at most `clip_val`."""
-        clip_grad_norm_(self.main_params(optimizer), clip_val)
+        self.norm = clip_grad_norm_(self.main_params(optimizer), clip_val)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -5,42 +5,65 @@
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from hyperpod_plugins.comm import abandon_broken, breaker
+from hyperpod_plugins.data.random_numbers import KeyedItems, LoaderKey, key_random_numbers
 from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.elastic.entries import ended_entries
 from hyperpod_plugins.elastic.joining import find_world
 from hyperpod_plugins.elastic.leash import end_with
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import ConfigError, StateLost
+from hyperpod_plugins.errors import ConfigError, PeerLost, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.elastic import Elasticity, ElasticTraining
-from hyperpod_plugins.lightning.fits import fits
-from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, TrainerStatus
-from hyperpod_plugins.lightning.loggers import continue_runs, keep_rows, name_runs
-from hyperpod_plugins.lightning.rest import RestOfEpoch
+from hyperpod_plugins.lightning.faults import rehearse_faults
+from hyperpod_plugins.lightning.fits import entries
+from hyperpod_plugins.lightning.flavour import LightningModule, SIGTERMException, Trainer, TrainerFn, TrainerStatus
+from hyperpod_plugins.lightning.local_state import LoggedMeans, register_all
+from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, keep_rows, name_runs
+from hyperpod_plugins.lightning.module import refuse_validation_within_window, refuse_validation_within_windows
+from hyperpod_plugins.lightning.reentry import Reentry, forget_parts, watch_parts
+from hyperpod_plugins.lightning.rest import RestOfEpoch, is_stateful
+from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.trainer_state import (
+    LOCAL,
+    LOGGED,
+    METRICS,
+    ROWS,
+    accumulate_as_others,
     batches_done,
     begin_afresh,
-    finish_epoch,
     forget_loaders,
-    forget_logged_metrics,
-    is_epoch_end,
+    give_metrics,
     is_epoch_start,
+    is_within_epoch,
+    keep_own,
     log_last_batch,
+    make_loaders_as_others,
+    metrics_of,
+    order_of,
+    part_of,
     read_trainer,
     refuse_unreadable,
-    restore_last_saves,
+    restore_unsaved,
     show_epoch,
+    steps_done,
+    tear_down_loops,
+    was_asked_to_stop,
 )
-from hyperpod_plugins.lightning.window import Window
+from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
+from hyperpod_plugins.lightning.window import PartBeginning, Window
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.parallel.checkpoint_parts import StateParts
 from hyperpod_plugins.recovery import (
@@ -54,10 +77,36 @@ from hyperpod_plugins.recovery import (
     TrainingState,
     seed_micro_step,
 )
+from hyperpod_plugins.recovery.local_state import LocalStates, RankLocalState
 from hyperpod_plugins.recovery.moving import follow
 from hyperpod_plugins.recovery.preview import Preview
+from hyperpod_plugins.recovery.random import (
+    AFTER,
+    BATCH,
+    COMPUTE,
+    END,
+    EPOCH_BEGIN,
+    EPOCH_END,
+    EVALUATION,
+    EVALUATION_BEGIN,
+    FIT_END,
+)
+from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """What this rank has of its own after a part of the fit that all run again unless another rank has gone on."""
+
+    part: PartBeginning
+    """Where the part began."""
+    own: bytes
+    """The trainer's description."""
+    metrics: dict[str, dict[str, Any]]
+    local: dict[str, Any]
 
 
 class TrainerRecovery:
@@ -73,17 +122,13 @@ class TrainerRecovery:
         world_size: int,
     ) -> None:
         self.options, self._repairs = callback.options, callback.repairs
-        ledger, world = Ledger.connect(job), World.of_founders(world_size)
-        if job.agent_pid:
-            end_with(job.agent_pid)  # it may wait for long now
-        if job.is_newcomer:
-            world = find_world(ledger, place, job.incarnation)
-        self.elastic = None if elastic is None else Elasticity(elastic, ledger)
+        self.elastic = None if elastic is None else Elasticity(elastic, Ledger.connect(job))
         """How the job changes its size; None for one that does not."""
-        self.member = Member(job, place=place, world=world, policy=self.options.membership, hangs=self.options.hangs)
-        self.member.is_elastic = elastic is not None
-        self.member.start()
-        self.saved = SavedCheckpoints(Ledger.connect(job)) if self.member.rank == 0 else None
+        self.member = entries.member or self._become_member(job, place, world_size)
+        if elastic is None:
+            entries.member = self.member
+        keeps = self.member.rank == 0 and entries.is_complete  # all would start again with an earlier entry otherwise
+        self.saved = SavedCheckpoints(Ledger.connect(job), entries.number) if keeps else None
         """Where rank 0 writes down which checkpoints there are."""
         self.has_moved = False
         """Whether this process belongs to another world than in the last generation that was formed."""
@@ -91,13 +136,38 @@ class TrainerRecovery:
         self._broadcasts = self._skip_batches = 0
         self._window: Window | None = None
         self._transaction: StepTransaction | None = None
-        self._seed: Callable[[int, int], None] | None = None
-        self._starts_epoch = self._ends_epoch = False
-        self._description = b""
+        self._seed: Callable[[int, int, str], None] | None = None
+        self._random_seed = self._data_rank = self._num_evaluated = self._num_loaders = 0
+        self._starts_epoch = False
+        self._reentry = Reentry()
+        self._description = self._own = b""
+        self._hooks, self._rows = SavingHooks(), LoggedRows()
+        self._local: LocalStates | None = None
+        self._average: CallbackAverage | None = None
+        self._means: LoggedMeans
         self._is_stopped = self._is_checked = False
+        self._rehearsal: Rehearsal | None = None
         self._snapshots: Snapshots | None = None
         self._returned: Snapshot | None = None
         self._entered_with: dict[str, Any] = {}
+        self._metrics: dict[str, dict[str, Any]] = {}
+        self._counted: dict[str, Any] = {}
+        """What this rank alone had when it left the loops, until it is among the others again."""
+        self._ended: _Ended | None = None
+        self._has_ended = False
+        """Whether this rank leaves the loops where it waited for the others at the end of a part."""
+        self._is_armed = False
+
+    def _become_member(self, job: JobEnv, place: int, world_size: int) -> Member:
+        world = World.of_founders(world_size)
+        if job.agent_pid:
+            end_with(job.agent_pid)  # it may wait for long now
+        if job.is_newcomer:
+            world = find_world(Ledger.connect(job), place, job.incarnation)
+        member = Member(job, place=place, world=world, policy=self.options.membership, hangs=self.options.hangs)
+        member.is_elastic = self.elastic is not None
+        member.start()
+        return member
 
     @property
     def seat(self) -> tuple[int, int]:
@@ -116,7 +186,7 @@ class TrainerRecovery:
     @property
     def is_newcomer(self) -> bool:
         """Whether this process takes the place of a lost one."""
-        return self.member.job.is_newcomer
+        return self.member.is_newcomer
 
     @property
     def is_fitting(self) -> bool:
@@ -134,7 +204,9 @@ class TrainerRecovery:
         seed: int,
         device: torch.device,
         snapshot_group: dist.ProcessGroup | None,
-        save: Callable[[dict[str, Any], str, bool, StateParts | None], str],
+        average: CallbackAverage | None,
+        rank_local: Mapping[str, RankLocalState],
+        save: Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping[int, dict[str, Any]]] | None], str],
     ) -> None:
         """Make the transaction, once model and optimizers are there.
 
@@ -145,21 +217,52 @@ class TrainerRecovery:
             seed: of the random streams.
             device: of this rank.
             snapshot_group: group of all ranks for nothing but snapshots; None for no snapshots.
+            average: of the module's weights, if a callback keeps one.
+            rank_local: what the program has registered.
             save: see `SavingStrategy._save_again`.
 
         Raises:
-            ConfigError: manual optimization, whose steps cannot be run again.
+            ConfigError: manual optimization in a job that changes its size: it has one micro-step, whatever the size.
         """
-        if not module.automatic_optimization:
+        if not module.automatic_optimization and self.elastic is not None:
             raise ConfigError(
-                "recovery in place needs automatic optimization: a training_step that steps its optimizers by hand "
-                "cannot be run again. Use automatic optimization, or CheckpointlessRecovery(enabled=False)."
+                "ElasticTraining needs automatic optimization: a training_step that steps its optimizers by hand "
+                "cannot be divided into more micro-steps when replicas leave. Use automatic optimization, or leave "
+                "ElasticTraining out."
             )
-        state = TrainingState(module, trainer.optimizers, verify=self.options.verify)
-        self._window = Window(trainer, state, save)
+        self._average = average
+        averaged = None if average is None else average.average
+        state = TrainingState(module, trainer.optimizers, average=averaged, verify=self.options.verify)
+        elastic = None if self.elastic is None else self.elastic.options
+        others = [elastic.rates] if elastic is not None and elastic.batch.follows_world else []
+        self._window = Window(trainer, state, save, self._hooks, others=others, former=self._window)
+        if self._local is None:
+            self._local = LocalStates(topology, self.member.rank)
+            self._means = register_all(self._local, module, trainer, average)
+        for name, registered in rank_local.items():
+            self._local.register(f"registered {name!r}", registered)
+        self._window.keep_local(self._local, self._means, self._rows)
         self._window.preview = Preview(self.member, state, topology)
         if self._snapshots is None and snapshot_group is not None:
-            self._snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group)
+            memory = shared_memory(
+                self.member.job,
+                self.member.place,
+                self.member.world,
+                topology,
+                num_ended=len(ended_entries(self.member.ledger)),
+                is_newcomer=self.is_newcomer,
+            )
+            self._snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group, memory)
+        self._rehearsal = Rehearsal.wanted(
+            state,
+            topology,
+            device,
+            steps=self.options.rehearse,
+            compare_every=self.options.compare_replicas_every,
+            give_up=self.member.give_up,
+        )
+        if self._rehearsal is not None and self._rehearsal.faults is not None:
+            rehearse_faults(trainer, self._rehearsal.faults)
         self._transaction = StepTransaction(
             self.member,
             self._window,
@@ -168,20 +271,73 @@ class TrainerRecovery:
             device=device,
             on_repair=self._repaired,
             snapshots=self._snapshots,
+            rehearsal=self._rehearsal,
         )
         self._transaction.owes = self._owes
         if self.member.rank == 0 and not self.is_newcomer:
-            name_runs(self.member.ledger, trainer.loggers)
-        self.member.ledger.put(ARMED_KEY, b"1")
+            name_runs(self.member.ledger, entries.number, trainer.loggers)
+        if steps_done(trainer) == 0 or self.is_newcomer:
+            self._arm()  # a trainer that has trained before is set up again as others find it in its first step only
+        if self._metrics:
+            give_metrics(trainer, self._metrics)  # the trainer forgets them when it begins again
+        if self.options.step_keyed_random:
+            self._key_random_numbers(seed, topology)
+        watch_parts(trainer, partial(self._begin_part, trainer), partial(self._end_part, trainer))
+        self._rows.watch(trainer)
+
+    def _arm(self) -> None:
+        """Have lost processes replaced from now on; without the state after earlier entries all start again instead."""
+        if entries.is_complete and not self._is_armed:
+            self.member.ledger.put(ARMED_KEY, b"1")
+        self._is_armed = True
+
+    def _begin_part(self, trainer: Trainer, part: str) -> None:
+        if part == EPOCH_BEGIN and self._reentry.part:
+            return  # of that epoch something else comes next
+        if part == EVALUATION_BEGIN:
+            self.join(trainer)  # its hooks, and loaders that are made, may communicate
+        assert self._window is not None
+        self._window.begin_part(part)
+        if self._window.part is not None:
+            self._rows.begin()
+        if part == EPOCH_END:
+            self._means.complete(trainer.lightning_module, trainer.strategy.reduce)
+        if self._seed is not None:
+            self._seed(trainer.current_epoch if part in (EPOCH_BEGIN, EPOCH_END) else self._next_step, 0, part)
+
+    def _end_part(self, trainer: Trainer, part: str) -> None:
+        """Wait for the others.
+
+        [Note: parts that end together] When a rank is lost, all go on from one place, and what one of them had not run
+        of the part before is run by nobody. So nobody begins what follows a part before all ranks have run that part:
+        the others are in it, or have it behind them and wait here. If one of them has gone on, all have run it.
+        """
+        if trainer.sanity_checking or self._transaction is None or self._window is None:
+            return
+        try:
+            self._transaction.meet()
+        except PeerLost:
+            if trainer.received_sigterm:  # which a fit that is entered again has forgotten
+                raise SIGTERMException from None
+            self._has_ended = self._window.part is not None
+            raise
+        self._window.end_part()
+        self._rows.end()
+
+    def _key_random_numbers(self, seed: int, topology: Topology) -> None:
         rank, elastic = self.member.rank, self.elastic
-        if self.options.step_keyed_random and elastic is not None:
-            self._seed = lambda step, micro_step: seed_micro_step(seed, step, *elastic.stream(micro_step, rank))
-        elif self.options.step_keyed_random:
-            self._seed = lambda step, micro_step: seed_micro_step(seed, step, micro_step, topology.data_rank(rank))
+        self._random_seed, self._data_rank = seed, topology.data_rank(rank)
+
+        def begin(step: int, index: int, part: str) -> None:
+            is_cut = elastic is not None and part in (BATCH, COMPUTE)
+            stream = elastic.stream(index, rank) if is_cut and elastic is not None else (index, self._data_rank)
+            seed_micro_step(seed, step, *stream, part)
+
+        self._seed = begin
 
     def continue_runs(self, trainer: Trainer) -> None:
         """Let a newcomer log to where the lost process did."""
-        continue_runs(self.member.ledger, trainer.loggers)
+        continue_runs(self.member.ledger, entries.number, trainer.loggers)
         if self.member.rank == 0:
             keep_rows(trainer.loggers)
 
@@ -192,7 +348,7 @@ class TrainerRecovery:
         """
         if not breaker.is_open and self.member.committed > max(0, self._begins_at):
             return broadcast()
-        name = f"broadcast/{self._broadcasts}"
+        name = f"broadcast/{entries.number}/{self._broadcasts}"
         self._broadcasts += 1
         if breaker.is_open:
             data = self.member.ledger.find(name)
@@ -219,43 +375,62 @@ class TrainerRecovery:
         if from_checkpoint and self._begins_at == NO_STATE and not self.is_newcomer:
             self.member.begin_again(StateLost("a process was lost while the checkpoint was being loaded"))
         self.member.end_generation()
+        entered_with = self._reentry.description  # where the loops were about to go on, and still are
+        self._reentry.close()
+        self._rows.leave()
+        part, metrics = self._window.part, metrics_of(trainer)
+        self._metrics = metrics if part is None else part.trainer[METRICS]
         log_last_batch(trainer, self.member.committed)
         self._returned = None if self._snapshots is None else self._snapshots.take_returned()
         self._is_stopped = True
-        if self._returned is not None:
-            self._description = self._returned.trainer
-        elif self._transaction is not None and self._transaction.left_with is not None:
-            self._description = self._transaction.left_with  # what it said when it stopped in the step still holds
-        else:
-            self._description = self._window.describe_outside()
-            if not self._window.is_empty:
-                self._window.undo()
+        if self._average is not None:
+            self._average.put_back(trainer.lightning_module)
+            if self._returned is None and not self.member.is_torn:
+                self._average.catch_up(trainer, self.member.committed)
+        self._own = b"" if self._returned is not None else self._window.describe_outside(part)
+        has_ended, self._has_ended = self._has_ended and bool(self._own), False
+        after = self._window.describe_outside(None) if has_ended else b""
+        if not has_ended:
+            self._put_back(trainer, part)
+        self._description = self._describe(self._window, entered_with)
         breaker.part()
         self._move(trainer)
         self._broadcasts = 0
-        if self.member.committed == 0:
+        if self.member.committed <= 0:
             begin_afresh(trainer)
-        if trainer.evaluating or trainer.sanity_checking:
-            trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
-            forget_logged_metrics(trainer.fit_loop.epoch_loop.val_loop._results)
-        trainer.training = True  # a fault in a validation leaves the stage at that
-        trainer.fit_loop.epoch_loop.val_loop._has_run = False
-        trainer.fit_loop.teardown()
-        trainer._logger_connector.teardown()
-        trainer._signal_connector.teardown()
+        tear_down_loops(trainer, has_evaluated=has_ended)
+        if self._returned is None and not self.member.is_torn and not self._counted:
+            self._counted = self.local_state if part is None else part.local  # which Lightning resets
+        self._ended = None
+        if has_ended and part is not None:
+            self._ended = _Ended(part=part, own=after, metrics=metrics, local=self.local_state)
+
+    def _describe(self, window: Window, entered_with: bytes) -> bytes:
+        """What this rank says of where it left the loops, with its step undone."""
+        if self._returned is not None:
+            return self._returned.trainer
+        if self.member.is_torn:
+            window.undo()  # of what it can, gradients above all
+            return b""
+        if self._transaction is not None and self._transaction.left_with is not None:
+            return self._transaction.left_with  # what it said when it stopped in the step still holds
+        if not window.is_empty:
+            window.undo()
+        return entered_with or self._own
 
     def _move(self, trainer: Trainer) -> None:
         if follow(self.member):
-            self.has_moved, self._snapshots = True, None
+            self.has_moved, self._snapshots, self._local = True, None, None
             forget_loaders(trainer)
-            if self.member.rank == 0 and self.saved is None:
-                self.saved = SavedCheckpoints(Ledger.connect(self.member.job))
+            if self.member.rank == 0 and self.saved is None and entries.is_complete:
+                self.saved = SavedCheckpoints(Ledger.connect(self.member.job), entries.number)
                 self.continue_runs(trainer)
         if self.has_moved:
             abandon_broken()
 
     def _stop_outside(self, number: int) -> None:
-        self.member.stop(number, in_step=False, trainer=self._description)
+        part = order_of(read_trainer(self._description)) if self._description else 0
+        self.member.stop(number, in_step=False, trainer=self._description, part=part)
 
     def join(self, trainer: Trainer) -> None:
         """Meet the others before a validation."""
@@ -267,29 +442,84 @@ class TrainerRecovery:
         """Count steps from where a checkpoint has brought the trainer, once that is known."""
         if self._begins_at != NO_STATE or self.is_apart or self.member.committed > 0:
             return
-        job = self.member.job
-        self._begins_at = self.member.committed = trainer.global_step
-        if self.saved is not None and job.resume_from:
-            self.saved.add(job.resume_from, trainer.global_step)
+        self._begins_at = self.member.committed = steps_done(trainer)
+        if self.saved is not None and entries.resumed_from:
+            self.saved.add(entries.resumed_from, steps_done(trainer))
 
-    def state_of_peers(self) -> dict[str, Any]:
+    def state_of_peers(self, trainer: Trainer) -> dict[str, Any]:
         """What a newcomer resumes from, once the others have stopped at a step: all but the tensors."""
         self.member.whereabouts = "waiting for the trainer's state"
         assert self._window is not None
         self._window.preview.take()
-        halt = self.member.wait_for_stops(stopped=self._stop_outside if self._is_stopped else None)
+        halt = self.member.wait_for_stops(
+            stopped=self._stop_outside if self._is_stopped else None, snapshots=self._snapshots
+        )
         is_ours = self._returned is not None and halt.step == self._returned.step  # parts of it are this rank's alone
         description = self._returned.trainer if self._returned and is_ours else halt.trainer
         checkpoint = read_trainer(description)
+        self._choose(trainer, checkpoint)
+        give_metrics(trainer, self._metrics or checkpoint.pop(METRICS, {}))
+        if is_ours:
+            self.take_local(checkpoint.pop(LOCAL, {}), checkpoint)
+        else:
+            self.take_local(self._counted, checkpoint)
+        self._means.expect(checkpoint.pop(LOGGED, {}))
+        rows = checkpoint.pop(ROWS, [])
+        if self.member.committed == NO_STATE and not self.member.is_torn:
+            self._rows.expect(rows)
+        if self._own:
+            checkpoint = keep_own(checkpoint, read_trainer(self._own))
         assert self._transaction is not None
         self._window.entered_with, self._entered_with = description, checkpoint
-        self._transaction.entered_at = halt.step
+        self._transaction.entered_at, self._transaction.entered_part = halt.step, order_of(checkpoint)
         if halt.step == 0 and not (halt.in_step or is_ours):  # nothing has been trained: begin as everybody began
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
             return checkpoint
+        make_loaders_as_others(trainer, checkpoint)
         self._skip_batches = batches_done(checkpoint)
-        self._starts_epoch, self._ends_epoch = is_epoch_start(checkpoint), is_epoch_end(checkpoint)
+        self._starts_epoch, part = is_epoch_start(checkpoint), part_of(checkpoint)
+        trainer.should_stop = was_asked_to_stop(checkpoint)
+        self._reentry.open(trainer, part, description)
         return checkpoint
+
+    def _choose(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Keep what a part has changed that all have run, if another rank has gone on from there; else put it back."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        began = read_trainer(self._own)
+        if order_of(checkpoint) > order_of(began):
+            self._own, self._metrics, self._counted = ended.own, ended.metrics, ended.local
+            self._hooks.end()
+            self._rows.end()
+        else:
+            if part_of(began) == EVALUATION_BEGIN:
+                trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+            self._put_back(trainer, ended.part)
+
+    def _put_back(self, trainer: Trainer, part: PartBeginning | None) -> None:
+        """A part is run again: let callbacks and buffers be as they were when it began."""
+        self._hooks.put_back(trainer)
+        self._hooks.end()
+        if part is not None:
+            part.buffers.put_back()
+
+    @property
+    def local_state(self) -> dict[str, Any]:
+        """Buffers, metrics and logged means of this rank; nothing where no fit has begun."""
+        return {} if self._local is None else self._local.present()
+
+    def take_local(self, local: dict[str, Any], checkpoint: dict[str, Any], *, is_of_another_job: bool = False) -> None:
+        """Take this rank's buffers, metrics and logged means as they were when a state was described.
+
+        Args:
+            local: these; empty for none.
+            checkpoint: the state.
+            is_of_another_job: whether the program may have been another one.
+        """
+        if self._local is not None and local:
+            begins_epoch = not is_within_epoch(checkpoint)
+            self._local.take(local, begins_epoch=begins_epoch, is_of_another_job=is_of_another_job)
 
     def interrupted(self, path: str) -> None:
         """A checkpoint was not written; it will be when all ranks are there again."""
@@ -300,32 +530,71 @@ class TrainerRecovery:
         if self._transaction is not None and trainer.state.status != TrainerStatus.INTERRUPTED and self.is_apart:
             self._transaction.join()
 
-    def resume_from(self, checkpoint: dict[str, Any]) -> None:
+    def resume_from(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Go on where a persistent checkpoint was written, also where a loader cannot be told to."""
         if "loops" in checkpoint:
             self._skip_batches = batches_done(checkpoint)
+            trainer.should_stop = trainer.should_stop or was_asked_to_stop(checkpoint)
+            self._reentry.open(trainer, part_of(checkpoint), b"")
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Loops have been restored, and no batch has been fetched."""
         assert self._window is not None
         self._find_beginning(trainer)
-        if not self.is_apart and not self._is_checked:
-            refuse_unreadable(trainer)
+        if not self._is_checked and not self.is_apart:
+            refuse_unreadable(trainer, self._hooks)
+            refuse_validation_within_windows(trainer)
+            refuse_interleaved_hooks(trainer)
             self._is_checked = True
         if self.elastic is not None and not self.is_apart:
             self.elastic.open(trainer)
         if self._starts_epoch:
             trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run: it is not resumed
-        if self._ends_epoch:
-            finish_epoch(trainer)
-            self.join(trainer)  # the hooks at the epoch's end may communicate
+            epochs: Any = trainer.fit_loop.epoch_progress
+            if epochs.total.ready > epochs.total.started:  # Lightning does not count an epoch that it begins again
+                epochs.current.ready = epochs.current.started + 1
+        if self._reentry.part in (EPOCH_END, FIT_END):
+            self.join(trainer)  # the hooks that follow may communicate
         elif self._skip_batches:
             show_epoch(trainer)
-        restore_last_saves(trainer, self._entered_with)
+        restore_unsaved(trainer, self._entered_with)
+        if self.elastic is None:
+            accumulate_as_others(trainer, self._entered_with)
         self._entered_with = {}
         self._skip_batches = 0  # every loader has been forwarded; one that is made later begins its epoch
         loader = trainer.fit_loop._combined_loader
         self._window.starts_at([] if loader is None else loader._state_dicts())
+
+    def count_loaders(self) -> None:
+        """The trainer is about to set up its loaders of one kind: number them from 0."""
+        self._num_loaders = 0
+
+    def keyed(self, loader: Any, trainer: Trainer) -> Any:
+        """A loader whose samples draw random numbers that depend on the sample, or on the item's number.
+
+        Those of an evaluation are the same each time.
+        """
+        number, self._num_loaders = self._num_loaders, self._num_loaders + 1
+        if self._seed is None:
+            return loader
+        seed, data_rank = self._random_seed, self._data_rank
+        if trainer.training:
+            progress: Any = trainer.fit_loop.epoch_progress
+            key = LoaderKey(seed=seed, epoch=lambda: progress.current.processed, data_rank=data_rank, sets_epoch=True)
+        else:
+            key = LoaderKey(seed=seed, epoch=lambda: 0, data_rank=data_rank, kind="evaluated sample")
+        key = replace(key, number=number)
+        if isinstance(loader, DataLoader):
+            key_random_numbers(loader, key)
+            return loader
+        return loader if is_stateful(loader) else KeyedItems(loader, key)  # one that begins anywhere counts no items
+
+    def note_batch(self, batch: Any) -> None:
+        """A batch is about to be trained on."""
+        if self._window is not None:
+            self._window.note_batch(batch)
+            if self._rehearsal is not None:
+                self._rehearsal.note_batch(self._window.micro_step, batch)
 
     def forwarded(self, loader: Any, trainer: Trainer) -> Any:
         """A loader for the rest of the epoch, where it cannot be told to start there."""
@@ -343,16 +612,51 @@ class TrainerRecovery:
         """How many batches of its window lie after the one that is computed: some, where the window is run again."""
         return 0 if self._window is None else self._window.num_after
 
+    def begin_evaluation(self, trainer: Trainer) -> None:
+        """Count batches of an evaluation from 0; one that is run again draws what it drew before.
+
+        Raises:
+            ConfigError: an epoch of unknown length has ended within a step, and now a step is not complete.
+        """
+        self._num_evaluated = 0
+        is_fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if is_fitting and self._window is not None and not self._window.is_empty and self.elastic is None:
+            refuse_validation_within_window(trainer)
+
+    def seed_batch(self, trainer: Trainer) -> None:
+        """A batch has been fetched: begin the random stream of what is done with it before the step, or of its
+        evaluation.
+        """
+        if self._window is None:
+            return
+        if trainer.training:
+            self._window.starts()
+        if self._seed is None:
+            return
+        if trainer.training:
+            self._seed(self._next_step, self._window.num_micro_steps, BATCH)
+            return
+        self._seed(self._next_step, self._num_evaluated, EVALUATION)
+        self._num_evaluated += 1
+
+    @property
+    def _next_step(self) -> int:
+        """Number of the step that comes next, also before this rank has joined the others."""
+        assert self._transaction is not None
+        entered_at = self._transaction.entered_at
+        return self._transaction.step if entered_at is None else entered_at
+
     def seed(self) -> None:
         """Begin the random stream of this micro-step."""
         if self._seed is not None and self._window is not None and self._transaction is not None:
-            self._seed(self._transaction.step, self._window.micro_step)
+            self._seed(self._transaction.step, self._window.micro_step, COMPUTE)
 
     def micro_step(self, closure: Callable[[], Any]) -> None:
         """Run a micro-step that is not the last of its window."""
         assert self._window is not None
         assert self._transaction is not None
         if self._window.is_empty:
+            self._arm()
             self._transaction.begin()
         self._window.add(closure)
         self._transaction.advance(self._window.compute)
@@ -362,22 +666,49 @@ class TrainerRecovery:
         assert self._window is not None
         assert self._transaction is not None
         if self._window.is_empty:
+            self._arm()
             self._transaction.begin()
         self._window.add(closure)
-        result = self._transaction.run(self._window.compute, commit)
+        result = self._transaction.run(self._window.compute, partial(self._commit, commit))
         self._window.close()
+        if self._seed is not None:
+            self._seed(self._transaction.step, 0, AFTER)
         return result
 
+    def _commit(self, commit: Callable[[Any], Any], result: Any) -> Any:
+        assert self._window is not None
+        self._window.counts()
+        return commit(result)
+
+    @property
+    def steps_before_vote(self) -> bool:
+        """Whether the optimizer's step belongs to what is computed, for it may communicate."""
+        return self._window is not None and self._window.steps_before_vote
+
     def leave(self, trainer: Trainer | None) -> None:
-        """The strategy ends; after a fit that came to its end nobody needs a replacement any more."""
-        if trainer is not None and self.is_fitting and trainer.state.status != TrainerStatus.INTERRUPTED:
-            fits.is_over = True
+        """The strategy ends; after a fit that came to its end a lost process is not replaced any more."""
+        if self._window is not None:
+            self._window.part = None  # the copies that it holds
+        is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        has_fitted = trainer is not None and self.is_fitting and not is_interrupted
+        if trainer is not None:
+            forget_parts(trainer)
+            self._rows.forget(trainer)
+        if has_fitted:
+            if self._seed is not None and self._transaction is not None:
+                self._seed(self._transaction.step, entries.number, END)
             self.member.ledger.forget(ARMED_KEY)
-        self.member.leave()
+        if is_interrupted or self.elastic is not None:
+            entries.has_left = entries.has_left or self.is_fitting
+            entries.member, entries.places = None, self.member.world.places
+            self.member.leave()
+        else:
+            self.member.end_entry(has_trained=has_fitted)
 
     def _repaired(self, repair: Repair) -> None:
         assert self._window is not None
         self._window.entered_with, self._owes = b"", ""
+        self._counted = {}
         self._repairs.append(repair)
         if self.elastic is not None and self.has_moved:
             self.elastic.resized(self.member.world.cause, repair)

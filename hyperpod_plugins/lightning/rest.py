@@ -11,6 +11,11 @@ from typing import Any
 from hyperpod_plugins.lightning.flavour import Trainer
 
 
+def is_stateful(loader: Any) -> bool:
+    """Whether a loader can say where it stands, as Lightning sees it."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 class RestOfEpoch:
     """The rest of a loader's epoch, the first time; whole epochs after that."""
 

@@ -3,6 +3,7 @@
 # A strategy works with parts of Lightning that have no public spelling.
 # pyright: reportPrivateUsage=false
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from hyperpod_plugins.comm import CommOptions
-from hyperpod_plugins.errors import PeerLost
+from hyperpod_plugins.errors import CheckpointError, CommError, ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
-from hyperpod_plugins.lightning.flavour import TrainerFn
+from hyperpod_plugins.lightning.fits import entries
+from hyperpod_plugins.lightning.flavour import Trainer, TrainerFn
 from hyperpod_plugins.lightning.launch import STATE_OF_PEERS, LaunchedStrategy
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
+from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, own_part
+from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
+from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.parallel.checkpoint_parts import StateParts
+from hyperpod_plugins.parallel.checkpoint_ranks import RankSource
 from hyperpod_plugins.parallel.checkpoint_state import model_tensors
 from hyperpod_plugins.recovery.repair import RESHARD
 
@@ -28,6 +34,7 @@ class SavingStrategy(LaunchedStrategy):
         super().__init__(comm=comm, timeout_s=timeout_s)
         self._checkpoints = checkpoints
         self._recovery: TrainerRecovery | None = None
+        self._average: CallbackAverage | None = None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -57,21 +64,41 @@ class SavingStrategy(LaunchedStrategy):
             checkpoint,
             module=self.lightning_module,
             optimizers=self.optimizers,
+            average=self._average,
+            rank_state={self.global_rank: self._own_part(checkpoint)},
             storage_options=storage_options,
         )
 
+    @property
+    def topology(self) -> Topology:
+        """Degrees and rank arithmetic of this job."""
+        raise NotImplementedError
+
+    @property
+    def _layout(self) -> tuple[int, int, int]:
+        return self.topology.world_size, self.topology.shard_degree, self.topology.tensor_degree
+
+    def _own_part(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What this rank has of its own in a checkpoint, in which all find the layout then."""
+        assert self.lightning_module is not None
+        local = checkpoint.pop(LOCAL, None) or ({} if self._recovery is None else self._recovery.local_state)
+        checkpoint[LAYOUT] = self._layout
+        return {**own_part(checkpoint, self.lightning_module.trainer), LOCAL: local}
+
     def _save_again(
-        self, checkpoint: dict[str, Any], path: str, is_alone: bool, state: StateParts | None = None
+        self,
+        checkpoint: dict[str, Any],
+        path: str,
+        is_alone: bool,
+        state: tuple[StateParts, Mapping[int, dict[str, Any]]] | None = None,
     ) -> str:
         """Write a checkpoint that was interrupted; without a path one beside the others, before the job ends.
 
         Where only some ranks are left no group works but that of checkpoints, and each knows the path by itself.
-        `state` is written in place of the present one.
+        `state` is written in place of the present one: parts of tensors, and checkpoints of the ranks that had them.
         """
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        folders = [vars(callback).get("dirpath") for callback in trainer.checkpoint_callbacks]
-        folder = Path(next((folder for folder in folders if folder), trainer.default_root_dir))
+        trainer, folder = self.lightning_module.trainer, self.checkpoint_root
         if path in ("", RESHARD):
             label = "reshard" if path else "emergency"
             for logger in trainer.loggers:
@@ -80,32 +107,104 @@ class SavingStrategy(LaunchedStrategy):
         if not is_alone:
             path = self.broadcast(path)
         if state is not None:
-            self._checkpoints.save_parts(path, checkpoint, state, module=self.lightning_module)
+            parts, described = state
+            own = {rank: self._own_part(dict(each)) for rank, each in described.items()}
+            checkpoint = {**checkpoint, LAYOUT: self._layout}
+            self._checkpoints.save_parts(path, checkpoint, parts, module=self.lightning_module, rank_state=own)
             return path
         parts = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": [{} for _ in self.optimizers]}
         self._write({**checkpoint, **parts}, path)
         self._checkpoints.wait()
         return path
 
+    @property
+    def checkpoint_root(self) -> Path:
+        """Folder of the trainer's checkpoints, for those that the strategy adds."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        folders = [vars(callback).get("dirpath") for callback in trainer.checkpoint_callbacks]
+        return Path(next((folder for folder in folders if folder), trainer.default_root_dir))
+
+    def save_end(self, path: Path) -> None:
+        """Write the state after a fit, on all ranks together, and wait for it.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        assert self.lightning_module is not None
+        saved, self._checkpoints.saved = self._checkpoints.saved, None  # it is none of the program's checkpoints
+        try:
+            self.save_checkpoint(self._dump_end(self.lightning_module.trainer), path)
+        finally:
+            self._checkpoints.close()
+            self._checkpoints.saved = saved
+
+    def _dump_end(self, trainer: Trainer) -> dict[str, Any]:
+        """What the trainer saves; where the program's hooks raise on one rank, all raise before they write.
+
+        Raises:
+            CheckpointError: some rank failed.
+        """
+        checkpoint: dict[str, Any] = {}
+        problem: Exception | None = None
+        try:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+        except (CommError, RecoveryError):
+            raise
+        except Exception as error:  # noqa: BLE001 (told to all ranks)
+            problem = error
+        if not self.reduce_boolean_decision(problem is None):
+            raise CheckpointError(f"a hook that saves has failed: {problem or 'on another rank'}") from problem
+        return checkpoint
+
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a sharded checkpoint of any degrees, or a checkpoint file that another strategy wrote."""
         assert self.lightning_module is not None
         if self._recovery is not None and checkpoint_path == STATE_OF_PEERS:
-            return self._recovery.state_of_peers()
-        path = Path(self.broadcast(checkpoint_path))
-        if path.is_file():
-            return super().load_checkpoint(path, weights_only=weights_only)
+            return self._recovery.state_of_peers(self.lightning_module.trainer)
+        path = Path(checkpoint_path if entries.is_passing else self.broadcast(checkpoint_path))
         is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING  # after one, optimizers are still here
+        if path.is_file():
+            loaded = super().load_checkpoint(path, weights_only=weights_only)
+            if self._average is not None and is_fit:
+                if "current_model_state" in loaded:
+                    raise ConfigError(
+                        f"{path} is a file that another strategy wrote with weights that WeightAveraging had averaged. "
+                        "HyperPodStrategy goes on from folders that it wrote itself in that case. Leave the callback "
+                        "out to train from the averaged weights."
+                    )
+                self._average.loaded(self.lightning_module, is_averaged=False)
+            return loaded
         checkpoint = self._checkpoints.load(
             path,
             module=self.lightning_module,
             optimizers=self.optimizers if is_fit else (),
+            average=self._average if is_fit else None,
             weights_only=weights_only,
         )
+        layout = checkpoint.pop(LAYOUT, None)
+        if entries.is_passing and is_fit:
+            return {**checkpoint, **entries.description}  # of this rank: callbacks may differ
+        if layout is not None:
+            checkpoint |= self._own_of(path, checkpoint, tuple(layout), is_fit=is_fit, weights_only=weights_only)
         if self._recovery is not None and self._recovery.is_fitting:
-            self._recovery.resume_from(checkpoint)
+            self._recovery.resume_from(self.lightning_module.trainer, checkpoint)
         return checkpoint
+
+    def _own_of(
+        self, path: Path, checkpoint: dict[str, Any], layout: Any, *, is_fit: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """What this rank had of its own when a checkpoint was written; buffers, metrics and means are taken here."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        source = RankSource(rank=self.global_rank, topology=self.topology, saved=layout, is_training=is_fit)
+        first = own_part(checkpoint, trainer)
+        own = self._checkpoints.load_own(path, source, first, weights_only=weights_only)
+        local = own.pop(LOCAL, {})
+        if is_fit and self._recovery is not None:
+            self._recovery.take_local(local, checkpoint, is_of_another_job=not entries.resumed_from)
+        return own
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -3,43 +3,49 @@
 # A strategy works with parts of Lightning that have no public spelling.
 # pyright: reportPrivateUsage=false
 
+import logging
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from hyperpod_plugins.comm import CommOptions, GroupRole, new_axis_group
+from hyperpod_plugins.comm import CommOptions, GroupRole, breaker, new_axis_group
 from hyperpod_plugins.data import StatefulLoader
-from hyperpod_plugins.env import config_path
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.elastic.joining import announce
+from hyperpod_plugins.env import JobEnv, config_path
+from hyperpod_plugins.errors import ConfigError, PeerLost
 from hyperpod_plugins.lightning.averaging import OwnAveraging, own_averaging
 from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
 from hyperpod_plugins.lightning.collectives import decided, reduced
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
 from hyperpod_plugins.lightning.elastic import Elasticity
 from hyperpod_plugins.lightning.evaluating import EvaluatingStrategy
-from hyperpod_plugins.lightning.flavour import Precision, Trainer, TrainerFn, optimizers_to_device
+from hyperpod_plugins.lightning.fits import entries
+from hyperpod_plugins.lightning.flavour import LightningModule, Precision, Trainer, TrainerFn, optimizers_to_device
 from hyperpod_plugins.lightning.module import (
     forbid_inference_mode,
     looks_at_old_gradients,
     refuse_another_layout,
     refuse_other_types,
-    refuse_weight_averaging,
+    refuse_validation_by_clock,
     synchronise_metrics_over,
     treat_steps_as_forward,
     warn_of_placement,
 )
 from hyperpod_plugins.lightning.participation import take_part
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
+from hyperpod_plugins.lightning.saving_hooks import FOR_PEERS
 from hyperpod_plugins.lightning.sigterm import SigtermNews
 from hyperpod_plugins.lightning.trainer_state import prepare_data_alone
+from hyperpod_plugins.lightning.weight_averaging import averaging_callback
 from hyperpod_plugins.memory import delayed_init, materialize
 from hyperpod_plugins.memory.allocator import AllocatorWatch
 from hyperpod_plugins.parallel import (
@@ -50,10 +56,17 @@ from hyperpod_plugins.parallel import (
     loss_parallel_context,
     parallelize,
 )
-from hyperpod_plugins.parallel.local_update import step_locally
+from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankLosses
+from hyperpod_plugins.parallel.former_parameters import give_shards
+from hyperpod_plugins.parallel.local_update import closure_of, refuse_closures, step_locally
 from hyperpod_plugins.parallel.mesh import move_groups
 from hyperpod_plugins.parallel.shard import sharded_parts, without_replica_sync
+from hyperpod_plugins.parallel.unit_watch import settle_gradients, watch_units
 from hyperpod_plugins.recovery import SAVING_GROUP
+from hyperpod_plugins.recovery.kept import is_elementwise
+from hyperpod_plugins.recovery.local_state import ProgramState
+
+log = logging.getLogger(__name__)
 
 
 class HyperPodStrategy(EvaluatingStrategy):
@@ -70,10 +83,16 @@ class HyperPodStrategy(EvaluatingStrategy):
         trust_checkpoints: unpickle Python objects of a checkpoint (hyper-parameters of your own classes), which runs
             code. By default only tensors, plain containers, numbers and strings are read.
         timeout_s: seconds after which a collective that does not complete fails.
+        non_finite: what to do about a step in which a rank's loss, or the gradient norm where
+            `Trainer(gradient_clip_val=...)` limits it, is infinite or not a number: "stop" raises `NonFiniteError` on
+            all ranks, with nothing updated; "skip" leaves the optimizer's step out; "warn" goes on; "off" does not
+            look. "auto" is "stop"; it is "off" where looking is not possible (see Raises), and without recovery where
+            it is not free (on CUDA in one process, or with clipping) or the optimizer's step is not torch's own.
         **options: fields of `ParallelConfig`; they win over `config`.
 
     Raises:
-        ConfigError: unknown options, impossible values or combinations.
+        ConfigError: unknown options, impossible values or combinations; `fit` raises it for another `non_finite` than
+            "auto" and "off" with manual optimization, or where `ElasticTraining` averages gradients itself.
     """
 
     def __init__(
@@ -84,10 +103,20 @@ class HyperPodStrategy(EvaluatingStrategy):
         background_checkpoints: bool = False,
         trust_checkpoints: bool = False,
         timeout_s: float = 1800.0,
+        non_finite: NonFinitePolicy = "auto",
         **options: Any,
     ) -> None:
+        FiniteCheck(non_finite, waits_anyway=True)  # refuses other values
+        self._non_finite: NonFinitePolicy = non_finite
+        self._finite: FiniteCheck | None = None
+        self._losses: RankLosses | None = None
+        self.local_state: dict[str, dict[str, Any]] = {}
+        """What this rank alone has of the module, after a fit in a job that recovers."""
         checkpoints = TrainerCheckpoints(in_background=background_checkpoints, are_trusted=trust_checkpoints)
         super().__init__(checkpoints, comm=comm or CommOptions(), timeout_s=timeout_s)
+        job = JobEnv.from_environ()
+        if job is not None:
+            announce(job)
         self.config = ParallelConfig.of(config_path() if config is None else config, **options)
         self._precision_was_chosen = "precision" in options or self.config.precision != ParallelConfig().precision
         self._topology: Topology | None = None
@@ -95,7 +124,8 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._snapshot_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
         self._averaging: OwnAveraging | None = None
-        self._drops_gradients = False
+        self._drops_gradients = self._is_set_up = False
+        self._rank_local: dict[str, ProgramState] = {}
         self._sigterm_news: SigtermNews | None = None
 
     # -- who and where ------------------------------------------------------------------------------------------
@@ -112,6 +142,34 @@ class HyperPodStrategy(EvaluatingStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Number of ranks that read different samples, and this rank's index among them."""
         return {"num_replicas": self.topology.data_degree, "rank": self.topology.data_rank(self.global_rank)}
+
+    @property
+    def saves_for_peers(self) -> bool:
+        """Whether hooks that save are called for a process that replaces a lost one: they must not communicate then."""
+        return breaker.refusal == FOR_PEERS
+
+    def register_rank_local(self, name: str, stateful: Stateful) -> None:
+        """Keep the state of an object that differs from rank to rank: it comes back where a process is replaced.
+
+        Call it on all ranks alike, in `setup` or `configure_model` of the module or a callback, which a replacement
+        runs, too. The state is called for in each step: it is to be small, less than 1 MiB a rank with that of others.
+        It is put back where a step is run again, and checkpoints hold it for each rank. Buffers and torchmetrics
+        objects of the module need no call. Without recovery in place this does nothing.
+
+        Args:
+            name: of the state, the same on all ranks; the last object of a name counts.
+            stateful: with `state_dict` and `load_state_dict`; the state is of tensors, plain containers, numbers and
+                strings, and made without communication.
+
+        Raises:
+            ConfigError: the state holds other Python objects, or the model has been set up already.
+        """
+        if self._is_set_up:
+            raise ConfigError(
+                f"register_rank_local({name!r}) comes after the model was set up, where others may give their state "
+                "already. Call it in setup() or configure_model() of the module or the callback."
+            )
+        self._rank_local[name] = ProgramState(name, stateful)
 
     # -- precision ----------------------------------------------------------------------------------------------
 
@@ -162,8 +220,9 @@ class HyperPodStrategy(EvaluatingStrategy):
             if self._recovery.may_snapshot(self._topology):
                 role = GroupRole("snapshot", is_strict=True)
                 self._snapshot_group = new_axis_group(role, range(self.world_size))
+        self._is_set_up = False
         refuse_another_layout(self.lightning_module, self._device_mesh)
-        refuse_weight_averaging(trainer)
+        self._average = averaging_callback(trainer, self._average)
         self.lightning_module._device_mesh = self._device_mesh
 
     @contextmanager
@@ -183,6 +242,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         if any(True for _ in sharded_parts(module)):
             refuse_other_types(module, self.config.precision)
             materialize(module, device=self.root_device, seed=self.config.random_seed)
+            watch_units(module)
         else:
             elastic = self._elastic
             averages = elastic is None or not elastic.options.averages_replicas
@@ -195,18 +255,28 @@ class HyperPodStrategy(EvaluatingStrategy):
         assert self._data_group is not None
         synchronise_metrics_over(module, self._data_group)
         forbid_inference_mode(trainer)
+        if self.world_size > 1:
+            refuse_validation_by_clock(trainer)
         self.barrier()
         is_again = self._recovery is not None and self._recovery.is_fitting  # then the optimizers keep their state
         if trainer.state.fn == TrainerFn.FITTING and not is_again:
             self.setup_optimizers(trainer)
+            give_shards(self.optimizers, module, num_ranks=self.world_size)
+            refuse_closures(self.optimizers)
         self.setup_precision_plugin()
+        if isinstance(self.precision_plugin, HyperPodPrecision):
+            recovery = self._recovery
+            self.precision_plugin.when_fetched = partial(recovery.seed_batch, trainer) if recovery else _nothing
+            self.precision_plugin.settle = settle_gradients
         is_fit = trainer.state.fn == TrainerFn.FITTING
         # After a fault ranks are not at the same batch: with recovery they do not ask each other.
         self._sigterm_news = SigtermNews(trainer, agrees=is_fit and self.world_size > 1 and self._recovery is None)
         if is_fit:
             self._drops_gradients = not looks_at_old_gradients(trainer, module)
             optimizers_to_device(self.optimizers, self.root_device)
-            if self._recovery is not None:
+            if self._average is not None and not is_again:
+                self._average.begin(module)
+            if self._recovery is not None and not entries.is_passing:
                 if self._elastic is not None:
                     self._averaging = own_averaging(trainer, module, self.device_mesh, self._elastic.options)
                 self._recovery.begin_fit(
@@ -216,8 +286,36 @@ class HyperPodStrategy(EvaluatingStrategy):
                     seed=self.config.random_seed,
                     device=self.root_device,
                     snapshot_group=self._snapshot_group,
+                    average=self._average,
+                    rank_local=self._rank_local,
                     save=self._save_again,
                 )
+            self._look_at_losses(trainer, module)
+        self._is_set_up = True
+
+    def _look_at_losses(self, trainer: Trainer, module: LightningModule) -> None:
+        """Have the losses of each step looked at, as `non_finite` says.
+
+        Raises:
+            ConfigError: they cannot be looked at before the optimizer steps.
+        """
+        self._finite = self._losses = None
+        precision, policy = self.precision_plugin, self._non_finite
+        if not module.automatic_optimization or self._averaging is not None:
+            if policy not in ("auto", "off"):
+                what = "gradients that ElasticTraining averages" if self._averaging else "manual optimization"
+                raise ConfigError(
+                    f'non_finite={policy!r} is not possible with {what}. Leave it out ("auto" does not look there), '
+                    "and look at the loss in training_step."
+                )
+            return
+        is_free = self.root_device.type == "cpu" or (self.world_size > 1 and trainer.gradient_clip_val is None)
+        # An optimizer of another kind may want its gradients computed more than once, which cannot be looked at.
+        is_free = self._recovery is not None or (is_free and all(map(is_elementwise, self.optimizers)))
+        finite = FiniteCheck(policy, waits_anyway=is_free)
+        if finite.looks and isinstance(precision, HyperPodPrecision):
+            self._finite, self._losses = finite, RankLosses(finite)
+            precision.settle = self._losses.settle
 
     @property
     def _elastic(self) -> Elasticity | None:
@@ -227,9 +325,20 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; the loss may be computed from logits that are split over the vocabulary."""
+        """Run the module's step; the loss may be computed from logits that are split over the vocabulary.
+
+        One that steps its optimizers by hand is a transaction as a whole, where there are any.
+        """
+        compute = partial(self._training_step, *args, **kwargs)
+        module = self.lightning_module
+        if self._recovery is None or not self._recovery.is_fitting or module is None or module.automatic_optimization:
+            return compute()
+        return self._recovery.step(compute, _nothing_more)
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._recovery is not None:
             self._recovery.seed()
+            self._recovery.note_batch((args, kwargs))
             # The step may have to be run again: what the module takes out of the batch must still be there then.
             args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         if self._drops_gradients and self._begins_window:
@@ -248,6 +357,8 @@ class HyperPodStrategy(EvaluatingStrategy):
         back = 0 if self._recovery is None else self._recovery.num_batches_back
         batch_index = trainer.fit_loop.epoch_loop.batch_idx - back
         weight = sample_weight_of(trainer, batch_index)
+        if self._losses is not None:
+            self._losses.note(batch_index, closure_loss)
         with loss_parallel_context(self.config):
             if weight != 1.0:
                 closure_loss = closure_loss * weight
@@ -261,23 +372,58 @@ class HyperPodStrategy(EvaluatingStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
         """Run the closure and the optimizer, with recovery as one transaction; then look at the allocator."""
-        if self._recovery is None or not self._recovery.is_fitting:
+        is_manual = not self._trainer.lightning_module.automatic_optimization
+        recovers = self._recovery is not None and self._recovery.is_fitting
+        if not recovers and self._losses is not None and not is_manual:
+            assert self.lightning_module is not None
+            loss = self.precision_plugin._wrap_closure(self.lightning_module, optimizer, closure)
+            result = self._update(optimizer, loss, **kwargs)
+        elif self._recovery is None or not recovers or is_manual:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         elif self._trainer.fit_loop._should_accumulate():
             return self._recovery.micro_step(partial(self._unsynchronised, closure))
         else:
             assert self.lightning_module is not None
             compute = partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
-            result = self._recovery.step(compute, partial(self._update, optimizer, **kwargs))
+            update = partial(self._update, optimizer, **kwargs)
+            if self._recovery.steps_before_vote:
+                result = self._recovery.step(lambda: update(compute()), _nothing_more)
+            else:
+                result = self._recovery.step(compute, update)
+        if self._losses is not None:
+            self._losses.begin()
+            self._stop_if_not_finite()
         if self._allocator_watch is not None:
             self._allocator_watch.after_step()
         return result
 
+    def _stop_if_not_finite(self) -> None:
+        """Raise on all ranks, and have nobody replaced.
+
+        Raises:
+            NonFiniteError: the step was not finite, and the policy is to stop.
+        """
+        error = None if self._finite is None else self._finite.error
+        if error is None:
+            return
+        log.error("rank %d stops: %s", self.global_rank, error)
+        if self._recovery is not None:
+            with suppress(PeerLost):
+                self.barrier()  # all have told before the first one ends
+            self._recovery.member.give_up(str(error))
+        raise error
+
     def _update(self, optimizer: Optimizer, loss: Any, **kwargs: Any) -> Any:
+        if self._losses is not None:
+            trainer = self._trainer
+            norm = self.precision_plugin.norm if isinstance(self.precision_plugin, HyperPodPrecision) else None
+            if not self._losses.allows_update(norm, step=trainer.global_step, epoch=trainer.current_epoch):
+                optimizer.zero_grad()
+                return loss
         if self._averaging is not None:
             self._averaging.committed()
         with nullcontext() if self._elastic is None else self._elastic.step(optimizer):
-            return step_locally(optimizer, lambda: loss, **kwargs)
+            return step_locally(optimizer, closure_of(optimizer, loss), **kwargs)
 
     @property
     @override
@@ -315,6 +461,8 @@ class HyperPodStrategy(EvaluatingStrategy):
     @override
     def on_train_start(self) -> None:
         """Loops have been restored."""
+        if self._losses is not None:
+            self._losses.begin()
         if self._recovery is not None and self._recovery.is_fitting:
             assert self.lightning_module is not None
             self._recovery.on_train_start(self.lightning_module.trainer)
@@ -326,6 +474,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             self._sigterm_news.agree()
         if self._recovery is not None:
             assert self.lightning_module is not None
+            self._recovery.begin_evaluation(self.lightning_module.trainer)
             self._recovery.join(self.lightning_module.trainer)
 
     @override
@@ -343,17 +492,20 @@ class HyperPodStrategy(EvaluatingStrategy):
             self._recovery.on_batch()
 
     @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """The loader, or its rest where a newcomer begins within an epoch."""
-        is_stateful = isinstance(dataloader, StatefulLoader)
-        if self._recovery is None or is_stateful or not self._is_training:
-            return dataloader
-        assert self.lightning_module is not None
-        return self._recovery.forwarded(dataloader, self.lightning_module.trainer)
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; Lightning does so by name before it sets up its loaders of one kind."""
+        if self._recovery is not None and name is not None and name.endswith("_dataloader()"):
+            self._recovery.count_loaders()
+        super().barrier(name)
 
-    @property
-    def _is_training(self) -> bool:
-        return self._trainer.training
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The loader, with random numbers that depend on the sample; its rest where a newcomer begins in an epoch."""
+        if self._recovery is None or isinstance(dataloader, StatefulLoader):
+            return dataloader
+        trainer = self._trainer
+        dataloader = self._recovery.keyed(dataloader, trainer)
+        return self._recovery.forwarded(dataloader, trainer) if trainer.training else dataloader
 
     # -- collectives --------------------------------------------------------------------------------------------
 
@@ -392,7 +544,17 @@ class HyperPodStrategy(EvaluatingStrategy):
         try:
             self._checkpoints.close()
         finally:
+            self._checkpoints.saved = None  # what is saved later belongs to another entry of the program, or to none
             recovery, self._recovery = self._recovery, None
             if recovery is not None:
+                self.local_state = recovery.local_state
                 recovery.leave(None if self.lightning_module is None else self.lightning_module.trainer)
             super().teardown()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _nothing_more(loss: Any) -> Any:
+    return loss

@@ -10,24 +10,148 @@ steps. `rewind` makes the one out of the other; the rest is Lightning's own chec
 import copy
 import io
 import pickle
+from collections.abc import Mapping
+from functools import partial
 from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hyperpod_plugins.errors import ConfigError, few
-from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.lightning.flavour import (
+    Callback,
+    Trainer,
+)
+from hyperpod_plugins.lightning.module import initial_micro_steps
+from hyperpod_plugins.lightning.saving_hooks import SavingHooks
+from hyperpod_plugins.parallel.checkpoint_state import plain
 from hyperpod_plugins.recovery.hyperparameters import hyperparameters
+from hyperpod_plugins.recovery.random import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 _PROGRESS = ("total", "current")
-_AT_EPOCH_END = "hyperpod:at_epoch_end"
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_PART = "hyperpod:part"
+_SHOULD_STOP = "hyperpod:should_stop"
+_RELOADED_AT = "hyperpod:reloaded_at"
 _SAVED_AT = "hyperpod:saved_at"
+_MICRO_STEPS = "hyperpod:micro_steps"
 GROUPS = "hyperpod:param_groups"
 """Key of the hyperparameters of the optimizers in a described trainer."""
-_LAST_SAVED = "_last_global_step_saved"
+METRICS = "hyperpod:metrics"
+"""Key of what was logged, as `callback_metrics` and its like show it."""
+LOGGED = "hyperpod:logged"
+"""Key of what is logged until the end of the epoch, and how."""
+ROWS = "hyperpod:rows"
+"""Key of the rows that were logged in a part of the fit that is to be run again."""
+LOCAL = "hyperpod:local"
+"""Key of buffers, metrics and logged means of one rank, in what is described for this rank alone."""
+LAYOUT = "hyperpod:layout"
+"""Key of the degrees of the job that wrote a checkpoint."""
+_OF_DESCRIPTIONS = (_MICRO_STEPS, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT, GROUPS, METRICS, LOGGED, ROWS)
+_LAST_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved")
+_OF_LIGHTNING = [
+    "epoch",
+    "global_step",
+    "pytorch-lightning_version",
+    "state_dict",
+    "loops",
+    "callbacks",
+    "optimizer_states",
+    "lr_schedulers",
+]
 
 
-def describe_trainer(trainer: Trainer, *, micro_steps_open: int, loader_states: list[Any]) -> bytes:
+def is_rank_local(state: Any) -> bool:
+    """Whether saved state may be of one rank alone: it holds a tensor of more than one element, such as a shard."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(state))
+
+
+def keep_own(theirs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The description with which a survivor enters the loops again: that of another rank, without its rank-local state.
+
+    Callbacks keep what they hold. What other hooks have saved is this rank's own.
+
+    Args:
+        theirs: of the rank that had come furthest.
+        own: of this rank, described when it left the loops.
+    """
+    callbacks = {key: state for key, state in theirs.get("callbacks", {}).items() if not is_rank_local(state)}
+    known = (*_OF_LIGHTNING, *_OF_DESCRIPTIONS, LOCAL)
+    saved = {key: value for key, value in own.items() if key not in known and is_rank_local(value)}
+    return {**theirs, **saved, "callbacks": callbacks}
+
+
+def own_part(checkpoint: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """What of a checkpoint may differ from rank to rank: what hooks and callbacks save, and `LOCAL`."""
+    known = (*(name for name in _OF_LIGHTNING if name != "callbacks"), *arguments(trainer), LAYOUT)
+    return {key: value for key, value in checkpoint.items() if key not in known}
+
+
+def sharded_parts(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Callbacks and hooks of an `own_part` whose state, if it differs, means nothing to a rank with another shard."""
+    callbacks = {f"callbacks[{key!r}]": state for key, state in own.get("callbacks", {}).items()}
+    named = {**callbacks, **{key: value for key, value in own.items() if key not in ("callbacks", LOCAL)}}
+    return {name: state for name, state in named.items() if is_rank_local(state)}
+
+
+def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether what has been counted in the epoch of a state is still counted on."""
+    fit_loop: dict[str, Any] = (checkpoint.get("loops") or {}).get("fit_loop", {})
+    counts = fit_loop.get("epoch_loop.batch_progress")
+    if counts is None or counts["current"]["processed"] == 0:
+        return False
+    return not counts["is_last_batch"] or fit_loop.get(_PART) in (EVALUATION_BEGIN, EPOCH_END)
+
+
+def rank_local_of(trainer: Trainer, hooks: SavingHooks) -> bytes:
+    """What hooks save that may be of one rank alone, as bytes that `weights_only` can read."""
+    saved = hooks.dump(trainer)
+    known = (*_OF_LIGHTNING, *arguments(trainer))
+    callbacks = {key: state for key, state in saved.get("callbacks", {}).items() if is_rank_local(state)}
+    own = {key: value for key, value in saved.items() if key not in known and is_rank_local(value)}
+    if not (callbacks or own):
+        return b""
+    buffer = io.BytesIO()
+    torch.save({"callbacks": callbacks, **own}, buffer)
+    return buffer.getvalue()
+
+
+def take_rank_local(trainer: Trainer, data: bytes, entered_with: bytes) -> list[str]:
+    """Let a replacement's hooks read what a replica of its shard has, after what they read when it entered the loops.
+
+    Args:
+        trainer: of the replacement.
+        data: made by `rank_local_of`.
+        entered_with: the description with which the loops were entered.
+
+    Returns:
+        Keys of the callbacks' states among it.
+    """
+    saved = read_trainer(data)
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    states = saved.pop("callbacks")
+    for callback in callbacks:
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+    if saved:
+        checkpoint = (read_trainer(entered_with) if entered_with else {}) | saved
+        for callback in callbacks:
+            callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        trainer.lightning_module.on_load_checkpoint(checkpoint)
+    return list(states)
+
+
+def describe_trainer(
+    trainer: Trainer,
+    *,
+    micro_steps_open: int,
+    loader_states: list[Any],
+    hooks: SavingHooks,
+    logged: dict[str, dict[str, Any]] | None = None,
+    as_begun: dict[str, Any] | None = None,
+    rows: list[list[Any]] | None = None,
+) -> bytes:
     """The state at the beginning of the present accumulation window, as bytes that `weights_only` can read.
 
     Args:
@@ -35,26 +159,59 @@ def describe_trainer(trainer: Trainer, *, micro_steps_open: int, loader_states: 
         micro_steps_open: micro-steps of the window that have begun, the present one included; 0 outside a step, where
             Lightning's own state is the right one.
         loader_states: what the loaders said before the first batch of the window was fetched.
+        hooks: of the program.
+        logged: see `LoggedMeans.forms`.
+        as_begun: what `as_part_begins` said; None outside of such parts.
+        rows: see `LoggedRows.state`.
     """
-    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    checkpoint = hooks.dump(trainer)
     checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
     for name in arguments(trainer):  # every process makes its own; they may be anything
         checkpoint.pop(name, None)
-    fit_loop = checkpoint["loops"]["fit_loop"]
-    if micro_steps_open:
-        fit_loop = rewind(fit_loop, micro_steps_open)
-    elif trainer.validating or is_validation_due(trainer):
-        fit_loop = before_validation(fit_loop)
-    elif ends_epoch(fit_loop):
-        fit_loop = before_epoch_end(fit_loop)
-    if loader_states:
-        fit_loop["state_dict"]["combined_loader"] = loader_states
-    checkpoint["loops"] = {"fit_loop": fit_loop}
-    checkpoint[GROUPS] = [hyperparameters(each) for each in trainer.optimizers]
-    checkpoint[_SAVED_AT] = [vars(callback).get(_LAST_SAVED, 0) for callback in trainer.checkpoint_callbacks]
+    if as_begun is None:
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        if micro_steps_open:
+            fit_loop = rewind(fit_loop, micro_steps_open)
+        elif trainer.validating or is_validation_due(trainer):
+            fit_loop = before_validation(fit_loop)
+        elif hooks.part == EPOCH_BEGIN:
+            fit_loop = before_epoch(fit_loop)
+        if loader_states:
+            fit_loop["state_dict"]["combined_loader"] = loader_states
+        as_begun = _changed_by_loops(trainer, fit_loop, logged or {})
+    checkpoint |= as_begun
+    checkpoint[_SAVED_AT], checkpoint[ROWS] = last_saves(trainer), rows or []
+    checkpoint[_SHOULD_STOP] = hooks.should_stop(trainer)
+    checkpoint[_MICRO_STEPS] = trainer.accumulate_grad_batches
+    evaluation = trainer.fit_loop.epoch_loop.val_loop
+    checkpoint[_RELOADED_AT] = [trainer.fit_loop._last_train_dl_reload_epoch, evaluation._last_val_dl_reload_epoch]
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     return buffer.getvalue()
+
+
+def as_part_begins(trainer: Trainer, part: str, logged: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What Lightning changes while a part of a fit is run that lies outside of steps, as the part begins.
+
+    Args:
+        trainer: about to call the first hook of the part.
+        part: an evaluation, or the end of an epoch or of the fit.
+        logged: see `LoggedMeans.forms`.
+    """
+    fit_loop = trainer.fit_loop.state_dict()
+    fit_loop = before_validation(fit_loop) if part == EVALUATION_BEGIN else {**fit_loop, _PART: part}
+    return copy.deepcopy(_changed_by_loops(trainer, fit_loop, logged))
+
+
+def _changed_by_loops(trainer: Trainer, fit_loop: dict[str, Any], logged: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of a described trainer: its loops, which are given, its schedulers, and what was logged."""
+    return {
+        "loops": {"fit_loop": fit_loop},
+        "lr_schedulers": plain([each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]),
+        GROUPS: [hyperparameters(each) for each in trainer.optimizers],
+        METRICS: metrics_of(trainer),
+        LOGGED: logged,
+    }
 
 
 def arguments(trainer: Trainer) -> dict[str, Any]:
@@ -72,13 +229,13 @@ def arguments(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def refuse_unreadable(trainer: Trainer) -> None:
-    """Refuse what a replacement could not read of this trainer, before one is needed.
+def refuse_unreadable(trainer: Trainer, hooks: SavingHooks) -> None:
+    """Refuse what a replacement could not read of this trainer, or not be given, before one is needed.
 
     Raises:
         ConfigError: naming the callback, or whatever else holds it.
     """
-    data = describe_trainer(trainer, micro_steps_open=0, loader_states=[])
+    data = describe_trainer(trainer, micro_steps_open=0, loader_states=[], hooks=hooks)
     try:
         read_trainer(data)
     except pickle.UnpicklingError:
@@ -110,14 +267,68 @@ def read_trainer(data: bytes) -> dict[str, Any]:
 
 def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:
     """What Lightning saves beside tensors, of a described trainer."""
-    return {name: value for name, value in described.items() if name not in (_SAVED_AT, GROUPS)}
+    known = {*_OF_DESCRIPTIONS} - {_SHOULD_STOP}
+    return {name: value for name, value in described.items() if name not in known}
 
 
-def restore_last_saves(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Tell callbacks that save checkpoints when they did last: it is not in their state, and all ranks must agree."""
-    for callback, step in zip(trainer.checkpoint_callbacks, checkpoint.get(_SAVED_AT, []), strict=False):
-        if _LAST_SAVED in vars(callback):
-            vars(callback)[_LAST_SAVED] = step
+def with_local(described: bytes, local: dict[str, Any]) -> bytes:
+    """A description for the rank that made it alone: with its buffers, metrics and logged means."""
+    buffer = io.BytesIO()
+    torch.save({**read_trainer(described), LOCAL: local}, buffer)
+    return buffer.getvalue()
+
+
+def restore_unsaved(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Tell of what is in no state, and all ranks must agree on: when callbacks saved last, and loaders were made."""
+    set_last_saves(trainer, checkpoint.get(_SAVED_AT, []))
+    if _RELOADED_AT in checkpoint:
+        train, validation = checkpoint[_RELOADED_AT]
+        trainer.fit_loop._last_train_dl_reload_epoch = train
+        trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = validation
+
+
+def accumulate_as_others(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Take as many micro-steps as the others: `GradientAccumulationScheduler` sets them as an epoch begins."""
+    trainer.accumulate_grad_batches = checkpoint.get(_MICRO_STEPS, trainer.accumulate_grad_batches)
+
+
+def make_loaders_as_others(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Let a replacement make its loaders in the epoch in which the others made theirs, if they make new ones at times.
+
+    Args:
+        trainer: about to enter its loops.
+        checkpoint: of the others.
+    """
+    every, made_at = vars(trainer)["reload_dataloaders_every_n_epochs"], checkpoint.get(_RELOADED_AT, [])
+    for loop, epoch in zip((trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop), made_at, strict=False):
+        if every > 1 and loop._combined_loader is None and epoch >= 0:  # minus infinity before there are any
+            vars(loop._data_source)["dataloader"] = partial(_made_in, trainer, loop._data_source, epoch, epoch + every)
+
+
+def _made_in(trainer: Trainer, source: Any, epoch: int, next_epoch: int) -> Any:
+    """Loaders as they are made in an epoch, unless it is time for the next ones."""
+    del vars(source)["dataloader"]
+    counts: Any = trainer.fit_loop.epoch_progress.current
+    present = counts.completed
+    if present < next_epoch:
+        counts.completed = epoch
+    try:
+        return source.dataloader()
+    finally:
+        counts.completed = present
+
+
+def last_saves(trainer: Trainer) -> list[dict[str, Any]]:
+    """At which step each callback that saves checkpoints did so last, and where."""
+    every = [vars(callback) for callback in trainer.checkpoint_callbacks]
+    return [{name: each[name] for name in _LAST_SAVED if name in each} for each in every]
+
+
+def set_last_saves(trainer: Trainer, saves: list[dict[str, Any]]) -> None:
+    """Inverse of `last_saves`."""
+    for callback, values in zip(trainer.checkpoint_callbacks, saves, strict=False):
+        present = vars(callback)
+        present.update({name: values[name] for name in _LAST_SAVED if name in values and name in present})
 
 
 def log_last_batch(trainer: Trainer, committed: int) -> None:
@@ -127,8 +338,16 @@ def log_last_batch(trainer: Trainer, committed: int) -> None:
         trainer: outside of a step, or in one that was committed in the end.
         committed: how many steps its rank has committed; the trainer counts the present one when it returns.
     """
-    if is_in_batch_end(trainer) or committed > trainer.global_step:
+    if is_in_batch_end(trainer) or committed > steps_done(trainer):
         trainer._logger_connector.update_train_step_metrics()
+
+
+def steps_done(trainer: Trainer) -> int:
+    """Steps that the trainer has run, as transactions count them: with manual optimization a batch is one."""
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    counts: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return counts.processed
 
 
 def show_epoch(trainer: Trainer) -> None:
@@ -162,8 +381,27 @@ def is_epoch_start(checkpoint: dict[str, Any]) -> bool:
     return batches_done(checkpoint) == 0
 
 
+def part_of(checkpoint: dict[str, Any]) -> str:
+    """The part of a fit at whose beginning the state lies; empty where that is a step or an epoch."""
+    part = checkpoint["loops"]["fit_loop"].get(_PART)
+    return part if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) else ""
+
+
+def order_of(checkpoint: dict[str, Any]) -> int:
+    """Of two states after the same step, the one in whose part the other one's has ended has the larger number."""
+    part, epochs = part_of(checkpoint), checkpoint["loops"]["fit_loop"]["epoch_progress"]["total"]
+    has_begun = epochs["started"] > epochs["completed"]  # the present epoch, whose first hooks have been called
+    place = {EVALUATION_BEGIN: 1, EPOCH_END: 3, FIT_END: 4}.get(part, 2 if has_begun else 0)
+    return 5 * epochs["completed"] + place
+
+
+def was_asked_to_stop(checkpoint: dict[str, Any]) -> bool:
+    """Whether `Trainer.should_stop` was set."""
+    return bool(checkpoint.get(_SHOULD_STOP))
+
+
 def before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """State of the fit loop as if the validation that is going on had been interrupted in its first batch.
+    """State of the fit loop as if the validation that is about to begin had been interrupted in its first batch.
 
     Lightning begins an interrupted validation again, if its counts say that one batch was started and not processed.
     """
@@ -172,53 +410,27 @@ def before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
         counts = loop["epoch_loop.batch_progress"][scope]
         counts["completed"] = counts["processed"]
     batches = loop["epoch_loop.val_loop.batch_progress"]
-    done = batches["total"]["completed"] - batches["current"]["completed"]
+    done = batches["total"]["completed"]
     batches["total"] |= {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
     batches["current"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     batches["is_last_batch"] = False
+    loop[_PART] = EVALUATION_BEGIN
     return loop
 
 
-def ends_epoch(fit_loop: dict[str, Any]) -> bool:
-    """Whether the state was saved in the hooks at the end of an epoch."""
-    epochs = fit_loop["epoch_progress"]["total"]
-    return epochs["processed"] == epochs["started"] and epochs["completed"] < epochs["processed"]
+def before_epoch(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """State of the fit loop, saved in the first hooks of an epoch, as if these had not begun.
 
-
-def before_epoch_end(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """State of the fit loop as if all batches of the epoch had been run, and its end had not begun.
-
-    From a state within those hooks Lightning would count the epoch twice.
+    Lightning begins to count batches anew after those hooks; it would take the epoch before for the present one.
     """
     loop = copy.deepcopy(fit_loop)
+    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     for scope in _PROGRESS:
-        loop["epoch_progress"][scope]["processed"] -= 1
-    steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
-    state = loop["epoch_loop.state_dict"]
-    if state["_batches_that_stepped"] == steps - 1:  # Lightning takes one off while it logs the epoch
-        state["_batches_that_stepped"] += 1
-    loop[_AT_EPOCH_END] = True
+        done = epochs[scope]["completed"]
+        epochs[scope] |= {"ready": done + 1, "started": done, "processed": done}
+        batches[scope] |= dict.fromkeys(batches[scope], 0 if scope == "current" else batches[scope]["processed"])
+    batches["is_last_batch"] = False
     return loop
-
-
-def is_epoch_end(checkpoint: dict[str, Any]) -> bool:
-    """Whether the state lies after the last batch of an epoch, and before the hooks at its end."""
-    return _AT_EPOCH_END in checkpoint["loops"]["fit_loop"]
-
-
-def finish_epoch(trainer: Trainer) -> None:
-    """Let a trainer that resumes after an epoch's last batch go on with the hooks at the epoch's end.
-
-    Lightning's loop over the batches has nothing to do then, and would take every later epoch for a resumed one.
-    """
-    loop = trainer.fit_loop.epoch_loop
-
-    def run(data_fetcher: Any) -> None:
-        del vars(loop)["run"]
-        loop.reset()
-        loop.on_iteration_done()
-
-    vars(loop)["run"] = run
 
 
 def forget_logged_metrics(results: dict[str, Any]) -> None:
@@ -256,9 +468,58 @@ def begin_afresh(trainer: Trainer) -> None:
         loop.epoch_loop.batch_progress,
         loop.epoch_loop.scheduler_progress,
         loop.epoch_loop.automatic_optimization.optim_progress,
+        loop.epoch_loop.manual_optimization.optim_step_progress,
         loop.epoch_loop.val_loop.batch_progress,
     ):
         progress.reset()
+
+
+def tear_down_loops(trainer: Trainer, *, has_evaluated: bool) -> None:
+    """Bring the loops to where they can be entered again, after an exception that Lightning has not seen.
+
+    Args:
+        trainer: whose loops.
+        has_evaluated: whether an evaluation has ended here, so that modules are as its last hooks have left them.
+    """
+    evaluation = trainer.fit_loop.epoch_loop.val_loop
+    if trainer.evaluating or trainer.sanity_checking:
+        if not has_evaluated:
+            evaluation._module_mode.restore(trainer.lightning_module)
+        forget_logged_metrics(evaluation._results)
+    trainer.training = True  # a fault in a validation leaves the stage at that
+    trainer.accumulate_grad_batches = initial_micro_steps(trainer)
+    evaluation._has_run = False
+    trainer.fit_loop.teardown()
+    trainer._logger_connector.teardown()
+    trainer._signal_connector.teardown()
+
+
+def describe_end(trainer: Trainer) -> dict[str, Any]:
+    """What this rank's trainer knows beside tensors, after a fit."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    left_out = {"state_dict", "optimizer_states", *arguments(trainer)}
+    return {name: value for name, value in checkpoint.items() if name not in left_out}
+
+
+def metrics_of(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """What users, loggers and the progress bar see of what was logged before."""
+    return {name: dict(vars(trainer._logger_connector)[name]) for name in _METRICS}
+
+
+def give_metrics(trainer: Trainer, metrics: dict[str, dict[str, Any]]) -> None:
+    """Inverse of `metrics_of`."""
+    for name, each in metrics.items():
+        vars(trainer._logger_connector)[name] = dict(each)
+
+
+def not_restarting(trainer: Trainer) -> None:
+    """Let the next `fit` of a trainer whose loops were restored at their end begin as after a `fit` that was run."""
+    fit_loop = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    for loop in (fit_loop, epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization):
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    epoch_loop.manual_optimization._restarting = False
+    fit_loop._combined_loader_states_to_load = []
 
 
 def rewind(fit_loop: dict[str, Any], micro_steps_open: int) -> dict[str, Any]:

@@ -4,25 +4,54 @@
 # pyright: reportPrivateUsage=false
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torchmetrics import Metric
-
 from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.lightning.local_state import LoggedMeans
+from hyperpod_plugins.lightning.loggers import LoggedRows
+from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     arguments,
     as_checkpoint,
+    as_part_begins,
     describe_trainer,
+    is_within_epoch,
+    rank_local_of,
     read_trainer,
+    take_rank_local,
+    with_local,
 )
 from hyperpod_plugins.parallel.checkpoint_parts import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
-from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters
+from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters, make_plain
+from hyperpod_plugins.recovery.kept import FreshGradients, KeptState, Stateful, is_elementwise
+from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.recovery.preview import Preview
-from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, drop_gradients, end_iteration, parts_of
+from hyperpod_plugins.recovery.random import BATCH, EPOCH_END, EVALUATION_BEGIN, FIT_END
+from hyperpod_plugins.recovery.undo import (
+    CAN_RESET,
+    Beginning,
+    Buffers,
+    drop_gradients,
+    end_iteration,
+    forget_iteration,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PartBeginning:
+    """What one rank had as a part of the fit began that lies outside of steps."""
+
+    trainer: dict[str, Any]
+    """See `as_part_begins`."""
+    local: dict[str, dict[str, Any]]
+    """See `LocalStates.present`."""
+    buffers: Buffers
+    """All of them: `local` has no large ones that nobody has written to."""
 
 
 class Window:
@@ -32,24 +61,61 @@ class Window:
         self,
         trainer: Trainer,
         state: TrainingState,
-        save: Callable[[dict[str, Any], str, bool, StateParts | None], str],
+        save: Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping[int, dict[str, Any]]] | None], str],
+        hooks: SavingHooks,
+        *,
+        others: Sequence[Stateful] = (),
+        former: "Window | None" = None,
     ) -> None:
+        """Take hold of what is trained.
+
+        Args:
+            trainer: whose steps these are.
+            state: tensors of model and optimizers.
+            save: see `SavingStrategy._save_again`.
+            hooks: of the program, that say what a checkpoint holds.
+            others: what an optimizer's step changes beside its parameters and its state.
+            former: of the same trainer, before the loops were left.
+
+        Raises:
+            ConfigError: hyperparameters that can not be passed on.
+        """
+        make_plain(state.optimizers)
         self._trainer = trainer
+        self._hooks = hooks
         self._state = state
         self._save = save
         self._closures: list[Callable[[], Any]] = []
         self._num_done = 0
-        self._buffers = Buffers()
+        is_manual = not trainer.lightning_module.automatic_optimization
+        if is_manual:  # schedulers step there, too
+            schedulers: list[Any] = [each.scheduler for each in trainer.lr_scheduler_configs]
+            others = (*others, *schedulers, trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress)
+        writes = is_manual or not all(map(is_elementwise, state.optimizers))
+        kept = KeptState(state.optimizers, others) if writes else None
+        self._beginning = Beginning(state.model, state.optimizers, kept)
+        if former is not None:
+            self._beginning.written, self._beginning.batches = former._beginning.written, former._beginning.batches
+            if former._fresh is not None:
+                former._fresh.close()
+        self._fresh = FreshGradients(state.optimizers) if is_manual else None
         self._results: dict[str, dict[str, Any]] = {}
-        self._metrics: list[tuple[Metric, dict[str, Any]]] = []
+        self._zero_grads: dict[str, Any] = {}
         self._loaders_before: list[Any] = []
         self._loaders_now: list[Any] = []
+        self._begins_at: int | None = None
+        """Batches of the epoch before this window; None where none has begun."""
         self.micro_step = 0
         """Index of the micro-step that is being computed."""
+        self._local: LocalStates
+        self._means: LoggedMeans
+        self._rows: LoggedRows
         self.preview: Preview
         """What newcomers are told of the state that they will get."""
         self.entered_with = b""
         """Description with which the loops were entered, until this rank is among the others."""
+        self.part: PartBeginning | None = None
+        """Where an evaluation began that is under way, or the end of an epoch or of the fit, unless within a window."""
 
     @property
     def is_empty(self) -> bool:
@@ -57,9 +123,35 @@ class Window:
         return not self._closures
 
     @property
+    def num_micro_steps(self) -> int:
+        """Micro-steps of the window that have begun."""
+        return len(self._closures)
+
+    @property
     def num_after(self) -> int:
         """Micro-steps that follow the one that is being computed."""
         return max(0, len(self._closures) - 1 - self.micro_step)
+
+    def starts(self) -> None:
+        """A batch is there, and no hook has seen it."""
+        if self.is_empty:
+            self._hooks.begin(self._trainer, BATCH)
+            self._begins_at = self._batches.processed
+
+    def begin_part(self, part: str) -> None:
+        """A part of the fit outside of steps begins: keep what is put back if it has to be run again."""
+        self._hooks.begin(self._trainer, part)
+        self.part = None
+        if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) and self.is_empty and not self._trainer.sanity_checking:
+            begun = as_part_begins(self._trainer, part, self._means.forms())
+            buffers = Buffers(self._state.model.modules())
+            self.part = PartBeginning(begun, copy.deepcopy(self._local.present()), buffers)
+
+    def end_part(self) -> None:
+        """The part has ended on all ranks: what it has changed counts, unless it lies within a window."""
+        if self.is_empty:
+            self._hooks.end()
+            self.part = None
 
     def fetched(self) -> None:
         """A batch has been fetched: note where the loaders stand, and where they stood before this window."""
@@ -76,6 +168,10 @@ class Window:
         """One more micro-step."""
         self._closures.append(closure)
 
+    def note_batch(self, batch: Any) -> None:
+        """A micro-step is about to compute on a batch."""
+        self._beginning.batches.note(batch)
+
     def compute(self) -> Any:
         """Run the micro-steps that have not been run since the window began, or began again; the last one's result."""
         result: Any = None
@@ -83,76 +179,174 @@ class Window:
             self.micro_step = self._num_done
             result = self._closures[self._num_done]()
             self._num_done += 1
+        self._beginning.end()
         return result
+
+    @property
+    def steps_before_vote(self) -> bool:
+        """Whether optimizers step where a step is computed, for they may communicate; see `recovery.kept`."""
+        return self._beginning.kept is not None
+
+    def counts(self) -> None:
+        """The step is being committed."""
+        self._beginning.close()
 
     def close(self) -> None:
         """The step is committed."""
-        self._closures, self._num_done = [], 0
+        self._closures, self._num_done, self._begins_at = [], 0, None
+        self._hooks.end()
+        if self._fresh is not None:  # a forward after the last backward leaves parameters gathered
+            forget_iteration(self._state.model)
         self.preview.leave()
+
+    def keep_local(self, states: LocalStates, means: LoggedMeans, rows: LoggedRows) -> None:
+        """Say what is of this rank alone."""
+        self._local, self._means, self._rows = states, means, rows
 
     # -- Subject ------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Remember buffers and logged metrics."""
-        parts = parts_of(self._state.model)
-        self._buffers = Buffers(parts)
+        """Remember what the step may change, and logged metrics."""
+        self._hooks.compute(self._trainer)
+        self._beginning.begin()
+        if self._fresh is not None:
+            self._fresh.begin()
         self._results = {key: _attributes(metric) for key, metric in self._logged().items()}
-        self._metrics = [(part, _counts(part)) for part in parts if isinstance(part, Metric)]
+        if self._begins_epoch:
+            self._means.settle()
+        self._means.begin()
+        self._zero_grads = self._zero_grad_counts.state_dict()
+        self._local.begin(step, begins_epoch=self._begins_epoch)
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether the step has written only to what was copied when it began."""
+        return self._beginning.is_within_reach
 
     def undo(self) -> None:
-        """Forget gradients; put buffers and logged metrics back."""
+        """Forget gradients; put logged metrics and everything else back."""
         drop_gradients(self._state.model, self._state.optimizers)
-        self._buffers.put_back()
+        self._beginning.put_back()
+        self._local.undo()
+        self._means.undo()
+        self._hooks.put_back(self._trainer, is_inside=True)
+        if self._fresh is not None:
+            self._fresh.put_back()
         logged = self._logged()
         for key in list(logged):
             if key in self._results:
                 vars(logged[key]).update(self._results[key])
             else:
                 del logged[key]
-        for metric, counts in self._metrics:
-            vars(metric).update({key: _own(value) for key, value in counts.items()})
+        if self._zero_grads:
+            self._zero_grad_counts.load_state_dict(self._zero_grads)
         self._num_done = 0
 
     def end_iteration(self) -> None:
         """Put FSDP2's modules back to where an iteration begins."""
         end_iteration(self._state.model)
 
+    def share(self, step: int) -> None:
+        """Give buffers, metrics and logged means to the buddy."""
+        self._local.share(step)
+
     def describe(self) -> bytes:
         """The Trainer's state at the beginning of this step, or where the loops were entered."""
         if self.entered_with:
             return self.entered_with
-        num_open = max(1, len(self._closures))
-        return describe_trainer(self._trainer, micro_steps_open=num_open, loader_states=self._loaders_before)
+        num_open = max(1, self._num_open)
+        with self._as_it_began():
+            return self._described(num_open, self._loaders_before)
 
-    def describe_outside(self) -> bytes:
-        """The Trainer's state between two steps, in a validation, or at the end of an epoch.
+    def describe_outside(self, part: PartBeginning | None) -> bytes:
+        """The Trainer's state between two steps.
 
         Within a window it is the one at the window's beginning: gradients that were accumulated so far are lost.
+
+        Args:
+            part: that is under way, for the state as it began; None for the present one.
         """
-        loader_states = self._loaders_before if self._closures else []
-        return describe_trainer(self._trainer, micro_steps_open=len(self._closures), loader_states=loader_states)
+        num_open = self._num_open
+        with self._as_it_began():
+            return self._described(num_open, self._loaders_before if num_open else [], part)
+
+    @property
+    def _num_open(self) -> int:
+        """Batches of this window that have begun, their first hooks included."""
+        return 0 if self._begins_at is None else max(0, self._batches.ready - self._begins_at)
+
+    @property
+    def _batches(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop.batch_progress.current
+
+    @property
+    def local_steps(self) -> tuple[int, ...] | None:
+        """Steps of which this rank keeps buffers, metrics and means of its ward."""
+        return self._local.kept_steps
+
+    def describe_own(self) -> bytes:
+        """That with buffers, metrics and logged means, which are of this rank alone; between two steps."""
+        return with_local(self.describe(), self._local.present())
+
+    @contextmanager
+    def _as_it_began(self) -> Generator[None]:
+        """Inside a step: let all but tensors be as it was when the step began, to describe it."""
+        counts, present = self._zero_grad_counts, self._zero_grad_counts.state_dict()
+        if self._closures and self._zero_grads:
+            counts.load_state_dict(self._zero_grads)
+        try:
+            with self._beginning.as_it_began():
+                yield
+        finally:
+            counts.load_state_dict(present)
+
+    @property
+    def _zero_grad_counts(self) -> Any:
+        """How often Lightning has dropped gradients: in each attempt at a step, but they count once."""
+        return self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
+
+    def _described(self, micro_steps_open: int, loader_states: list[Any], part: PartBeginning | None = None) -> bytes:
+        return describe_trainer(
+            self._trainer,
+            micro_steps_open=micro_steps_open,
+            loader_states=loader_states,
+            hooks=self._hooks,
+            logged=self._means.forms(),
+            as_begun=None if part is None else part.trainer,
+            rows=None if part is None else self._rows.state(),
+        )
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Copy tensors between ranks."""
-        for target, source in sorted(plan.sources.items()):
-            if rank == source:
-                self._state.send(target)
-            elif rank == target:
-                self._state.receive(source)
-        if self.entered_with:
-            give_hyperparameters(read_trainer(self.entered_with).get(GROUPS, []), self._state.optimizers)
+        self._state.share(plan.sources)
+        hooks_state = self._local.pass_on(plan.sources, lambda: rank_local_of(self._trainer, self._hooks))
+        if hooks_state:
+            self._hooks.loaded(take_rank_local(self._trainer, hooks_state, self.entered_with))
+        entered = read_trainer(self.entered_with) if self.entered_with else None
+        begins_epoch = self._begins_epoch if entered is None else not is_within_epoch(entered)
+        self._local.restore(plan.step, sorted(plan.sources), begins_epoch=begins_epoch)
+        if entered is not None:
+            give_hyperparameters(entered.get(GROUPS, []), self._state.optimizers)
 
     can_undo_exceptions = CAN_RESET
 
     saving_group = SAVING_GROUP
 
-    def save(self, path: str, *, is_alone: bool, snapshots: Sequence[Snapshot] | None = None) -> str:
+    def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
         """Write the state at the beginning of this step, or of snapshots, as a checkpoint that `fit` can go on from."""
-        described, parts = self.describe() if snapshots is None else snapshots[0].trainer, None
-        if snapshots is not None:
-            parts = self._state.parts_of([(each.header, each.data) for each in snapshots], "a snapshot")
-        checkpoint = as_checkpoint(read_trainer(described)) | arguments(self._trainer)
-        return self._save(checkpoint, path, is_alone, parts)
+        if snapshots is None:
+            return self._save(self._checkpoint(self.describe()), path, is_alone, None)
+        parts = self._state.parts_of([(each.header, each.data) for each in snapshots.values()], "a snapshot")
+        described = {rank: self._checkpoint(each.trainer) for rank, each in snapshots.items()}
+        return self._save(next(iter(described.values())), path, is_alone, (parts, described))
+
+    def _checkpoint(self, described: bytes) -> dict[str, Any]:
+        return as_checkpoint(read_trainer(described)) | arguments(self._trainer)
+
+    @property
+    def _begins_epoch(self) -> bool:
+        """Whether what counts in an epoch begins anew."""
+        return not 0 < self._batches.processed < self._trainer.num_training_batches
 
     def _logged(self) -> dict[str, Any]:
         return self._trainer.fit_loop.epoch_loop._results
@@ -161,13 +355,3 @@ class Window:
 def _attributes(metric: Any) -> dict[str, Any]:
     """What logging changes of a metric; it puts new tensors in the place of old ones, and never writes to them."""
     return dict(vars(metric))
-
-
-def _counts(metric: Metric) -> dict[str, Any]:
-    """What a torchmetrics object has counted; updates may write to its tensors and extend its lists."""
-    return {key: _own(vars(metric)[key]) for key in (*metric._defaults, "_computed", "_update_count")}
-
-
-def _own(value: Any) -> Any:
-    """A value that no update of a metric changes."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)

@@ -14,7 +14,25 @@ from hyperpod_plugins.errors import LoopError
 from hyperpod_plugins.loops.seat import Seat
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, loss_parallel_context
 from hyperpod_plugins.parallel.shard import without_replica_sync
+from hyperpod_plugins.parallel.unit_watch import settle_gradients
 from hyperpod_plugins.recovery import seed_micro_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Computed:
+    """What one attempt at a step has computed."""
+
+    result: Any
+    """The mean over the global batch of what the program's function returned."""
+    norm: Tensor | None
+    """Of all gradients before clipping; None where they are not clipped."""
+    losses: list[Tensor]
+    """Of this rank's micro-steps."""
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean over the global batch, the same on all ranks."""
+        return self.result["loss"] if isinstance(self.result, Mapping) else self.result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +48,11 @@ class Computation:
     is_step_keyed: bool
     """Whether random numbers are a function of the step."""
 
+    def seed(self, step: int, seat: Seat, part: str) -> None:
+        """Begin the stream of what a step's body does before it is computed, or after it was committed."""
+        if self.is_step_keyed:
+            seed_micro_step(self.config.random_seed, step, 0, seat.topology.data_rank(seat.rank), part)
+
     def attempt(
         self,
         compute_loss: Callable[[Any], Any],
@@ -39,7 +62,7 @@ class Computation:
         step: int,
         seat: Seat,
         num_micro_steps: int,
-    ) -> Any:
+    ) -> Computed:
         """Compute the gradients of a step; the mean over the global batch of what `compute_loss` returned.
 
         Args:
@@ -51,6 +74,7 @@ class Computation:
             num_micro_steps: by which accumulated losses are divided; a last, smaller step has fewer batches.
         """
         total: Any = None
+        losses: list[Tensor] = []
         for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             if self.is_step_keyed:
                 seed_micro_step(self.config.random_seed, step, index, seat.topology.data_rank(seat.rank))
@@ -58,14 +82,15 @@ class Computation:
             with nullcontext() if is_last else without_replica_sync(self.model), loss_parallel_context(self.config):
                 returned = compute_loss(tree_map(lambda leaf: leaf, batch))  # containers that the function may empty
                 loss = _loss_of(returned)
+                losses.append(loss.detach())
                 if num_micro_steps > 1:
                     loss = loss / num_micro_steps
                 self.backward(loss if weight == 1.0 else loss * weight)
             part = tree_map(lambda value, weight=weight: _detached(value) * (weight / num_micro_steps), returned)
             total = part if total is None else tree_map(torch.add, total, part)
-        if self.max_grad_norm:
-            clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        return _mean(total, seat.data_group)
+        settle_gradients(self.model)
+        norm = clip_grad_norm_(self.model.parameters(), self.max_grad_norm) if self.max_grad_norm else None
+        return Computed(result=_mean(total, seat.data_group), norm=norm, losses=losses)
 
 
 def _loss_of(returned: Any) -> Tensor:

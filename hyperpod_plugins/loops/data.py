@@ -87,7 +87,7 @@ def steps_of(loader: StatefulLoader, num_epochs: int) -> Iterator[StepBatches]:
         epoch = sampler.cursor.epoch
         batches: list[Any] = []
         weights: list[float] = []
-        number = len(sampler) - sampler.micro_steps_left
+        number = sampler.micro_steps_done
         for index, batch in enumerate(loader):
             batches.append(batch)
             weights.append(sampler.weight(number + index))

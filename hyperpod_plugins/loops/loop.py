@@ -15,15 +15,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hyperpod_plugins.data import StatefulLoader
-from hyperpod_plugins.errors import PeerLost
-from hyperpod_plugins.loops.compute import Computation
+from hyperpod_plugins.errors import DeviceHung, PeerLost, RecoveryError
+from hyperpod_plugins.loops.compute import Computation, Computed
 from hyperpod_plugins.loops.data import steps_of
 from hyperpod_plugins.loops.guard import BETWEEN, Guard
 from hyperpod_plugins.loops.position import Position, refuse_unreadable
 from hyperpod_plugins.loops.seat import Seat
 from hyperpod_plugins.loops.step import Step
 from hyperpod_plugins.loops.trained import Trained
-from hyperpod_plugins.loops.transaction import Transactions
+from hyperpod_plugins.loops.transaction import Transactions, ends_alone
+from hyperpod_plugins.parallel.finite import FiniteCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class Loop:
         transactions: Transactions,
         spread: Callable[[], StatefulLoader],
         extent: Extent,
+        finite: FiniteCheck,
     ) -> None:
         """Make nothing yet.
 
@@ -57,7 +59,9 @@ class Loop:
             transactions: makes each step one.
             spread: makes the loader of this rank for the present world.
             extent: how far to go.
+            finite: looks at each step before it is committed.
         """
+        self._finite = finite
         self.guard = Guard(trained.optimizers)
         self._seat = seat
         self._trained = trained
@@ -67,6 +71,7 @@ class Loop:
         self._extent = extent
         self._loader = spread()
         self._stands = Position()
+        self._step: Step | None = None
         trained.where = lambda: self._stands
 
     @property
@@ -74,20 +79,34 @@ class Loop:
         """Whether the loop goes on after a fault outside of a step."""
         return self._transactions.member is not None
 
-    def run(self, begins_at: Position) -> Iterator[Step]:
-        """Give the steps from a position on, or in a newcomer from where the others stand."""
+    def run(self, begins_at: Position, resumed_from: str = "") -> Iterator[Step]:
+        """Give the steps from a position on, or in a newcomer from where the others stand.
+
+        Args:
+            begins_at: the position.
+            resumed_from: checkpoint of it from which all processes were started again; empty where they were not.
+        """
+        is_over, raised = True, None
         try:
-            yield from self._run(begins_at)
+            yield from self._run(begins_at, resumed_from)
+        except GeneratorExit:  # the program has left the loop, or its body has raised
+            error = None if self._step is None else self._step.error
+            is_over = not ends_alone(error)
+            raised = error if is_over and not isinstance(error, PeerLost) else None
+            raise
+        except (RecoveryError, DeviceHung, SystemExit) as error:
+            is_over = not ends_alone(error)
+            raise
         finally:
             self.guard.close()
-            self._transactions.leave()
+            self._transactions.leave(is_over=is_over, error=raised)
 
-    def _run(self, begins_at: Position) -> Iterator[Step]:
+    def _run(self, begins_at: Position, resumed_from: str) -> Iterator[Step]:
         transactions = self._transactions
         if transactions.is_newcomer:
             position = self._go_to(transactions.state_of_peers())
         else:
-            transactions.begin_at(begins_at.committed)
+            transactions.begin_at(begins_at.committed, resumed_from)
             position = self._go_to(begins_at)
             refuse_unreadable(self._trained.position())
         transactions.arm()
@@ -109,6 +128,7 @@ class Loop:
         """The steps from a position on; whether the body of one was interrupted."""
         for step in self._from(position):
             self.guard.forbid(BETWEEN)
+            self._step = step
             yield step
             self.guard.allow()
             step.check()
@@ -153,12 +173,21 @@ class Loop:
         self._stands = position
         return position
 
+    def seed(self, step: Step, part: str) -> None:
+        """Begin the random stream of a part of the step's body."""
+        self._computation.seed(step.index, self._seat, part)
+
     def run_step(self, step: Step, compute_loss: Callable[[Any], Any]) -> Any:
         """One step as a transaction."""
         num_micro_steps = self._loader.batch_sampler.split.micro_steps
 
-        def compute() -> Any:
-            return self._computation.attempt(
+        if self._transactions.rehearsal is not None:
+            for index, batch in enumerate(step.batches):
+                self._transactions.rehearsal.note_batch(index, batch)
+
+        def compute() -> Computed:
+            self._trained.note_batches(step.batches)
+            done = self._computation.attempt(
                 compute_loss,
                 step.batches,
                 step.weights,
@@ -166,18 +195,35 @@ class Loop:
                 seat=self._seat,
                 num_micro_steps=num_micro_steps,
             )
+            self._trained.computed()
+            if self._trained.steps_before_vote:
+                update(done)
+            return done
 
-        def commit(result: Any) -> Any:
+        def update(done: Computed) -> None:
+            may_update = self._finite.allows_update(
+                done.loss, done.norm, step=step.index, epoch=step.epoch, losses=done.losses
+            )
             with self.guard.committing():
-                self._trained.update()
+                if may_update:
+                    self._trained.update()
+                else:
+                    self._trained.skip()
+
+        def commit(done: Computed) -> Any:
+            if not self._trained.steps_before_vote:
+                update(done)
+            self._trained.advance()
             self._stands = Position(
                 committed=step.index + 1,
                 in_tail=True,
                 epoch=step.epoch,
                 ends_epoch=step.ends_epoch,
-                result=result,
+                result=done.result,
                 loader=self._loader.state_dict(),
             )
-            return result
+            return done.result
 
-        return self._transactions.run(compute, commit)
+        result = self._transactions.run(compute, commit)
+        self._finite.raise_if_stopped()
+        return result

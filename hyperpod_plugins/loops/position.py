@@ -32,6 +32,8 @@ class Position:
     """Of each optimizer, the hyperparameters of its groups."""
     state: dict[str, Any] = field(default_factory=dict[str, Any])
     """What the program keeps in `Session.state`."""
+    local: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What one rank has alone, in a snapshot of it."""
 
     def to_bytes(self) -> bytes:
         """For another process, or a checkpoint."""

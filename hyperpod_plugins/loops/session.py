@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,7 +22,7 @@ from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.signals import ignore_notices
 from hyperpod_plugins.elastic.terms import Terms, leave_terms
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
-from hyperpod_plugins.errors import ConfigError, LoopError
+from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError
 from hyperpod_plugins.loops.compute import Computation
 from hyperpod_plugins.loops.data import LoopData
 from hyperpod_plugins.loops.loop import Extent, Loop
@@ -31,8 +32,15 @@ from hyperpod_plugins.loops.step import Step
 from hyperpod_plugins.loops.trained import Trained
 from hyperpod_plugins.loops.transaction import Transactions
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
+from hyperpod_plugins.parallel.agree import any_rank, default_group
+from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
+from hyperpod_plugins.parallel.former_parameters import give_shards
 from hyperpod_plugins.parallel.shard import sharded_parts
+from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.recovery import RecoveryOptions, Repair
+from hyperpod_plugins.recovery.entries import Entries, keep_of_rank, read_of_rank, state_folder
+from hyperpod_plugins.recovery.local_state import ProgramState
+from hyperpod_plugins.recovery.random import END, seed_micro_step
 
 
 class Session:
@@ -102,9 +110,12 @@ class Session:
         self._folder = Path(checkpoint_folder)
         self._trained: Trained | None = None
         self._computation: Computation | None = None
+        self._finite: FiniteCheck | None = None
         self._transactions: Transactions | None = None
         self._begins_at = Position()
         self._num_agreed = 0
+        self._entries = Entries()
+        self._place = env.global_rank
         self.state: dict[str, Any] = {}
         self.repairs: list[Repair] = []
 
@@ -153,24 +164,35 @@ class Session:
         *,
         backward: Callable[[Tensor], object] = Tensor.backward,
         max_grad_norm: float = 0.0,
+        non_finite: NonFinitePolicy = "auto",
     ) -> None:
         """Say what the steps train. Each step is one step of every optimizer and of every scheduler.
 
         Args:
             model: sharded, by `parallelize` or in another way over `mesh`.
-            optimizers: one or several of torch's, over its parameters.
+            optimizers: one or several of torch's, over its parameters; those that were made before it was sharded
+                get the shards.
             schedulers: of them.
             backward: computes the gradients of a loss, such as `accelerator.backward`.
             max_grad_norm: largest norm of all gradients as one vector; 0 for no limit.
+            non_finite: what to do about a step whose loss, or gradient norm where it is limited, is infinite or not a
+                number: "stop" raises `NonFiniteError` on all ranks, with nothing updated; "skip" leaves the step out;
+                "warn" goes on; "off" does not look. "auto" is "stop", but "off" on CUDA without recovery, where the
+                host would have to wait for the device.
 
         Raises:
-            ConfigError: the model is not sharded, so that ranks would train models of their own.
+            ConfigError: the model is not sharded, so that ranks would train models of their own; an optimizer holds
+                parameters that are not the model's; there is no such policy.
         """
+        waits_anyway = self._member is not None or self.device.type == "cpu"
+        self._finite = FiniteCheck(non_finite, waits_anyway=waits_anyway)
         if self.world_size > 1 and not any(True for _ in sharded_parts(model)):
             raise ConfigError(
                 f"the model {type(model).__name__} is not sharded, so that each of {self.world_size} ranks would train "
                 "one of its own. Use model = session.parallelize(model) first."
             )
+        give_shards(_listed(optimizers), model, num_ranks=self.world_size)
+        watch_units(model)
         self._trained = Trained(
             model,
             _listed(optimizers),
@@ -178,6 +200,7 @@ class Session:
             state=self.state,
             verify=self._recovery.verify,
             folder=self._folder,
+            tensor_degree=self._seat.topology.tensor_degree,
         )
         self._computation = Computation(
             model=model,
@@ -186,7 +209,27 @@ class Session:
             max_grad_norm=max_grad_norm,
             is_step_keyed=self._recovery.step_keyed_random and self._member is not None,
         )
-        self._transactions = Transactions(self._member, self._seat, self._trained, self._recovery, self.repairs)
+        member = self._member if self._transactions is None else self._transactions.member  # None once it has left
+        self._transactions = Transactions(member, self._seat, self._trained, self._recovery, self.repairs)
+
+    def register_rank_local(self, name: str, stateful: Stateful) -> None:
+        """Keep the state of an object that differs from rank to rank: it comes back where a process is replaced.
+
+        Call it on all ranks alike, after `train` and before `steps`. The state is called for in each step: it is to be
+        small, less than 1 MiB a rank with that of others. It is put back where a step is run again. Buffers of the
+        model need no call. A checkpoint of `save` holds it for a job of as many ranks with the same tensor degree.
+
+        Args:
+            name: of the state, the same on all ranks; the last object of a name counts.
+            stateful: with `state_dict` and `load_state_dict`; the state is of tensors, plain containers, numbers and
+                strings, and made without communication.
+
+        Raises:
+            ConfigError: the state holds other Python objects.
+            LoopError: `train` was not called.
+        """
+        trained, _ = self._trains()
+        trained.register(name, ProgramState(name, stateful))
 
     def agree(self, value: Any) -> Any:
         """The value of rank 0, on all ranks, before the first step: a folder's name, the id of a run.
@@ -240,7 +283,29 @@ class Session:
         """
         trained, transactions = self._trains()
         if not transactions.is_newcomer:
-            self._begins_at = trained.read(path)
+            self._begins_at = trained.read(path, is_of_another_job=True)
+
+    def _keep_end(self, trained: Trained) -> None:
+        """Keep the state after a loop, on all ranks together, so that no process has to run it again."""
+        entries = self._entries
+        try:
+            folder = entries.folder(self._folder)
+            trained.write(state_folder(folder, entries.number), replace(trained.position(), in_tail=False, result=None))
+            keep_of_rank(folder, entries.number, self._place, {})
+        except (CheckpointError, ConfigError, OSError) as error:
+            entries.lose(error)
+        if any_rank(not entries.is_complete, default_group()):
+            if entries.is_complete:
+                entries.lose("another rank could not keep its part; see its log")
+        else:
+            entries.record("steps", None)
+
+    def _pass(self, trained: Trained) -> None:
+        """Bring back the state after a loop that has ended."""
+        folder = self._entries.folder(self._folder)
+        trained.read(state_folder(folder, self._entries.number))
+        _, set_random_state = read_of_rank(folder, self._entries.number, self._place)
+        set_random_state()
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -268,9 +333,6 @@ class Session:
             global_batch_size=self._global_batch_size or data.micro_batch_size * self.topology.data_degree,
             micro_batch_size=data.micro_batch_size,
         )
-        job = None if self._member is None else self._member.job
-        if job is not None and job.resume_from and not job.is_newcomer:  # all processes were started again
-            self.load(job.resume_from)
         if self._elastic is not None:
             self._open(batch, self._elastic)
 
@@ -280,7 +342,39 @@ class Session:
             return data.spread(split, topology.data_rank(self.rank))
 
         extent = Extent(num_epochs=epochs, max_steps=max_steps)
-        return Loop(self._seat, trained, self._computation, transactions, spread, extent).run(self._begins_at)
+        assert self._finite is not None
+        loop = Loop(self._seat, trained, self._computation, transactions, spread, extent, self._finite)
+        return self._run(loop, trained, transactions)
+
+    def _run(self, loop: Loop, trained: Trained, transactions: Transactions) -> Iterator[Step]:
+        """The steps of a loop, unless it has ended before; in a job that recovers it is an entry of the program."""
+        begins_at, self._begins_at = self._begins_at, Position()
+        job = None if self._member is None else self._member.job
+        if job is None:
+            yield from loop.run(begins_at)
+            return
+        entries, is_over = self._entries, False
+        entries.member = member = transactions.member
+        with entries.enter(job, "steps") as record:
+            resumed_from = entries.resume_from("steps")
+            if record is not None:
+                self._pass(trained)
+                return
+            if resumed_from and not transactions.is_newcomer:
+                begins_at = trained.read(resumed_from)
+            transactions.enter(entries.number, is_complete=entries.is_complete)
+            try:
+                yield from loop.run(begins_at, resumed_from)
+                if self._recovery.step_keyed_random:
+                    seed_micro_step(self.config.random_seed, 0, entries.number, self.topology.data_rank(self.rank), END)
+                if member is None or member.is_elastic or job.agent_pid:
+                    entries.is_complete = False
+                else:
+                    self._keep_end(trained)
+                is_over = True
+            finally:
+                if not is_over:
+                    entries.lose("its loop was left before its end")
 
     def _open(self, batch: StepBatch, policy: ElasticPolicy) -> None:
         """Let others come in from now on.
@@ -295,7 +389,7 @@ class Session:
                 f"the job has {self.topology.replicate_degree} replicas of {self._seat.replica_size} ranks, and "
                 f"`elastic` allows {list(sizes)}. Start another number of processes, or change its limits."
             )
-        if not self._member.job.is_newcomer:
+        if not self._member.is_newcomer:
             leave_terms(self._member.ledger, Terms(policy=policy, replica_size=self._seat.replica_size, sizes=sizes))
 
     def _trains(self) -> tuple[Trained, Transactions]:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from hyperpod_plugins.errors import LoopError, PeerLost
 from hyperpod_plugins.loops.guard import BEFORE_RUN, BETWEEN, Guard
+from hyperpod_plugins.recovery.random import AFTER, BATCH
 
 
 class RunsSteps(Protocol):
@@ -20,6 +21,10 @@ class RunsSteps(Protocol):
 
     def run_step(self, step: "Step", compute_loss: Callable[[Any], Any]) -> Any:
         """Compute, vote and commit."""
+        ...
+
+    def seed(self, step: "Step", part: str) -> None:
+        """Begin the random stream of a part of the step's body."""
         ...
 
 
@@ -54,6 +59,8 @@ class Step:
         self.is_again = is_again
         self.was_interrupted = False
         """Whether a fault came in its body; the loop sees to it."""
+        self.error: BaseException | None = None
+        """What its body raised, if the loop does not see to it."""
         self.result = result
         """What `run` returned."""
         self._loop = loop
@@ -63,12 +70,14 @@ class Step:
         """Begin the body."""
         self._is_entered = True
         self._loop.guard.forbid(BEFORE_RUN)
+        self._loop.seed(self, BATCH)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
         """End the body; after a fault the loop comes back to it, or goes on where the others are."""
         self._loop.guard.forbid(BETWEEN)
         self.was_interrupted = isinstance(error, PeerLost) and self._loop.is_repaired
+        self.error = None if self.was_interrupted else error
         if error is None and not self._is_run:
             raise LoopError(f"the body of step {self.index} ended without step.run(...): nothing was trained.")
         return self.was_interrupted
@@ -98,6 +107,7 @@ class Step:
         self._loop.guard.allow()
         if not self.is_again:
             self.result = self._loop.run_step(self, compute_loss)
+        self._loop.seed(self, AFTER)  # what follows may be repeated by a process that has not computed the step
         self._is_run = True
         return self.result
 

@@ -6,10 +6,13 @@ from typing import TypeVar
 
 from hyperpod_plugins.comm import abandon_broken, breaker
 from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.ledger import ARMED_KEY
+from hyperpod_plugins.elastic.entries import ended_entries
+from hyperpod_plugins.elastic.ledger import ARMED_KEY, RAISED_KEY
+from hyperpod_plugins.elastic.restarts import NOT_NEEDED
+from hyperpod_plugins.errors import DeviceHung, RecoveryError
 from hyperpod_plugins.loops.position import Position
 from hyperpod_plugins.loops.seat import Seat
-from hyperpod_plugins.loops.trained import Trained
+from hyperpod_plugins.loops.trained import Trained, registered
 from hyperpod_plugins.recovery import (
     Member,
     RecoveryOptions,
@@ -19,11 +22,23 @@ from hyperpod_plugins.recovery import (
     Snapshots,
     StepTransaction,
 )
+from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates
 from hyperpod_plugins.recovery.moving import follow
 from hyperpod_plugins.recovery.preview import Preview
+from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+def ends_alone(error: BaseException | None) -> bool:
+    """Whether the others go on without the process that ends with an error: in a smaller world, or with a replacement.
+
+    A mistake of the program ends the job.
+    """
+    return isinstance(error, RecoveryError | DeviceHung) or (isinstance(error, SystemExit) and error.code == NOT_NEEDED)
 
 
 class Transactions:
@@ -51,42 +66,71 @@ class Transactions:
         self._trained = trained
         self._options = options
         self._repairs = repairs
+        self.rehearsal: Rehearsal | None = None
+        """Of this process's steps, where some are rehearsed."""
         self._snapshots: Snapshots | None = None
         self._transaction: StepTransaction | None = None
         self._preview: Preview | None = None
-        self._has_moved = False
+        self._has_moved, self._is_complete, self._entry = False, True, 0
         self._trained.saving = seat.saving_group
-        self.saved = None if member is None or seat.rank else SavedCheckpoints(Ledger.connect(member.job))
+        self.saved: SavedCheckpoints | None = None
         """Where rank 0 writes down which checkpoints there are."""
-        if member is not None:
-            self._renew(member)
 
     @property
     def is_newcomer(self) -> bool:
         """Whether this process takes the place of a lost one, or comes to a job that grows."""
-        return self.member is not None and self.member.job.is_newcomer
+        return self.member is not None and self.member.is_newcomer
 
-    def begin_at(self, committed: int) -> None:
+    def enter(self, entry: int, *, is_complete: bool) -> None:
+        """Begin a loop.
+
+        Args:
+            entry: number of the entry of the program that it is.
+            is_complete: whether the state after all entries before it is kept, so that a replacement can come in.
+        """
+        member, self._is_complete = self.member, is_complete
+        if member is None:
+            return
+        keeps = self._seat.rank == 0 and is_complete
+        self._entry = entry
+        self.saved = SavedCheckpoints(Ledger.connect(member.job), entry) if keeps else None
+        self._snapshots = None
+        self._renew(member)
+
+    def begin_at(self, committed: int, resumed_from: str) -> None:
         """Count steps from where a checkpoint has brought the loop."""
         member = self.member
         if member is not None:
             member.committed = committed
-            if self.saved is not None and member.job.resume_from:
-                self.saved.add(member.job.resume_from, committed)
+            if self.saved is not None and resumed_from:
+                self.saved.add(resumed_from, committed)
 
     def arm(self) -> None:
         """Have lost processes replaced from now on."""
-        if self.member is not None:
+        if self.member is not None and self._is_complete:
             self.member.ledger.put(ARMED_KEY, b"1")
 
-    def leave(self) -> None:
-        """The loop has ended: nobody needs a replacement any more."""
-        member, self.member = self.member, None
-        if member is not None:
-            member.ledger.forget(ARMED_KEY)
-            member.leave()
+    def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
+        """This process takes no part until the next loop; if the loop `is_over`, nobody needs a replacement until then.
 
-    def run(self, compute: Callable[[], T], commit: Callable[[T], T]) -> T:
+        A process without which the others go on leaves them as they are. If the process ends with `error`, which the
+        loop's body has raised, the job ends with it.
+        """
+        member, self.saved = self.member, None
+        if member is None:
+            return
+        if error is not None:
+            told = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+            member.ledger.put(f"{RAISED_KEY}/{member.place}", told.encode(errors="replace"))
+        if is_over:
+            member.ledger.forget(ARMED_KEY)
+        if member.is_elastic or not is_over:
+            self.member = None
+            member.leave()
+        else:
+            member.end_entry(has_trained=True)
+
+    def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
         """One step."""
         if self._transaction is None or self._preview is None:
             return commit(compute())
@@ -109,7 +153,7 @@ class Transactions:
         self.member.whereabouts = "waiting for the state of the loop"
         assert self._preview is not None
         self._preview.take()
-        halt = self.member.wait_for_stops()
+        halt = self.member.wait_for_stops(snapshots=self._snapshots)
         return self._entering(Position.from_bytes(halt.trainer), halt.step)
 
     def reenter(self) -> Position:
@@ -122,6 +166,7 @@ class Transactions:
         assert member is not None
         assert transaction is not None
         member.end_generation()
+        member.whereabouts = "waiting for the others to stop, outside of a step"
         returned = None if self._snapshots is None else self._snapshots.take_returned()
         description = self._stopped_at(returned, transaction)
         self._trained.train_again()
@@ -130,13 +175,23 @@ class Transactions:
         self._renew(member)
         halt = member.wait_for_stops(stopped=lambda number: member.stop(number, in_step=False, trainer=description))
         is_ours = returned is not None and halt.step == returned.step  # parts of it are this rank's alone
-        return self._entering(Position.from_bytes(description if is_ours else halt.trainer), halt.step)
+        position = Position.from_bytes(description if is_ours else halt.trainer)
+        if is_ours and position.local and self._trained.local is not None:
+            self._trained.local.take(position.local, begins_epoch=False)
+        return self._entering(position, halt.step)
 
     def _stopped_at(self, returned: Snapshot | None, transaction: StepTransaction) -> bytes:
         if returned is not None:
             return returned.trainer
+        if transaction.left_with is None and self._trained.is_within_step and not self._trained.can_undo:
+            transaction.tear("its program has written to parameters for the first time")
+        if self.member is not None and self.member.is_torn:
+            self._trained.undo()  # what it can, gradients above all
+            return b""
         if transaction.left_with is not None:
             return transaction.left_with  # what it said when it stopped in the step still holds
+        if self._trained.is_within_step:
+            self._trained.undo()  # what was computed of the step so far
         return self._trained.describe()
 
     def _entering(self, position: Position, step: int) -> Position:
@@ -147,20 +202,43 @@ class Transactions:
     def _move(self, member: Member) -> None:
         """Belong to the next world, if there is another one."""
         if follow(member):
-            self._has_moved, self._snapshots = True, None
+            self._has_moved, self._snapshots, self._trained.local = True, None, None
         if self._has_moved:
             abandon_broken()
             self._seat.lay_out(has_moved=True)
             self._trained.saving = self._seat.saving_group
-            if self._seat.rank == 0 and self.saved is None:
-                self.saved = SavedCheckpoints(Ledger.connect(member.job))
+            if self._seat.rank == 0 and self.saved is None and self._is_complete:
+                self.saved = SavedCheckpoints(Ledger.connect(member.job), self._entry)
 
     def _renew(self, member: Member) -> None:
         """Make a transaction that begins outside of a step."""
         seat, policy = self._seat, self._options.snapshots(self._seat.topology)
         if self._snapshots is None and seat.snapshot_group is not None:
-            self._snapshots = Snapshots(policy, self._trained.tensors, seat.topology, seat.snapshot_group)
+            memory = shared_memory(
+                member.job,
+                member.place,
+                member.world,
+                seat.topology,
+                num_ended=len(ended_entries(member.ledger)),
+                is_newcomer=member.is_newcomer,
+            )
+            self._snapshots = Snapshots(policy, self._trained.tensors, seat.topology, seat.snapshot_group, memory)
         self._preview = Preview(member, self._trained.tensors, seat.topology)
+        self.rehearsal = Rehearsal.wanted(
+            self._trained.tensors,
+            seat.topology,
+            seat.device,
+            steps=self._options.rehearse,
+            compare_every=self._options.compare_replicas_every,
+            give_up=member.give_up,
+        )
+        if self._trained.local is None:
+            self._trained.local = LocalStates(seat.topology, seat.rank)
+            buffers = BufferStates(self._trained.model)
+            if not buffers.is_empty:  # alike on all ranks
+                self._trained.local.register(BUFFERS, buffers)
+        for name, state in self._trained.rank_local.items():
+            self._trained.local.register(registered(name), state)
         self._transaction = StepTransaction(
             member,
             self._trained,
@@ -169,6 +247,7 @@ class Transactions:
             device=seat.device,
             on_repair=self._repaired,
             snapshots=self._snapshots,
+            rehearsal=self.rehearsal,
         )
 
     def _repaired(self, repair: Repair) -> None:

@@ -16,6 +16,7 @@ accounted for, so that the result is exact and the replay needs little memory.
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from hyperpod_plugins.memory.recorder import Recorder, refuse_other_device
 from hyperpod_plugins.memory.tape import Tape
 
+_recording: ContextVar[Tape | None] = ContextVar("tape of the build that goes on in this thread", default=None)
 _READING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
 
@@ -37,15 +39,21 @@ _READING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 def delayed_init() -> Generator[Tape]:
     """Record what is done to tensors inside, without memory and without drawing random numbers.
 
+    Inside another `delayed_init` this one changes nothing: all goes on the tape of the outer one.
     Tensors made from data (`torch.tensor([...])`, numpy) stay real. Afterwards the generators are as they were before.
 
     Raises:
         InitializationError: inside, for code that looks at random values, writes delayed values into real tensors or
             places tensors on another device than the CPU.
     """
+    outer = _recording.get()
+    if outer is not None:
+        yield outer  # one build, one tape: what is recorded inside draws on the same random numbers
+        return
     tape = Tape()
     modules: dict[nn.Module, None] = {}
     with ExitStack() as stack:
+        stack.callback(_recording.reset, _recording.set(tape))
         stack.callback(tape.close)
         recorder = Recorder(tape)
         stack.enter_context(recorder)
@@ -68,14 +76,21 @@ def _collecting(modules: dict[nn.Module, None]) -> Generator[None]:
         if submodule is not None:
             modules.update(dict.fromkeys(submodule.modules()))  # deep copies never register their parameters
 
+    def restored(self: nn.Module, state: Any) -> None:
+        set_state(self, state)  # a deep copy of a whole model is registered nowhere
+        modules[self] = None
+
+    set_state = nn.Module.__setstate__
     handles = (
         register_module_parameter_registration_hook(owner),
         register_module_buffer_registration_hook(owner),
         register_module_module_registration_hook(child),
     )
+    nn.Module.__setstate__ = restored
     try:
         yield
     finally:
+        nn.Module.__setstate__ = set_state
         for handle in handles:
             handle.remove()
 

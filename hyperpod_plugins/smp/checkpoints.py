@@ -9,10 +9,17 @@ from typing import Any
 
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, few
+from hyperpod_plugins.parallel.checkpoint_storage import (
+    CheckedWriter,
+    SafePlanner,
+    SafeReader,
+    own_error,
+    safe_planner,
+    safe_reader,
+)
 from hyperpod_plugins.smp.notes import note
 
 _writing: list[Future[Any]] = []
@@ -29,9 +36,15 @@ def save(state_dict: dict[str, Any], *, checkpoint_id: str | os.PathLike[str], *
             writing are left out, with a note.
 
     Raises:
+        CheckpointError: it was not written, or ranks wrote to folders that they do not share.
         ConfigError: an address of an object store.
     """
-    state_dict_saver.save(state_dict, checkpoint_id=_folder(checkpoint_id), **_known(options))
+    folder, known = _folder(checkpoint_id), _known(options)
+    known.setdefault("storage_writer", CheckedWriter(folder))
+    try:
+        state_dict_saver.save(state_dict, checkpoint_id=folder, **known)
+    except CheckpointException as error:
+        raise own_error(error, f"the checkpoint {folder} was not written") from error
 
 
 def async_save(state_dict: dict[str, Any], *, checkpoint_id: str | os.PathLike[str], **options: Any) -> None:
@@ -40,7 +53,9 @@ def async_save(state_dict: dict[str, Any], *, checkpoint_id: str | os.PathLike[s
     A save that is still being written is waited for first.
     """
     maybe_finalize_async_calls(blocking=True)
-    future = state_dict_saver.async_save(state_dict, checkpoint_id=_folder(checkpoint_id), **_known(options))
+    folder, known = _folder(checkpoint_id), _known(options)
+    known.setdefault("storage_writer", CheckedWriter(folder))
+    future = state_dict_saver.async_save(state_dict, checkpoint_id=folder, **known)
     assert isinstance(future, Future)
     _writing.append(future)
 
@@ -55,7 +70,10 @@ def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None
     done = [_writing[index] for index in ended]
     _writing[:] = [future for future in _writing if future not in done]
     for future in done:
-        future.result()
+        try:
+            future.result()
+        except CheckpointException as error:
+            raise own_error(error, "a checkpoint was not written") from error
     return ended
 
 
@@ -72,26 +90,33 @@ def load(
         state_dict: what to read; its tensors are written in place.
         checkpoint_id: the folder.
         check_keys_matched: raise where the checkpoint lacks something; otherwise that keeps its value.
-        **options: `storage_reader`, `planner` and `process_group` as torch takes them.
+        **options: `storage_reader`, `planner` and `process_group` as torch takes them; torch's own reader and planner
+            are replaced by safe ones.
+
+    No code runs from a checkpoint: values that are no tensors must be plain containers, numbers and strings, or of
+    classes allowed with `torch.serialization.add_safe_globals`.
 
     Raises:
-        CheckpointDamaged: no checkpoint there.
+        CheckpointDamaged: no checkpoint there, a damaged one, or one that asks for code.
         CheckpointMismatch: it lacks something.
     """
     folder, known = _folder(checkpoint_id), _known(options)
-    reader = known.pop("storage_reader", None) or FileSystemReader(folder)
+    reader = safe_reader(known.pop("storage_reader", None) or SafeReader(folder))
     try:
         present = reader.read_metadata().state_dict_metadata
     except OSError as error:
         raise CheckpointDamaged(f"{folder} holds no checkpoint that can be read ({error}).") from None
-    planner = known.pop("planner", None) or DefaultLoadPlanner(allow_partial_load=not check_keys_matched)
+    planner = safe_planner(known.pop("planner", None) or SafePlanner(allow_partial_load=not check_keys_matched))
     missing = [name for name in flatten_state_dict(state_dict)[0] if name not in present]
     if missing and check_keys_matched:
         raise CheckpointMismatch(
             f"the checkpoint {folder} lacks {few(missing)}. Load it into the model that it was written of, or pass "
             "check_keys_matched=False to keep the present values of these."
         )
-    state_dict_loader.load(state_dict, storage_reader=reader, planner=planner, **known)
+    try:
+        state_dict_loader.load(state_dict, storage_reader=reader, planner=planner, **known)
+    except CheckpointException as error:
+        raise own_error(error, f"the checkpoint {folder} was not loaded") from error
 
 
 def _folder(checkpoint_id: str | os.PathLike[str]) -> str:

@@ -89,7 +89,7 @@ def wrap(
     vars(module)["no_sync"] = partial(without_replica_sync, module)
     note(
         f"FullyShardedDataParallel({name}) is done by FSDP2: {job.topology}, {config.precision}, units "
-        f"{', '.join(config.block_classes) or 'in every ModuleList'}"
+        f"{', '.join(config.block_classes) or 'in each chain of layers'}"
         + "".join(f"; {each}" for each in translation.notes)
         + "."
     )

@@ -126,7 +126,7 @@ def _block_classes(policy: Any, model: nn.Module, notes: list[str]) -> tuple[str
         ConfigError: it takes none.
     """
     if policy is None:
-        notes.append("each element of a ModuleList is a unit, as there is no auto_wrap_policy")
+        notes.append("each layer of a chain in a ModuleList is a unit, as there is no auto_wrap_policy")
         return ()
     wants = _chooser(policy)
     chosen = {id(module) for module in model.modules() if module is not model and wants(module)}

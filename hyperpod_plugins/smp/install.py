@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel.checkpoint_storage import CheckedWriter, SafeReader
 from hyperpod_plugins.smp import checkpoints, fsdp_class, job, state_dicts
 from hyperpod_plugins.smp.delayed import DelayedParamIniter
 from hyperpod_plugins.smp.fsdp import clip_grad_norm_, wrap
@@ -76,7 +76,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         "maybe_finalize_async_calls": checkpoints.maybe_finalize_async_calls,
     }
     kinds = {"SMStateDictType": state_dicts.SMStateDictType, "sm_state_dict_type": state_dicts.sm_state_dict_type}
-    files = {"DistributedFileSystemReader": FileSystemReader, "DistributedFileSystemWriter": FileSystemWriter}
+    files = {"DistributedFileSystemReader": SafeReader, "DistributedFileSystemWriter": CheckedWriter}
     inner = {
         "delayed_param": {"DelayedParamIniter": DelayedParamIniter},
         "distributed": {},

@@ -1,0 +1,221 @@
+"""What a Trainer has of one rank alone beside buffers: metrics of an epoch, in modules and as they are logged."""
+
+# Lightning's results and metrics have no public spelling.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, CallbackAverage
+from hyperpod_plugins.recovery.local_state import BUFFERS, OF_EPOCH, BufferStates, LocalStates
+from hyperpod_plugins.recovery.undo import own
+
+
+class MetricStates:
+    """What the torchmetrics objects of a module have counted."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Their states; what they have computed from them is computed again."""
+        return {
+            name: {"count": metric._update_count, "values": {key: own(vars(metric)[key]) for key in metric._defaults}}
+            for name, metric in self._metrics.items()
+            if metric._update_count
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return not self._metrics
+
+    def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
+        """Go on counting from there."""
+        for name, metric in self._metrics.items():
+            if metric._update_count and name not in state_dict and name not in leave:
+                metric.reset()
+        for name in state_dict.keys() - set(leave):
+            saved = state_dict[name]
+            metric = self._metrics[name]
+            _fill(metric, saved["values"])
+            metric._update_count, metric._computed = saved["count"], None
+
+    def written(self, before: dict[str, Any]) -> set[str]:
+        """Nothing: what was counted before is closer to what the predecessor had than a metric that begins anew."""
+        return set()
+
+    def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Metrics that are there with the same states, of the same shapes."""
+        return {
+            name: saved
+            for name, saved in state_dict.items()
+            if name in self._metrics and _shapes(saved["values"]) == _shapes(self._metrics[name]._defaults)
+        }
+
+
+class LoggedMeans:
+    """Sums of what was logged in the present epoch with `on_epoch=True`.
+
+    A replacement does not know what it will log before it does: each sum is put in its place when it begins. What is
+    not logged again before the epoch ends is put in its place then, in the order that it has on other ranks: those that
+    are synchronised are reduced in that order.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._results: Any = trainer.fit_loop.epoch_loop._results
+        self._progress: Any = trainer.fit_loop.epoch_progress
+        self._awaited: dict[str, Any] = {}
+        self._begun: list[Any] = []
+        self._begun_before: list[Any] = []
+        self._forms: dict[str, dict[str, Any]] = {}
+
+    def forms(self) -> dict[str, dict[str, Any]]:
+        """How each value is logged that is reduced at the epoch's end: arguments of `log`, in the order of logging."""
+        return self._forms | {
+            key: _form(result.meta)
+            for key, result in self._results.items()
+            if result.meta.on_epoch
+            and not result.has_reset
+            and result.meta.sync.group is None  # others have no such group
+        }
+
+    def expect(self, forms: dict[str, dict[str, Any]]) -> None:
+        """Take what `forms` said on a rank that has logged in the present epoch."""
+        self._forms = forms
+
+    def complete(self, module: nn.Module, reduce: Callable[..., Any]) -> None:
+        """The epoch ends: put in its place what has not been logged since `expect`.
+
+        Args:
+            module: whose metrics may have been logged.
+            reduce: of the strategy.
+        """
+        results, forms, self._forms = self._results, self._forms, {}
+        if not forms:
+            return
+        vars(results)["update_metrics"] = _nothing
+        for key, form in forms.items():
+            if key in results and not results[key].has_reset:
+                continue
+            attribute = form["metric_attribute"]
+            value = torch.zeros(()) if attribute is None else module.get_submodule(attribute)
+            results.log(**form, value=value, sync_dist_fn=reduce)
+            result = results[key]
+            if attribute is None:
+                _fill(result, self._awaited.get(key, result._defaults))  # none where the buddy was lost, too
+            else:
+                result.value = value
+            result._update_count, result.has_reset = 1, False
+        ordered = {key: results[key] for key in (*forms, *results)}
+        results.clear()
+        results.update(ordered)
+        self.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums by the name under which Lightning has them; what metrics in modules count is theirs."""
+        present = {
+            key: {name: own(vars(result)[name]) for name in result._defaults}
+            for key, result in self._results.items()
+            if result.is_tensor and result.meta.on_epoch and not result.has_reset
+        }
+        return {key: sums for key, sums in self._awaited.items() if not self._has_begun(key)} | present
+
+    def written(self, before: dict[str, Any]) -> set[str]:
+        """Nothing: what is logged after a step adds to a sum, which a replacement has from no other rank."""
+        return set()
+
+    def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """All: a sum is taken when something is logged under its name."""
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
+        """Let sums that are begun from now on, in the present epoch, begin from there."""
+        self.settle()
+        results, self._awaited, epoch = self._results, dict(state_dict), None
+
+        def update(key: str, value: Any, batch_size: int) -> None:
+            nonlocal epoch
+            now = self._progress.current.ready
+            epoch = now if epoch is None else epoch
+            if epoch == now and not self._has_begun(key):  # another one where the step is run again
+                self._begun.append(results[key])
+                _fill(results[key], self._awaited.get(key, {}))
+            type(results).update_metrics(results, key, value, batch_size)
+
+        vars(results)["update_metrics"] = update
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begun_before = [*self._begun]
+
+    def undo(self) -> None:
+        """The step is run again, and its values are put back: what begins in it begins again."""
+        self._begun = [*self._begun_before]
+
+    def settle(self) -> None:
+        """An epoch begins: what begins later begins from nothing."""
+        vars(self._results).pop("update_metrics", None)
+        self._awaited, self._begun = {}, []
+
+    def _has_begun(self, key: str) -> bool:
+        result = self._results.get(key)
+        return any(result is each for each in self._begun)
+
+
+def _form(meta: Any) -> dict[str, Any]:
+    """The arguments of `log` that lead to a logged value's description, all of them plain."""
+    names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+    form = {name: vars(meta)[name] for name in (*names, "metric_attribute")}
+    sync = meta.sync
+    return {
+        **form,
+        "reduce_fx": meta.reduce_fx.__name__,
+        "sync_dist": sync.should,
+        "rank_zero_only": sync.rank_zero_only,
+    }
+
+
+def _shapes(values: dict[str, Any]) -> dict[str, torch.Size | None]:
+    """Of the states of a metric; lists have none."""
+    return {name: value.shape if isinstance(value, torch.Tensor) else None for name, value in values.items()}
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _fill(metric: Any, values: dict[str, Any]) -> None:
+    """Put values that were counted elsewhere into a metric."""
+    for name, value in values.items():
+        present = vars(metric)[name]
+        is_tensor = isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor)
+        vars(metric)[name] = value.to(present.device) if is_tensor else value
+
+
+_METRICS_OF_EPOCH = f"metrics {OF_EPOCH}"
+
+
+def load_local_state(module: nn.Module, values: dict[str, dict[str, Any]]) -> None:
+    """Put what a rank has of its own back into a module, as `LocalStates.present` gave it after a fit."""
+    for name, state in ((BUFFERS, BufferStates(module)), (_METRICS_OF_EPOCH, MetricStates(module))):
+        state.load_state_dict(values.get(name, {}))
+
+
+def register_all(
+    states: LocalStates, module: nn.Module, trainer: Trainer, average: CallbackAverage | None
+) -> LoggedMeans:
+    """Register what a Trainer has of one rank alone; the means, whose first step is to be told of."""
+    means, buffers = LoggedMeans(trainer), BufferStates(module)
+    for name, state in ((BUFFERS, buffers), (_METRICS_OF_EPOCH, MetricStates(module))):
+        if not state.is_empty:  # alike on all ranks
+            states.register(name, state)
+    if average is not None and not buffers.is_empty:
+        states.register("averaged buffers", AveragedBuffers(average.average, module, buffers), is_repeated=True)
+    states.register(f"logged means {OF_EPOCH}", means)
+    return means

@@ -1,0 +1,144 @@
+"""How the parts of a fit are watched as they begin, and how a fit is entered again at the beginning of one.
+
+Lightning enters a fit where a checkpoint was saved, and leaves at once where a limit has been reached (`max_steps`,
+`should_stop`). It has no way to run what follows the last step: the last validation, and the hooks at the end of the
+epoch and of the fit.
+"""
+
+# Lightning's connectors have no public spelling.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.recovery.random import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
+
+
+def watch_parts(trainer: Trainer, begin: Callable[[str], None], end: Callable[[str], None]) -> None:
+    """Tell of the parts of a fit that lie outside of steps, before the first hook and after the last one.
+
+    Schedulers that follow a metric (`ReduceLROnPlateau`) step at the end of an epoch that was resumed, too. Lightning
+    leaves that out, and ranks that were not interrupted do not.
+
+    Args:
+        trainer: that is about to fit.
+        begin: is given the part.
+        end: is given an evaluation, or the end of an epoch, that has ended; the others last until another part begins.
+    """
+
+    def begun(part: str, run: Callable[..., Any], *args: Any) -> Any:
+        if part == EPOCH_END:
+            loop._restarting = False
+        begin(part)
+        found = run(*args)
+        if part in (EVALUATION_BEGIN, EPOCH_END):
+            end(part)
+        return found
+
+    loop, evaluation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    for name, part in (("on_advance_start", EPOCH_BEGIN), ("on_advance_end", EPOCH_END), ("on_run_end", FIT_END)):
+        vars(loop)[name] = partial(begun, part, partial(vars(type(loop))[name], loop))
+    vars(evaluation)["run"] = partial(begun, EVALUATION_BEGIN, partial(vars(type(evaluation))["run"], evaluation))
+
+
+def forget_parts(trainer: Trainer) -> None:
+    """Undo `watch_parts`: the fit has ended."""
+    loop = trainer.fit_loop
+    for name in ("on_advance_start", "on_advance_end", "on_run_end"):
+        vars(loop).pop(name, None)
+    vars(loop.epoch_loop.val_loop).pop("run", None)
+
+
+class Reentry:
+    """A fit that is entered again at the beginning of a part after a last step, until that part begins.
+
+    Its limits are lifted where Lightning looks whether they have been reached, and nowhere else.
+    """
+
+    def __init__(self) -> None:
+        self.part = ""
+        """Where the fit goes on: an evaluation, or the end of an epoch or of the fit; empty once that has begun."""
+        self.description = b""
+        """Of the trainer there."""
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._has_started = False
+
+    def open(self, trainer: Trainer, part: str, description: bytes) -> None:
+        """Have the trainer enter its loops there.
+
+        Args:
+            trainer: about to enter its loops.
+            part: see `part`; empty for a step or the beginning of an epoch, where nothing is to be done.
+            description: of the trainer.
+        """
+        if not part:
+            return
+        self.part, self.description = part, description
+        self._trainer, self._fit, self._has_started = trainer, trainer.fit_loop, False
+        loop = self._fit.epoch_loop
+        self._limits = loop.max_steps, self._fit.max_epochs, trainer.should_stop
+        self._sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0  # counts would begin anew
+        self._replace(self._fit, "setup_data", self._set_up)  # what precedes the first look
+        self._replace(self._fit, "on_run_start", self._start)  # the second
+        self._replace(self._fit, "on_advance_start", self._begin_epoch)  # the third, that of the loop over batches
+        if part == EVALUATION_BEGIN:
+            self._replace(loop, "advance", self._evaluate)
+        elif part == EPOCH_END:
+            self._replace(loop, "run", self._end_epoch)
+
+    def close(self) -> None:
+        """Give the loops their limits and their functions back, if they have not got them yet."""
+        if not self.part:
+            return
+        self.part, self.description = "", b""
+        self._set(*self._limits)
+        self._trainer.num_sanity_val_steps = self._sanity_steps
+        for owner, name, former in self._replaced:
+            vars(owner).pop(name, None)
+            if former is not None:
+                vars(owner)[name] = former
+        self._replaced = []
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., None]) -> None:
+        self._replaced.append((owner, name, vars(owner).get(name)))
+        vars(owner)[name] = partial(function, getattr(owner, name))
+
+    def _lift(self) -> None:
+        self._set(-1, -1, should_stop=False)
+
+    def _set(self, max_steps: int, max_epochs: int | None, should_stop: bool) -> None:
+        self._fit.epoch_loop.max_steps, self._fit.max_epochs = max_steps, max_epochs
+        self._trainer.should_stop = should_stop
+
+    def _set_up(self, run: Callable[[], None]) -> None:
+        run()
+        if not self._has_started:
+            self._lift()
+
+    def _start(self, run: Callable[[], None]) -> None:
+        self._set(*self._limits)
+        self._has_started = True
+        run()
+        if self.part == FIT_END:
+            self.close()
+        else:
+            self._lift()
+
+    def _begin_epoch(self, run: Callable[[], None]) -> None:
+        self._set(*self._limits)
+        run()
+        if self.part == EVALUATION_BEGIN:
+            self._lift()
+
+    def _evaluate(self, run: Callable[[Any], None], data_fetcher: Any) -> None:
+        self.close()
+        run(data_fetcher)
+
+    def _end_epoch(self, run: Callable[[Any], None], data_fetcher: Any) -> None:
+        """In place of the loop over batches, which has nothing to do, and would resume every later epoch as well."""
+        self.close()
+        loop = self._fit.epoch_loop
+        loop.reset()
+        loop.on_iteration_done()
