@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -55,6 +56,7 @@ def run_ranks(
     module = sys.modules.get(fn.__module__)
     if module is not None and not fn.__module__.startswith(("torch", "hyperpod_plugins")):
         cloudpickle.register_pickle_by_value(module)
+    source = getattr(module, "__file__", None) if module is not None else None
     payload = cloudpickle.dumps((fn, args, kwargs))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -79,7 +81,9 @@ def run_ranks(
                 **(environ or {}),
             }
             worker = _context.Process(
-                target=_rank_main, args=(payload, variables, str(logs[rank]), pipes[rank][1], timeout_s), daemon=True
+                target=_rank_main,
+                args=(payload, (fn.__module__, source), variables, str(logs[rank]), pipes[rank][1], timeout_s),
+                daemon=True,
             )
             worker.start()
             pipes[rank][1].close()
@@ -128,7 +132,14 @@ def _tail(log: Path, num_bytes: int = 6000) -> str:
     return log.read_bytes()[-num_bytes:].decode(errors="replace") if log.exists() else "(no log)"
 
 
-def _rank_main(payload: bytes, variables: dict[str, str], log: str, pipe: Any, timeout_s: float) -> None:
+def _rank_main(
+    payload: bytes,
+    test_module: tuple[str, str | None],
+    variables: dict[str, str],
+    log: str,
+    pipe: Any,
+    timeout_s: float,
+) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the fork server
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -137,6 +148,10 @@ def _rank_main(payload: bytes, variables: dict[str, str], log: str, pipe: Any, t
     os.environ.update(variables)
     import torch
 
+    name, source = test_module
+    if source is not None and name not in sys.modules:  # its classes came by value; the package reads their source
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__file__ = source
     torch.set_num_threads(1)
     try:
         fn, args, kwargs = cloudpickle.loads(payload)

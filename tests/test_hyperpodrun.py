@@ -17,12 +17,13 @@ from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
+from recovery.faults import left_processes
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.launch import get_parser, modules_to_preload, program_of, use_local_rendezvous
-from hyperpod_plugins.elastic.restarts import GAVE_UP, RestartBudget, RestartPolicy
+from hyperpod_plugins.elastic.restarts import GAVE_UP, Loss, RestartBudget, RestartPolicy
 from hyperpod_plugins.elastic.worker_environ import worker_environ
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
@@ -102,12 +103,7 @@ class Job:
 
     def processes(self):
         """Live processes that inherited the mark of this job."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdecimal() and self.mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-        return found
+        return left_processes(self.mark, 0.0)
 
     def await_nobody(self, timeout_s=10.0):
         until_s = time.monotonic() + timeout_s
@@ -238,9 +234,11 @@ def test_a_worker_that_gave_up_is_not_replaced(launch):
 
 @pytest.mark.spawns
 def test_a_program_that_takes_no_part_in_recovery_ends_with_its_first_loss(launch):
-    job = launch("time.sleep(0.2 if rank else 60)\nsys.exit(3)", "--nproc-per-node", "2", environ={"UNARMED": "1"})
+    script = "time.sleep(0.2 if rank else 60)\nos.kill(os.getpid(), signal.SIGKILL)"
+    job = launch(script, "--nproc-per-node", "2", environ={"UNARMED": "1"})
     assert job.code() == 1
     assert "takes part in recovery" in job.text()
+    assert "start again" not in job.text()
 
 
 @pytest.mark.spawns
@@ -414,7 +412,8 @@ def test_workers_find_the_environment_that_torchrun_would_give_them(launch, tmp_
                 assert environ.pop(name)
             environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # torchrun's note to its own agent
         assert {name: ours.pop(name) for name in [*ours] if name.startswith("HYPERPOD_")}.keys() == {
-            *("HYPERPOD_STORE", "HYPERPOD_RUN_ID", "HYPERPOD_INCARNATION", "HYPERPOD_RESUME_FROM", "HYPERPOD_DEGREES")
+            *("HYPERPOD_STORE", "HYPERPOD_RUN_ID", "HYPERPOD_INCARNATION", "HYPERPOD_RESUME_FROM", "HYPERPOD_DEGREES"),
+            "HYPERPOD_SNAPSHOTS",
         }
         for name in ("RES_OPTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):  # ours on purpose, see worker_environ.py
             ours.pop(name, None), theirs.pop(name, None)
@@ -442,7 +441,7 @@ def test_other_programs_and_missing_modules(launch, tmp_path):
 @pytest.mark.parametrize(
     ("policy", "ends", "replaced"),
     [
-        # ends: (code, uptime in s, clock in s)
+        # ends: (code, uptime in s, clock in s), and the error
         (RestartPolicy(), [(-9, 1, t) for t in range(101)], [True] * 100 + [False]),
         (RestartPolicy(max_restarts=0), [(-9, 1, 0)], [False]),
         (RestartPolicy(max_restarts=1, window_s=10), [(-9, 1, 0), (-9, 1, 11), (-9, 1, 20)], [True, True, False]),
@@ -452,11 +451,15 @@ def test_other_programs_and_missing_modules(launch, tmp_path):
         (RestartPolicy(), [(1, 1, 0), (1, 1, 1), (1, 61, 2), (1, 1, 3)], [True] * 4),  # the third had come further
         (RestartPolicy(), [(1, 1, 0), (1, 1, 1), (-9, 1, 2), (1, 1, 3)], [True] * 4),  # the third was killed by others
         (RestartPolicy(), [(-15, 1, t) for t in range(9)], [True] * 9),
+        (RestartPolicy(), [(1, 1, t, "PeerLost: it ended with another") for t in range(9)], [True] * 9),
     ],
 )
 def test_budget(policy, ends, replaced):
-    budget = RestartBudget(policy)
-    assert [budget.refusal(*end) is None for end in ends] == replaced
+    budget, found = RestartBudget(policy), []
+    for code, uptime_s, now_s, *error in ends:
+        loss = Loss(code=code, error="".join(error), is_armed=True, has_begun=True, is_known=True)
+        found.append(budget.refusal(loss, uptime_s, now_s) is None)
+    assert found == replaced
 
 
 @pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"window_s": 0}, {"window_s": math.nan}])
@@ -483,7 +486,7 @@ def test_arguments(monkeypatch):
     assert (args.max_restarts, args.spares, args.restart_window) == (100, 0, math.inf)
     assert program_of(args).args == ("--max-restarts", "7")
     use_local_rendezvous(args)
-    assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "localhost:0")
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ("hyperpod", "localhost:0")
     monkeypatch.setenv("PET_MAX_RESTARTS", "0")
     assert get_parser().parse_args(["train.py"]).max_restarts == 0
     args = get_parser().parse_args(["--nnodes=2", "--master-addr=a", "train.py"])
@@ -496,7 +499,7 @@ def test_arguments(monkeypatch):
         (["--nnodes=2", "--rdzv-endpoint=a:1", "--rdzv-backend=static"], "static"),
         (["--nnodes=1", "--rdzv-endpoint=a:1"], "static"),
         (["--nnodes=2"], "static"),
-        (["--standalone"], "c10d"),
+        (["--standalone"], "hyperpod"),
     ):
         args = get_parser().parse_args([*options, "train.py"])
         use_local_rendezvous(args)
@@ -519,6 +522,32 @@ def test_preload_names(monkeypatch):
         )
         assert [name for name in modules_to_preload("default") if "plugins" not in name][-1] == last
         assert ("hyperpod_plugins.lightning" in modules_to_preload("default")) == (last != "numpy")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *((f"--nproc-per-node={wrong}", "--nproc-per-node=" + wrong) for wrong in ("0", "-1")),
+        ("--nproc-per-node=two", "two"),
+        *((f"--nnodes={wrong}", f"--nnodes={wrong}") for wrong in ("2:1", "a:b", "0", "1:")),
+        ("--max-restarts=-1", "--max-restarts=-1"),
+        ("--spares=-2", "--spares=-2"),
+        ("--shutdown-timeout=-1", "--shutdown-timeout=-1"),
+        ("--rdzv-backend=carrier-pigeon --rdzv-endpoint=a:1", "carrier-pigeon"),
+        ("--rdzv-conf=a=b,c", "'c' is not NAME=VALUE"),
+        ("--rdzv-backend=hyperpod --rdzv-endpoint=localhost:0 --rdzv-conf=is_host=maybe", "maybe"),
+        ("--rdzv-backend=hyperpod --rdzv-endpoint=localhost:99999", "99999"),
+        ("--signals-to-handle=FOO", "'FOO'"),
+        ("--log-dir=/dev/null/logs", "--log-dir=/dev/null/logs"),
+    ],
+)
+def test_impossible_arguments_end_with_code_2_and_say_why(options, said, capfd):
+    from hyperpod_plugins.elastic.launch import main
+
+    assert main([*options.split(), "train.py"]) == 2
+    told = capfd.readouterr().err
+    assert said in told
+    assert "Traceback" not in told
 
 
 def test_numa_binding_is_refused_rather_than_ignored():

@@ -19,7 +19,7 @@ from hyperpod_plugins.elastic.zygote_process import Ended, Started, ZygoteOption
 from hyperpod_plugins.errors import ConfigError
 
 pytestmark = pytest.mark.spawns
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 PROBE = """
 import atexit, json, os, signal, sys, threading

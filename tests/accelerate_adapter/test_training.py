@@ -7,6 +7,7 @@ that of float32 sums taken in another order.
 import pytest
 import torch
 import torch.distributed as dist
+from device import ACCELERATOR, DEVICE
 from torch import nn
 
 VOCABULARY, WIDTH, SEQUENCE = 32, 16, 6
@@ -173,7 +174,7 @@ def train_with_lightning(options, micro_batches):
 
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(**options),
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         max_epochs=1,
         accumulate_grad_batches=micro_batches,
         gradient_clip_val=MAX_NORM,
@@ -198,7 +199,7 @@ def train_plainly(options, micro_batches):
     config = ParallelConfig.of(options)
     topology = config.topology(dist.get_world_size())
     net = make_net()
-    parallelize(net, build_mesh(topology, "cpu"), config)
+    parallelize(net, build_mesh(topology, DEVICE), config)
     data_group = build_data_group(topology)
     optimizer, scheduler = make_adamw(net, 1)
     size, readers, place = (

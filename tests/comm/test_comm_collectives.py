@@ -3,6 +3,7 @@
 import traceback
 
 import pytest
+import staged_gloo
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -237,7 +238,9 @@ def flat(value):
     return [value]
 
 
-def compare_all(cases, is_same):
+def compare_all(cases, is_same, is_staged=False):
+    if is_staged:
+        staged_gloo.install()
     dist.init_process_group("hyperpod")
     plain = dist.new_group(backend="gloo")
     made = dist.new_group(backend="hyperpod")
@@ -265,9 +268,9 @@ def bitwise(ours, gloo):
     return torch.equal(ours.flatten().view(torch.uint8), gloo.flatten().view(torch.uint8))
 
 
-@pytest.fixture(scope="module")
-def outcomes(run_ranks):
-    return run_ranks(compare_all, CASES, bitwise, world_size=4, timeout_s=60)
+@pytest.fixture(scope="module", params=[False, True], ids=["gloo", "staged"])
+def outcomes(run_ranks, request):
+    return run_ranks(compare_all, CASES, bitwise, request.param, world_size=4, timeout_s=60)
 
 
 @pytest.mark.spawns

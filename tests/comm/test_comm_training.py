@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,7 +31,7 @@ def mesh_2x2(make_group):
         make_group("replicate", ("shard", shard), REPLICATE_RANKS[shard]),
         make_group("shard", ("replicate", replica), SHARD_RANKS[replica]),
     ]
-    return DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(groups, DEVICE, mesh=torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def ours(axis, where, ranks):
@@ -88,7 +89,7 @@ def replace_every_inner_group(generation):
     for group in comm.live_groups().values():
         ranks = dist.get_process_group_ranks(group)
         spec = comm.inner_spec(group, generation=generation, rank=group.rank(), global_ranks=ranks)
-        inner = comm.connect(spec, group.options, dist.get_world_size())
+        inner = comm.connect(spec, group.options, dist.get_world_size(), group.role)
         former.append(group.replace_inner(inner, generation=generation, global_ranks=ranks))
     dist.barrier()
     for group in former:
@@ -163,7 +164,7 @@ def check_axis_groups(mesh):
 
 def check_device_mesh(expected):
     """`init_device_mesh` makes our groups too, and its axes are counted by their names."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
     assert isinstance(mesh.get_group("shard"), ResilientProcessGroup)
     comm.reset_traffic()
     subject = Training(mesh).run(6)
@@ -200,7 +201,7 @@ def check_checkpoint(mesh):
     dcp.save({"model": saved.model.state_dict()}, checkpoint_id=f"{folder[0]}/now")
     dcp.async_save({"model": saved.model.state_dict()}, checkpoint_id=f"{folder[0]}/later").result()
     for name in ("now", "later"):
-        loaded = Training(init_device_mesh("cpu", (4,)))
+        loaded = Training(init_device_mesh(DEVICE, (4,)))
         state = loaded.model.state_dict()
         dcp.load({"model": state}, checkpoint_id=f"{folder[0]}/{name}")
         loaded.model.load_state_dict(state)
@@ -292,7 +293,7 @@ def grown_from_two():
         replicate, shard = roles(rank)
         groups = [comm.new_axis_group(replicate, [rank]), comm.new_axis_group(shard, [0, 1])]
         mesh = DeviceMesh.from_group(
-            groups, "cpu", mesh=torch.arange(2).view(1, 2), mesh_dim_names=("replicate", "shard")
+            groups, DEVICE, mesh=torch.arange(2).view(1, 2), mesh_dim_names=("replicate", "shard")
         )
         subject = Training(mesh).run(NUM_STEPS_BEFORE)
 
@@ -302,14 +303,16 @@ def grown_from_two():
     for group, ranks in members.items():
         spec = comm.inner_spec(group, generation=1, rank=ranks.index(rank), global_ranks=ranks)
         spec = dataclasses.replace(spec, store=dist.PrefixStore(group.role.store_prefix(1), store))
-        group.replace_inner(comm.connect(spec, group.options, 4), generation=1, global_ranks=ranks)
+        group.replace_inner(comm.connect(spec, group.options, 4, group.role), generation=1, global_ranks=ranks)
     assert (dist.get_rank(), dist.get_world_size()) == (rank, 4)
     assert [group.size() for group in groups] == [2, 2]
     assert dist.get_process_group_ranks(groups[0]) == REPLICATE_RANKS[index]
 
     if is_newcomer:
         subject = Training(
-            DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+            DeviceMesh.from_group(
+                groups, DEVICE, mesh=torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard")
+            )
         )
         subject.num_steps = NUM_STEPS_BEFORE
     for tensor in subject.tensors():

@@ -6,16 +6,18 @@ import threading
 import time
 from datetime import timedelta
 
+import nccl_like
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from device import DEVICE
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hyperpod_plugins import comm
-from hyperpod_plugins.comm import Reform, break_groups
+from hyperpod_plugins.comm import Reform, break_groups, generations
 from hyperpod_plugins.errors import CommError, PeerLost
 
 pytestmark = pytest.mark.spawns
@@ -71,7 +73,7 @@ def compiled_training():
     """A compiled FSDP2 model, whose third step is broken in the middle and run again."""
     start()
     rank, losses = dist.get_rank(), []
-    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = dist.init_device_mesh(DEVICE, (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     for part in (model[0], model[2], model):
@@ -103,7 +105,7 @@ def compiled_training():
 
 
 def losses_without_a_break(rank):
-    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = dist.init_device_mesh(DEVICE, (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     for part in (model[0], model[2], model):
@@ -248,7 +250,7 @@ def test_all_are_woken_at_once_also_those_that_wait_for_one_that_waits(run_ranks
 
 def tensors_over_meshes():
     start()
-    mesh = dist.init_device_mesh("cpu", (2,))
+    mesh = dist.init_device_mesh(DEVICE, (2,))
     tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
     before = tensor.full_tensor()
     break_and_reform(1)
@@ -296,6 +298,60 @@ def abandoned_attempt():
 
 def test_an_attempt_to_connect_is_left_off_when_its_generation_ends(run_ranks):
     assert run_ranks(abandoned_attempt, world_size=2, timeout_s=40.0) == [2.0, 2.0]
+
+
+def counts():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def attempts_that_fail(transport):
+    """Half of what rank 0 connects is thrown away, twice in each of a few rounds: threads and descriptors after each.
+
+    Rank 1 makes the first connection of an odd generation and none of the second; all come to the even ones, where a
+    collective is under way when the groups break.
+    """
+    if transport == "nccl-like":
+        nccl_like.install()
+    start()
+    rank, second, found = dist.get_rank(), dist.new_group([0, 1]), []
+    connect = generations.connect
+
+    def connect_first(spec, options, world_size, role):
+        if role.axis != "world":
+            raise dist.DistNetworkError("a test does not connect")
+        return connect(spec, options, world_size, role)
+
+    for generation in range(1, 8, 2):
+        store = dist.distributed_c10d._get_default_store()
+        value = torch.ones(1)
+        with comm.breaker.tolerant():
+            if rank == 1:
+                dist.all_reduce(value, group=second, async_op=True)  # rank 0 does not come
+            store.set(f"{generation}/{rank}", "")
+            store.wait([f"{generation}/0", f"{generation}/1"])
+            break_groups("a test")
+        generations.connect = connect_first if rank == 1 else connect
+        attempt = Reform(generation, store=dist.PrefixStore("meeting", store.clone()), timeout_s=1.0)
+        threading.Timer(0.3, attempt.abandon, ["a test says so"]).start()
+        with pytest.raises(PeerLost):
+            attempt.run()
+        generations.connect = connect
+        comm.abandon_broken()
+        Reform(generation + 1, store=meeting_store(), timeout_s=20.0).run()
+        total = torch.ones(1)
+        dist.all_reduce(total, group=second)
+        assert total.item() == 2.0
+        time.sleep(1.2)  # what waits in vain ends with its timeout
+        found.append(counts())
+    return found
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl-like"])
+def test_attempts_that_fail_leave_no_thread_and_no_descriptor(run_ranks, transport):
+    for found in run_ranks(attempts_that_fail, transport, world_size=2, timeout_s=60.0):
+        threads, descriptors = zip(*found, strict=True)
+        assert threads[-1] <= threads[1], found
+        assert descriptors[-1] <= descriptors[1], found
 
 
 def pinned_to_a_generation():

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 
 from hyperpod_plugins.parallel import Topology, build_mesh
 
@@ -37,7 +38,7 @@ def test_a_new_timeout_holds_from_the_next_collective_on(run_ranks):
 
 def timeouts_of_axes():
     dist.init_process_group("hyperpod", timeout=timedelta(seconds=45))
-    mesh = build_mesh(Topology(world_size=2, shard_degree=2), "cpu")
+    mesh = build_mesh(Topology(world_size=2, shard_degree=2), DEVICE)
     return [mesh.get_group(axis).timeout.total_seconds() for axis in mesh.mesh_dim_names]
 
 

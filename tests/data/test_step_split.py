@@ -7,6 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hyperpod_plugins.data import BatchSplit, Cursor, ElasticSampler, sample_weight, share
+from hyperpod_plugins.elastic.batch import StepBatch
+from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError
 
 sizes = st.integers(1, 24)
@@ -137,10 +139,18 @@ def test_a_plain_mean_of_means_is_biased():
 
 @pytest.mark.parametrize(
     ("global_batch", "micro_batch", "world", "num_samples"),
-    [(8, 2, 2, 16), (10, 2, 4, 20), (7, 4, 2, 14), (5, 2, 2, 12), (20, 2, 4, 50)],
+    [
+        *[(8, 2, 2, 16), (10, 2, 4, 20), (7, 4, 2, 14), (5, 2, 2, 12), (20, 2, 4, 50)],
+        *[(4, 2, 2, 41), (6, 1, 6, 27), (6, 1, 3, 28), (8, 1, 4, 13), (8, 8, 4, 18)],  # a last step for some ranks only
+    ],
 )
 def test_a_sampler_knows_the_weight_of_each_batch(global_batch, micro_batch, world, num_samples):
-    split = BatchSplit(global_batch_size=global_batch, micro_batch_size=micro_batch, data_world_size=world)
+    split = BatchSplit(
+        global_batch_size=global_batch,
+        micro_batch_size=micro_batch,
+        data_world_size=world,
+        allows_idle_ranks=True,
+    )
     samplers = [ElasticSampler(num_samples, split, data_rank=rank, drop_last=False) for rank in range(world)]
     losses = {sample: float((7 * sample) % 11) for sample in range(num_samples)}
     steps = {}  # what the optimizer sees of each step: rank means, weighted, averaged over ranks and micro-steps
@@ -152,11 +162,43 @@ def test_a_sampler_knows_the_weight_of_each_batch(global_batch, micro_batch, wor
             mean = sum(losses[sample] for sample in batch) / len(batch)
             entry = steps.setdefault(index // split.micro_steps, [0.0, []])
             entry[0] += weight * mean / world / split.micro_steps
-            entry[1] += [losses[sample] for sample in batch]
+            entry[1] += [losses[sample] for sample in batch if weight]
     del steps["next"]
     assert len(steps) == -(-num_samples // global_batch)
     for found, expected in steps.values():
         assert found == pytest.approx(sum(expected) / len(expected))
+    assert sum(len(expected) for _, expected in steps.values()) == num_samples
+
+
+def test_a_last_step_that_cannot_be_shared_out_is_refused_where_nobody_weights_losses():
+    split = BatchSplit(global_batch_size=4, micro_batch_size=2, data_world_size=2)
+    with pytest.raises(ConfigError, match="drop_last=True"):
+        ElasticSampler(41, split, drop_last=False)
+
+
+@given(st.integers(1, 24), st.integers(1, 6), st.integers(1, 4), st.integers(1, 100))
+def test_every_size_that_a_job_is_told_it_may_have_can_share_out_the_last_step(batch, micro, shards, num_samples):
+    step = StepBatch(global_batch_size=batch, micro_batch_size=micro)
+    try:
+        sizes = step.serving(ElasticPolicy(max_replicas=8), shards)
+    except ConfigError:
+        assume(False)
+        raise
+    for size in sizes:
+        samplers = [
+            ElasticSampler(num_samples, step.split(size, shards), data_rank=rank, drop_last=False)
+            for rank in range(size * shards)
+        ]
+        lists = [list(sampler) for sampler in samplers]
+        weighted = [
+            sample
+            for sampler, own in zip(samplers, lists, strict=True)
+            for index, ids in enumerate(own)
+            for sample in (ids if sampler.weight(index) else ())
+        ]
+        assert len({len(own) for own in lists}) == 1  # as many micro-steps on each rank
+        assert all(1 <= len(ids) <= micro for own in lists for ids in own)
+        assert sorted(weighted) == list(range(num_samples))
 
 
 def test_equal_shares_weigh_exactly_one():

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from device import ACCELERATOR
 
 from hyperpod_plugins.data import sample_order, write_tokens
 from hyperpod_plugins.errors import ConfigError, DatasetChanged
@@ -53,7 +54,7 @@ class Recorder(pl.LightningModule):
 
 def trainer(folder, accumulate=1, **options):
     defaults = {
-        "accelerator": "cpu", "devices": 1, "max_epochs": 3, "logger": False, "enable_progress_bar": False,
+        "accelerator": ACCELERATOR, "devices": 1, "max_epochs": 3, "logger": False, "enable_progress_bar": False,
         "enable_model_summary": False, "enable_checkpointing": False, "num_sanity_val_steps": 1,
     }  # fmt: skip
     return pl.Trainer(default_root_dir=str(folder), accumulate_grad_batches=accumulate, **defaults | options)
@@ -106,6 +107,40 @@ def test_a_cut_anywhere_repeats_and_loses_nothing(tmp_path, cut, num_workers):
     resumed.fit(second, datamodule=module(tmp_path, num_workers=num_workers), ckpt_path=tmp_path / "cut.ckpt")
     assert first.seen + second.seen == expected(3)
     assert first.epochs + second.epochs == [0] * 10 + [1] * 10 + [2] * 10
+
+
+class Stepper(Recorder):
+    """Records the samples of each optimizer step, and after which of them it validates."""
+
+    def __init__(self, stop_after=None):
+        super().__init__(stop_after)
+        self.steps, self.validations = [], []
+
+    def on_before_optimizer_step(self, optimizer):
+        self.steps.append(self.seen[sum(map(len, self.steps)) :])
+
+    def on_validation_start(self):
+        self.validations.append(len(self.steps))
+
+
+@pytest.mark.slow_single
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [16, 4])
+def test_another_global_batch_in_the_middle_of_an_epoch_begins_at_whole_steps(tmp_path, drop_last, size):
+    """8 of 42 samples are learnt in steps of 8; the other 34 come in steps of another size, then a whole epoch."""
+    first, second = Stepper(stop_after=2), Stepper()
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, accumulate=2).fit(first, datamodule=module(tmp_path, drop_last=drop_last))
+    resumed = trainer(tmp_path, accumulate=size // 4, max_epochs=2, num_sanity_val_steps=0)
+    data = module(tmp_path, drop_last=drop_last, global_batch_size=size)
+    resumed.fit(second, datamodule=data, ckpt_path=tmp_path / "cut.ckpt")
+    rest, whole = ([count % size, 0][drop_last or not count % size] for count in (34, 42))
+    sizes = [size] * (34 // size) + [rest] * bool(rest), [size] * (42 // size) + [whole] * bool(whole)
+    assert [sum(map(len, step)) for step in second.steps] == sizes[0] + sizes[1]
+    orders = [sample_order(range(42), num_samples=42, seed=0, epoch=epoch).tolist() for epoch in (0, 1)]
+    learnt = [sample for batch in second.seen for sample in batch]
+    assert learnt == orders[0][8 : 8 + sum(sizes[0])] + orders[1][: sum(sizes[1])]
+    assert second.validations == [len(sizes[0]), len(sizes[0] + sizes[1])]
 
 
 @pytest.mark.slow_single

@@ -5,7 +5,6 @@ import pickle
 import random
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.data import TokenDataset, build_tokens, write_tokens
+from hyperpod_plugins.data import token_file as token_file_module
 from hyperpod_plugins.errors import ConfigError, DataError, DatasetChanged, DatasetDamaged
 
 
@@ -166,6 +166,50 @@ def test_a_replaced_file_is_noticed_by_whoever_opens_it_again(token_file):
         pickle.loads(pickled)[0]
 
 
+def test_a_file_replaced_while_it_is_opened_is_the_old_one_or_the_new_one(token_file, monkeypatch):
+    path = token_file(100, vocab_size=200)
+    real = token_file_module._parse_header
+
+    def replaced_meanwhile(raw, opened):
+        write_tokens(path, [np.arange(101)], vocab_size=70_000, progress=False)  # another type of token
+        return real(raw, opened)
+
+    monkeypatch.setattr(token_file_module, "_parse_header", replaced_meanwhile)
+    data = TokenDataset(path, 10)
+    assert data[1]["input_ids"].tolist() == list(range(10, 20))
+    assert data.header.token_bytes == 2
+
+
+def test_a_file_cut_after_it_was_opened_is_an_error_that_names_it(token_file):
+    path = token_file(100_000)
+    data = TokenDataset(path, 100)
+    os.truncate(path, 100_000)
+    assert data[0]["input_ids"].tolist() == list(range(100))
+    with pytest.raises(DatasetDamaged, match=r"ends in sample 900, though it was longer"):
+        data.__getitems__([0, 900])
+
+
+def test_a_read_that_gives_less_than_asked_is_gone_on_with(token_file, monkeypatch):
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, offset: read(file, [into[0][:7]], offset))
+    path = token_file(100_000)
+    data = TokenDataset(path, 100)
+    assert data[3]["labels"].tolist() == list(range(301, 401))
+    os.truncate(path, 100_000)
+    with pytest.raises(DatasetDamaged, match=r"ends in sample 900"):
+        data[900]
+
+
+def test_datasets_close_their_files(token_file):
+    path = token_file(100)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        data = TokenDataset(path, 10)
+        assert pickle.loads(pickle.dumps(data))[0]["input_ids"].tolist() == list(range(10))
+    del data
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_samples_outside_do_not_exist(token_file):
     data = TokenDataset(token_file(100), 9)
     assert len(data) == 11
@@ -189,36 +233,6 @@ def test_workers_read_the_same(token_file):
     loader = DataLoader(data, batch_size=16, num_workers=2)
     ids = torch.cat([batch["input_ids"] for batch in loader])
     assert torch.equal(ids, torch.arange(111 * 9).reshape(111, 9))
-
-
-@pytest.mark.spawns
-def test_processes_share_the_pages(run_ranks, token_file):
-    """Every process maps all tokens, and all together they own but one copy: Pss counts a shared page once."""
-    path = token_file(8_000_000)
-
-    def read_everything(path):
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        data = TokenDataset(path, 1000)
-        total = sum(int(data[index]["input_ids"].sum()) for index in range(len(data)))
-        dist.barrier()
-        sizes, is_ours = {"Rss": 0, "Pss": 0, "Private_Dirty": 0}, False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if "-" in name.split(" ")[0]:
-                is_ours = line.endswith(str(path))
-            elif is_ours and name in sizes:
-                sizes[name] += int(rest.split()[0]) * 1024
-        dist.barrier()
-        return total, sizes
-
-    results = run_ranks(read_everything, path, world_size=3, timeout_s=60)
-    assert len({total for total, _ in results}) == 1
-    file_bytes = path.stat().st_size
-    assert all(sizes["Rss"] > 0.9 * file_bytes for _, sizes in results)
-    assert sum(sizes["Pss"] for _, sizes in results) < 1.1 * file_bytes
-    assert all(sizes["Private_Dirty"] == 0 for _, sizes in results)
 
 
 @pytest.mark.spawns

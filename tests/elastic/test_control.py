@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from elastic.stores import Cut, Lost
 
+from hyperpod_plugins.cli import main
 from hyperpod_plugins.elastic.control import Controller, Request, Ticket, send
 from hyperpod_plugins.elastic.joining import describe, found
 from hyperpod_plugins.elastic.layouts import Layout
@@ -42,6 +44,11 @@ def job(tmp_path, monkeypatch):
     controller.close()
 
 
+def write(ticket, mode=0o600):
+    ticket.path.write_text(ticket.to_json())
+    ticket.path.chmod(mode)
+
+
 def test_a_job_that_does_not_change_its_size_refuses(job):
     _, ticket, ledger = job
     with pytest.raises(ConfigError, match="it has no ElasticTraining"):
@@ -58,6 +65,17 @@ def test_sizes_that_are_possible_are_taken(job):
     size = {"ranks": 4, "replicas": 2, "shard_degree": 2, "tensor_degree": 1}
     assert describe(ledger) == {**size, "waiting": 0, "asked": 4, "generation": 0}
     assert json.loads(send(ledger, ticket.token, Request(kind="status"))) == describe(ledger)
+
+
+def test_one_who_is_interrupted_while_asking_stands_in_nobodys_way(job):
+    """By Ctrl-C, at each request of the store that it makes."""
+    _, ticket, _ = job
+    for fuse in range(1, 4):
+        asking = ticket.ledger()
+        asking._store = Cut(asking._store, fuse)
+        with pytest.raises(Lost):
+            send(asking, ticket.token, Request(kind="status"))
+    assert json.loads(send(ticket.ledger(), ticket.token, Request(kind="status"), timeout_s=5.0))["ranks"] == 0
 
 
 def test_other_degrees(job):
@@ -79,14 +97,62 @@ def test_requests_without_the_token_are_refused_and_none_can_be_repeated(job):
     _, ticket, ledger = job
     with pytest.raises(ConfigError, match="not made with this job's ticket"):
         send(ledger, "guessed", Request(kind="status"))
-    seen = ledger.find("control/request/1")
+    [seen] = ledger.listed("control/request")
     genuine = Request(kind="status").signed(ticket.token, 2)
     assert genuine.is_genuine(ticket.token, 2)
     assert not genuine.is_genuine(ticket.token, 3)
-    assert ticket.token.encode() not in seen
-    number = ledger.count("control/request", 1)
-    ledger.put(f"control/request/{number}", b"no json")
+    assert ticket.token not in seen
+    number = ledger.append("control/request", lambda _: "no json")
     assert b"refused" in ledger.take(f"control/answer/{number}", timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind": "status", "code": null}',
+        '{"kind": "status", "code": 3}',
+        '{"kind": "status", "code": "\\u00e9"}',
+        '{"kind": "status", "value": "2", "code": ""}',
+        '{"kind": "status", "value": true, "code": ""}',
+        '{"kind": ["scale"], "code": ""}',
+        '{"kind": "halt", "code": ""}',
+        '{"kind": "status", "code": "", "more": 1}',
+        '{"code": ""}',
+        "[]",
+        "null",
+        "[" * 100_000,
+        "",
+    ],
+)
+def test_whatever_is_asked_the_answer_is_a_refusal(job, text):
+    _, ticket, ledger = job
+    number = ledger.append("control/request", lambda _: text)
+    assert b"refused" in ledger.take(f"control/answer/{number}", timeout_s=5.0)
+    ledger.store("list").set(f"control/request/{number + 1}", b"\xff \xff")
+    assert b"refused" in ledger.take(f"control/answer/{number + 1}", timeout_s=5.0)
+    assert send(ledger, ticket.token, Request(kind="status"))
+
+
+def test_only_tickets_of_this_user_are_read_and_a_bad_one_blocks_no_command(job, tmp_path, capsys):
+    _, ticket, _ = job
+    folder = ticket.path.parent
+    (folder / "garbled.ticket").write_bytes(b"\xff{")
+    (folder / "garbled.ticket").chmod(0o600)
+    (folder / "folder.ticket").mkdir()
+    write(replace(ticket, run_id="open to others"), mode=0o644)
+    elsewhere = tmp_path / "a file"
+    elsewhere.write_text(replace(ticket, run_id="behind a link").to_json())
+    elsewhere.chmod(0o600)
+    (folder / "link.ticket").symlink_to(elsewhere)
+    assert Ticket.find(None) == ticket
+    with pytest.raises(ConfigError, match="which job is meant"):
+        Ticket.find("open to others")
+    write(replace(ticket, run_id="\x1b[2J", port=1, host="\x1b]0;you"))
+    assert main(["status", "--run-id", "\x1b[2J"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="cannot be trusted"):
+        Ticket.find(None)
 
 
 def test_the_ticket_is_for_its_user_alone_and_goes_with_the_agent(job):
@@ -104,10 +170,10 @@ def test_the_ticket_of_an_agent_that_was_killed_does_not_count(job):
     _, ticket, _ = job
     killed = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     stale = replace(ticket, port=1, pid=int(killed.stdout))
-    stale.path.write_text(stale.to_json())
+    write(stale)
     assert Ticket.find(None) == ticket
     elsewhere = replace(stale, machine="another machine")
-    elsewhere.path.write_text(elsewhere.to_json())
+    write(elsewhere)
     with pytest.raises(ConfigError, match=r"job/1 \(port 1\), job/1 \(port \d+\)"):
         Ticket.find("job/1")
     with pytest.raises(ConfigError, match=r"nobody answers at 127\.0\.0\.1:1 any more"):

@@ -1,7 +1,6 @@
 """etcd for a job's store: it behaves like torch's own, and no node's loss ends the job."""
 
 import os
-import signal
 import threading
 import time
 import uuid
@@ -345,8 +344,8 @@ def test_the_job_outlives_the_node_that_came_first(nodes, etcd, capsys, monkeypa
         etcd.stop()
         time.sleep(1.0)
         etcd.start()
-        os.kill(max(left_processes(nodes.agents["b"].mark, patience_s=0.0)), signal.SIGKILL)
-        await_(nodes, lambda: "another takes its place" in nodes.output())
+        nodes.kill_rank(1)
+        assert "another takes its place" in nodes.output()
         last = max(nodes.steps())
         await_(nodes, lambda: max(nodes.steps()) > last + 10)
     num_steps = nodes.finish()

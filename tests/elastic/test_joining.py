@@ -5,9 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from elastic.stores import Counted
 
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.joining import (
+    ask_for,
+    await_turn,
+    describe,
     find_world,
     found,
     give_notice,
@@ -15,12 +19,14 @@ from hyperpod_plugins.elastic.joining import (
     present_world,
     stand,
     takes_part,
+    turn_poll_s,
     wanted_world,
     world_or_none,
     world_without,
 )
 from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.roster import name_of_round
 from hyperpod_plugins.elastic.terms import Terms, leave_terms, terms_of
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import StateLost
@@ -40,10 +46,10 @@ def begin(ledger, world_size):
     return World.of_founders(world_size)
 
 
-def change(ledger, world, at_s=0.0):
+def change(ledger, world):
     """Let a planned world take over."""
     number = ledger.generation()
-    ledger.end(number, Incident(kind="resize", cause=world.cause, world=world.number, at_s=at_s))
+    ledger.end(number, Incident(kind="resize", cause=world.cause, world=world.number))
 
 
 def wait_as_candidate(ledger, place):
@@ -145,6 +151,83 @@ def test_the_job_shrinks_by_those_that_got_notice(ledger):
     assert wanted_world(ledger) == 1  # nobody would hold that part of the state
 
 
+def test_a_newcomer_that_is_late_does_not_bring_back_a_plan_that_was_superseded(ledger):
+    """It has seen that all are ready for world 1, and is about to say so, while a notice has world 2 planned."""
+    leave_terms(ledger, Terms(policy=replace(POLICY, scaling_timeout_s=0.0), replica_size=1, sizes=(1, 2, 3, 4)))
+    world = begin(ledger, 2)
+    ledger.put(ARMED_KEY, b"1")
+    grown = find_world(ledger, 2, 0)
+    assert grown.places == (0, 1, 2)
+    late = Ledger(ledger._store)
+
+    class Slow:
+        """Its store, where the notice comes just before it writes."""
+
+        def __getattr__(self, name):
+            if name == "compare_set" and not wanted_world(ledger):
+                give_notice(ledger, 1, 0)
+                heed(ledger, world)
+                assert ledger.world(wanted_world(ledger)).places == (0,)
+            return getattr(ledger._store, name)
+
+    late._store = Slow()
+    with pytest.raises(SystemExit):  # another process comes in this place, and waits
+        await_turn(late, grown, 2, 0)
+    assert wanted_world(ledger) == 2
+
+
+def test_what_somebody_asked_for_outlives_a_start_of_all_processes():
+    store = dist.HashStore()
+    rounds = [Ledger.of(name_of_round("job", number), store) for number in range(3)]
+    ask_for(rounds[0], 2)
+    assert [describe(ledger)["asked"] for ledger in rounds] == [2, 2, 2]
+    ask_for(rounds[1], 3)
+    assert describe(rounds[2])["asked"] == 3
+
+
+@pytest.mark.parametrize(("num_others", "most"), [(0, 25), (63, 25)])
+def test_one_that_waits_for_long_asks_seldom(ledger, monkeypatch, num_others, most):
+    leave_terms(ledger, Terms(policy=ElasticPolicy(max_replicas=2), replica_size=1, sizes=(1, 2)))
+    world, clock_s = begin(ledger, 2), [0.0]
+    ledger.put(ARMED_KEY, b"1")
+    for place in range(3, 3 + num_others):
+        stand(ledger, place, 0, world)
+    spare = Ledger(ledger._store)
+    spare._store = Counted(ledger._store)
+
+    def sleep(seconds):
+        """Instead of `time.sleep`: the clock goes on."""
+        clock_s[0] += seconds
+        if clock_s[0] > 120.0:
+            ledger.forget(ARMED_KEY)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: clock_s[0])
+    with pytest.raises(SystemExit):
+        find_world(spare, 2, 0)
+    assert spare._store.num_requests / clock_s[0] < most
+
+
+@pytest.mark.parametrize(
+    ("size", "num_newcomers", "waited_s", "is_ready", "expected_s"),
+    [
+        (4, 2, 0.0, False, 0.05),
+        (1024, 8, 0.0, False, 0.05),
+        (1024, 8, 10.0, False, 0.5),
+        (1024, 400, 0.0, False, 2.0),
+        (1024, 400, 60.0, True, 0.05),
+    ],
+)
+def test_newcomers_ask_as_often_as_their_number_allows_and_at_once_when_others_wait(
+    ledger, size, num_newcomers, waited_s, is_ready, expected_s
+):
+    before = begin(ledger, size - num_newcomers)
+    world = World(places=tuple(range(size)), number=1)
+    if is_ready:
+        ledger.raise_to("wanted_world", 1)
+    assert turn_poll_s(ledger, world, before, waited_s) == pytest.approx(expected_s)
+
+
 def test_one_that_got_notice_does_not_wait_to_come_in(ledger):
     world = begin(ledger, 4)
     wait_as_candidate(ledger, 7)
@@ -184,20 +267,20 @@ def test_the_job_is_stable_for_a_while_before_it_grows_again(ledger, monkeypatch
     leave_terms(ledger, Terms(policy=policy, replica_size=1, sizes=(1, 2)))
     begin(ledger, 1)
     ledger.put(ARMED_KEY, b"1")
-    now_s = time.time()
     ledger.propose_world(World(places=(0, 5, 6), number=1))  # never begun
-    change(ledger, ledger.propose_world(World(places=(0, 5), number=2)), at_s=now_s - 3.0)
-    change(ledger, ledger.propose_world(World(places=(0,), number=3, num_lost=1)), at_s=now_s - 2.0)
-    slept = []
+    change(ledger, ledger.propose_world(World(places=(0, 5), number=2, lasted_s=99.0)))
+    change(ledger, ledger.propose_world(World(places=(0,), number=3, num_lost=1, lasted_s=1.0)))
+    age_s = [2.0]
 
     def sleep(seconds):
-        """Instead of `time.sleep`: the clock goes on by a second."""
-        slept.append(seconds)
-        monkeypatch.setattr(time, "time", lambda: now_s + len(slept))
+        """Instead of `time.sleep`: a second passes, and the member says so. Its clock is all that counts."""
+        age_s.append(age_s[-1] + 1.0)
+        ledger.beat(0, {"world": 3, "in_world_s": age_s[-1]})
 
     monkeypatch.setattr(time, "sleep", sleep)
-    assert find_world(ledger, 7, ledger.next_incarnation(7)).places == (0, 7)
-    assert len(slept) == 14  # 15 s after the change, for 10 s are doubled, and bounded
+    planned = find_world(ledger, 7, ledger.next_incarnation(7))
+    assert planned.places == (0, 7)
+    assert planned.lasted_s == 15.0  # since the change, for 10 s are doubled, and bounded
 
 
 def test_a_part_of_the_state_that_is_lost_is_said(ledger):

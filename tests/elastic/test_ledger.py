@@ -1,14 +1,18 @@
 """The ledger on a real store: what is written once stays, and many writers agree."""
 
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from elastic.stores import Counted, Cut, Lost
 
 from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.joining import candidates, stand
 from hyperpod_plugins.elastic.succession import write_up_node
+from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 
 
@@ -94,15 +98,76 @@ def test_every_reader_learns_of_each_replacement(job):
         assert reader.incarnations([2]) == [2]
 
 
-def test_a_replacement_that_an_agent_could_not_tell_in_full_is_seen(job, ledger):
-    # It was lost in the middle of `next_incarnation`, and another agent has told of another rank since.
-    raw = ledger.store("").underlying_store
-    raw.add("incarnation/1", 1)
-    raw.add("replacements", 1)
-    for _ in range(2):
-        assert ledger.incarnations(range(3)) == [0, 1, 0]
-    Ledger.connect(job).next_incarnation(2)
-    assert ledger.incarnations(range(3)) == [0, 1, 1]
+def write(ledger, kind, number):
+    if kind == "kills":
+        ledger.ask_to_kill(number, 0)
+    elif kind == "replaced":
+        ledger.next_incarnation(number)
+    else:
+        stand(ledger, number, 0, World.of_founders(1))
+
+
+def read(ledger, kind):
+    if kind == "kills":
+        return {rank for rank, _ in ledger.new_kills()}
+    if kind == "replaced":
+        return {rank for rank, number in enumerate(ledger.incarnations(range(9))) if number}
+    return set(candidates(ledger, World.of_founders(1)))
+
+
+@pytest.mark.parametrize("kind", ["kills", "replaced", "candidates"])
+def test_a_writer_that_is_lost_at_any_request_leaves_no_hole(job, ledger, kind):
+    early, told = Ledger.connect(job), set()
+    write(ledger, kind, 1)
+    told |= read(early, kind)
+    for fuse in (1, 2, 3):
+        writer = Ledger.connect(job)
+        writer._store = Cut(writer._store, fuse)
+        with pytest.raises(Lost):
+            write(writer, kind, 1 + fuse)
+        told |= read(early, kind)
+    write(ledger, kind, 7)
+    told |= read(early, kind)
+    assert {1, 7} <= told == read(Ledger.connect(job), kind)
+
+
+def test_many_write_one_list_at_once(job):
+    def append(number):
+        mine = Ledger.connect(job)
+        return [mine.append("list", lambda at: f"{number} at {at}") for _ in range(20)]
+
+    with ThreadPoolExecutor(8) as pool:
+        numbers = list(pool.map(append, range(8)))
+    assert sorted(itertools.chain(*numbers)) == list(range(1, 161))
+    entries = Ledger.connect(job).listed("list")
+    assert [int(text.rpartition(" ")[2]) for text in entries] == list(range(1, 161))
+    assert [text for text in entries if text.startswith("3 at")] == [f"3 at {number}" for number in numbers[3]]
+
+
+def test_equal_entries_are_two(job, ledger):
+    for writer in (ledger, Ledger.connect(job)):
+        writer.append("list", lambda _: "the same")
+    assert ledger.listed("list") == ["the same", "the same"]
+
+
+def test_looks_at_what_has_not_changed_take_one_request_however_many_ranks_there_are(job, ledger):
+    writer = Ledger.connect(job)
+    writer._store = Cut(writer._store, 3)
+    with pytest.raises(Lost):
+        writer.next_incarnation(1)
+    ledger.incarnations(range(1024))
+    ledger._store = Counted(ledger._store)
+    ledger.incarnations(range(1024))
+    ledger.new_kills()
+    assert ledger._store.num_requests == 2
+
+
+def test_a_number_only_grows(job):
+    assert Ledger.connect(job).raise_to("wanted", 2) == 2
+    assert Ledger.connect(job).raise_to("wanted", 1) == 2
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: Ledger.connect(job).raise_to("wanted", number), [3, 9, 4, 8, 5, 7, 6, 1]))
+    assert Ledger.connect(job).find("wanted") == b"9"
 
 
 def test_a_plan_can_be_awaited(job, ledger):

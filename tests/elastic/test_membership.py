@@ -1,10 +1,18 @@
-"""Who belongs to the next generation: a table, and a law."""
+"""Who belongs to the next generation, and how long others are waited for: tables, and a law."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.membership import Action, MembershipPolicy, View, next_action
+from hyperpod_plugins.elastic.membership import (
+    BETWEEN_CALLS,
+    Action,
+    ExitWait,
+    MembershipPolicy,
+    RoundBudget,
+    View,
+    next_action,
+)
 from hyperpod_plugins.errors import ConfigError
 
 POLICY = MembershipPolicy(replacement_timeout_s=10.0)
@@ -45,3 +53,43 @@ def test_a_generation_is_formed_of_exactly_the_present_processes(places, waited_
 def test_a_wait_must_be_positive(timeout_s):
     with pytest.raises(ConfigError, match="replacement_timeout_s"):
         MembershipPolicy(replacement_timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "is_refused"),
+    [
+        ([(7, 3, 0.0)], False),
+        ([(7, 3, 0.0), (7, 22, 500.0)], False),  # 19 rounds
+        ([(7, 3, 0.0), (7, 23, 500.0)], True),
+        ([(7, 3, 0.0), (7, 99, 300.0)], False),  # the time that replacements have
+        ([(7, 3, 0.0), (8, 22, 299.0), (8, 41, 999.0)], False),  # a step in between
+        ([(7, 3, 0.0), (8, 22, 299.0), (7, 30, 400.0), (7, 50, 800.0)], True),  # it returned to a snapshot
+    ],
+)
+def test_a_job_does_not_come_together_for_ever(rounds, is_refused):
+    budget = RoundBudget()
+    assert [budget.refusal(*each, MembershipPolicy()) is not None for each in rounds][-1] == is_refused
+
+
+def beat(number, place=BETWEEN_CALLS):
+    return {8: {"number": number, "place": place}}
+
+
+@pytest.mark.parametrize(
+    ("looks", "over"),
+    [
+        pytest.param([({1}, lambda n: beat(n))] * 4, [False, False, False, True], id="past-the-last-call"),
+        pytest.param([({1}, lambda n: beat(n, "computing step 7"))] * 9, [False] * 9, id="in-a-step"),
+        pytest.param([({1}, lambda _: beat(3, "computing step 7"))] * 4, [False, False, False, True], id="silent"),
+        pytest.param([({1}, lambda _: {})] * 4, [False, False, False, True], id="nobody-in-its-places"),
+        pytest.param([({1}, lambda _: None)] * 9, [False] * 9, id="a-program-that-tells-nothing"),
+        pytest.param(
+            [({1, 2}, beat), ({1, 2}, beat), ({1}, beat), ({1}, beat), ({1}, beat), ({1}, beat)],
+            [False, False, False, False, False, True],
+            id="another-finishes-meanwhile",
+        ),
+    ],
+)
+def test_the_wait_ends_when_nobody_gets_on(looks, over):
+    wait = ExitWait(20.0, 0.0)
+    assert [wait.is_over(left, said(number), 10.0 * number) for number, (left, said) in enumerate(looks)] == over

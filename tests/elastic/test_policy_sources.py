@@ -101,3 +101,17 @@ def test_discrete_values_say_their_own_limits():
     assert found.in_replicas(**NODES_OF_8).sizes == (1, 2, 4)
     with pytest.raises(ConfigError, match="Use a multiple of 2 nodes"):
         read_policy({"replicaDiscreteValues": [1, 4]}).in_replicas(**NODES_OF_8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes"),
+    [
+        ({"replicaIncrementStep": 2, "replicaDiscreteValues": None}, (2, 4)),
+        ({"replicaIncrementStep": None, "replicaDiscreteValues": [2, 3, 4]}, (2, 3, 4)),
+    ],
+)
+def test_a_null_in_a_manifest_is_an_absent_key(keys, sizes):
+    found = read_policy({"minReplicas": 2, "maxReplicas": 4, "scalingTimeoutInSeconds": None, **keys})
+    assert found.in_replicas(**NODES_OF_8 | {"ranks_per_replica": 8}).sizes == sizes
+    with pytest.raises(ConfigError, match="not both"):
+        read_policy({"minReplicas": 1, "replicaIncrementStep": 2, "replicaDiscreteValues": [2, 4]})

@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.utils.store import barrier
 
 from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.endpoint import ServedEndpoint
+from hyperpod_plugins.elastic.endpoint import ServedEndpoint, connect_served, serve_store
 from hyperpod_plugins.elastic.inherited import Brood
 from hyperpod_plugins.elastic.joining import found
 from hyperpod_plugins.elastic.ledger import ARMED_KEY, RESTART_KEY
@@ -252,14 +254,34 @@ def test_a_newcomer_makes_them_begin_again_with_more(nodes):
     assert {nodes.enter(first)[0][1], second.result(PATIENCE_S)[1]} == {2}
 
 
-def test_members_can_have_all_begin_again_from_a_checkpoint(nodes, pair):
+@pytest.mark.parametrize("whose", ["ours", "a link to ours", "open to all", "a stranger's", "not there"])
+def test_members_can_have_all_begin_again_from_a_checkpoint_of_this_user(nodes, pair, tmp_path, whose):
+    checkpoint = tmp_path / "7"
+    checkpoint.mkdir()
+    if whose == "open to all":
+        checkpoint.chmod(0o777)
+    elif whose == "a stranger's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(checkpoint, 65534, -1)
+    elif whose == "not there":
+        checkpoint.rmdir()
+    named = checkpoint
+    if whose == "a link to ours":
+        named = tmp_path / "last"
+        named.symlink_to(checkpoint)
     handlers, ledger = pair
     incident = Incident(kind="process", cause="all copies of a shard are gone")
-    restart = JobRestart(incident=incident, resume_from="/checkpoints/7", step=7)
+    restart = JobRestart(incident=incident, resume_from=str(named), step=7)
     ledger.put(RESTART_KEY, restart.to_json().encode())
     await_(lambda: all(handler.num_nodes_waiting() == 1 for handler in handlers))
+    if not whose.endswith("ours"):
+        for entered in [nodes.submit(handler) for handler in handlers]:
+            with pytest.raises((ConfigError, RendezvousClosedError), match="all processes go on from"):
+                entered.result(PATIENCE_S)
+        return
     nodes.enter(*handlers)
-    assert {handler.job.resume_from for handler in handlers} == {"/checkpoints/7"}
+    assert {handler.job.resume_from for handler in handlers} == {str(checkpoint)}
     assert {handler.job.run_id for handler in handlers} == {"job.1"}
 
 
@@ -318,6 +340,18 @@ def test_the_end_of_a_job(nodes, pair):
     assert handlers[0].is_closed()
 
 
+def test_a_node_that_is_done_and_leaves_early_does_not_end_the_job(nodes, pair):
+    (first, other), _ = pair
+    first.finish(stays=True)
+    assert not other.is_any_gone  # it would start its workers again
+    assert first.shutdown()
+    assert other.is_any_gone
+    assert not other.is_closed()
+    other.finish(stays=True)
+    assert other.shutdown()
+    assert other.is_closed()
+
+
 def test_nobody_takes_over_when_others_are_done(nodes, pair):
     (first, lost), ledger = pair
     first.finish()
@@ -370,6 +404,24 @@ def test_torchrun_finds_it_and_a_node_serves_the_store(monkeypatch):
         assert info.store.check(["a worker"]) is False
     finally:
         handler._keeper.stop()
+
+
+def test_a_store_for_this_machine_alone_listens_nowhere_else():
+    store = serve_store("localhost", 0)
+    lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+    listening = [line.split()[1] for line in lines if " 0A " in line]
+    assert [each for each in listening if each.endswith(f":{store.port:04X}")] == [f"0100007F:{store.port:04X}"]
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [("127.0.0.1", "is gone"), ("nobody.invalid", r"has not answered for 2 s \(the name")],
+)
+def test_a_store_is_gone_when_connections_are_refused_and_late_otherwise(host, said):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(RendezvousConnectionError, match=said):
+            connect_served(host, taken.getsockname()[1], 2.0, was_reached=True)
 
 
 def test_nodes_of_a_host_share_one_store():

@@ -1,9 +1,12 @@
 """`scale_config` and `uneven_batch` of HyperPod recipes become a table of batches by number of replicas."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 
+from hyperpod_plugins.data import ElasticSampler
+from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.policy_sources import read_policy
 from hyperpod_plugins.elastic.scales import read_scales
 from hyperpod_plugins.errors import ConfigError, UnknownKeyError
@@ -48,8 +51,8 @@ def settled(recipe, per_node=8, per_replica=8, tensor=1):
     """Allowed sizes, and the batch, on nodes of that many ranks."""
     found = read_policy(recipe)
     ranks = {"ranks_per_node": per_node, "ranks_per_replica": per_replica}
+    found = replace(found, scales=found.scales.on(**ranks, tensor_degree=tensor))
     policy = found.in_replicas(**ranks, data_ranks_per_replica=per_replica // tensor)
-    found.scales.check_shares(ranks_per_node=per_node, tensor_degree=tensor)
     batch = found.scales.batch(**ranks)
     return batch.serving(policy, per_replica // tensor), batch
 
@@ -69,8 +72,81 @@ def test_nodes_become_replicas():
     sizes, batch = settled(RECIPE, per_replica=4)
     assert sizes == (4, 6, 8)
     assert [batch.split(size, 4).micro_batch_size for size in sizes] == [8, 4, 4]
-    with pytest.raises(ConfigError, match="3 nodes of 8 ranks is no whole number"):
-        settled(RECIPE, per_replica=16)
+    assert settled(RECIPE, per_replica=16)[0] == (1, 2)
+    [dropped] = read_scales(RECIPE).on(ranks_per_node=8, ranks_per_replica=16, tensor_degree=1).dropped
+    assert "3 nodes are left out: scale_config of 3 nodes of 8 ranks is no whole number of replicas" in dropped
+    with pytest.raises(ConfigError, match=r"no number of nodes that can be trained as it says\. 3 nodes are left out"):
+        settled(RECIPE | {"scale_config": {3: arguments(train_batch_size=128)}}, per_replica=16)
+
+
+def as_rendered(**policy):
+    """A recipe in the shape of those that a cluster's vendor ships: micro-batches only where shares are even."""
+    even = {n: arguments(train_batch_size=128, micro_train_batch_size=128 // 8 // n) for n in (1, 2, 4)}
+    uneven = {
+        3: arguments(train_batch_size=128, uneven_batch=UNEVEN),
+        6: arguments(
+            train_batch_size=128,
+            uneven_batch={
+                "use_uneven_batch": True,
+                "num_dp_groups_with_small_batch_size": 16,
+                "small_local_batch_size": 2,
+                "large_local_batch_size": 3,
+            },
+        ),
+    }
+    return {
+        "trainer": {"num_nodes": 2, "devices": 8},
+        **arguments(train_batch_size=64, micro_train_batch_size=1),
+        "elastic_policy": {"is_elastic": True, "min_nodes": 1, "max_nodes": 6, **policy},
+        "scale_config": even | uneven,
+    }
+
+
+def test_uneven_scales_that_leave_the_micro_batch_out():
+    sizes, batch = settled(as_rendered())
+    assert sizes == (1, 2, 3, 4, 6)
+    split = batch.split(3, 8)
+    assert split.micro_step_sizes(128) == [24] * 5 + [8]  # 8 of 24 ranks have a sixth sample, the others weight 0
+    assert batch.split(6, 8).micro_step_sizes(128) == [48, 48, 32]
+    for size in sizes:
+        samplers = [ElasticSampler(512, batch.split(size, 8), data_rank=rank) for rank in range(size * 8)]
+        used = [i for each in samplers for n, ids in enumerate(each) for i in (ids if each.weight(n) else ())]
+        assert sorted(used) == list(range(512)), size
+    assert batch.refused(ElasticPolicy(max_replicas=6), 8) == ()
+
+
+def test_scales_that_other_ranks_cannot_train_are_dropped_and_said():
+    sizes, _ = settled(as_rendered(), per_node=4, per_replica=4)
+    assert sizes == (1, 2, 4)
+    dropped = read_scales(as_rendered()).on(ranks_per_node=4, ranks_per_replica=4, tensor_degree=1).dropped
+    assert [text[:22] for text in dropped] == ["3 nodes are left out: ", "6 nodes are left out: "]
+    assert "gives 16 ranks the small batch, but there are 12" in dropped[0]
+    recipe = as_rendered()
+    recipe["scale_config"][3] = arguments(train_batch_size=128, uneven_batch={"use_uneven_batch": False})
+    sizes, batch = settled(recipe)
+    assert sizes == (1, 2, 4, 6)
+    [why] = batch.refused(ElasticPolicy(max_replicas=6), 8)
+    assert "3 replicas are left out" in why
+    assert "use_uneven_batch: false" in why
+
+
+def test_a_recipe_that_is_not_elastic_keeps_the_nodes_of_its_trainer():
+    found = read_policy(as_rendered(is_elastic=False))
+    assert found.is_fixed
+    sizes, batch = settled(as_rendered(is_elastic=False))
+    assert sizes == (2,)
+    assert batch.split(2, 8) == replace(batch.split(2, 8), global_batch_size=64, micro_batch_size=1, data_world_size=16)
+
+
+def test_a_rate_that_differs_from_the_one_elsewhere_is_said():
+    [said] = read_scales(RECIPE).remarks
+    assert "the learning rate 0.0004, and elsewhere it is 0.0001" in said
+    assert read_scales(as_rendered()).remarks == ()
+
+
+def test_a_rate_of_a_scale_beyond_the_limits_does_not_count():
+    recipe = changed(6, learning_rate=5e-4)
+    assert settled(recipe)[0] == (2, 3, 4)
 
 
 def test_shares_that_must_be_even():
@@ -110,15 +186,11 @@ def test_sizes_that_were_given_beside_the_recipe():
     assert filled.batch(ranks_per_node=8, ranks_per_replica=8).at(2) == 32
     assert read_scales(RECIPE).fill(128, 0).nodes == (2, 3, 4, 6)
     assert read_policy({"elastic_policy": RECIPE["elastic_policy"]}).scales is None
-    off = RECIPE["elastic_policy"] | {"is_elastic": False}
-    assert read_policy({**RECIPE, "elastic_policy": off}).scales is None
 
 
 @pytest.mark.parametrize(
     ("recipe", "error", "words"),
     [
-        (changed(3, uneven_batch=UNEVEN | {"num_dp_groups_with_small_batch_size": 15}), ConfigError, "16 x 5 . 8 x 6"),
-        (changed(3, uneven_batch=UNEVEN | {"small_local_batch_size": 4}), ConfigError, "16 x 5 . 8 x 6"),
         (changed(3, uneven_batch={"small": 4}), UnknownKeyError, "small_local_batch_size"),
         (changed(3, learning_rate=5e-4), ConfigError, "0.0004, 0.0005.*lr_scaling"),
         (changed(3, max_steps=10), ConfigError, "max_steps to 10"),
@@ -134,7 +206,18 @@ def test_sizes_that_were_given_beside_the_recipe():
         (
             {"elastic_policy": RECIPE["elastic_policy"], "scale_config": {1: arguments(train_batch_size=8), 2: {}}},
             ConfigError,
-            "train_batch_size for some numbers of nodes, and not for 2",
+            "says train_batch_size for some numbers of nodes, and not for 2",
+        ),
+        (
+            {
+                "elastic_policy": RECIPE["elastic_policy"],
+                "scale_config": {
+                    1: arguments(train_batch_size=8, micro_batch_size=1),
+                    2: arguments(train_batch_size=8),
+                },
+            },
+            ConfigError,
+            "says micro_train_batch_size for some numbers of nodes, and not for 2",
         ),
         ({"elastic_policy": RECIPE["elastic_policy"], "scale_config": {1: {}}}, ConfigError, "Give ElasticTraining"),
     ],
@@ -142,6 +225,14 @@ def test_sizes_that_were_given_beside_the_recipe():
 def test_what_cannot_be_honoured(recipe, error, words):
     with pytest.raises(error, match=words):
         settled(recipe)
+
+
+@pytest.mark.parametrize("wrong", [{"num_dp_groups_with_small_batch_size": 15}, {"small_local_batch_size": 4}])
+def test_shares_that_are_not_ours(wrong):
+    recipe = changed(3, uneven_batch=UNEVEN | wrong)
+    assert settled(recipe)[0] == (2, 4)
+    [why] = read_scales(recipe).on(ranks_per_node=8, ranks_per_replica=8, tensor_degree=1).dropped
+    assert "it is shared out as 16 x 5 + 8 x 6" in why
 
 
 def test_sizes_that_were_given_otherwise():

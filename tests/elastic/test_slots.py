@@ -102,6 +102,14 @@ def test_a_round_that_grows(claims, can_absorb, decision):
     assert next_step(View(node="d", claims=claims, can_absorb=can_absorb, can_grow=True), POLICY) == decision
 
 
+@pytest.mark.parametrize("claims", [ALL, vacant(ALL, 1), done(ALL, 0), done(ALL, 1, 2)])
+@pytest.mark.parametrize("node", ["a", "d"])
+def test_all_begin_again_where_a_member_wants_it_those_that_are_done_too(claims, node):
+    for has_entered in (False, True):
+        view = View(node=node, claims=claims, has_entered=has_entered, is_ending=True)
+        assert next_step(view, POLICY).step is Step.RENEW
+
+
 HOLDINGS = st.sampled_from(Holding)
 
 

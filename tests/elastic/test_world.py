@@ -1,5 +1,7 @@
 """Worlds that follow each other: whole replicas from what is left, with as little new state as possible."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,23 +39,26 @@ def test_regroup(world, healthy, joining, num_replicas, replica_size, places):
     assert World.from_json(found.to_json()) == found
 
 
-def world_of(size, at_s, num_lost=0):
-    return World(places=tuple(range(size)), num_lost=num_lost), at_s
+def world_of(size, lasted_s=math.inf, num_lost=0):
+    """A world, and how long the one before it had lasted."""
+    return World(places=tuple(range(size)), num_lost=num_lost, lasted_s=lasted_s)
 
 
 @pytest.mark.parametrize(
     ("worlds", "setbacks"),
     [
-        ([world_of(2, 0.0)], 0),
-        ([world_of(2, 0.0), world_of(4, 100.0), world_of(2, 105.0, num_lost=2)], 1),
-        ([world_of(2, 0.0), world_of(4, 100.0), world_of(2, 111.0, num_lost=2)], 0),  # it was stable
-        ([world_of(2, 0.0), world_of(4, 100.0), world_of(2, 105.0)], 0),  # somebody asked for it
-        ([world_of(4, 0.0), world_of(2, 5.0, num_lost=2)], 0),  # it had not grown
-        ([world_of(2, 0.0), *[world_of(4, 0.0), world_of(2, 1.0, num_lost=1)] * 3], 3),
+        ([world_of(2)], 0),
+        ([world_of(2), world_of(4, 100.0), world_of(2, 5.0, num_lost=2)], 1),
+        ([world_of(2), world_of(4, 100.0), world_of(2, 11.0, num_lost=2)], 0),  # it was stable
+        ([world_of(2), world_of(4, 100.0), world_of(2, 5.0)], 0),  # somebody asked for it
+        ([world_of(4), world_of(2, 5.0, num_lost=2)], 0),  # it had not grown
+        ([world_of(2), world_of(4, 9.0), world_of(4, 4.0, num_lost=1), world_of(2, 4.0, num_lost=1)], 1),
+        ([world_of(2), world_of(4, 9.0), world_of(4, 6.0, num_lost=1), world_of(2, 6.0, num_lost=1)], 0),
+        ([world_of(2), *[world_of(4, 0.0), world_of(2, 1.0, num_lost=1)] * 3], 3),
         (
             [
-                *[world_of(2, 0.0), world_of(4, 1.0), world_of(2, 2.0, num_lost=1)],
-                *[world_of(4, 3.0), world_of(2, 30.0, num_lost=1), world_of(4, 31.0)],
+                *[world_of(2), world_of(4, 1.0), world_of(2, 1.0, num_lost=1)],
+                *[world_of(4, 1.0), world_of(2, 27.0, num_lost=1), world_of(4, 1.0)],
             ],
             0,
         ),

@@ -8,6 +8,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from device import ACCELERATOR
 from torch import nn
 
 WIDTH, NUM_SAMPLES, BATCH = 8, 16, 2
@@ -100,7 +101,7 @@ def make_trainer(options, **arguments):
 
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     return pl.Trainer(
-        strategy=HyperPodStrategy(**options), accelerator="cpu", **quiet, **({"max_epochs": 1} | arguments)
+        strategy=HyperPodStrategy(**options), accelerator=ACCELERATOR, **quiet, **({"max_epochs": 1} | arguments)
     )
 
 

@@ -5,14 +5,19 @@ disturb each other. The tolerances are those of float32 sums taken in another or
 """
 
 import os
+import shutil
 import signal
+import tempfile
 import traceback
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from device import ACCELERATOR
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 VOCABULARY, WIDTH, SEQUENCE = 32, 16, 6
 GLOBAL_BATCH, NUM_STEPS, MAX_NORM = 8, 6, 0.5
@@ -80,6 +85,7 @@ def fit_alone(clip=None, **net_options):
     net = make_net(**net_options)
     optimizer, scheduler = make_adamw([p for p in net.parameters() if p.requires_grad])
     losses, average = [], [p.detach().clone() for p in net.parameters()]
+    averaged = {"ema": AveragedModel(net, avg_fn=get_ema_avg_fn(0.7)), "swa": AveragedModel(net)}
     for batch in global_batches():
         loss = loss_of(net, batch)
         loss.backward()
@@ -91,7 +97,12 @@ def fit_alone(clip=None, **net_options):
         losses.append(float(loss.detach()))
         for mean, parameter in zip(average, net.parameters(), strict=True):
             mean.lerp_(parameter.detach(), 0.3)
-    return {
+        for each in averaged.values():
+            each.update_parameters(net)
+    means = {
+        name: {key: value.clone() for key, value in each.module.state_dict().items()} for name, each in averaged.items()
+    }
+    return means | {
         "losses": losses,
         "state": {name: p.detach().clone() for name, p in net.state_dict().items()},
         "average": {name: mean for (name, _), mean in zip(net.named_parameters(), average, strict=True)},
@@ -168,8 +179,8 @@ def make_trainer(options, **arguments):
     from hyperpod_plugins.lightning import HyperPodStrategy
 
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    defaults = dict(accelerator="cpu", max_epochs=1, use_distributed_sampler=False)
-    return pl.Trainer(strategy=HyperPodStrategy(**options), **quiet, **(defaults | arguments))
+    defaults = dict(accelerator=ACCELERATOR, max_epochs=1, use_distributed_sampler=False)
+    return pl.Trainer(strategy=HyperPodStrategy(**options), **(quiet | defaults | arguments))
 
 
 def fit(options, *, callbacks=(), micro_batches=1, net_options=None, **arguments):
@@ -208,6 +219,41 @@ def fit_with_average(options):
 
     average = Average()
     return fit(options, callbacks=[average]) | {"average": average.result}
+
+
+def fit_with_weight_averaging(options, kind):
+    """Lightning's own callbacks, which validate and end with the average; a second Trainer goes on from the middle."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+
+    class Validated(make_module_class()):
+        def validation_step(self, batch, index):
+            self.seen = whole(self.net.output.weight)
+
+        def train_dataloader(self):
+            loader = super().train_dataloader()
+            done = self.num_done * loader.batch_size  # a loader of torch's begins at its first batch again
+            return torch.utils.data.DataLoader(loader.dataset.roll(-done, 0), batch_size=loader.batch_size)
+
+        def val_dataloader(self):
+            return super().train_dataloader()
+
+    make = {"ema": partial(EMAWeightAveraging, decay=0.7), "swa": WeightAveraging}[kind]
+    arguments = dict(val_check_interval=2, limit_val_batches=1, enable_checkpointing=True)
+    folder, found = Path(tempfile.gettempdir()) / f"averages-{os.getppid()}-{kind}-{len(options)}", []
+    for path in (None, folder / "step=4.ckpt"):
+        module, callback = Validated(), make()
+        module.num_done = 0 if path is None else 4
+        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        make_trainer(options, callbacks=[callback, saving], **arguments).fit(module, ckpt_path=path)
+        average = whole_state(callback._average_model.module)
+        assert torch.equal(module.seen, average["net.output.weight"])  # the last one comes after the last step
+        found.append({"losses": module.losses, kind: whole_state(module.net)})
+        dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+    whole_run, rest = found
+    assert whole_run["losses"][4:] == rest["losses"]
+    assert all(torch.equal(value, rest[kind][name]) for name, value in whole_run[kind].items())
+    return whole_run
 
 
 def fit_with_other_weights_in_validation(options):
@@ -364,6 +410,8 @@ CASES = {
     "frozen and unused": partial(fit, net_options={"is_partly_frozen": True}, gradient_clip_val=MAX_NORM),
     "moving average": fit_with_average,
     "other weights in validation": fit_with_other_weights_in_validation,
+    "Lightning's EMA": partial(fit_with_weight_averaging, kind="ema"),
+    "Lightning's SWA": partial(fit_with_weight_averaging, kind="swa"),
     "by hand": fit_by_hand,
     "built late": fit_built_late,
     "sharded by the module": fit_sharded_by_the_module,
@@ -421,7 +469,7 @@ def test_a_fit_equals_plain_torch_on_one_process(results, alone, layout, case):
         if len(losses) != len(wanted["losses"]):  # micro-batches: their means make the batch's
             losses = losses.view(len(wanted["losses"]), -1).mean(1)
         torch.testing.assert_close(losses, torch.tensor(wanted["losses"]), rtol=2e-6, atol=0)
-        for kind in found.keys() & {"state", "average"}:
+        for kind in found.keys() & {"state", "average", "ema", "swa"}:
             assert found[kind].keys() == wanted[kind].keys()
             for name, value in found[kind].items():
                 torch.testing.assert_close(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from device import ACCELERATOR
 from torch import nn
 
 NUM_STEPS = 6
@@ -27,7 +28,7 @@ def make_trainer(folder, num_steps, strategy, accumulate, callbacks=()):
 
     checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last=True)
     return L.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         strategy=HyperPodStrategy(**strategy),
         max_steps=num_steps,
         accumulate_grad_batches=accumulate,
@@ -206,7 +207,7 @@ def test_a_checkpoint_file_of_another_strategy_is_loaded(run_ranks, tokens, tmp_
 
     module = make_module()
     options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=2, **options, enable_checkpointing=False)
+    trainer = L.Trainer(accelerator=ACCELERATOR, devices=1, max_steps=2, **options, enable_checkpointing=False)
     sample = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
     trainer.fit(module, torch.utils.data.DataLoader([sample] * 2, batch_size=None))
     trainer.save_checkpoint(tmp_path / "alone.ckpt")
@@ -252,7 +253,7 @@ def keep_one_while_training(tokens, folder):
             seen["groups"] = len(groups)
 
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         strategy=HyperPodStrategy(background_checkpoints=True),
         max_steps=5,
         accumulate_grad_batches=2,

@@ -22,14 +22,14 @@ def rows(logger):
 
 def test_a_replacement_adds_to_the_rows_of_the_run(ledger, tmp_path):
     lost = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    name_runs(ledger, [lost])
+    name_runs(ledger, 0, [lost])
     lost.log_metrics({"loss": 3.0}, step=0)
     lost.log_metrics({"loss": 2.0}, step=1)
     with open(f"{lost.log_dir}/metrics.csv", "a") as file:
         file.write("1.5,")  # killed while it wrote
 
     replacement = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    continue_runs(ledger, [replacement])
+    continue_runs(ledger, 0, [replacement])
     keep_rows([replacement])
     assert replacement.log_dir == lost.log_dir
     replacement.log_metrics({"loss": 1.0}, step=2)
@@ -44,23 +44,23 @@ def test_a_replacement_adds_to_the_rows_of_the_run(ledger, tmp_path):
 
 
 def test_a_run_without_rows_is_gone_on_with_too(ledger, tmp_path):
-    name_runs(ledger, [CSVLogger(tmp_path)])
+    name_runs(ledger, 0, [CSVLogger(tmp_path)])
     replacement = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    continue_runs(ledger, [replacement])
+    continue_runs(ledger, 0, [replacement])
     keep_rows([replacement])
     replacement.log_metrics({"loss": 1.0}, step=0)
     assert rows(replacement) == [{"loss": 1.0, "step": 0.0}]
 
 
 def test_a_version_that_the_program_chose_stays(ledger, tmp_path):
-    name_runs(ledger, [CSVLogger(tmp_path, version=7)])
+    name_runs(ledger, 0, [CSVLogger(tmp_path, version=7)])
     replacement = CSVLogger(tmp_path, version=8)
-    continue_runs(ledger, [replacement])
+    continue_runs(ledger, 0, [replacement])
     assert replacement.version == 8
 
 
 def test_nothing_to_go_on_with(ledger, tmp_path):
     logger = CSVLogger(tmp_path)
-    continue_runs(ledger, [logger])
+    continue_runs(ledger, 0, [logger])
     keep_rows([logger])
     assert logger.version == 0

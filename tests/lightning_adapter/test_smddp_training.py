@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from device import ACCELERATOR
 from smddp_library import write_library
 from torch import nn
 
@@ -60,7 +61,7 @@ def fit(transport, shard_degree):
 
     comm = CommOptions(transport=transport, strict=True)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         strategy=HyperPodStrategy(comm=comm, hybrid_shard_degree=shard_degree),
         max_epochs=1,
         logger=False,

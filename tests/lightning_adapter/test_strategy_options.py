@@ -5,16 +5,17 @@ import json
 import lightning.pytorch as pl
 import pytest
 import torch
+from device import ACCELERATOR
 
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, UnknownKeyError
 from hyperpod_plugins.lightning import HyperPodStrategy
-from hyperpod_plugins.lightning.module import warn_of_placement
+from hyperpod_plugins.lightning.module import ends_steps, refuse_validation_by_clock, warn_of_placement
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 
 
 def make_trainer(strategy, **arguments):
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, **arguments)
+    return pl.Trainer(strategy=strategy, accelerator=ACCELERATOR, devices=2, logger=False, **arguments)
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def test_a_precision_plugin_of_another_kind_is_refused():
 
 
 def test_nodes_and_devices_are_the_trainers_where_lightning_starts_the_processes():
-    trainer = pl.Trainer(strategy="hyperpod", accelerator="cpu", devices=2, num_nodes=3, logger=False)
+    trainer = pl.Trainer(strategy="hyperpod", accelerator=ACCELERATOR, devices=2, num_nodes=3, logger=False)
     assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
 
 
@@ -143,7 +144,7 @@ def test_nodes_and_devices_are_the_launchers_under_torchrun(monkeypatch):
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    trainer = pl.Trainer(strategy="hyperpod", accelerator="cpu", logger=False)
+    trainer = pl.Trainer(strategy="hyperpod", accelerator=ACCELERATOR, logger=False)
     assert (trainer.strategy.num_nodes, trainer.strategy.num_processes) == (2, 4)
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (8, 5, 1, 1)
 
@@ -157,7 +158,7 @@ def test_a_child_of_lightnings_launcher_counts_as_its_parent_does(monkeypatch, i
     if is_childs:
         monkeypatch.setenv("LOCAL_RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "4")
-    trainer = pl.Trainer(strategy="hyperpod", accelerator="cpu", devices=2, num_nodes=2, logger=False)
+    trainer = pl.Trainer(strategy="hyperpod", accelerator=ACCELERATOR, devices=2, num_nodes=2, logger=False)
     trainer.strategy.set_world_ranks()
     assert (trainer.strategy.num_nodes, trainer.strategy.num_processes, trainer.world_size) == (2, 2, 4)
     assert trainer.global_rank == (3 if is_childs else 2)
@@ -176,7 +177,7 @@ def placement_warnings_of_two_trainers(shard_degree):
         for _ in range(2):
             trainer = pl.Trainer(
                 strategy=HyperPodStrategy(hybrid_shard_degree=shard_degree),
-                accelerator="cpu",
+                accelerator=ACCELERATOR,
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
@@ -202,3 +203,27 @@ def test_one_node_is_never_warned_of():
         warn_of_placement(Topology(world_size=4, ranks_per_node=4, **degrees))  # a warning would be an error
     with pytest.warns(UserWarning, match="the tensor axis .* crosses nodes"):
         warn_of_placement(Topology(world_size=4, ranks_per_node=2, tensor_degree=4))
+
+
+def test_validation_after_a_time_is_refused():
+    refuse_validation_by_clock(make_trainer("hyperpod", val_check_interval=0.5))
+    with pytest.raises(ConfigError, match=r"val_check_interval=\.\.\.\) is a time \(900 s\).* its own clock"):
+        refuse_validation_by_clock(make_trainer("hyperpod", val_check_interval="00:00:15:00"))
+
+
+@pytest.mark.parametrize(
+    ("every", "micro_steps", "num_batches", "counts_on", "wanted"),
+    [
+        (3, 1, 10, False, True),
+        (4, 2, 10, False, True),
+        (5, 2, 10, False, False),
+        (10, 4, 10, False, True),  # at the end of the epoch, with a shorter step
+        (float("inf"), 4, 10, False, True),
+        (8, 4, 10, True, False),  # the second time is not the end of a step
+        (8, 4, 12, True, True),
+        (8, 4, float("inf"), True, True),
+        (6, 4, float("inf"), True, False),
+    ],
+)
+def test_where_validation_ends_steps(every, micro_steps, num_batches, counts_on, wanted):
+    assert ends_steps(every, micro_steps, num_batches, counts_on=counts_on) == wanted

@@ -5,20 +5,28 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
+from device import ACCELERATOR
 
+from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.errors import ConfigError, LoopError
+from hyperpod_plugins.lightning.reentry import watch_parts
+from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
+    as_part_begins,
     batches_done,
-    before_epoch_end,
-    before_validation,
     describe_trainer,
-    ends_epoch,
-    is_epoch_end,
     is_epoch_start,
+    keep_own,
+    make_loaders_as_others,
+    order_of,
+    part_of,
     read_trainer,
     rewind,
+    set_last_saves,
 )
 from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters
+from hyperpod_plugins.recovery.random import EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 NUM_BATCHES = 7
 POSITION = ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.scheduler_progress", "epoch_loop.state_dict")
@@ -66,10 +74,10 @@ class Observer(pl.Callback):
     def on_validation_batch_start(self, trainer, module, batch, index, loader=0):
         if not trainer.sanity_checking:
             fit_loop = self.state(trainer)
-            self.validated.append((before_validation(fit_loop), fit_loop))
+            self.validated.append((self.begun["loops"]["fit_loop"], fit_loop))
 
     def on_train_epoch_end(self, trainer, module):
-        self.finished.append(self.state(trainer))
+        self.finished.append(self.begun)
 
 
 class Module(pl.LightningModule):
@@ -99,7 +107,7 @@ class Module(pl.LightningModule):
 def fit(accumulate=1, validate_every=3, callbacks=(), **arguments):
     observer = Observer()
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=1,
         max_epochs=3,
         accumulate_grad_batches=accumulate,
@@ -111,6 +119,11 @@ def fit(accumulate=1, validate_every=3, callbacks=(), **arguments):
         enable_model_summary=False,
         **arguments,
     )
+
+    def begin(part):
+        observer.begun = as_part_begins(trainer, part, {})
+
+    watch_parts(trainer, begin, lambda part: None)
     trainer.fit(Module())
     return trainer, observer
 
@@ -154,31 +167,115 @@ def test_a_validation_that_was_run_again_counts_as_done_in_the_step_after_it():
 
 
 @pytest.mark.slow_single
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_an_interrupted_end_of_an_epoch_is_not_counted(accumulate):
-    _, observer = fit(accumulate)
+def test_the_end_of_an_epoch_is_described_as_it_begins():
+    _, observer = fit()
     assert len(observer.finished) == 3
-    for number, interrupted in enumerate(observer.finished):
-        assert ends_epoch(interrupted)
-        again = before_epoch_end(interrupted)
-        assert again["epoch_progress"]["total"]["processed"] == number
-        assert again["epoch_progress"]["total"]["completed"] == number
-        assert is_epoch_end({"loops": {"fit_loop": again}})
-        assert batches_done({"loops": {"fit_loop": again}}) == NUM_BATCHES
-        # Whether or not Lightning had taken one off its count of steps, which it does while it logs the epoch.
-        steps = "_batches_that_stepped"
-        assert again["epoch_loop.state_dict"][steps] == interrupted["epoch_loop.state_dict"][steps]
-        interrupted["epoch_loop.state_dict"][steps] -= 1
-        assert before_epoch_end(interrupted)["epoch_loop.state_dict"] == again["epoch_loop.state_dict"]
+    for number, begun in enumerate(observer.finished):
+        again = begun["loops"]["fit_loop"]
+        assert again["epoch_progress"]["total"]["processed"] == again["epoch_progress"]["total"]["completed"] == number
+        assert part_of(begun) == EPOCH_END
+        assert batches_done(begun) == NUM_BATCHES
+
+
+def described(part="", started=1, completed=0):
+    epochs = {"total": {"started": started, "completed": completed}}
+    return {"loops": {"fit_loop": {"epoch_progress": epochs, "hyperpod:part": part}}}
+
+
+def test_the_order_of_parts_is_that_in_which_they_follow_a_step():
+    first = [described(started=0), described(EVALUATION_BEGIN), described(), described(EPOCH_END)]
+    second = [described(completed=1), described(started=2, completed=1), described(EPOCH_END, 2, 1)]
+    orders = [order_of(each) for each in (*first, *second, described(FIT_END, 2, 2))]
+    assert orders == sorted(set(orders))
 
 
 @pytest.mark.slow_single
 def test_a_description_carries_the_learning_rate():
     trainer, _ = fit()
-    described = read_trainer(describe_trainer(trainer, micro_steps_open=0, loader_states=[]))
+    described = read_trainer(describe_trainer(trainer, micro_steps_open=0, loader_states=[], hooks=SavingHooks()))
     (optimizer,) = trainer.optimizers
     wanted = optimizer.param_groups[0]["lr"]
     assert wanted < 0.1
     optimizer.param_groups[0] |= {"lr": 0.7, "momentum": 0.9}
     give_hyperparameters(described[GROUPS], trainer.optimizers)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (wanted, 0)
+
+
+def gather():
+    """What a group does with a collective; there is none here."""
+    if breaker.refusal:
+        raise LoopError(breaker.refusal)
+
+
+class Exports(pl.Callback):
+    def on_save_checkpoint(this, trainer, module, checkpoint):
+        gather()
+        checkpoint["export"] = 1
+
+
+class Reads(Exports):
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        pass
+
+
+class Gathers(pl.Callback):
+    def state_dict(self):
+        gather()
+        return {"whole": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.slow_single
+def test_hooks_that_communicate_are_left_out_of_descriptions_or_refused():
+    trainer, _ = fit()
+    exports, hooks = Exports(), SavingHooks()
+    trainer.callbacks.append(exports)
+    for _ in range(2):
+        assert "export" not in hooks.dump(trainer)
+    assert trainer._checkpoint_connector.dump_checkpoint()["export"] == 1  # in files it is as ever
+    for callback, hook in ((Reads(), "Reads.on_save_checkpoint"), (Gathers(), "Gathers.state_dict")):
+        trainer.callbacks[-1] = callback
+        with pytest.raises(ConfigError, match=f"{hook} communicates"):
+            SavingHooks().dump(trainer)
+    assert breaker.refusal == ""
+
+
+def test_survivors_keep_what_is_of_one_rank_alone():
+    one, other = torch.zeros(3), torch.ones(3)
+    theirs = {"loops": 1, "callbacks": {"Ema": {"shards": [one]}, "Stopper": {"best": torch.ones(())}}, "ema": one}
+    own = {"loops": 0, "callbacks": {"Ema": {"shards": [other]}, "Stopper": {"best": torch.zeros(())}}, "ema": other}
+    kept = keep_own(theirs, own)
+    assert kept == {"loops": 1, "callbacks": {"Stopper": {"best": torch.ones(())}}, "ema": other}
+
+
+def test_parts_and_notes_that_no_rank_writes_are_not_taken():
+    assert part_of({"loops": {"fit_loop": {"hyperpod:part": "elsewhere"}}}) == ""
+    assert part_of({"loops": {"fit_loop": {"hyperpod:part": [EPOCH_END]}}}) == ""
+    callback = pl.callbacks.ModelCheckpoint()
+    trainer = pl.Trainer(logger=False, callbacks=[callback], accelerator="cpu", devices=1)
+    set_last_saves(trainer, [{"_last_global_step_saved": 3, "save_top_k": 9, "state_dict": None}])
+    assert (callback._last_global_step_saved, callback._last_checkpoint_saved, callback.save_top_k) == (3, "", 1)
+    assert "state_dict" not in vars(callback)
+
+
+@pytest.mark.parametrize(("present", "made_at", "wanted"), [(3, 2, 2), (4, 2, 4), (3, float("-inf"), 3)])
+def test_a_replacement_makes_its_loaders_in_the_epoch_of_the_others(present, made_at, wanted):
+    epochs = []
+
+    class Reloads(Module):
+        def train_dataloader(self):
+            epochs.append(self.current_epoch)
+            return super().train_dataloader()
+
+    trainer = pl.Trainer(reload_dataloaders_every_n_epochs=2, accelerator="cpu", logger=False, barebones=False)
+    module = Reloads()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    trainer.fit_loop.epoch_progress.current.completed = present
+    make_loaders_as_others(trainer, {"hyperpod:reloaded_at": [made_at, made_at]})
+    source = trainer.fit_loop._data_source
+    source.dataloader(), source.dataloader()  # the second time as Lightning does
+    assert epochs == [wanted, present]
+    assert trainer.current_epoch == present

@@ -18,7 +18,7 @@ from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.loops import Session
 from hyperpod_plugins.recovery import RecoveryOptions
 
-NUM_SAMPLES, WIDTH = 120, 8
+NUM_SAMPLES, WIDTH = int(os.environ.get("SAMPLES", "120")), 8
 torch.set_num_threads(1)
 
 
@@ -28,13 +28,31 @@ class Net(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
         self.dropout = nn.Dropout(0.0 if "REPLICAS" in os.environ else 0.25)
         self.register_buffer("num_calls", torch.zeros(()))
+        if "OWN" in os.environ:
+            self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x):
         if self.training:
             self.num_calls += 1
+            if "OWN" in os.environ:  # of the samples of this rank, and used
+                self.mean.lerp_(x.detach().mean(0), 0.2)
+                x = x - self.mean
         for layer in self.layers:
             x = self.dropout(torch.relu(layer(x)))
         return x
+
+
+class Total:
+    """Of the numbers of this rank's samples."""
+
+    def __init__(self):
+        self.value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
 
 
 def local(tensor):
@@ -70,6 +88,9 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
     session.train(model, optimizer, scheduler, max_grad_norm=0.5)
+    total = Total()
+    if "OWN" in os.environ:
+        session.register_rank_local("total", total)
     faults.at("setup", 0 if job is None else job.incarnation)
     name = session.agree(f"run-{os.getpid()}")
     session.state["best"] = 1e9
@@ -82,7 +103,8 @@ def main():
         model.train()
         return float(loss) / session.world_size
 
-    loader = DataLoader(TensorDataset(data, torch.arange(NUM_SAMPLES)), batch_size=3, shuffle=True, drop_last=True)
+    dataset = TensorDataset(data, torch.arange(NUM_SAMPLES))
+    loader = DataLoader(dataset, batch_size=3, shuffle=True, drop_last=not sizes)
     num_steps = int(os.environ.get("STEPS", "0"))
     for step in session.steps(loader, epochs=1000 if sizes or num_steps else 3, max_steps=num_steps):
         with step:
@@ -92,6 +114,7 @@ def main():
                 x, ids = batch
                 faults.at("forward", step.index)
                 seen.extend(ids.tolist())
+                total.value += int(ids.sum())
                 loss = (model(x) - x).square().mean()
                 faults.at("backward", step.index)
                 return {"loss": loss, "size": float(x.abs().mean())}
@@ -117,7 +140,7 @@ def main():
             if step.ends_epoch and os.environ.get("SAVE"):
                 session.save(faults.folder / f"saved-{step.index}")
                 faults.at("saved", step.index)
-            if sizes:
+            if sizes and not num_steps:
                 time.sleep(0.03)
         if (faults.folder / "stop").exists() and step.index + 1 == int((faults.folder / "stop").read_text()):
             break
@@ -128,6 +151,7 @@ def main():
         "state": state,
         "lr": optimizer.param_groups[0]["lr"],
         "best": session.state["best"],
+        "total": total.value,
         "name": name,
         "repairs": [str(repair) for repair in session.repairs],
         "replicas": session.topology.replicate_degree,

@@ -8,8 +8,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.errors import ConfigError, LoopError
+from hyperpod_plugins.elastic.restarts import NOT_NEEDED
+from hyperpod_plugins.errors import ConfigError, DeviceHung, LoopError, NonFiniteError, RecoveryError
 from hyperpod_plugins.loops import Session
+from hyperpod_plugins.loops.transaction import ends_alone
 
 NUM_SAMPLES, WIDTH = 20, 4
 pytestmark = pytest.mark.slow_single
@@ -148,6 +150,50 @@ def test_clipping_and_a_backward_of_ones_own(session):
     assert norms == pytest.approx([1e-3, 1e-3], rel=1e-3)
 
 
+def values(model):
+    return [value.detach().to_local().clone() for value in model.parameters()]
+
+
+@pytest.mark.parametrize("policy", ["auto", "stop", "skip", "warn", "off", "ignore"])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_loss_that_is_not_finite(session, caplog, policy, max_grad_norm):
+    """Of step 2; where gradients are clipped, only a gradient is infinite."""
+    if policy == "ignore":
+        with pytest.raises(ConfigError, match="'ignore' is not known"):
+            Trained(session, non_finite=policy)
+        return
+    trained = Trained(session, non_finite=policy, max_grad_norm=max_grad_norm)
+    before = steps = None
+
+    def run():
+        nonlocal before, steps
+        for step in session.steps(trained.loader(), epochs=1):
+            steps = step.index
+            with step:
+                if step.index == 2:
+                    before = values(trained.model)
+                bad = 2 if step.index == 2 else 1
+                if max_grad_norm and bad == 2:
+                    step.run(lambda batch: trained.loss(batch) + (trained.model.weight.sum() * 0).sqrt())
+                else:
+                    step.run(lambda batch, bad=bad: trained.loss(batch) / (2 - bad))
+            if step.index == 2:
+                assert all(map(torch.equal, before, values(trained.model))) == (policy == "skip")
+                assert trained.scheduler.last_epoch == 3
+
+    if policy in ("auto", "stop"):
+        with pytest.raises(
+            NonFiniteError, match=r"step 2 of epoch 0 is not finite.* of this rank has such a loss.*Nothing"
+        ):
+            run()
+        assert steps == 2
+        assert all(map(torch.equal, before, values(trained.model)))
+        return
+    run()
+    assert steps == 3
+    assert ("step 2 of epoch 0 is not finite" in caplog.text) == (policy != "off")
+
+
 def test_values_that_all_agree_on(session):
     assert session.agree({"name": "x", "at": 3}) == {"name": "x", "at": 3}
 
@@ -248,3 +294,46 @@ def test_state_that_a_replacement_could_not_read(session):
 def test_growing_needs_a_batch(monkeypatch):
     with pytest.raises(ConfigError, match="needs global_batch_size"):
         Session(elastic=ElasticPolicy(max_replicas=2))
+
+
+def test_an_optimizer_that_was_made_before_sharding_trains_the_shards(session):
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD([{"params": [model.bias], "lr": 0.2}, {"params": [model.weight]}], lr=0.1)
+    session.parallelize(model)
+    session.train(model, optimizer)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert held[0] is model.bias
+    assert held[1] is model.weight
+    before = model.weight.full_tensor().detach().clone()
+    loader = DataLoader(TensorDataset(torch.randn(NUM_SAMPLES, WIDTH)), batch_size=5)
+    for step in session.steps(loader):
+        with step:
+            step.run(lambda batch: model(batch[0]).square().mean())
+    assert not torch.equal(model.weight.full_tensor(), before)
+
+
+def test_an_optimizer_that_has_trained_before_sharding_is_refused(session):
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    session.parallelize(model)
+    with pytest.raises(ConfigError, match=r"SGD has state already, of weight before it was sharded"):
+        session.train(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_alone"),
+    [
+        (None, False),
+        (SystemExit(NOT_NEEDED), True),  # the job goes on in a smaller world
+        (RecoveryError("another process has taken the place of rank 1"), True),
+        (DeviceHung("a test"), True),
+        (SystemExit(0), False),
+        (LoopError("a step without its body"), False),
+        (ValueError("of the program"), False),
+    ],
+)
+def test_whose_end_is_not_that_of_the_job(error, is_alone):
+    assert ends_alone(error) == is_alone

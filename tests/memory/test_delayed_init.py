@@ -1,5 +1,6 @@
 """Delayed initialisation is bitwise what building eagerly gives, in one process."""
 
+import copy
 import random
 
 import numpy as np
@@ -376,3 +377,53 @@ def test_cast_after_the_build():
     materialize(model)
     assert model.weight.dtype == torch.bfloat16
     assert torch.equal(model.weight, eager.weight)
+
+
+class Inner(nn.Module):
+    """Delays its own initialisation, wherever it is built."""
+
+    def __init__(self):
+        super().__init__()
+        with delayed_init():
+            self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class Outer(nn.Module):
+    def __init__(self, make_inner=Inner):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.inner = make_inner()
+        self.d, self.e = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class Flat(nn.Module):
+    """The same without delay."""
+
+    def __init__(self):
+        super().__init__()
+        self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def test_delayed_init_inside_delayed_init_goes_on_with_the_same_random_numbers():
+    torch.manual_seed(0)
+    eager = Outer(Flat)
+    torch.manual_seed(0)
+    with delayed_init():
+        delayed = Outer(Inner)
+    assert len(tapes_of(delayed)) == 1
+    materialize(delayed)
+    for name, value in eager.named_parameters():
+        assert torch.equal(dict(delayed.named_parameters())[name], value), name
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        nn.init.normal_(self.layer.weight, std=0.001)
+        self.scale = nn.Parameter(torch.randn(3))
+
+
+def test_a_model_that_is_a_deep_copy_gets_the_values_of_the_original():
+    build_both(lambda: copy.deepcopy(Small()))
+    build_both(lambda: nn.Sequential(copy.deepcopy(Small()), copy.deepcopy(nn.Linear(3, 3))))

@@ -1,6 +1,7 @@
 """Sharded first, filled later: each rank's part is bitwise that of the eager model. On real ranks."""
 
 import pytest
+from device import DEVICE
 
 pytestmark = pytest.mark.spawns
 
@@ -22,7 +23,7 @@ def materialize_on_mesh(shape, kind):
 
     dist.init_process_group("gloo")
     names = {2: ("replicate", "shard"), 3: ("replicate", "shard", "tensor")}[len(shape)]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
 
     class Block(nn.Module):
         def __init__(self, width):
@@ -121,7 +122,7 @@ def reset_on_mesh():
     from hyperpod_plugins.memory import materialize
 
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("shard",))
 
     def build():
         with torch.device("meta"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 
 LAYOUTS = (
@@ -49,10 +50,10 @@ def build_delayed():
         with delayed_init():
             model = Model()
         config = ParallelConfig.of(options)
-        parallelize(model, build_mesh(config.topology(4), "cpu"), config)
+        parallelize(model, build_mesh(config.topology(4), DEVICE), config)
         after = torch.rand(1)
         is_tied = model.output.weight is model.tok_embeddings.weight
-        assert parallelize(model, build_mesh(config.topology(4), "cpu"), config) is model  # a second time: nothing
+        assert parallelize(model, build_mesh(config.topology(4), DEVICE), config) is model  # a second time: nothing
         results.append((values(model), is_tied, float(after)))
     return results
 
@@ -82,7 +83,7 @@ def draw_after_parallelize():
     for options in ({"tensor_parallel_degree": 2}, {"hybrid_shard_degree": 2}):
         torch.manual_seed(dist.get_rank())
         config = ParallelConfig.of(options)
-        parallelize(Model(), build_mesh(config.topology(4), "cpu"), config)
+        parallelize(Model(), build_mesh(config.topology(4), DEVICE), config)
         drawn.append(float(torch.rand(1)))
     return drawn
 

@@ -11,15 +11,20 @@ from concurrent.futures import Future
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from hyperpod_plugins.parallel import checkpoint, checkpoint_files
+from hyperpod_plugins.parallel import checkpoint, checkpoint_files, checkpoint_storage
 from hyperpod_plugins.parallel.checkpoint import CheckpointWriter, SaveHandle, load_checkpoint
+from hyperpod_plugins.parallel.checkpoint_storage import SafeReader
+from hyperpod_plugins.parallel.checkpoint_sums import write_sums
+from hyperpod_plugins.parallel.local_update import step_locally
 
 
 class Block(nn.Module):
@@ -59,7 +64,7 @@ def make(shape=None, *, seed=0, optimizer=torch.optim.AdamW):
     torch.manual_seed(seed)
     model = Model()
     if shape is not None:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor"))
+        mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard", "tensor"))
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             fully_shard(block, mesh=mesh["replicate", "shard"])
@@ -238,6 +243,52 @@ def test_other_parameter_groups_are_refused(tmp_path):
         load_checkpoint(tmp_path / "c", model=model, optimizers=[torch.optim.AdamW([*model.parameters()])])
 
 
+class AdamW(torch.optim.SGD):
+    """Of the same name, with other hyperparameters."""
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    save_alone(tmp_path / "c")
+    for other in (torch.optim.SGD, torch.optim.Adam, AdamW):
+        model, optimizer = make(seed=9, optimizer=other)
+        before = gathered(model, optimizer)
+        message = (
+            rf"optimizer 0 is {other.__name__} \(.*lr.*\), but the checkpoint was saved with AdamW \(amsgrad, betas"
+        )
+        with pytest.raises(CheckpointMismatch, match=message):
+            load_checkpoint(tmp_path / "c", model=model, optimizers=[optimizer])
+        assert differing(gathered(model, optimizer), before) == []
+        load_checkpoint(tmp_path / "c", model=model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_types_are_refused_with_optimizers_and_said_without(tmp_path, dtype):
+    save_alone(tmp_path / "c")
+    model, _ = make(seed=9)
+    model.to(dtype)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": [p for p in trained if p.ndim == n]} for n in (2, 1)])
+    with pytest.raises(
+        CheckpointMismatch, match=rf"blocks.0.seen \(checkpoint torch.float32, model {dtype}\).*of another type"
+    ):
+        load_checkpoint(tmp_path / "c", model=model, optimizers=[optimizer])
+    with pytest.warns(UserWarning, match="converted to the types of the model"):
+        load_checkpoint(tmp_path / "c", model=model)
+    loaded = make(seed=9)[0]
+    load_checkpoint(tmp_path / "c", model=loaded)
+    assert torch.equal(model.embed.weight, loaded.embed.weight.to(dtype))
+
+
+def test_state_of_an_optimizer_has_the_type_that_was_saved(tmp_path):
+    expected = save_alone(tmp_path / "c")
+    model, optimizer = make(seed=9)
+    train(model, optimizer, 1)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].bfloat16()
+    load_checkpoint(tmp_path / "c", model=model, optimizers=[optimizer])
+    assert differing(gathered(model, optimizer), expected) == []
+
+
 def test_a_parameter_outside_the_model_is_refused(tmp_path):
     model = Model()
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
@@ -281,16 +332,54 @@ def no_data(path):
     (path / "__0_0.distcp").unlink()
 
 
+def forge_metadata(path, content):
+    """With its checksum, as somebody writes it who wants it to be read."""
+    (path / ".metadata").write_bytes(content)
+    write_sums(path, {name: (path / name).read_bytes() for name in (".metadata", "meta.pt")})
+
+
 def evil_metadata(path):
-    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    forge_metadata(path, pickle.dumps(Evil()))
+
+
+def description_that_runs_code():
+    """A description of a checkpoint by which a function of the module of descriptions compiles and runs a statement."""
+    module = b"torch.distributed.checkpoint.metadata"
+    statement = "x=__import__('os').mkdir('evil-was-here')):\n  #"
+    names = (None, {"__annotations__": {statement: "InitVar"}, "__module__": "dataclasses"})
+    pushed = pickle.dumps(names, protocol=2)[2:-1]
+    return b"\x80\x02c%s\nStorageMeta\nq\x80%sbc%s\ndataclass\nh\x80\x85R." % (module, pushed, module)
+
+
+def metadata_that_runs_code(path):
+    forge_metadata(path, description_that_runs_code())
+
+
+def metadata_of_files_elsewhere(path):
+    torch.save(torch.ones(3), path.parent / "elsewhere")
+    metadata = SafeReader(path).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = "../elsewhere"
+        info.offset, info.length = 0, 10
+    forge_metadata(path, pickle.dumps(metadata))
 
 
 def evil_document(path):
     torch.save(Evil(), path / "meta.pt")
+    forge_metadata(path, (path / ".metadata").read_bytes())
 
 
 def foreign_document(path):
     torch.save({"epoch": 3}, path / "meta.pt")
+    forge_metadata(path, (path / ".metadata").read_bytes())
+
+
+def no_checksums(path):
+    (path / "checksums.json").unlink()
+
+
+def garbled_checksums(path):
+    (path / "checksums.json").write_text('{"meta.pt": "x"}')
 
 
 def a_file(path):
@@ -309,8 +398,12 @@ def a_file(path):
         cut_data,
         no_data,
         evil_metadata,
+        metadata_that_runs_code,
+        metadata_of_files_elsewhere,
         evil_document,
         foreign_document,
+        no_checksums,
+        garbled_checksums,
         a_file,
     ],
 )
@@ -318,9 +411,58 @@ def test_damaged_and_foreign_checkpoints(tmp_path, monkeypatch, damage):
     monkeypatch.chdir(tmp_path)
     save_alone(tmp_path / "c")
     damage(tmp_path / "c")
-    with pytest.raises(CheckpointDamaged, match=r"checkpoint|written by"):
+    with pytest.raises(CheckpointDamaged, match=r"checkpoint|written by|no file of the folder|is no tensor"):
         load_checkpoint(tmp_path / "c", model=Model())
+    assert StorageMeta.__module__ == Metadata.__module__
     assert not (tmp_path / "evil-was-here").exists()
+
+
+def flip(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1 << (position % 8)
+    file.write_bytes(content)
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
+    save_alone(tmp_path / "c")
+    path = tmp_path / "c"
+    parts = SafeReader(path).read_metadata().storage_data
+    places = [(".metadata", position, r"\.metadata is not") for position in range(0, 1000, 97)]
+    places += [("meta.pt", position, r"meta\.pt is not") for position in range(0, 1000, 97)]
+    for index, info in parts.items():
+        message = f"{index.fqn} is not what was written.*{info.offset} of .*{info.relative_path}"
+        places.append((info.relative_path, info.offset + info.length // 2, message))
+    for name, position, message in places:
+        flip(path / name, position)
+        model, optimizer = make()
+        with pytest.raises(CheckpointDamaged, match=message):
+            load_checkpoint(path, model=model, optimizers=[optimizer])
+        flip(path / name, position)
+    model, optimizer = make()
+    load_checkpoint(path, model=model, optimizers=[optimizer])
+
+
+def test_a_checkpoint_of_a_version_without_checksums_loads_with_a_warning(tmp_path):
+    expected = save_alone(tmp_path / "c")
+    document = torch.load(tmp_path / "c" / "meta.pt")
+    del document["has_checksums"]
+    torch.save(document, tmp_path / "c" / "meta.pt")
+    (tmp_path / "c" / "checksums.json").unlink()
+    model, optimizer = make(seed=9)
+    with pytest.warns(UserWarning, match="has no checksums"):
+        load_checkpoint(tmp_path / "c", model=model, optimizers=[optimizer])
+    assert differing(gathered(model, optimizer), expected) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["dataclass", "field", "os", "Enum", "Any", "__builtins__", "__loader__", "__class__", "Metadata.__init__"]
+)
+def test_a_description_has_classes_from_an_exact_list(tmp_path, name):
+    asked = f"ctorch.distributed.checkpoint.metadata\n{name}\n."
+    for protocol in (0, 4):
+        (tmp_path / ".metadata").write_bytes((b"\x80\x04" if protocol else b"") + asked.encode())
+        with pytest.raises(CheckpointDamaged, match="which no checkpoint needs"):
+            SafeReader(tmp_path).read_metadata()
 
 
 def test_python_objects_in_extra_need_trust(tmp_path):
@@ -439,9 +581,13 @@ def save_sharded(path, shape, num_steps=2):
     return gathered(model, optimizer)
 
 
-def load_sharded(path, shape):
+def load_sharded(path, shape, flipped=None):
     dist.init_process_group("gloo")
     model, optimizer = make(shape, seed=9)
+    if flipped is not None:
+        with pytest.raises(CheckpointDamaged) as raised:
+            load_checkpoint(flipped, model=model, optimizers=[optimizer])
+        assert "optim.0.embed.weight.exp_avg is not what was written" in str(raised.value)
     extra = load_checkpoint(path, model=model, optimizers=[optimizer])
     return extra, gathered(model, optimizer)
 
@@ -449,15 +595,72 @@ def load_sharded(path, shape):
 @pytest.mark.spawns
 def test_any_world_reads_what_hsdp_has_written(run_ranks, tmp_path):
     expected = run_ranks(save_sharded, world_size=4, path=tmp_path / "c", shape=(2, 2, 1))[0]
+    flipped = shutil.copytree(tmp_path / "c", tmp_path / "flipped")
+    parts = SafeReader(flipped).read_metadata().storage_data
+    info = next(info for index, info in parts.items() if index.fqn == "optim.0.embed.weight.exp_avg")
+    flip(flipped / info.relative_path, info.offset + info.length // 2)
     for shape in [(1, 2, 1), (1, 1, 2), (1, 3, 1)]:
         for extra, values in run_ranks(
-            load_sharded, world_size=torch.Size(shape).numel(), path=tmp_path / "c", shape=shape
+            load_sharded, world_size=torch.Size(shape).numel(), path=tmp_path / "c", shape=shape, flipped=flipped
         ):
             assert extra == {"rank": 0}
             assert differing(values, expected) == []
     model, optimizer = make(seed=9)
     load_checkpoint(tmp_path / "c", model=model, optimizers=[optimizer])
     assert differing(gathered(model, optimizer), expected) == []
+
+
+def adafactor(path, shape, is_first):
+    """Train and save, or load and go on; whole values after each."""
+    dist.init_process_group("gloo")
+    model, optimizer = make(shape, seed=0 if is_first else 9, optimizer=torch.optim.Adafactor)
+    writer = CheckpointWriter()
+    if not is_first:
+        load_checkpoint(path, model=model, optimizers=[optimizer])
+    values = [gathered(model, optimizer)]
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(5 + step)[None] % 7).square().mean().backward()
+        step_locally(optimizer, lambda: None)
+    if is_first:
+        writer.save(path, model=model, optimizers=[optimizer])
+    writer.close()
+    return [*values, gathered(model, optimizer)]
+
+
+@pytest.mark.spawns
+def test_state_that_is_not_split_as_its_parameter(run_ranks, tmp_path):
+    """Adafactor's sums of rows and columns are whole on all ranks, also where they are loaded."""
+    for first, shape in ((2, (1, 2, 1)), (1, None)):
+        path = tmp_path / f"of {first}"
+        _, saved = run_ranks(adafactor, world_size=first, path=path, shape=shape, is_first=True)[0]
+        assert saved["blocks.0.up.weight:row_var"].shape == (10, 1)
+        ways = [
+            run_ranks(adafactor, world_size=world_size, path=path, shape=other, is_first=False)[0]
+            for world_size, other in ((2, (1, 2, 1)), (3, (1, 3, 1)), (1, None))
+        ]
+        for loaded, trained in ways:
+            assert differing(loaded, saved) == []
+            for name, value in trained.items():
+                torch.testing.assert_close(value, ways[0][1][name], rtol=1e-5, atol=1e-6)
+
+
+def plain_state(path):
+    dist.init_process_group("gloo")
+    model, optimizer = make((1, 2, 1))
+    train(model, optimizer, 1)
+    parameter = model.blocks[0].up.weight
+    optimizer.state[parameter]["rows"] = parameter.to_local().norm(dim=1).detach()
+    with pytest.raises(
+        CheckpointError, match=r"AdamW keeps 'rows' of blocks\.0\.up\.weight, which is split over ranks"
+    ):
+        CheckpointWriter().save(path, model=model, optimizers=[optimizer])
+
+
+@pytest.mark.spawns
+def test_state_of_one_rank_alone_is_not_saved_as_that_of_all(run_ranks, tmp_path):
+    run_ranks(plain_state, world_size=2, path=tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.spawns
@@ -531,6 +734,13 @@ def save_where_one_rank_sees_a_file(folder):
             messages.append(str(error))
     with contextlib.suppress(CheckpointError):
         writer.wait()  # the writer tells of the save in the background too
+    checkpoint_storage.SHOWN_WITHIN_S = 0.3
+    for background in (False, True):  # two disks
+        with pytest.raises(CheckpointError, match=r"does not see __1_0\.distcp, which rank 1 wrote .* not shared"):
+            writer.save("apart/c", model=model, background=background).wait(timeout_s=30)
+        with contextlib.suppress(CheckpointError):
+            writer.wait()
+        assert os.listdir("apart") == []
     writer.save(folder / "both", model=model, extra={"step": 3})
     try:
         load_checkpoint("../both" if dist.get_rank() == 0 else "both", model=model)

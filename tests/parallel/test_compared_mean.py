@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 
 from hyperpod_plugins.data import BatchSplit, sample_weight
@@ -80,7 +81,7 @@ def compare_on_meshes():
     for layout, options in LAYOUTS.items():
         config = ParallelConfig.of(options, allow_empty_shards=True)
         topology = config.topology(4)
-        mesh = build_mesh(topology, "cpu")
+        mesh = build_mesh(topology, DEVICE)
         model = parallelize(make_model(), mesh, config, averages_replicas=False)
         mean, rank = ComparedMean(model, mesh), topology.data_rank(dist.get_rank())
         for case in STEPS:
@@ -144,7 +145,7 @@ def averaged_by_fsdp():
 
     dist.init_process_group("hyperpod")
     config = ParallelConfig(hybrid_shard_degree=1)
-    mesh = build_mesh(config.topology(1), "cpu")
+    mesh = build_mesh(config.topology(1), DEVICE)
     model = parallelize(make_model(), mesh, config)
     with pytest.raises(ConfigError, match=r"For lr_scaling='adascale' shard over the axis 'shard' alone"):
         ComparedMean(model, mesh)

@@ -7,6 +7,7 @@ updates are of size 1e-2 (AdamW normalises tiny gradients, which enlarges roundi
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -140,7 +141,7 @@ def train_on_mesh(make, options, precision="32-true"):
 
     config = ParallelConfig.of(options, precision=precision)
     topology = config.topology(dist.get_world_size())
-    mesh = build_mesh(topology, "cpu")
+    mesh = build_mesh(topology, DEVICE)
     torch.manual_seed(dist.get_rank())  # ranks start from different models: rank 0's must win
     if dist.get_rank() == 0:
         torch.manual_seed(0)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,7 +58,7 @@ def llama(tied, vocab_size=33):
 def export_on_two_ranks(path, tied):
     dist.init_process_group("gloo")
     model = llama(tied).to(torch.bfloat16)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("shard",))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -100,7 +101,7 @@ def train_split_and_export(path, tied):
     dist.init_process_group("hyperpod")
     config = ParallelConfig(hybrid_shard_degree=2, tensor_parallel_degree=2)
     topology = config.topology(dist.get_world_size())
-    model = parallelize(llama(tied, SPLIT_VOCABULARY), build_mesh(topology, "cpu"), config)
+    model = parallelize(llama(tied, SPLIT_VOCABULARY), build_mesh(topology, DEVICE), config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     mine = tokens()[topology.data_rank(dist.get_rank())]
     for _ in range(2):
@@ -211,7 +212,7 @@ def export_where_one_rank_has_a_file(folder):
     dist.init_process_group("gloo")
     os.chdir(folder / str(dist.get_rank()))
     model = nn.Linear(4, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh(DEVICE, (2,)))
     try:
         export_safetensors(model, "m")
     except CheckpointError as error:

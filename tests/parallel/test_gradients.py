@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, clip_grad_value_, gradient_norm
+from hyperpod_plugins.parallel.unit_watch import settle_gradients
 
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
 
@@ -165,19 +167,21 @@ def clip_on_meshes():
     for layout, options in LAYOUTS.items():
         config = ParallelConfig.of(options, allow_empty_shards=True)
         topology = config.topology(4)
-        model = parallelize(make_mixed(), build_mesh(topology, "cpu"), config)
+        model = parallelize(make_mixed(), build_mesh(topology, DEVICE), config)
         share, index = 8 // topology.data_degree, topology.data_rank(dist.get_rank())
         batch = make_batch()[index * share : (index + 1) * share]
         for norm_type in NORM_TYPES:
             for max_norm in MAX_NORMS:
                 model.zero_grad()
                 model(batch).backward()
+                settle_gradients(model)
                 plain = nn.Parameter(torch.zeros(3))
                 plain.grad = torch.tensor([1.0, -2.0, 0.5])
                 norm = clip_grad_norm_([*model.parameters(), plain], max_norm, norm_type)
                 results[layout, norm_type, max_norm] = (norm, gradients_of(model) | {"plain": plain.grad})
         model.zero_grad()
         model(batch).backward()
+        settle_gradients(model)
         clip_grad_value_(model.parameters(), 0.02)
         results[layout, "value"] = (torch.tensor(0.0), gradients_of(model))
     return results

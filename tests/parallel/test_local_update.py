@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -33,7 +34,7 @@ OPTIMIZERS = [
 def mesh():
     """Of 2 x 2 ranks, of which only this one exists: nothing here may communicate."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    yield init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
     dist.destroy_process_group()
 
 
@@ -116,7 +117,6 @@ def test_what_lies_differently_is_left_to_dtensor(mesh):
         lambda: one * replicated,
         lambda: one * row,
         lambda: partial * partial,
-        lambda: one.norm(),
         lambda: torch._foreach_mul([one, replicated], 2.0)[1],
         lambda: torch._foreach_mul([one, one], [replicated, replicated])[0],
         lambda: torch.mul(one, one, out=torch.zeros_like(one)),
@@ -127,6 +127,34 @@ def test_what_lies_differently_is_left_to_dtensor(mesh):
             found = case()
         assert found.placements == wanted.placements
         assert torch.equal(found.to_local(), wanted.to_local())
+
+
+def adafactor_on(shape, device_mesh, foreach):
+    """What it does in three steps, and to what it would do on one process."""
+    whole = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    split = nn.Parameter(distribute_tensor(whole.detach().clone(), device_mesh, [Shard(0)]))
+    alone, together = (torch.optim.Adafactor([each], lr=0.01, foreach=foreach) for each in (whole, split))
+    for number in range(3):
+        whole.grad = torch.randn(shape, generator=torch.Generator().manual_seed(10 + number))
+        split.grad = distribute_tensor(whole.grad.clone(), device_mesh, [Shard(0)])
+        alone.step()
+        step_locally(together, lambda: None)
+    return split.full_tensor().detach(), whole.detach()
+
+
+def adafactor():
+    device_mesh = init_device_mesh(DEVICE, (2,))
+    return [
+        adafactor_on(shape, device_mesh, foreach) for shape in ((6, 4), (5,), (3, 4, 2)) for foreach in (False, True)
+    ]
+
+
+@pytest.mark.spawns
+def test_adafactor_squares_norms_in_place(run_ranks):
+    """torch 2.13 refuses that where each rank has the norm of its own part."""
+    for found in run_ranks(adafactor, world_size=2):
+        for together, alone in found:
+            torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_results_keep_their_type_and_place(mesh):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -35,7 +36,26 @@ class Tree(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([Nest(), Nest()])
         self.activations = nn.ModuleList([nn.ReLU(), nn.Tanh()])
+        self.heads = nn.ModuleList([Leaf(), Leaf()])
         self.head = Leaf()
+
+    def forward(self, x, task):
+        for layer, activation in zip(self.layers, self.activations, strict=True):
+            x = activation(layer(x))
+        return self.head(self.heads[task](x))
+
+
+class AnyList(nn.Module):
+    """Runs whatever it is given."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 # -- units ----------------------------------------------------------------------------------------------------------
@@ -46,7 +66,7 @@ def names_of(model, blocks):
     return [names[id(block)] for block in blocks]
 
 
-def test_elements_of_module_lists_are_units_innermost_first():
+def test_elements_of_lists_that_are_run_as_a_whole_are_units_innermost_first():
     model = Tree()
     found = names_of(model, find_blocks(model))
     assert set(found) == {f"layers.{i}{leaf}" for i in (0, 1) for leaf in ("", ".experts.0", ".experts.1")}
@@ -63,32 +83,29 @@ def test_class_names_replace_the_discovery():
 
 def test_what_cannot_be_a_unit_is_left_out():
     shared = Leaf()
-    model = nn.ModuleDict({"a": nn.ModuleList([shared, nn.ReLU()]), "b": nn.ModuleList([shared]), "c": nn.Linear(2, 2)})
-    assert names_of(model, find_blocks(model)) == ["a.0"]
-    assert list(find_blocks(nn.ModuleList([]))) == []
+    model = nn.Sequential(AnyList(shared, nn.ReLU(), Leaf()), AnyList(shared), nn.Linear(2, 2))
+    assert set(names_of(model, find_blocks(model))) == {"0.layers.0", "0.layers.2"}
+    model[1].tasks = nn.ModuleList([shared])  # where it may also be run on a condition
+    assert set(names_of(model, find_blocks(model))) == {"0.layers.2"}
+    assert list(find_blocks(AnyList())) == []
     assert list(find_blocks(nn.Linear(2, 2))) == []
+    assert list(find_blocks(nn.ModuleList([Leaf()]))) == []  # nobody knows what is run of it
     leaf = Leaf()
     assert list(find_blocks(leaf, ("Leaf",))) == []  # the root is sharded anyway
 
 
 def test_a_module_that_is_never_called_cannot_gather_and_is_no_unit():
-    model = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(2, 2)}), nn.Sequential(nn.Linear(2, 2))])
-    assert names_of(model, find_blocks(model)) == ["1"]
-
-
-def test_a_list_of_lists_is_no_unit_itself():
-    model = nn.ModuleList([nn.ModuleList([Leaf()]), nn.ModuleList([Leaf()])])
-    assert set(names_of(model, find_blocks(model))) == {"0.0", "1.0"}
+    model = AnyList(nn.ModuleDict({"up": nn.Linear(2, 2)}), nn.ModuleList([Leaf()]), nn.Sequential(nn.Linear(2, 2)))
+    assert names_of(model, find_blocks(model)) == ["layers.2"]
 
 
 def test_modules_that_share_a_parameter_are_left_to_the_unit_around_both():
-    blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
-    blocks[1].weight = blocks[0].weight
-    model = nn.ModuleDict({"layers": blocks})
-    assert names_of(model, find_blocks(model)) == ["layers.2"]
-    assert names_of(model, find_blocks(model, ("Linear",))) == ["layers.2"]
-    outer = nn.ModuleList([nn.Sequential(blocks), nn.Linear(4, 4)])
-    assert set(names_of(outer, find_blocks(outer))) == {"0", "0.0.2", "1"}
+    inner = AnyList(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    inner.layers[1].weight = inner.layers[0].weight
+    assert names_of(inner, find_blocks(inner)) == ["layers.2"]
+    assert names_of(inner, find_blocks(inner, ("Linear",))) == ["layers.2"]
+    outer = AnyList(nn.Sequential(inner), nn.Linear(4, 4))
+    assert set(names_of(outer, find_blocks(outer))) == {"layers.0", "layers.0.0.layers.2", "layers.1"}
 
 
 @pytest.mark.parametrize("names", [("Missing",), ("Leaf", "Missing"), ("leaf", "Missing")])
@@ -177,6 +194,14 @@ class Shared(nn.Module):
         return self.head(x).square().mean()
 
 
+class SeveralTypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(8, dtype=torch.float64), requires_grad=False)
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+
 def make_shared():
     torch.manual_seed(0)
     return Shared()
@@ -223,16 +248,18 @@ def shard_unevenly():
     results, sizes = {}, {}
     for degree in (4, 2, 1):
         config = ParallelConfig(hybrid_shard_degree=degree, allow_empty_shards=True)
-        mesh = build_mesh(config.topology(4), "cpu")
+        mesh = build_mesh(config.topology(4), DEVICE)
         model = parallelize(make_uneven(), mesh, config)
         assert parallelize(model, mesh, config) is model  # a second time changes nothing
         sizes[degree] = {name: p.to_local().numel() for name, p in model.named_parameters()}
         results[degree] = train(model, make_batch()[2 * dist.get_rank() : 2 * dist.get_rank() + 2])
     strict, lax = ParallelConfig(), ParallelConfig(allow_empty_shards=True)
-    mesh = build_mesh(strict.topology(4), "cpu")
+    mesh = build_mesh(strict.topology(4), DEVICE)
     errors = {
         "empty": message_of(make_uneven, mesh, strict),
         "scalar": message_of(Scalar, mesh, strict),
+        "types": message_of(SeveralTypes, mesh, strict),
+        "types in units": message_of(SeveralTypes, mesh, ParallelConfig(block_classes=("Linear",))),
         "scalar, empty allowed": message_of(Scalar, mesh, lax),
         "class": message_of(make_uneven, mesh, ParallelConfig(block_classes=("Missing",))),
     }
@@ -277,5 +304,9 @@ def test_uneven_shards_train_as_one_process_does(run_ranks):
             assert "scale" in text
             assert "torch.ones(1)" in text or "one element" in text, case
             assert "allow_empty_shards" not in text, case
+        kind, text = errors["types"]
+        assert kind == ConfigError.__name__
+        assert "scale (bfloat16), linear.weight (float32)" in text
+        assert errors["types in units"] == ("", "")
         kind, text = errors["class"]
         assert (kind, "Missing" in text, "Uneven" in text) == (ConfigError.__name__, True, True)

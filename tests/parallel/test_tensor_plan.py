@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import (
@@ -55,7 +56,7 @@ def fake_mesh():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    yield dist.init_device_mesh(DEVICE, (2,), mesh_dim_names=("tensor",))
     dist.destroy_process_group()
 
 
@@ -374,7 +375,7 @@ def train_all_split():
     results = {}
     for sequence_parallel in (False, True):
         config = ParallelConfig(tensor_parallel_degree=2, sequence_parallel=sequence_parallel)
-        mesh = build_mesh(config.topology(2), "cpu")
+        mesh = build_mesh(config.topology(2), DEVICE)
         for name, make in MODELS.items():
             model, loss = make()
             parallelize(model, mesh, config)

@@ -1,6 +1,7 @@
 """Each recipe is built on the meta device and planned; some are trained for real, small, on four CPU ranks."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,10 @@ def test_the_elastic_block_is_one_that_is_read(path):
     found = read_policy(recipe.elastic_document)
     per_replica = topology.shard_degree * topology.tensor_degree
     ranks = {"ranks_per_node": recipe.trainer.devices, "ranks_per_replica": per_replica}
-    policy = found.in_replicas(**ranks, data_ranks_per_replica=topology.shard_degree)
-    found.scales.check_shares(ranks_per_node=recipe.trainer.devices, tensor_degree=topology.tensor_degree)
-    sizes = found.scales.batch(**ranks).serving(policy, topology.shard_degree)
-    assert set(sizes) <= set(policy.sizes)  # without those on which some rank had no sample in some micro-step
+    scales = found.scales.on(**ranks, tensor_degree=topology.tensor_degree)
+    policy = replace(found, scales=scales).in_replicas(**ranks, data_ranks_per_replica=topology.shard_degree)
+    sizes = scales.batch(**ranks).serving(policy, topology.shard_degree)
+    assert set(sizes) <= set(policy.sizes)
     assert len(sizes) > 1
     assert topology.replicate_degree in sizes
 

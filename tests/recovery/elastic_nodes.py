@@ -180,6 +180,21 @@ class Nodes(Recorded):
         self.await_size(3)
         return self.finish()
 
+    def go_through_requests(self):
+        """`hyperpod scale` to each of 1 to 4 replicas, on two agents of two ranks; how many steps it had."""
+        self.start("a")
+        self.await_store()
+        self.start("b")
+        self.await_size(4)
+        for size in (1, 3, 2, 4):
+            self.scale(size)
+        return self.finish()
+
+    def scale(self, size):
+        code, text = self.hyperpod("scale", "--replicas", str(size))
+        assert code == 0, text
+        self.await_size(size)
+
     def clear(self):
         for name in list(self.agents):
             self.lose(name)

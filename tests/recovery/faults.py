@@ -1,9 +1,11 @@
+# ruff: noqa: E402 (the path to what is imported)
 """Faults at chosen points of a program that `hyperpodrun` starts, and the jobs of this folder.
 
-A fault is `[point, step, rank, action]`. It happens once in a job, whoever is in the rank's place then: a file
-remembers it. Actions: `kill`, `term` (signals), `raise` (once), `always` (raise, every time), `break` (cut all
-connections), `pause N` (SIGSTOP, and SIGCONT N seconds later), `node` (SIGKILL for the agent of this rank's node),
-`freeze` (SIGSTOP for all processes of this node).
+A fault is `[point, step, rank, action]`, with rank -1 for the first that comes there. It happens once in a job, whoever
+is in the rank's place then: a file remembers it. Actions: `kill`, `term`, `segfault`, `stop` (signals), `raise` (once),
+`always` (raise, every time), `break` (cut all connections), `pause N` (SIGSTOP, and SIGCONT N seconds later),
+`sleep N`, `kill in N` (SIGKILL N seconds later), `node` (SIGKILL for the agent of this rank's node), `freeze` (SIGSTOP
+for all processes of this node). `CLOCK_SHIFTS` in the environment sets the clocks of ranks.
 """
 
 import contextlib
@@ -12,18 +14,32 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
 
 HERE = Path(__file__).parent
+if str(HERE.parent) not in sys.path:  # in a rank, which runs a script of this folder
+    sys.path.append(str(HERE.parent))
+
+from device import ACCELERATOR as ACCELERATOR
+from device import DEVICE as DEVICE
+from device import devices as devices
+from device import install_transport
+from device import own_device as own_device
+
+install_transport()
 HYPERPODRUN = "hyperpod_plugins.elastic.launch"
 TORCHRUN = "torch.distributed.run"
 PRELOAD = ("--preload", "torch,torch.distributed.fsdp")
 """For programs without Lightning, which takes seconds to import."""
 
 
-class Transient(Exception):
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "segfault": signal.SIGSEGV, "stop": signal.SIGSTOP}
+
+
+class Transient(RuntimeError):
     """What a fault raises."""
 
 
@@ -33,7 +49,10 @@ class Faults:
     def __init__(self):
         self.rank = int(os.environ["RANK"])
         self.folder = Path(os.environ["FAULTS_FOLDER"])
-        self.faults = [fault for fault in json.loads(os.environ.get("FAULTS", "[]")) if fault[2] == self.rank]
+        shift_s = json.loads(os.environ.get("CLOCK_SHIFTS", "{}")).get(str(self.rank), 0.0)
+        if shift_s:  # as if this rank ran on another machine
+            now, time.time = time.time, lambda: now() + shift_s
+        self.faults = [fault for fault in json.loads(os.environ.get("FAULTS", "[]")) if fault[2] in (self.rank, -1)]
 
     def at(self, point, step):
         """Something may happen here."""
@@ -51,12 +70,14 @@ class Faults:
                 time.sleep(60)
             if action == "freeze":
                 freeze(os.environ["JOB_MARK"])
+            if action.startswith("sleep"):
+                time.sleep(float(action.removeprefix("sleep")))
+            if action.startswith("kill in"):
+                threading.Timer(float(action.removeprefix("kill in")), os.kill, (os.getpid(), signal.SIGKILL)).start()
             if action.startswith("pause"):
                 pause(float(action.removeprefix("pause")))
-            if action == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if action == "term":
-                os.kill(os.getpid(), signal.SIGTERM)
+            if action in SIGNALS:
+                os.kill(os.getpid(), SIGNALS[action])
             if action == "raise":
                 raise Transient(f"fault at {point} of step {step}")
             if action == "break":
@@ -75,6 +96,19 @@ class Faults:
         """A line of this rank's record, which outlives the process."""
         with (self.folder / f"record-{self.rank}.jsonl").open("a") as file:
             file.write(json.dumps(values) + "\n")
+
+
+def noticed(optimizer_class, notice):
+    """A class of torch's optimizers that calls `notice` where its step begins to write, for its one group.
+
+    A hook of the optimizer would not do: with one, the step comes before the vote, and this is about steps after it.
+    """
+
+    def _init_group(self, *args, **kwargs):
+        notice()
+        return optimizer_class._init_group(self, *args, **kwargs)
+
+    return type(optimizer_class.__name__, (optimizer_class,), {"_init_group": _init_group})
 
 
 def agent_pid():

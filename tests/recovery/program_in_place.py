@@ -22,6 +22,11 @@ from hyperpod_plugins.recovery import TrainingState
 from hyperpod_plugins.recovery.faults import Injector
 
 torch.set_num_threads(1)
+sys.path.append(str(Path(__file__).parents[1]))
+
+from device import ACCELERATOR, devices, install_transport
+
+install_transport()
 
 
 class Samples(torch.utils.data.Dataset):
@@ -93,8 +98,8 @@ def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeo
     )
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(**json.loads(degrees), trust_checkpoints=True),
-        accelerator="cpu",
-        devices=4,
+        accelerator=ACCELERATOR,
+        devices=devices(4),
         max_steps=20,
         accumulate_grad_batches=int(micro_steps),
         gradient_clip_val=1.0,

@@ -9,7 +9,7 @@ warnings.filterwarnings("ignore")
 
 import lightning.pytorch as pl
 import torch
-from faults import Faults
+from faults import ACCELERATOR, Faults, devices, noticed
 from torch import nn
 
 from hyperpod_plugins.lightning import (
@@ -51,17 +51,20 @@ class Module(pl.LightningModule):
     def on_after_backward(self):
         faults.at("backward", self.global_step)
 
+    def test_step(self, batch, index):
+        faults.at("test", index)
+        self.log("test", self.net(batch).square().mean(), sync_dist=True)
+
     def configure_optimizers(self):
         if option("OPTIMIZER", "adamw") == "sgd":
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            optimizer = noticed(torch.optim.SGD, self.committing)(self.parameters(), lr=0.05, momentum=0.9)
         else:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        optimizer.register_step_pre_hook(lambda *_: faults.at("optimizer", self.global_step))
-        optimizer.register_step_post_hook(self.committed)
+            optimizer = noticed(torch.optim.AdamW, self.committing)(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def committed(self, *_):
+    def committing(self):
+        faults.at("optimizer", self.global_step)
         faults.note(
             kind="step",
             step=self.global_step,
@@ -146,7 +149,8 @@ def main():
         strategy=HyperPodStrategy(
             hybrid_shard_degree=option("SHARDS", 1), tensor_plan={"net.0": "colwise", "net.3": "rowwise"}
         ),
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
+        devices=devices(int(os.environ["LOCAL_WORLD_SIZE"])),
         max_steps=option("STEPS", 100_000),
         logger=False,
         callbacks=callbacks,
@@ -174,7 +178,12 @@ def main():
         "lasted_s": [repair.total_s for repair in recovery.repairs],
         "replicas": [resize.num_replicas for resize in elastic.resizes],
     }
-    torch.save(result, faults.folder / f"result-{faults.rank}.pt")
+    path = faults.folder / f"result-{faults.rank}.pt"
+    if not path.exists():  # else all have begun again after the fit
+        torch.save(result, path)
+    if option("TEST", 0):
+        (measured,) = trainer.test(module, torch.utils.data.DataLoader(torch.ones(8, WIDTH)), verbose=False)
+        faults.note(kind="test", value=measured["test"], step=trainer.global_step)
 
 
 if __name__ == "__main__":

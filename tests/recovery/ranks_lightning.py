@@ -2,14 +2,16 @@
 """A Lightning program that meets faults at every point of its life; run by `hyperpodrun` (see `faults.py`)."""
 
 import os
+import random
 import time
 import warnings
 
 warnings.filterwarnings("ignore")
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
-from faults import Faults
+from faults import ACCELERATOR, Faults, devices, noticed
 from lightning.pytorch.loggers import Logger
 from torch import nn
 from torchmetrics import MeanMetric
@@ -43,7 +45,9 @@ class Tokens(torch.utils.data.Dataset):
         if self.module is not None:
             faults.at("dataloader", self.module.global_step)
         generator = torch.Generator().manual_seed(1000 * self.seed + index)
-        return torch.randint(VOCABULARY, (SEQUENCE,), generator=generator)
+        tokens = torch.randint(VOCABULARY, (SEQUENCE,), generator=generator)
+        tokens[random.randrange(SEQUENCE)] = np.random.randint(VOCABULARY)  # a random transform
+        return tokens.roll(int(torch.randint(SEQUENCE, ())))
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -83,9 +87,23 @@ class Net(nn.Module):
         return self.output(self.norm(x))
 
 
+class Losses:
+    """A mean over the samples of one rank, of which nobody else knows."""
+
+    def __init__(self):
+        self.mean = 0.0
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+
+
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
+        self.losses = Losses()
         self.net = Net()
         self.mean, self.val_mean = MeanMetric(), MeanMetric()
 
@@ -93,12 +111,22 @@ class Module(pl.LightningModule):
         logits = self.net(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
 
+    def setup(self, stage):
+        if option("NORM", "layer") == "batch":
+            self.trainer.strategy.register_rank_local("losses", self.losses)
+
+    def on_after_batch_transfer(self, batch, index):
+        """In evaluations, too."""
+        mixed = lambda tokens: torch.where(torch.rand(tokens.shape, device=tokens.device) < 0.1, tokens.flip(0), tokens)  # noqa: E731
+        return {name: mixed(tokens) for name, tokens in batch.items()} if isinstance(batch, dict) else mixed(batch)
+
     def training_step(self, batch, index):
         faults.at("forward", self.global_step)
         time.sleep(option("STEP_S", 0.0))
         if isinstance(batch, dict):
             batch = torch.cat([batch.pop("a"), batch.pop("b")])
         loss = self.loss(batch)
+        self.losses.mean = 0.5 * self.losses.mean + 0.5 * float(loss)
         self.mean(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
@@ -122,10 +150,16 @@ class Module(pl.LightningModule):
         faults.at("scheduler", self.global_step)
         super().lr_scheduler_step(scheduler, metric)
 
-    def on_train_batch_end(self, *_):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        at = f"end of batch {batch_idx} of epoch {self.current_epoch}"
+        faults.note(kind="drawn", at=at, value=torch.rand(()).item())
         faults.at("batch end", self.global_step)
 
+    def on_train_epoch_start(self):
+        faults.note(kind="drawn", at=f"begin of epoch {self.current_epoch}", value=random.random())
+
     def on_train_epoch_end(self):
+        faults.note(kind="drawn", at=f"end of epoch {self.current_epoch}", value=np.random.rand())
         faults.at("epoch end", self.global_step)
 
     def on_validation_end(self):
@@ -140,11 +174,12 @@ class Module(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint):
         faults.at("checkpoint", self.global_step)
+        checkpoint["export"] = self.net.output.weight.detach().full_tensor()  # communicates; nobody reads it back
 
     def configure_optimizers(self):
         faults.at("setup", 0)
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        optimizer.register_step_pre_hook(lambda *_: faults.at("optimizer", self.global_step))
+        adamw = noticed(torch.optim.AdamW, lambda: faults.at("optimizer", self.global_step))
+        optimizer = adamw(self.parameters(), lr=1e-2)
         if option("INTERVAL", "step") == "epoch":
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         else:
@@ -157,13 +192,68 @@ class Module(pl.LightningModule):
     def train_dataloader(self):
         data = Tokens(64, 1)
         data.module = self
-        make = lambda batch_size, data: torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=True)  # noqa: E731
+        make = lambda batch_size, data: torch.utils.data.DataLoader(  # noqa: E731
+            data, batch_size=batch_size, shuffle=True, num_workers=option("WORKERS", 0)
+        )
         if option("LOADERS", 1) == 2:
             return {"a": make(1, Tokens(32, 2)), "b": make(1, Tokens(16, 3))}
         return make(option("BATCH", 2), data)
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(Tokens(16, 4), batch_size=1)
+
+
+class Ema(pl.Callback):
+    """Averages this rank's shards after each step."""
+
+    def __init__(self):
+        self.shards, self.step = [], 0
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == self.step:  # within a window of micro-steps
+            return
+        self.step = trainer.global_step
+        with torch.no_grad():
+            now = [local(parameter) for parameter in module.parameters()]
+            self.shards = [0.9 * old + 0.1 * new for old, new in zip(self.shards or now, now, strict=True)]
+
+    def state_dict(self):
+        return {"shards": self.shards, "step": self.step}
+
+    def load_state_dict(self, state):
+        self.shards, self.step = state["shards"], state["step"]
+
+
+class Counting(pl.Callback):
+    """Counts how often a hook ran, which counts once for each batch however often a step is run."""
+
+    def __init__(self):
+        self.count = 0
+
+    @property
+    def state_key(self):
+        return type(self).__name__
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+    def called(self, *_):
+        self.count += 1
+
+
+class CountsBatches(Counting):
+    on_train_batch_start = Counting.called
+
+
+class CountsEnds(Counting):
+    on_train_batch_end = Counting.called
+
+
+class CountsBackwards(Counting):
+    on_after_backward = Counting.called
 
 
 class Record(Logger):
@@ -207,9 +297,9 @@ def instrument():
         restore(self, plan, rank)
         faults.at("restored", step)
 
-    def sending(self, rank):
+    def sending(self, *ranks):
         faults.at("send", step)
-        send(self, rank)
+        send(self, *ranks)
 
     def receiving(self, rank):
         faults.at("receive", step)
@@ -220,9 +310,16 @@ def instrument():
     TrainingState.send, TrainingState.receive = sending, receiving
 
 
+class Stops(pl.Callback):
+    """Asks to stop in the middle of a step's micro-steps, as a time limit may."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.should_stop |= trainer.fit_loop.epoch_loop.batch_progress.total.ready == option("STOP_AT", 0)
+
+
 def local(tensor):
     whole = tensor.detach()
-    return (whole.to_local() if hasattr(whole, "to_local") else whole).clone()
+    return (whole.to_local() if hasattr(whole, "to_local") else whole).clone().cpu()
 
 
 def main():
@@ -239,18 +336,21 @@ def main():
         faults.folder / "checkpoints", filename="{step}", every_n_train_steps=6, save_top_k=-1
     )
     early = pl.callbacks.EarlyStopping("val", patience=option("PATIENCE", 100))
-    bars = [Bar()] if option("BAR", 0) else []
+    bars, ema = [Bar()] if option("BAR", 0) else [], Ema()
+    counting = [CountsBatches(), CountsEnds(), CountsBackwards()]
+    averages = [pl.callbacks.EMAWeightAveraging(decay=0.8)] if option("AVERAGE", 0) else []
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(
             **LAYOUTS[option("LAYOUT", "hsdp")],
             background_checkpoints=option("BACKGROUND", 0) > 0,
             timeout_s=option("TIMEOUT_S", 1800),
         ),
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
+        devices=devices(int(os.environ["LOCAL_WORLD_SIZE"])),
         max_steps=option("STEPS", 24),
         logger=Record(),
         log_every_n_steps=1,
-        callbacks=[checkpoints, early, recovery, *bars],
+        callbacks=[checkpoints, early, recovery, ema, *averages, *bars, *counting, Stops()],
         val_check_interval=option("VALIDATE_EVERY", 4 * accumulate),
         num_sanity_val_steps=2,
         enable_progress_bar=bool(bars),
@@ -264,6 +364,12 @@ def main():
     validated = trainer.validate(module, verbose=False) if option("VALIDATE_AFTER", 0) else []
     (optimizer,) = trainer.optimizers
     state = {name: local(value) for name, value in [*module.named_parameters(), *module.named_buffers()]}
+    state |= {f"ema.{number}": shard for number, shard in enumerate(ema.shards)}
+    state |= {each.state_key: torch.tensor(each.count) for each in counting}
+    if option("NORM", "layer") == "batch":
+        state["losses"] = torch.tensor(module.losses.mean)
+    for average in averages:
+        state |= {f"average.{name}": local(value) for name, value in average._average_model.state_dict().items()}
     for number, values in enumerate(optimizer.state.values()):
         state |= {f"{number}.{key}": local(value) for key, value in values.items()}
     result = {

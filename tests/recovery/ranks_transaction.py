@@ -6,7 +6,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from faults import Faults
+from faults import DEVICE, Faults, own_device
 from torch import nn
 
 from hyperpod_plugins.comm import breaker
@@ -15,6 +15,8 @@ from hyperpod_plugins.elastic.membership import MembershipPolicy
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
+from hyperpod_plugins.parallel.shard import local_part
+from hyperpod_plugins.parallel.unit_watch import settle_gradients
 from hyperpod_plugins.recovery import (
     HangPolicy,
     Member,
@@ -33,7 +35,7 @@ faults = Faults()
 class Subject:
     """A model, an optimizer and a scheduler."""
 
-    can_undo_exceptions = True
+    can_undo_exceptions = can_undo = True
 
     def __init__(self, state, scheduler):
         self.state, self.scheduler = state, scheduler
@@ -48,6 +50,9 @@ class Subject:
             for buffer, saved in self.buffers:
                 buffer.copy_(saved)
 
+    def share(self, step):
+        pass
+
     def end_iteration(self):
         end_iteration(self.state.model)
 
@@ -56,6 +61,9 @@ class Subject:
         (optimizer,) = self.state.optimizers
         torch.save({"scheduler": self.scheduler.state_dict(), "lr": optimizer.param_groups[0]["lr"]}, buffer)
         return buffer.getvalue()
+
+    describe_own = describe
+    local_steps = None
 
     def load(self, description):
         """As a newcomer; the learning rate of the rank that sends tensors may be one step behind the scheduler."""
@@ -80,6 +88,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
         self.dropout = nn.Dropout(0.25)
         self.register_buffer("num_calls", torch.zeros(()))
+        self.teacher = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
 
     def forward(self, x):
         self.num_calls += 1
@@ -90,7 +99,7 @@ class Net(nn.Module):
 
 def local(tensor):
     whole = tensor.detach()
-    return (whole.to_local() if hasattr(whole, "to_local") else whole).clone()
+    return (whole.to_local() if hasattr(whole, "to_local") else whole).clone().cpu()
 
 
 def main():
@@ -104,12 +113,13 @@ def main():
         hangs=HangPolicy(floor_s=3.0),
     )
     member.start()
+    device = own_device(env.local_rank)
     dist.init_process_group("hyperpod")
     config = ParallelConfig(hybrid_shard_degree=2)
     topology = config.topology(env.world_size)
     torch.manual_seed(0)
     model = Net()
-    parallelize(model, build_mesh(topology, "cpu"), config)
+    parallelize(model, build_mesh(topology, DEVICE), config)
     faults.at("setup", job.incarnation)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
@@ -120,7 +130,7 @@ def main():
         subject,
         topology,
         policy=RetryPolicy(),
-        device=torch.device("cpu"),
+        device=device,
         on_repair=repairs.append,
     )
     if job.is_newcomer:
@@ -138,10 +148,11 @@ def main():
             attempts += 1
             seed_micro_step(5, step, 0, topology.data_rank(env.global_rank))
             faults.at("forward", step)
-            data = torch.randn(BATCH, WIDTH)
+            data = torch.randn(BATCH, WIDTH, device=device)
             loss = (model(data) - data).square().mean()
             loss.backward()
             faults.at("backward", step)
+            settle_gradients(model)  # a commit must not communicate
             clip_grad_norm_(model.parameters(), 0.5)
             faults.at("clip", step)
             return loss.detach()
@@ -154,6 +165,8 @@ def main():
 
         loss = transaction.run(compute, commit)
         faults.at("committed", step)
+        with torch.no_grad():  # what a callback does at the end of a batch
+            local_part(model.teacher).lerp_(local_part(model.layers[0].weight), 0.5)
         faults.note(kind="loss", step=step, loss=loss.hex(), lr=optimizer.param_groups[0]["lr"])
         scheduler.step()
     assert breaker.cause is None

@@ -1,6 +1,6 @@
 """Kill ranks of a job at random from outside, many times, and compare the end with that of an undisturbed job.
 
-    python tests/recovery/soak.py --kills 100 --seed 1
+    python tests/recovery/soak.py --kills 100 --seed 1 --transport nccl-like
 
 Not collected by pytest. Prints one line a check, and exits with 1 if any failed: the same bits, no step logged with
 another value, survivors whose memory, descriptors and threads stay flat, no process left behind.
@@ -22,7 +22,7 @@ import torch
 from faults import Job, left_processes, run_job, start
 
 SLOW_STEP_S = 0.05
-SETTLED_S, WINDOW_S, TIMEOUT_S = 3.0, 10.0, 5
+SETTLED_S, WINDOW_S, TIMEOUT_S = 3.0, 15.0, 5
 
 
 def workers(mark):
@@ -54,22 +54,23 @@ def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
     """Kill one worker at a time, once all have trained since the last kill; returns what was measured of each process.
 
     One process, drawn in the beginning, is spared in the first half, and another in the second: they survive many.
-    What is measured goes on until the job ends.
+    Each sample is taken just before a kill, some time after the last repair, so that all are of whole jobs. There is
+    none after the last kill: what connections there are depends on the last repair, and would stay the same.
     """
     history, kills, spared = {}, 0, 0
     output, log = folder / "output", folder / "record-0.jsonl"
     while agent.poll() is None and time.monotonic() < deadline_s and not (log.exists() and log.read_text()):
-        time.sleep(0.1)  # before the first step a loss ends the job
+        time.sleep(0.1)  # before the first step a loss makes all start again
     while agent.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(chooser.uniform(*pause_s))
-        repaired = output.read_text().count("repaired in")
-        if repaired < kills:  # the last one is being repaired, and holds the only copy of nothing
+        if kills == num_kills or output.read_text().count("repaired in") < kills:
+            time.sleep(0.1)  # the last one is being repaired, and holds the only copy of nothing
             continue
+        time.sleep(chooser.uniform(*pause_s))
         pids = workers(agent.mark)
-        for pid in pids:
-            with contextlib.suppress(OSError, KeyError):  # it ends just now
-                history.setdefault(pid, []).append((time.monotonic(), measure(pid)))
-        if len(pids) == 4 and kills < num_kills:
+        if len(pids) == 4:
+            for pid in pids:
+                with contextlib.suppress(OSError, KeyError):  # it ends just now
+                    history.setdefault(pid, []).append((time.monotonic(), measure(pid)))
             if kills in (0, num_kills // 2) or spared not in pids:
                 spared = chooser.choice([pid for pid in pids if pid != spared])
             with contextlib.suppress(ProcessLookupError):
@@ -82,12 +83,13 @@ def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
 def growth(history):
     """How much more a process has at the end of its life than at its beginning, at most: MiB, descriptors, threads.
 
-    The lowest count of ten seconds each, for what gloo leaves asleep goes with its timeout. The very first and last
-    seconds are left out: a process that ends has less. Last, how many processes lived long enough.
+    The lowest count of fifteen seconds each, for what gloo leaves asleep goes with its timeout, and whoever has just
+    given its state away has connections for that. The very first seconds are left out. Last, how many processes lived
+    long enough.
     """
     worst, num_compared = [0.0, 0.0, 0.0], 0
     for samples in history.values():
-        began_s, ended_s = samples[0][0] + SETTLED_S, samples[-1][0] - SETTLED_S
+        began_s, ended_s = samples[0][0] + SETTLED_S, samples[-1][0]
         if ended_s - began_s < 2 * WINDOW_S:
             continue
         early = [sample for at_s, sample in samples if began_s <= at_s < began_s + WINDOW_S]
@@ -105,8 +107,11 @@ def main():
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=1800.0)
+    parser.add_argument(
+        "--transport", choices=["gloo", "nccl-like"], default="gloo", help="of the job that is disturbed"
+    )
     args = parser.parse_args()
-    environ = {"STEPS": str(200 + 14 * args.kills), "STEP_S": str(SLOW_STEP_S), "REPLACEMENT_S": "120"}
+    environ = {"STEPS": str(200 + 8 * args.kills), "STEP_S": str(SLOW_STEP_S), "REPLACEMENT_S": "120"}
     environ["PATIENCE"] = environ["STEPS"]  # early stopping has no part in this
     environ["TIMEOUT_S"] = str(TIMEOUT_S)  # of what gloo leaves asleep, see the note on slices in comm/works.py
     failed = False
@@ -123,7 +128,7 @@ def main():
         calm_s = time.monotonic() - began_s
         folder = Path(place, "storm")
         began_s = time.monotonic()
-        agent = start("ranks_lightning.py", folder, environ=environ)
+        agent = start("ranks_lightning.py", folder, environ={**environ, "HYPERPOD_TEST_TRANSPORT": args.transport})
         try:
             kills, history = torment(
                 agent, folder, args.kills, (0.3, 1.5), random.Random(args.seed), began_s + args.limit_s
@@ -158,7 +163,7 @@ def main():
             check(f"log of rank {rank}", not wrong, str(wrong[:3]))
         rss_mib, descriptors, threads, num_compared = growth(history)
         check("memory flat", rss_mib < 30, f"{rss_mib:.1f} MiB more at most")
-        check("processes compared", num_compared > 3, str(num_compared))
+        check("processes compared", num_compared >= 2, str(num_compared))
         check("descriptors flat", descriptors <= 4, f"{descriptors:.0f} more at most")
         check("threads flat", threads <= 2, f"{threads:.0f} more at most")
         lasted_s = [each for result in found.results() for each in result["lasted_s"]]

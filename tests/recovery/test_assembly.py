@@ -17,8 +17,9 @@ from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryError, RecoveryTimeout
 from hyperpod_plugins.recovery import NO_STATE, Arrival, PeersOutside
 from hyperpod_plugins.recovery.assembly import Assembly, from_texts, to_text
+from hyperpod_plugins.recovery.detect import Beat
 from hyperpod_plugins.recovery.doorbell import Doorbell
-from hyperpod_plugins.recovery.halt import Stops
+from hyperpod_plugins.recovery.halt import Stops, Survivors
 from hyperpod_plugins.recovery.worlds import Worlds
 
 pytestmark = pytest.mark.slow_single  # threads that wait for each other
@@ -46,7 +47,7 @@ def play(connect):
     """Makes a process of some rank meet the others in generation 1, in a thread."""
     with ThreadPoolExecutor(16) as pool:
 
-        def begin(rank, arrival=SURVIVOR, *, world_size=3, timeout_s=DEADLINE_S, patience_s=DEADLINE_S):
+        def begin(rank, arrival=SURVIVOR, *, world_size=3, timeout_s=DEADLINE_S, patience_s=DEADLINE_S, outside_s=0.0):
             ledger = connect()
             assembly = Assembly(
                 ledger,
@@ -54,11 +55,16 @@ def play(connect):
                 Doorbell(connect),
                 place=rank,
                 policy=MembershipPolicy(replacement_timeout_s=timeout_s),
-                patience_s=lambda: patience_s,
+                survivors=Survivors(ledger, patience_s=lambda: patience_s, outside_s=outside_s),
             )
             return pool.submit(assembly.meet, 1, arrival, time.monotonic())
 
         yield begin
+
+
+def idle(ledger):
+    """Of one that only says where it stopped."""
+    return Survivors(ledger, patience_s=lambda: DEADLINE_S, outside_s=DEADLINE_S)
 
 
 def until(condition):
@@ -140,7 +146,7 @@ def test_survivors_in_a_step_come_again_where_one_is_outside(play, connect):
     ledger = connect()
     until(lambda: ledger.num_arrived(1) == 2)
     worlds = Worlds(ledger, World.of_founders(3))
-    Stops(ledger, worlds, place=2, incarnation=0, policy=MembershipPolicy()).tell(
+    Stops(ledger, worlds, place=2, incarnation=0, policy=MembershipPolicy(), survivors=idle(ledger)).tell(
         1, committed=7, in_step=False, trainer=b""
     )
     for each in waiting:
@@ -211,7 +217,8 @@ def test_only_survivors_that_do_not_come_are_chased(play, connect):
     ledger = connect()
     policy = MembershipPolicy()
     worlds = Worlds(ledger, World.of_founders(4))
-    Stops(ledger, worlds, place=1, incarnation=0, policy=policy).tell(1, committed=7, in_step=True, trainer=b"")
+    stopped = Stops(ledger, worlds, place=1, incarnation=0, policy=policy, survivors=idle(ledger))
+    stopped.tell(1, committed=7, in_step=True, trainer=b"")
     ledger.next_incarnation(2)
     waiting = play(0, world_size=4, patience_s=0.1)
     wanted = []
@@ -219,6 +226,29 @@ def test_only_survivors_that_do_not_come_are_chased(play, connect):
     ledger.end(1, Incident(kind="request", cause="test"))
     assert waiting.result(DEADLINE_S) is None
     assert set(wanted + ledger.new_kills()) == {(3, 0)}
+
+
+def test_a_survivor_that_is_busy_outside_of_a_step_is_waited_for(play, connect):
+    """Longer than for lost ones to be replaced, as hang detection grants it; then it is stuck like any other."""
+    ledger = connect()
+    beat = Beat(
+        incarnation=0,
+        generation=0,
+        committed=7,
+        place="saving a checkpoint",
+        in_step=False,
+        is_loading=False,
+        waits_for="",
+        waited_s=0.0,
+        number=1,
+    )
+    ledger.beat(1, beat.to_dict())
+    began_s = time.monotonic()
+    waiting = play(0, world_size=2, timeout_s=0.5, patience_s=0.2, outside_s=4.0)
+    until(lambda: ledger.new_kills() == [(1, 0)])
+    assert time.monotonic() - began_s >= 4.0
+    with pytest.raises(RecoveryTimeout, match=r"ranks \[1\]"):
+        waiting.result(DEADLINE_S)
 
 
 def test_the_bell_rings_when_there_is_a_plan(connect):

@@ -35,7 +35,53 @@ NEW = arrived(NO_STATE, incarnation=1)
 )
 def test_the_plan(arrivals, step, roll_forward, sources):
     plan = plan_recovery(dict(enumerate(arrivals)), HSDP)
-    assert plan == RecoveryPlan(step=step, roll_forward=roll_forward, sources=sources)
+    hooks_first = bool(set(roll_forward) & set(sources.values()))
+    assert plan == RecoveryPlan(step=step, roll_forward=roll_forward, sources=sources, hooks_first=hooks_first)
+
+
+def test_state_comes_from_a_rank_that_has_the_hooks_of_the_step_behind_it():
+    replicas = Topology(world_size=3, shard_degree=1)
+    plan = plan_recovery(dict(enumerate([arrived(5, 6), NEW, arrived(6)])), replicas)
+    assert (plan.sources, plan.hooks_first) == ({1: 2}, False)
+
+
+def keeping(*local_steps, snapshots=(), needs_local=False):
+    return Arrival(
+        incarnation=0,
+        committed=5,
+        snapshots=snapshots,
+        ward_snapshots=snapshots,
+        local_steps=local_steps,
+        needs_local=needs_local,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "step", "is_return"),
+    [
+        pytest.param([keeping(4, 5)] * 2 + [NEW, keeping(4, 5)], 5, False, id="its buddy has it"),
+        pytest.param([arrived(5), NEW, NEW, arrived(5)], 5, False, id="nobody has anything alone, or the job grows"),
+        pytest.param([keeping(4, 5), NEW, NEW, keeping(4, 5)], 5, False, id="its buddy was lost too, and no snapshots"),
+        pytest.param(
+            [keeping(snapshots=(3,))] * 2 + [NEW, keeping(snapshots=(3,))], 3, True, id="too much, and a snapshot"
+        ),
+        pytest.param(
+            [keeping(4, 5, snapshots=(3,)), Arrival(incarnation=1, snapshots=(3,)), NEW, keeping(4, 5, snapshots=(3,))],
+            3,
+            True,
+            id="its buddy was lost too, and its snapshot is in shared memory",
+        ),
+    ],
+)
+def test_what_a_rank_had_alone_is_looked_for_down_the_ladder(arrivals, step, is_return):
+    plan = plan_recovery(dict(enumerate(arrivals)), HSDP)
+    assert (plan.step, plan.is_return) == (step, is_return)
+
+
+def test_without_what_a_rank_had_alone_the_job_goes_back_to_a_checkpoint_where_it_is_told_to():
+    exact = keeping(4, 5, needs_local=True)
+    with pytest.raises(StateLost, match=r"ranks \[1\] had alone after step 5"):
+        plan_recovery(dict(enumerate([exact, NEW, NEW, exact])), HSDP)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +140,9 @@ def test_all_end_at_one_step_and_nobody_goes_back(case):
         else:
             assert each.committed == plan.step
     for peers in covered:
-        load = [list(plan.sources.values()).count(rank) for rank in peers if rank not in plan.sources]
+        holders = [rank for rank in peers if rank not in plan.sources]
+        have_run_hooks = [rank for rank in holders if rank not in plan.roll_forward] or holders
+        load = [list(plan.sources.values()).count(rank) for rank in have_run_hooks]
         assert max(load) - min(load) <= 1
 
 

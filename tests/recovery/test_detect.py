@@ -8,9 +8,18 @@ import pytest
 import torch
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.recovery.detect import Beat, HangPolicy, StepTimes, Suspicion, diagnose, is_loading
+from hyperpod_plugins.recovery.detect import (
+    Beat,
+    BeatAges,
+    HangPolicy,
+    StepTimes,
+    Suspicion,
+    diagnose,
+    furthest_behind,
+    is_loading,
+    look_every_s,
+)
 
-NOW_S = 5000.0
 LIMIT_S = 40.0
 POLICY = HangPolicy(floor_s=30.0, factor=10.0, early_s=120.0, outside_s=900.0)
 COMPUTES = Beat(
@@ -22,7 +31,7 @@ COMPUTES = Beat(
     is_loading=False,
     waits_for="",
     waited_s=0.0,
-    at_s=NOW_S,
+    number=70,
 )
 WAITS = replace(COMPUTES, waits_for="shard", waited_s=41.0)
 WAITS_OUTSIDE = replace(WAITS, in_step=False)
@@ -30,28 +39,25 @@ IS_OUTSIDE = replace(COMPUTES, in_step=False, place="between steps 6 and 7")
 LOADS = replace(IS_OUTSIDE, is_loading=True)
 
 
-def silent(beat, silent_s):
-    return replace(beat, at_s=NOW_S - silent_s)
-
-
-def causes(own, other, limit_s=LIMIT_S):
+def causes(own, other, silent_s=0.0, limit_s=LIMIT_S):
     """What rank 0 says of rank 1."""
-    return [each.cause for each in diagnose({0: own, 1: other}, own, limit_s, POLICY, NOW_S)]
+    return [each.cause for each in diagnose({0: own, 1: other}, own, limit_s, POLICY, {0: 0.0, 1: silent_s})]
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "cause"),
+    ("own", "other", "silent_s", "cause"),
     [
-        pytest.param(WAITS, COMPUTES, "for 41 s; it is computing step 7", id="in a step, and elsewhere"),
-        pytest.param(WAITS, LOADS, "for 41 s; it is between steps 6 and 7", id="loading data"),
-        pytest.param(replace(WAITS, waited_s=901.0), IS_OUTSIDE, "for 901 s; it is between", id="outside too long"),
-        pytest.param(replace(WAITS_OUTSIDE, waited_s=901.0), COMPUTES, "for 901 s", id="waiting outside too long"),
-        pytest.param(WAITS, silent(COMPUTES, -4.0), "for 41 s", id="a clock that is ahead"),
-        pytest.param(WAITS, silent(COMPUTES, 4.0), "for 41 s", id="a beat that is late"),
+        pytest.param(WAITS, COMPUTES, 0.0, "for 41 s; it is computing step 7", id="in a step, and elsewhere"),
+        pytest.param(WAITS, LOADS, 0.0, "for 41 s; it is between steps 6 and 7", id="loading data"),
+        pytest.param(
+            replace(WAITS, waited_s=901.0), IS_OUTSIDE, 0.0, "for 901 s; it is between", id="outside too long"
+        ),
+        pytest.param(replace(WAITS_OUTSIDE, waited_s=901.0), COMPUTES, 0.0, "for 901 s", id="waiting outside too long"),
+        pytest.param(WAITS, COMPUTES, 4.0, "for 41 s", id="a beat that is late"),
     ],
 )
-def test_a_rank_that_does_not_come_is_suspected(own, other, cause):
-    [told] = causes(own, other)
+def test_a_rank_that_does_not_come_is_suspected(own, other, silent_s, cause):
+    [told] = causes(own, other, silent_s)
     assert told.startswith(f"did not come to the shard collective {cause}")
 
 
@@ -63,45 +69,95 @@ def test_a_rank_that_does_not_come_is_suspected(own, other, cause):
 )
 def test_a_rank_that_is_silent_is_suspected_wherever_it_was(own, other):
     limit_s = LIMIT_S if own.in_step else POLICY.outside_s
-    assert causes(own, silent(other, limit_s + 1.0)) == [
+    assert causes(own, other, limit_s + 1.0) == [
         f"has not been heard of for {limit_s + 1.0:.0f} s; it was {other.place}"
     ]
-    assert causes(own, silent(other, limit_s)) == []
+    assert causes(own, other, limit_s) == []
 
 
 @pytest.mark.parametrize(
-    ("own", "other"),
+    ("own", "other", "silent_s"),
     [
-        pytest.param(COMPUTES, COMPUTES, id="no wait"),
-        pytest.param(replace(WAITS, waited_s=LIMIT_S), COMPUTES, id="a short wait"),
-        pytest.param(WAITS_OUTSIDE, COMPUTES, id="a short wait outside of a step"),
-        pytest.param(WAITS_OUTSIDE, silent(COMPUTES, 500.0), id="a short wait outside for one that is silent"),
-        pytest.param(WAITS, WAITS, id="it waits too"),
-        pytest.param(WAITS, replace(COMPUTES, generation=2), id="it is on its way to this generation"),
-        pytest.param(WAITS, IS_OUTSIDE, id="it is in a callback"),
-        pytest.param(replace(WAITS, waited_s=900.0), IS_OUTSIDE, id="it is in a long callback"),
-        pytest.param(WAITS, silent(COMPUTES, 6.0), id="where it is is not known"),
+        pytest.param(COMPUTES, COMPUTES, 0.0, id="no wait"),
+        pytest.param(replace(WAITS, waited_s=LIMIT_S), COMPUTES, 0.0, id="a short wait"),
+        pytest.param(WAITS_OUTSIDE, COMPUTES, 0.0, id="a short wait outside of a step"),
+        pytest.param(WAITS_OUTSIDE, COMPUTES, 500.0, id="a short wait outside for one that is silent"),
+        pytest.param(WAITS, WAITS, 0.0, id="it waits too"),
+        pytest.param(WAITS, replace(COMPUTES, generation=2), 0.0, id="it is on its way to this generation"),
+        pytest.param(WAITS, IS_OUTSIDE, 0.0, id="it is in a callback"),
+        pytest.param(replace(WAITS, waited_s=900.0), IS_OUTSIDE, 0.0, id="it is in a long callback"),
+        pytest.param(WAITS, COMPUTES, 6.0, id="where it is is not known"),
     ],
 )
-def test_nobody_is_suspected(own, other):
-    assert causes(own, other) == []
+def test_nobody_is_suspected(own, other, silent_s):
+    assert causes(own, other, silent_s) == []
+
+
+def at(collective, group="shard"):
+    return replace(WAITS, waits_for=group, collective=collective)
+
+
+@pytest.mark.parametrize(
+    ("others", "suspected"),
+    [
+        pytest.param([at(8), at(9)], [1], id="one has not completed what this rank has"),
+        pytest.param([at(8), at(7)], [2], id="two have not: the other may wait for the one in the older collective"),
+        pytest.param([at(8), at(8)], [1, 2], id="two in the oldest one"),
+        pytest.param([at(9), at(12)], [], id="nobody is behind"),
+        pytest.param([at(8), COMPUTES], [2], id="the one behind may wait for the one that computes"),
+        pytest.param([at(8), IS_OUTSIDE], [], id="or for one that has leave to be late"),
+        pytest.param([at(3, "replicate"), at(9)], [], id="another group counts its own"),
+        pytest.param([at(0), at(9)], [], id="a receive has no number"),
+        pytest.param([replace(at(8), generation=2), at(9)], [], id="of another generation"),
+    ],
+)
+def test_of_ranks_that_all_wait_those_in_the_oldest_collective_are_suspected(others, suspected):
+    beats = dict(enumerate([at(9), *others]))
+    silent_s = dict.fromkeys(beats, 0.0)
+    assert [each.rank for each in diagnose(beats, at(9), LIMIT_S, POLICY, silent_s)] == suspected
+    assert furthest_behind(beats, at(0), {}, LIMIT_S) == frozenset()  # nothing to compare with
+
+
+def test_nobody_counts_as_behind_while_a_rank_is_silent():
+    """It was stopped in a collective of another group, and the one behind waits for it."""
+    beats = {0: at(9), 1: at(8), 2: at(3, "world")}
+    assert [each.rank for each in diagnose(beats, at(9), LIMIT_S, POLICY, {2: 0.0})] == [1]
+    assert not diagnose(beats, at(9), LIMIT_S, POLICY, {2: 21.0})
+    assert [each.rank for each in diagnose(beats, at(9), LIMIT_S, POLICY, {2: 41.0})] == [2]
 
 
 def test_a_short_limit_leaves_time_for_some_beats():
     own = replace(WAITS, waited_s=3.0)
-    assert causes(own, silent(COMPUTES, 3.0), limit_s=2.0) == [
+    assert causes(own, COMPUTES, 3.0, limit_s=2.0) == [
         "did not come to the shard collective for 3 s; it is computing step 7"
     ]
-    assert causes(own, silent(WAITS, 5.0), limit_s=2.0) == []
-    assert causes(own, silent(WAITS, 5.5), limit_s=2.0) != []
+    assert causes(own, WAITS, 5.0, limit_s=2.0) == []
+    assert causes(own, WAITS, 5.5, limit_s=2.0) != []
 
 
 def test_all_that_hang_are_named_with_their_incarnations():
-    beats = {5: replace(COMPUTES, incarnation=2), 3: silent(WAITS, 50.0), 1: WAITS, 0: WAITS}
-    assert diagnose(beats, WAITS, LIMIT_S, POLICY, NOW_S) == [
+    beats = {5: replace(COMPUTES, incarnation=2), 3: WAITS, 1: WAITS, 0: WAITS}
+    assert diagnose(beats, WAITS, LIMIT_S, POLICY, {5: 0.0, 3: 50.0, 1: 0.5, 0: 0.5}) == [
         Suspicion(rank=3, incarnation=0, cause="has not been heard of for 50 s; it was computing step 7"),
         Suspicion(rank=5, incarnation=2, cause="did not come to the shard collective for 41 s; it is computing step 7"),
     ]
+
+
+def test_silence_is_measured_by_the_clock_of_the_one_that_reads():
+    ages = BeatAges()
+    assert ages.look({0: WAITS, 1: WAITS}, 1000.0) == {0: 0.0, 1: 0.0}  # however old they are
+    later = replace(WAITS, number=71)
+    assert ages.look({0: later, 1: WAITS}, 1030.0) == {0: 0.0, 1: 30.0}
+    assert ages.look({0: replace(later, waited_s=9.0), 1: replace(WAITS, incarnation=1)}, 1040.0) == {0: 10.0, 1: 0.0}
+    assert ages.look({1: replace(WAITS, incarnation=1), 2: WAITS}, 1041.0) == {1: 1.0, 2: 0.0}
+    assert ages.look({0: later}, 1050.0) == {0: 20.0}  # also if it was not read in between
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "world_size", "between_s"), [(3.0, 4, 1.0), (30.0, 4, 3.75), (900.0, 4, 112.5), (30.0, 4096, 20.48)]
+)
+def test_some_looks_come_before_the_limit(limit_s, world_size, between_s):
+    assert look_every_s(limit_s, world_size) == between_s < limit_s
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Where a job stands: what newcomers, and those that come again, read of those that have stopped."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,8 @@ from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.terms import Terms, leave_terms
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
-from hyperpod_plugins.recovery.halt import Halt, Note, Stops, furthest, members_before
+from hyperpod_plugins.recovery.detect import Beat
+from hyperpod_plugins.recovery.halt import Halt, Note, Stops, Survivors, furthest, members_before
 from hyperpod_plugins.recovery.worlds import Worlds
 
 WORLD_SIZE = 3
@@ -30,15 +32,21 @@ def ledger(store):
     return ledger
 
 
-def stops(store, rank, incarnation=0, timeout_s=60.0):
+def stops(store, rank, incarnation=0, timeout_s=60.0, patience_s=60.0, outside_s=60.0, kind=Ledger):
     policy = MembershipPolicy(replacement_timeout_s=timeout_s)
-    ledger = Ledger(store)
-    worlds = Worlds(ledger, World.of_founders(WORLD_SIZE))
-    return Stops(ledger, worlds, place=rank, incarnation=incarnation, policy=policy)
+    ledger = kind(store)
+    return Stops(
+        ledger,
+        Worlds(ledger, World.of_founders(WORLD_SIZE)),
+        place=rank,
+        incarnation=incarnation,
+        policy=policy,
+        survivors=Survivors(ledger, patience_s=lambda: patience_s, outside_s=outside_s),
+    )
 
 
-def note(committed, *, in_step=True, is_described=True):
-    return Note(incarnation=0, committed=committed, in_step=in_step, is_described=is_described)
+def note(committed, *, in_step=True, is_described=True, part=0):
+    return Note(incarnation=0, committed=committed, in_step=in_step, is_described=is_described, part=part)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +57,8 @@ def note(committed, *, in_step=True, is_described=True):
         pytest.param({0: note(3), 1: note(4)}, 1, id="the one that has committed most"),
         pytest.param({0: note(4, in_step=False), 1: note(4)}, 1, id="in a step rather than outside"),
         pytest.param({0: note(4, in_step=False), 1: note(3)}, 0, id="outside, but further"),
+        pytest.param({0: note(4, in_step=False), 1: note(4, in_step=False, part=2)}, 1, id="in a later part"),
+        pytest.param({0: note(4, in_step=False, part=1), 1: note(4)}, 1, id="in a step rather than at an epoch's end"),
         pytest.param({0: note(4, is_described=False), 1: note(3)}, None, id="the furthest cannot be described"),
         pytest.param({0: note(4, is_described=False), 1: note(4)}, 1, id="another one can"),
     ],
@@ -145,6 +155,46 @@ def test_a_generation_that_ends_is_left(store, ledger):
 def test_survivors_that_do_not_stop(store, ledger):
     with pytest.raises(RecoveryTimeout):
         stops(store, 2, timeout_s=0.1).wait(1, 0, None)
+
+
+class Lively(Ledger):
+    """Of a job whose rank 1 says something new whenever it is asked about."""
+
+    def beats(self, ranks):
+        self.num_asked = getattr(self, "num_asked", 0) + 1
+        beat = Beat(
+            incarnation=0,
+            generation=0,
+            committed=7,
+            place="in a callback",
+            in_step=False,
+            is_loading=False,
+            waits_for="",
+            waited_s=0.0,
+            number=self.num_asked,
+        )
+        return {rank: beat.to_dict() for rank in ranks}
+
+
+@pytest.mark.parametrize("is_lively", [False, True])
+def test_a_survivor_that_does_not_stop_is_replaced(store, ledger, is_lively):
+    """Soon where nothing is heard of it; else at the limit for what is outside of steps, and the others wait on."""
+    ledger.next_incarnation(2)
+    stops(store, 0).tell(1, committed=7, in_step=False, trainer=b"seven")
+    kind, timeout_s = (Lively, 4.0) if is_lively else (Ledger, 60.0)
+    waiting = stops(store, 2, incarnation=1, timeout_s=timeout_s, patience_s=0.2, outside_s=6.0, kind=kind)
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(waiting.wait, None, 0, None)
+        while not (kills := ledger.new_kills()):
+            time.sleep(0.01)
+            assert not found.done(), found.result()
+        asked_s = time.monotonic() - began_s
+        assert kills == [(1, 0)]
+        ledger.next_incarnation(1)  # as its agent does
+        assert found.result(60) == Halt(step=7, in_step=False, trainer=b"seven")
+    assert asked_s >= (6.0 if is_lively else 0.2)
+    assert not ledger.new_kills()
 
 
 def test_a_job_that_shrinks_goes_on_without_those_that_say_nothing(store, ledger):

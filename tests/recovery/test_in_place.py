@@ -28,7 +28,7 @@ TENSOR = json.dumps(
 pytestmark = pytest.mark.spawns
 
 
-def run(folder, degrees, micro_steps, faults, *more, timeout_s=120, meanwhile=lambda: None):
+def run(folder, degrees, micro_steps, faults, *more, timeout_s=120, meanwhile=lambda: None, transport="gloo"):
     """Run a job and return its exit code and what it printed; whatever happens, no process is left."""
     launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "4", "--preload", PRELOAD]
     command = [*launcher, str(PROGRAM), str(folder), degrees, str(micro_steps), faults, *more]
@@ -38,7 +38,7 @@ def run(folder, degrees, micro_steps, faults, *more, timeout_s=120, meanwhile=la
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HYPERPOD_TEST_TRANSPORT": transport},
         )
         try:
             meanwhile()
@@ -83,7 +83,7 @@ def assert_same_log(disturbed, undisturbed, num_missing):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "micro_steps", "faults", "num_repairs"),
+    ("degrees", "micro_steps", "faults", "num_repairs", "transport"),
     [
         pytest.param(
             HSDP,
@@ -93,7 +93,9 @@ def assert_same_log(disturbed, undisturbed, num_missing):
             "kill:rank=0,step=9,phase=batch_end; kill:rank=3,step=13,phase=dataloader; "
             "kill:rank=1,step=16,phase=validation; kill:rank=2,step=19,phase=optimizer_step",
             8,
+            "gloo",
             id="hsdp-every-phase",
+            marks=pytest.mark.gpu,
         ),
         pytest.param(
             TENSOR,
@@ -101,7 +103,9 @@ def assert_same_log(disturbed, undisturbed, num_missing):
             "kill:rank=0,step=5,phase=forward; exception:rank=2,step=7,phase=backward; "
             "kill:rank=3,step=11,phase=optimizer_step",
             3,
+            "gloo",
             id="tensor-parallel",
+            marks=pytest.mark.gpu,
         ),
         pytest.param(
             HSDP,
@@ -109,6 +113,7 @@ def assert_same_log(disturbed, undisturbed, num_missing):
             "kill:rank=2,step=4,phase=forward; stop:rank=1,step=9,phase=forward; "
             "hang:rank=3,step=13,phase=fetching; kill:rank=0,step=15,phase=batch_end",
             4,
+            "nccl-like",
             id="accumulation-and-ranks-that-stop-and-hang",
         ),
         pytest.param(
@@ -117,12 +122,13 @@ def assert_same_log(disturbed, undisturbed, num_missing):
             "kill:rank=0,step=6,phase=forward; kill:rank=1,step=6,phase=forward; kill:rank=2,step=12,phase=backward; "
             "kill:rank=2,step=12,phase=forward,incarnation=1",
             2,
+            "gloo",
             id="a-whole-replica-at-once-and-the-same-rank-twice",
         ),
     ],
 )
-def test_faults_change_nothing(tmp_path, degrees, micro_steps, faults, num_repairs):
-    disturbed, text = results(tmp_path, degrees, micro_steps, faults)
+def test_faults_change_nothing(tmp_path, degrees, micro_steps, faults, num_repairs, transport):
+    disturbed, text = results(tmp_path, degrees, micro_steps, faults, transport=transport)
     assert_same_end(disturbed, undisturbed(degrees, micro_steps))
     assert_same_log(disturbed[0], undisturbed(degrees, micro_steps)[0], num_missing=faults.count("kill:rank=0"))
     assert text.count("repaired in") >= num_repairs, text[-6000:]

@@ -22,7 +22,11 @@ from hyperpod_plugins.data import sample_order
 pytestmark = pytest.mark.spawns
 
 
+@pytest.mark.gpu
 def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
+    """Then a worker is lost while all test: they begin again, past the training."""
+    nodes.args = (*nodes.args, "--rdzv-conf=keep_alive_interval=0.2,last_call_timeout=5")  # they meet once more
+    nodes.environ |= {"TEST": "1", "FAULTS": json.dumps([["test", 1, 1, "kill"]])}
     num_steps = nodes.go_through_sizes()
 
     environ = {"TOKENS": str(tokens), "STEPS": str(num_steps)}
@@ -44,6 +48,10 @@ def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
     (wanted,) = calm.results(1)
     found = torch.load(nodes.folder / "result-0.pt", weights_only=True)
     assert found["lr"] == wanted["lr"]
+    assert (nodes.folder / "fault-test-1-1-kill").exists()
+    tested = [nodes.folder / f"record-{rank}.jsonl" for rank in range(3)]
+    ends = [json.loads(path.read_text().splitlines()[-1]) for path in tested]
+    assert {(end["kind"], end["step"], end["value"]) for end in ends} == {("test", num_steps, ends[0]["value"])}
     replicas = found["replicas"]
     assert [size for size in replicas if size in (2, 4, 1)][:3] == [2, 4, 1]
     assert replicas[-1] == 3
@@ -52,11 +60,12 @@ def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
     assert not left_processes("FAULTS_FOLDER=" + str(nodes.folder), patience_s=5.0)
 
 
-def test_asked_for_from_a_shell(nodes):
+def test_asked_for_from_a_shell_to_every_size(nodes):
+    nodes.num_ranks = 2
     nodes.start("a")
     nodes.await_store()
     nodes.start("b")
-    nodes.await_size(2)
+    nodes.await_size(4)
     (ticket,) = (nodes.folder / "hyperpod").glob("*.ticket")
     assert ticket.stat().st_mode & 0o077 == 0
     assert nodes.hyperpod("scale", "--replicas", "1") == (
@@ -64,6 +73,7 @@ def test_asked_for_from_a_shell(nodes):
         "the job goes to 1 replicas, as soon as there are enough\n",
     )
     nodes.await_size(1)
+    nodes.scale(3)
     code, text = nodes.hyperpod("scale", "--replicas", "5")
     assert code == 2
     assert "5 replicas are not possible in this job; [1, 2, 3, 4] are" in text
@@ -73,10 +83,10 @@ def test_asked_for_from_a_shell(nodes):
     assert code == 2
     assert "the request was not made with this job's ticket" in text
     ticket.write_text(written)
-    assert nodes.hyperpod("scale", "--replicas", "2")[0] == 0
-    nodes.await_size(2)  # by the process that took the evicted one's place, and waited
+    nodes.scale(2)
+    nodes.scale(4)  # with the processes that took the evicted ones' places, and waited
     said = nodes.hyperpod("status")[1]
-    assert "ranks 2, replicas 2, shard_degree 1, tensor_degree 1, waiting 0, asked 2" in said
+    assert "ranks 4, replicas 4, shard_degree 1, tensor_degree 1, waiting 0, asked 4" in said
     num_steps = nodes.finish()
     assert not ticket.exists()
     steps = nodes.steps()

@@ -1,13 +1,14 @@
 """Buddy snapshots: who keeps whose, what is restorable, two of each, and jobs that lose every copy of a shard."""
 
 import os
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from recovery.faults import run_job
+from recovery.faults import TORCHRUN, run_job
 from torch import nn
 
 from hyperpod_plugins.comm import GroupRole, Reform, break_groups, new_axis_group
@@ -26,7 +27,7 @@ from hyperpod_plugins.recovery import (
 )
 from hyperpod_plugins.recovery.assign import newest_snapshot
 from hyperpod_plugins.recovery.buddies import restorable_steps, wards
-from hyperpod_plugins.recovery.snapshot import Shelf
+from hyperpod_plugins.recovery.snapshot import MAX_STALLS, Shelf
 
 # -- who keeps whose --------------------------------------------------------------------------------------------------
 
@@ -227,6 +228,7 @@ def exchange(rank_that_breaks):
     snapshots.deliver(10, {1: snapshots.buddy if rank == 1 else buddies(topology)[1]})
     snapshots.load(10)
     returned = snapshots.take_returned()
+    is_off = turn_off_and_repair(snapshots, partial(make, SnapshotPolicy(every_steps=5)), store)
     is_equal = state.checksum() == checksums[10]
     too_much = make(SnapshotPolicy(every_steps=1, memory_fraction=1e-12))
     too_much.offer(0, lambda: b"")
@@ -235,13 +237,31 @@ def exchange(rank_that_breaks):
     left_out = make(SnapshotPolicy(every_steps=1, memory_fraction=1e-12, is_required=False))
     for step in range(3):
         left_out.offer(step, lambda: b"")
-    return after_ten, interrupted, is_equal, returned.trainer, snapshots.take_returned(), left_out.own_steps
+    return after_ten, interrupted, is_equal, returned.trainer, snapshots.take_returned(), left_out.own_steps, is_off
+
+
+def turn_off_and_repair(snapshots, make, store):
+    """Whether they are off after three stalled exchanges, after a repair in which rank 1 is new, and so once more."""
+    snapshots._num_stalls = MAX_STALLS
+    found = []
+    for generation in (2, 3):
+        for step in (20, 25):
+            snapshots.offer(step, lambda: b"")
+            snapshots.settle()
+        found.append(snapshots._is_off)
+        break_groups("a test")
+        Reform(generation, store=dist.PrefixStore(f"again {generation}", store), timeout_s=20).run()
+        if dist.get_rank() == 1:
+            snapshots = make()
+        snapshots.keep(10)
+        found.append(snapshots._is_off)
+    return found
 
 
 @pytest.mark.spawns
 def test_ranks_keep_the_last_complete_snapshot_and_get_it_back():
     for rank, found in enumerate(run_ranks(exchange, 0, world_size=3)):
-        after_ten, (own, of_ward), is_equal, trainer, again, left_out = found
+        after_ten, (own, of_ward), is_equal, trainer, again, left_out, is_off = found
         assert after_ten == ((5, 10), (5, 10))
         assert 10 in own
         assert 10 in of_ward
@@ -249,6 +269,7 @@ def test_ranks_keep_the_last_complete_snapshot_and_get_it_back():
         assert trainer == f"trainer {rank} at 10".encode()
         assert again is None
         assert left_out == ()
+        assert is_off == [True, False, True, False]  # also where a rank that is new has not seen what stood still
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
@@ -267,9 +288,18 @@ def jobs(tmp_path_factory):
     return undisturbed
 
 
-def run(folder, layout, *faults):
-    environ = {"LAYOUT": layout, "SNAPSHOT_EVERY": "5", "STEPS": "16"}
-    return run_job("ranks_snapshot.py", folder, faults=faults, environ=environ)
+RDZV = ("--rdzv-backend", "hyperpod", "--nnodes", "1", "--max-restarts", "3")
+
+
+def run(folder, layout, *faults, is_private=False, **options):
+    environ = {
+        "LAYOUT": layout,
+        "SNAPSHOT_EVERY": "5",
+        "STEPS": "16",
+        "AVERAGE": "1",
+        "PRIVATE_SNAPSHOTS": "1" if is_private else "",
+    }
+    return run_job("ranks_snapshot.py", folder, faults=faults, environ=environ, **options)
 
 
 def assert_equal(results, undisturbed):
@@ -304,6 +334,16 @@ def test_a_job_that_loses_every_copy_of_a_shard_returns_to_the_last_snapshot(
     assert_equal(job.results(), jobs(layout))
 
 
+@pytest.mark.spawns
+def test_stock_torchrun_ends_all_workers_with_one(jobs, tmp_path):
+    """A Trainer's snapshots outlive all of its processes, and so does where each of them stood."""
+    job = run(tmp_path, "full", ["backward", 11, 1, "kill"], launcher=TORCHRUN, args=RDZV)
+    assert job.code == 0, job.output[-8000:]
+    assert job.num_faults == 1
+    assert "all ranks return to the snapshot of step 10" in job.output  # the last checkpoint is of step 6
+    assert_equal(job.results(), jobs("full"))
+
+
 ON_THE_WAY_BACK = [
     ["forward", 7, 0, "kill"],
     ["send", 7, 2, "kill"],  # the last that has this shard, while it gives it: back to the snapshot of step 5
@@ -317,7 +357,7 @@ ON_THE_WAY_BACK = [
 
 @pytest.mark.spawns
 def test_more_ranks_are_lost_on_the_way_back_to_a_snapshot(jobs, tmp_path):
-    job = run(tmp_path, "hsdp", *ON_THE_WAY_BACK)
+    job = run(tmp_path, "hsdp", *ON_THE_WAY_BACK, is_private=True)  # else replacements find their predecessors' copies
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == len(ON_THE_WAY_BACK)
     assert "2 steps lost, going on after step 5" in job.output

@@ -27,10 +27,11 @@ FAULTS = [
 pytestmark = pytest.mark.spawns
 
 
-@pytest.fixture(scope="module")
-def jobs(undisturbed, tmp_path_factory):
+@pytest.fixture(scope="module", params=[pytest.param("gloo", marks=pytest.mark.gpu), "nccl-like", "staged"])
+def jobs(request, undisturbed, tmp_path_factory):
     folder = tmp_path_factory.mktemp("disturbed")
-    job = run_job("ranks_transaction.py", folder, faults=FAULTS, args=PRELOAD, timeout_s=120)
+    environ = {"HYPERPOD_TEST_TRANSPORT": request.param}
+    job = run_job("ranks_transaction.py", folder, faults=FAULTS, args=PRELOAD, environ=environ, timeout_s=120)
     assert job.code == 0, job.output[-8000:]
     return undisturbed, job
 

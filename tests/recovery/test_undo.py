@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from harness import run_ranks
 from torch import nn
 
@@ -18,7 +19,7 @@ def gathers_of_a_step(prepare, **options):
     config = ParallelConfig(hybrid_shard_degree=2, **options)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
-    parallelize(model, build_mesh(config.topology(2), "cpu"), config)
+    parallelize(model, build_mesh(config.topology(2), DEVICE), config)
     x = torch.randn(2, 8)
     prepare(model, x)
     reset_traffic()

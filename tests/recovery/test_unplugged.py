@@ -16,7 +16,7 @@ pytestmark = [
 
 def within(node, *, serves_store=False):
     """Options of an agent in a namespace."""
-    conf = f"--rdzv-conf=keep_alive_interval=0.2,last_call_timeout=0,is_host={int(serves_store)}"
+    conf = f"--rdzv-conf=keep_alive_interval=0.2,last_call_timeout=0,read_timeout=10,is_host={int(serves_store)}"
     return {"prefix": ("ip", "netns", "exec", node.namespace), "args": (conf, "--local-addr", node.address)}
 
 

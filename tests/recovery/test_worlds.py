@@ -1,6 +1,6 @@
 """What a member does about places that nobody fills: shrink, start all again, or wait."""
 
-import time
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.recovery.detect import Beat
 from hyperpod_plugins.recovery.worlds import Worlds
 
+now_s = [0.0]
 POLICY = ElasticPolicy(max_replicas=2, faulty_scale_down_timeout_s=30.0)
 
 
@@ -24,7 +25,7 @@ def worlds(*shard_degrees, world_size=4):
     if shard_degrees:
         layouts = tuple(Layout(shard_degree=degree, sizes=(1, 2)) for degree in shard_degrees)
         leave_terms(ledger, Terms(policy=POLICY, replica_size=shard_degrees[0], sizes=(1, 2), layouts=layouts))
-    return Worlds(ledger, world), ledger
+    return Worlds(ledger, world, clock=lambda: now_s[0]), ledger
 
 
 def test_whole_replicas_go_on_without_a_restart():
@@ -41,17 +42,24 @@ def test_where_no_replica_is_whole_all_start_again():
     assert ledger.ended(0) is None
 
 
-@pytest.mark.parametrize(("incarnation", "ago_s", "is_awaited"), [(1, 0.0, True), (1, 60.0, False), (0, 0.0, False)])
-def test_a_replacement_that_sets_itself_up_is_awaited(incarnation, ago_s, is_awaited):
+@pytest.mark.parametrize(
+    ("incarnation", "is_speaking", "is_awaited"), [(1, True, True), (1, False, False), (0, True, False)]
+)
+def test_a_replacement_that_sets_itself_up_is_awaited(incarnation, is_speaking, is_awaited):
     found_worlds, ledger = worlds(4, 2, 1)
     said = {"generation": 1, "committed": -1, "place": "", "in_step": False, "is_loading": False, "waits_for": ""}
-    beat = Beat(**said, incarnation=incarnation, waited_s=0.0, at_s=time.time() - ago_s)
+    beat = Beat(**said, incarnation=incarnation, waited_s=0.0, number=1)
     ledger.beat(3, beat.to_dict())
+    now_s[0] = 100.0
+    assert not found_worlds.go_on_without(0, {3: 1}, 1.0, "rank 0")
+    now_s[0] = 160.0
+    if is_speaking:
+        ledger.beat(3, replace(beat, number=2).to_dict())
     if is_awaited:
-        assert not found_worlds.go_on_without(0, {3: 1}, 31.0, "rank 0")
+        assert not found_worlds.go_on_without(0, {3: 1}, 61.0, "rank 0")
     else:
         with pytest.raises(StateLost):
-            found_worlds.go_on_without(0, {3: 1}, 31.0, "rank 0")
+            found_worlds.go_on_without(0, {3: 1}, 61.0, "rank 0")
 
 
 def test_a_job_that_allows_nothing_waits_and_says_what_would_fit():

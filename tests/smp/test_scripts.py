@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from harness import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "smp" / "announced.py"
@@ -30,7 +31,7 @@ def plain_loop(script, **config):
     topology = config.topology(dist.get_world_size())
     with torch.device("meta"):
         model = script.LlamaForCausalLM(script.model_config())
-    parallelize(model, build_mesh(topology, "cpu"), config)
+    parallelize(model, build_mesh(topology, DEVICE), config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(NUM_STEPS):

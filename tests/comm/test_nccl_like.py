@@ -1,0 +1,71 @@
+"""The transport of the tests that behaves as nccl does: whether it has the traps for which it is there."""
+
+import os
+import time
+
+import nccl_like
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+
+from hyperpod_plugins.comm import CommOptions, break_groups, current_wait, join_world
+from hyperpod_plugins.comm.resilient import finish_aborts
+
+pytestmark = pytest.mark.spawns
+
+
+def join(rank):
+    nccl_like.install()
+    join_world(CommOptions(), rank=rank, world_size=2, timeout_s=5.0)
+
+
+def waits_are_queued():
+    rank = int(os.environ["RANK"])
+    join(rank)
+    store = dist.distributed_c10d._get_default_store()
+    value = torch.full((3,), float(rank + 1))
+    if rank == 1:
+        store.wait(["go"])  # the peer has gone on, though this rank has not come
+    work = dist.all_reduce(value, async_op=True)
+    work.wait()
+    seen = current_wait()
+    is_queued = rank == 1 or not work.is_completed()
+    store.set("go", "1")
+    total = float(value.sum())  # here the host blocks
+    dist.destroy_process_group()
+    return is_queued, total, None if seen is None else seen[0].name
+
+
+def errors_do_not_surface():
+    rank = int(os.environ["RANK"])
+    join(rank)
+    dist.all_reduce(torch.ones(1))
+    float(torch.ones(1).sum())
+    if rank == 1:
+        break_groups("this rank leaves")
+        finish_aborts()
+        return None
+    time.sleep(0.3)
+    value = torch.ones(1)
+    work = dist.all_reduce(value, async_op=True)
+    work.wait()  # no error
+    time.sleep(7.0)  # longer than the timeout
+    hangs = not work.is_completed()
+    role = current_wait()[0].name
+    break_groups("a test")
+    finish_aborts()
+    float(value.sum())  # does not block any more
+    return hangs, role
+
+
+def test_a_wait_returns_at_once_and_the_host_blocks_where_it_computes():
+    (is_queued, total, role), (_, other_total, _) = run_ranks(waits_are_queued, world_size=2)
+    assert is_queued
+    assert role == "world"
+    assert total == other_total == 9.0
+
+
+def test_a_lost_peer_shows_in_no_wait_and_hangs_the_queue_until_the_abort():
+    results = run_ranks(errors_do_not_surface, world_size=2)
+    assert results[0] == (True, "world")

@@ -1,0 +1,102 @@
+"""Which waits are said to whoever looks after hangs: those of the step's thread, and nobody else ends them."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyperpod_plugins.comm import WORLD, CommOptions, GroupRole, ResilientProcessGroup, current_wait, device_queue
+from hyperpod_plugins.comm.device_queue import QueuedCollective
+from hyperpod_plugins.comm.works import FinishedWork, ResilientWork, quiet_group, waiting, waits_for
+
+SHARD, SNAPSHOT = GroupRole("shard"), GroupRole("snapshot", is_strict=True)
+
+
+class Seen(FinishedWork):
+    """What is said while somebody waits for this collective."""
+
+    wait_said = None
+
+    def wait(self, timeout=None):
+        self.wait_said = current_wait()
+        return True
+
+
+class Handle(dist.Work):
+    """The same, of a collective that was issued."""
+
+    seen = None
+
+    def wait(self, timeout=None):
+        self.seen = current_wait()
+        return True
+
+
+def wait_for(role, queued_on):
+    """The role that is said while this thread waits for a collective."""
+    inner = Seen()
+    work = ResilientWork(inner, quiet_group(), pytest.fail, role, number=7, in_slices=False, queued_on=queued_on)
+    work.wait()
+    return inner.wait_said and inner.wait_said[0]
+
+
+@pytest.mark.parametrize("queued_on", [None, torch.device("cpu")], ids=["host waits", "queued"])
+@pytest.mark.parametrize("role", [SHARD, SNAPSHOT], ids=["of the step", "strict"])
+def test_a_thread_beside_the_step_leaves_its_wait_alone(role, queued_on):
+    with ThreadPoolExecutor(1) as beside, waits_for(WORLD):
+        assert beside.submit(wait_for, role, queued_on).result(10) == WORLD
+        assert current_wait()[0] == WORLD
+    assert current_wait() is None
+
+
+@pytest.fixture
+def device():
+    """A device with a queue that has come to a point, a number."""
+    come = SimpleNamespace(at=0)
+    device_queue.add(QueuedCollective(SHARD, 4, lambda: come.at >= 1, lambda: come.at >= 2))
+    yield come
+    device_queue.clear()
+
+
+def test_the_device_s_older_collective_comes_before_the_one_in_which_the_host_waits(device):
+    with waits_for(WORLD):
+        assert current_wait() is None  # the device computes, or hangs: the others may wait for this rank
+        device.at = 1
+        assert current_wait()[:2] == (SHARD, 4)
+        device.at = 2
+        assert current_wait()[:2] == (WORLD, 0)
+
+
+def test_only_what_all_members_issue_alike_is_numbered():
+    inner = quiet_group()
+    group = ResilientProcessGroup(
+        inner,
+        rank=0,
+        size=2,
+        role=SHARD,
+        options=CommOptions(),
+        root_store=dist.HashStore(),
+        timeout=timedelta(seconds=1),
+    )
+    seen = []
+    for kind in ("all_reduce", "send", "recv", "coalesced", "barrier"):
+        handle = Handle()
+        group._issue(kind, 0, lambda handle=handle: handle).wait()
+        seen.append(handle.seen[:2])
+    assert seen == [(SHARD, 1), (SHARD, 0), (SHARD, 0), (SHARD, 0), (SHARD, 2)]
+
+
+def test_only_a_collective_of_the_step_in_which_the_host_waits_is_said():
+    assert threading.current_thread() is threading.main_thread()
+    assert wait_for(SHARD, None) == SHARD
+    assert wait_for(SNAPSHOT, None) is None
+    assert wait_for(SHARD, torch.device("cpu")) is None
+    assert current_wait() is None
+    with waits_for(WORLD):
+        assert waiting.number == 0  # not that of the collective before
+        assert wait_for(SNAPSHOT, None) == WORLD
+        assert current_wait()[0] == WORLD

@@ -1,0 +1,62 @@
+"""A loss that is not a number on one rank of a Trainer: all ranks stop, with nothing updated, or all skip the step."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning import HyperPodStrategy
+
+
+def run(policy, recovers, folder):
+    launcher = Path(sys.executable).parent / "hyperpodrun"
+    program = Path(__file__).parent / "program_not_finite.py"
+    command = [launcher, "--nproc-per-node", "2", program, policy, recovers, folder]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environ, check=False)
+
+
+def states(folder, name):
+    return [torch.load(folder / f"{name}-rank-{rank}.pt") for rank in (0, 1)]
+
+
+def are_equal(one, other):
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ConfigError, match="non_finite='raise' is not known"):
+        HyperPodStrategy(non_finite="raise")
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("recovers", ["yes", "no"])
+def test_all_ranks_stop(tmp_path, recovers):
+    done = run("auto", recovers, tmp_path)
+    told = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "step 3 of epoch 0 is not finite: the loss of batch 7 of this rank is nan" in told
+    assert "step 3 of epoch 0 is not finite: another rank has such a loss" in told
+    assert "repaired" not in told
+    before, stopped = states(tmp_path, "step-3"), states(tmp_path, "stopped")
+    assert are_equal(before[0], before[1])
+    for rank in (0, 1):
+        assert are_equal(before[rank], stopped[rank])
+        assert all(value.isfinite().all() for value in stopped[rank].values())
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("recovers", ["yes", "no"])
+def test_all_ranks_skip(tmp_path, recovers):
+    done = run("skip", recovers, tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    before, after, end = (states(tmp_path, f"step-{step}") for step in (3, 4, 6))
+    for rank in (0, 1):
+        assert are_equal(before[rank], after[rank])
+        assert not are_equal(after[rank], end[rank])
+        assert all(value.isfinite().all() for value in end[rank].values())
+    assert are_equal(end[0], end[1])

@@ -1,0 +1,333 @@
+"""How a fit is entered again after its last step, and what was logged in the epoch before."""
+
+import io
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+from hyperpod_plugins.lightning.local_state import LoggedMeans
+from hyperpod_plugins.lightning.reentry import Reentry, forget_parts, watch_parts
+from hyperpod_plugins.recovery.random import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.parts = nn.ModuleDict({"mean": MeanMetric()})
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch, index):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=1)
+
+    val_dataloader = train_dataloader
+
+
+class Calls(pl.Callback):
+    """Notes hooks in a list."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def on_train_epoch_start(self, *_):
+        self.calls.append("epoch start")
+
+    def on_validation_start(self, *_):
+        self.calls.append("validation start")
+
+    def on_validation_end(self, *_):
+        self.calls.append("validation end")
+
+    def on_train_epoch_end(self, *_):
+        self.calls.append("epoch end")
+
+    def on_train_end(self, *_):
+        self.calls.append("train end")
+
+
+def trainer_with(*callbacks, **arguments):
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **arguments,
+    )
+
+
+@pytest.mark.slow_single
+def test_parts_are_told_of_before_their_hooks_and_after_them():
+    calls = []
+    trainer = trainer_with(Calls(calls), max_epochs=2, num_sanity_val_steps=1)
+    watch_parts(trainer, calls.append, lambda part: calls.append(f"{part} has ended"))
+    trainer.fit(Module())
+    evaluation = [EVALUATION_BEGIN, "validation start", "validation end", f"{EVALUATION_BEGIN} has ended"]
+    epoch = [EPOCH_BEGIN, "epoch start", *evaluation, EPOCH_END, "epoch end", f"{EPOCH_END} has ended"]
+    assert calls == [*evaluation, *epoch, *epoch, FIT_END, "train end"]
+
+
+def limits_of(trainer):
+    return trainer.max_steps, trainer.max_epochs, trainer.should_stop
+
+
+def functions_of(trainer):
+    loop = trainer.fit_loop
+    return {**vars(loop)}, {**vars(loop.epoch_loop)}
+
+
+@pytest.mark.parametrize("part", [EVALUATION_BEGIN, EPOCH_END, FIT_END])
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_a_fit_that_is_left_again_before_the_part_has_its_limits_and_functions(part, is_watched):
+    trainer = trainer_with(max_steps=3, max_epochs=2)
+    trainer.should_stop = True
+    if is_watched:
+        watch_parts(trainer, print, print)
+    before, reentry = functions_of(trainer), Reentry()
+    for _ in range(2):
+        reentry.open(trainer, part, b"described")
+        assert (reentry.part, reentry.description) == (part, b"described")
+        assert limits_of(trainer) == (3, 2, True)  # until Lightning looks at them
+        assert trainer.num_sanity_val_steps == 0
+        assert functions_of(trainer) != before
+        for _ in range(2):
+            reentry.close()
+            assert (reentry.part, reentry.description) == ("", b"")
+            assert limits_of(trainer) == (3, 2, True)
+            assert trainer.num_sanity_val_steps == 2
+            assert functions_of(trainer) == before
+    trainer.fit_loop.epoch_loop.max_steps = 7
+    reentry.close()  # is over
+    assert trainer.max_steps == 7
+
+
+def test_nothing_is_done_for_a_step_or_an_epoch():
+    trainer = trainer_with(max_steps=3)
+    before = functions_of(trainer)
+    reentry = Reentry()
+    reentry.close()  # never opened
+    reentry.open(trainer, "", b"described")
+    assert reentry.description == b""  # which would be taken for the present one when the loops are left
+    assert functions_of(trainer) == before
+    reentry.close()
+    assert functions_of(trainer) == before
+
+
+def test_a_fit_that_has_ended_is_not_watched():
+    trainer = trainer_with(max_steps=3)
+    before, evaluation = functions_of(trainer), {**vars(trainer.fit_loop.epoch_loop.val_loop)}
+    watch_parts(trainer, print, print)
+    assert functions_of(trainer) != before
+    forget_parts(trainer)
+    assert functions_of(trainer) == before
+    assert vars(trainer.fit_loop.epoch_loop.val_loop) == evaluation
+
+
+class Enters(pl.Callback):
+    """Enters a fit that has reached its limits once more."""
+
+    def __init__(self, part, calls):
+        self.part, self.calls = part, calls
+        self.reentry = Reentry()
+
+    def setup(self, trainer, module, stage):
+        trainer.should_stop = True
+        self.reentry.open(trainer, self.part, b"")
+
+    def on_train_start(self, trainer, module):
+        self.calls.append(limits_of(trainer))
+
+    def on_train_epoch_end(self, trainer, module):
+        self.calls.append(limits_of(trainer))
+
+    def on_train_end(self, trainer, module):
+        self.calls.append(limits_of(trainer))
+
+
+@pytest.mark.slow_single
+@pytest.mark.parametrize(
+    ("part", "wanted"),
+    [
+        ("", []),
+        (EPOCH_END, ["epoch end", "train end"]),
+        (FIT_END, ["train end"]),
+    ],
+)
+def test_a_fit_that_has_reached_its_limits_runs_the_rest(part, wanted, tmp_path):
+    path = tmp_path / "last.ckpt"
+
+    class Saves(pl.Callback):
+        """Saves where only that rest is left."""
+
+        def on_train_epoch_end(self, trainer, module):
+            if part == EPOCH_END:
+                trainer.fit_loop.epoch_progress.total.processed -= 1
+                trainer.fit_loop.epoch_progress.current.processed -= 1
+                trainer.save_checkpoint(path)
+                trainer.fit_loop.epoch_progress.total.processed += 1
+                trainer.fit_loop.epoch_progress.current.processed += 1
+
+        def on_train_end(self, trainer, module):
+            if part != EPOCH_END:
+                trainer.save_checkpoint(path)
+
+    limits = {"max_steps": 8, "max_epochs": 2, "num_sanity_val_steps": 0}
+    trainer_with(Saves(), **limits).fit(Module())
+    calls = []
+    trainer = trainer_with(Calls(calls), Enters(part, calls), **limits)
+    trainer.fit(Module(), ckpt_path=path)
+    assert [each for each in calls if isinstance(each, str)] == wanted
+    assert limits_of(trainer) == (8, 2, True)
+    assert [each for each in calls if isinstance(each, tuple)] == [(8, 2, True)] * (1 + len(wanted)) * bool(wanted)
+
+
+def logged(module, *, only=(), weight=1.0, trainer=None):
+    """A trainer whose training steps log in several ways."""
+    trainer = trainer or trainer_with(max_epochs=1)
+    results = trainer.fit_loop.epoch_loop._results
+    trainer.fit_loop.epoch_progress.current.ready = 1
+    epoch = {"on_step": False, "on_epoch": True, "sync_dist_fn": reduced}
+    value = torch.tensor(weight)
+    ways = {
+        "first": {**epoch, "sync_dist": True},
+        "most": {**epoch, "reduce_fx": "max", "sync_dist": True},
+        "step": {"on_step": True, "on_epoch": False, "sync_dist_fn": reduced},
+        "mean": {**epoch, "metric_attribute": "parts.mean"},
+        "grouped": {**epoch, "sync_dist": True, "sync_dist_group": "some group"},
+        "both": {**epoch, "on_step": True, "prog_bar": True},
+        "sum": {**epoch, "reduce_fx": "sum", "rank_zero_only": True},
+        "last": epoch,
+    }
+    for name in only or ways:
+        if name == "mean":
+            module.parts["mean"].update(value)
+        given = module.parts["mean"] if name == "mean" else value * (1 + len(name))
+        results.log("training_step", name, given, batch_size=int(2 * weight), **ways[name])
+    return trainer
+
+
+def reduced(value, *_, **__):
+    return value
+
+
+def means_of(trainer):
+    """What is reduced at the end of the epoch, in that order."""
+    results = {key.removeprefix("training_step."): each for key, each in trainer.fit_loop.epoch_loop._results.items()}
+    return {name: each.compute() for name, each in results.items() if name in EPOCH_KEYS and not each.has_reset}
+
+
+def passed_on(value):
+    """As a replacement reads it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def names(forms):
+    return [key.removeprefix("training_step.") for key in forms]
+
+
+EPOCH_KEYS = ["first", "most", "mean", "both", "sum", "last"]
+
+
+def test_forms_are_those_of_values_that_are_reduced_at_the_end_of_the_present_epoch():
+    trainer = logged(Module())
+    means = LoggedMeans(trainer)
+    assert names(means.forms()) == EPOCH_KEYS
+    assert names(passed_on(means.forms())) == EPOCH_KEYS
+    trainer.fit_loop.epoch_loop._results["training_step.most"].reset()
+    assert names(means.forms()) == ["first", "mean", "both", "sum", "last"]
+    trainer.fit_loop.epoch_loop._results.reset()
+    assert means.forms() == {}
+
+
+def test_what_is_expected_is_passed_on_before_it_is_logged_again():
+    module = Module()
+    forms = LoggedMeans(logged(module)).forms()
+    trainer = trainer_with(max_epochs=1)
+    means = LoggedMeans(trainer)
+    means.expect(passed_on(forms))
+    assert means.forms() == forms
+    logged(module, only=["last", "most"], trainer=trainer)
+    assert names(means.forms()) == EPOCH_KEYS
+
+
+@pytest.mark.parametrize("is_survivor", [False, True], ids=["replacement", "survivor"])
+@pytest.mark.parametrize("again", [[], ["last", "both"], ["mean", "first"]])
+def test_an_epoch_ends_with_all_that_was_logged_in_the_same_order(is_survivor, again):
+    module = Module()
+    trainer = logged(module)
+    before = LoggedMeans(trainer)
+    forms, state = passed_on(before.forms()), passed_on(before.state_dict())
+    metas = {key: result.meta for key, result in trainer.fit_loop.epoch_loop._results.items()}
+    if is_survivor:  # Lightning has reset what was logged
+        for result in trainer.fit_loop.epoch_loop._results.values():
+            if result.is_tensor:
+                result.reset()
+            result.has_reset = True
+    else:
+        trainer = trainer_with(max_epochs=1)
+    other = Module()
+    if again:
+        logged(other, only=EPOCH_KEYS, trainer=(wanted := trainer_with(max_epochs=1)))
+        logged(other, only=again, weight=2.0, trainer=wanted)
+    else:
+        wanted = logged(other)
+    means = LoggedMeans(trainer)
+    means.load_state_dict(state)
+    means.expect(forms)
+    assert passed_on(means.state_dict()) == state
+    if again:
+        logged(module, only=again, weight=2.0, trainer=trainer)
+    means.complete(module, reduced)
+    results = trainer.fit_loop.epoch_loop._results
+    assert list(means_of(trainer)) == EPOCH_KEYS
+    assert means_of(trainer) == means_of(wanted)
+    for name in EPOCH_KEYS:
+        result = results[f"training_step.{name}"]
+        assert not result.has_reset
+        assert result.meta == metas[f"training_step.{name}"]
+        assert result.update_called
+    assert results["training_step.mean"].value is module.parts["mean"]
+    assert means.forms() == forms
+    assert "update_metrics" not in vars(results)
+
+    means.complete(module, reduced)  # nothing is expected any more
+    results.reset()
+    logged(module, only=["first"], trainer=trainer)
+    assert means_of(trainer)["first"] == 6  # of the next epoch alone
+
+
+def test_a_rank_whose_sums_are_lost_takes_part_in_the_reductions_of_the_others():
+    module = Module()
+    forms = LoggedMeans(logged(module)).forms()
+    trainer = trainer_with(max_epochs=1)
+    means = LoggedMeans(trainer)
+    means.load_state_dict({})
+    means.expect(forms)
+    logged(module, only=["last"], trainer=trainer)
+    means.complete(module, reduced)
+    results = trainer.fit_loop.epoch_loop._results
+    assert list(means_of(trainer)) == EPOCH_KEYS
+    assert [results[f"training_step.{name}"].value for name in ("first", "most", "sum")] == [0, -torch.inf, 0]
+    assert results["training_step.first"].cumulated_batch_size == 0
+
+
+def test_nothing_is_put_in_its_place_where_nothing_is_expected():
+    trainer = trainer_with(max_epochs=1)
+    LoggedMeans(trainer).complete(Module(), reduced)
+    assert means_of(trainer) == {}

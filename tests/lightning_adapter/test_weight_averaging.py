@@ -1,0 +1,94 @@
+"""Lightning's averages of weights over sharded parameters: what can be seen in one process."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, ShardedAverage, averaging_callback
+from hyperpod_plugins.recovery import TrainingState
+from hyperpod_plugins.recovery.local_state import BufferStates
+
+
+class Tied(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self[2].weight = self[0].weight
+
+
+def steps(model, *, num_steps=4):
+    """Train, a step for each item that is asked for."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(num_steps):
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+        yield optimizer
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+@pytest.mark.parametrize("options", [{}, {"avg_fn": get_ema_avg_fn(0.7)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.7)}])
+def test_it_averages_as_torch_does(options, use_buffers):
+    model = Tied()
+    wanted, average = (kind(model, use_buffers=use_buffers, **options) for kind in (AveragedModel, ShardedAverage))
+    for _ in steps(model):
+        wanted.update_parameters(model)
+        average.update_parameters(model)
+    torch.testing.assert_close(average.state_dict(), wanted.state_dict())
+    assert len(list(average.parameters())) == len(list(model.parameters()))  # tied parameters are averaged once
+
+
+def test_a_replacement_makes_the_update_of_buffers_that_its_predecessor_could_not_tell_of():
+    model = Tied()
+    average = ShardedAverage(model, use_buffers=True, avg_fn=get_ema_avg_fn(0.7))
+    buffers = BufferStates(model)
+    states = AveragedBuffers(average, model, buffers)
+    for _ in steps(model):
+        told = states.state_dict(), buffers.state_dict()  # before the vote, and so before the update
+        average.update_parameters(model)
+    other = Tied()
+    taken = ShardedAverage(other, use_buffers=True, avg_fn=get_ema_avg_fn(0.7))
+    taken.n_averaged.copy_(average.n_averaged)  # from a replica
+    of_other = BufferStates(other)
+    of_other.load_state_dict(told[1])
+    AveragedBuffers(taken, other, of_other).load_state_dict(told[0])
+    for (name, mean), found in zip(average.module.named_buffers(), taken.module.buffers(), strict=True):
+        assert torch.equal(mean, found), name
+    assert int(taken.n_averaged) == 4
+
+
+def test_a_checkpoint_of_snapshots_has_the_average_as_the_model():
+    model = Tied()
+    average = ShardedAverage(model, use_buffers=True)
+    optimizer = None
+    for optimizer in steps(model):  # noqa: B007 (the last one)
+        average.update_parameters(model)
+    state = TrainingState(model, [optimizer], average=average)
+    data = torch.empty(state.num_bytes(), dtype=torch.uint8)
+    state.copy_to(data)
+    parts = state.parts_of([(state.header(), data)], "a snapshot")
+    means, beside = {each.name: each.values for each in parts.model}, {each.name: each.values for each in parts.beside}
+    assert torch.equal(means["0.weight"], average.module.get_parameter("0.weight"))
+    assert torch.equal(beside["current.0.weight"], model[0].weight)
+    assert int(beside["num_averaged"]) == 4
+    assert means.keys() == {name.removeprefix("current.") for name in beside} - {"num_averaged"}
+
+
+class Own(EMAWeightAveraging):
+    def on_save_checkpoint(self, *args):
+        """In its own way."""
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "words"),
+    [
+        ([EMAWeightAveraging(), WeightAveraging()], "2 callbacks that average weights"),
+        ([Own()], "Own overrides on_save_checkpoint"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(callbacks, words):
+    trainer = pl.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigError, match=words):
+        averaging_callback(trainer, None)

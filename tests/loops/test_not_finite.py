@@ -1,0 +1,48 @@
+"""A loss that is not a number on one rank: all ranks stop, with nothing updated and nobody replaced, or all skip it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.spawns
+
+
+def run(policy, folder):
+    launcher = Path(sys.executable).parent / "hyperpodrun"
+    program = Path(__file__).parent / "program_not_finite.py"
+    command = [launcher, "--nproc-per-node", "2", program, policy, folder]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environ, check=False)
+
+
+def test_all_ranks_stop(tmp_path):
+    done = run("auto", tmp_path)
+    told = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "step 2 of epoch 0 is not finite" in told
+    assert "batch 0 of 1 of this rank has such a loss" in told
+    assert "no batch of this rank has such a loss" in told
+    assert "repaired" not in told
+    assert "start again" not in told
+    assert list(tmp_path.glob("*.pt")) == []
+
+
+def test_an_exception_of_the_body_ends_the_job_at_once(tmp_path):
+    done = run("raise", tmp_path)
+    told = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "KeyError: 'a mistake in the body'" in told
+    assert "start again" not in told
+
+
+def test_all_ranks_skip(tmp_path):
+    done = run("skip", tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for name, value in first.items():
+        assert value.isfinite().all()
+        assert torch.equal(value, second[name])

@@ -1,0 +1,174 @@
+"""Ranks that run different modules of a model: the result of one process, or an error before anything is written."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from device import DEVICE
+from torch import nn
+
+from hyperpod_plugins.errors import UnitsDiffer
+from hyperpod_plugins.parallel.unit_watch import settle_gradients
+
+WIDTH, NUM_STEPS, LATE = 4, 6, 5
+
+
+class Routed(nn.Module):
+    """Each sample goes through the expert of its sign; sizes of the experts may differ."""
+
+    def __init__(self, kind="experts"):
+        super().__init__()
+        torch.manual_seed(1)
+        sizes = (WIDTH, 3 * WIDTH) if kind == "sizes" else (WIDTH, WIDTH)
+        self.kind = kind
+        self.step = 0
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, s), nn.Linear(s, WIDTH)) for s in sizes)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        to = (x[:, 0] > 0).long()
+        if self.kind == "exit":
+            for expert in self.experts:
+                x = expert(x)
+                if (to == 0).all():
+                    break
+            return self.head(x)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if self.kind == "late" and self.step < LATE:
+                out = out + expert(x)
+            elif (to == i).any():
+                at = (to == i).nonzero()[:, 0]
+                out = out.index_add(0, at, expert(x[at]))
+        return self.head(out)
+
+
+class Unused(nn.Module):
+    """A layer that only the first micro-step runs, and a parameter that none uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.unused = nn.Parameter(torch.ones(WIDTH))
+        self.is_first = True
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            if i == 1 and not self.is_first:
+                continue
+            x = torch.tanh(layer(x))
+        return x
+
+
+def batch_of(step):
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])  # the first rank's half takes the second expert
+    return x
+
+
+def train(model, share, *, micro_steps=1):
+    """Losses of some steps, each of whose micro-steps gets a half of `share` of the batch; plain loop, AdamW."""
+    from contextlib import nullcontext
+
+    from hyperpod_plugins.parallel.shard import without_replica_sync
+
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), []
+    for step in range(NUM_STEPS):
+        model.step = step
+        parts = batch_of(step)[share].chunk(micro_steps)
+        total = torch.zeros(())
+        for index, part in enumerate(parts):
+            model.is_first = index == 0
+            with nullcontext() if index == micro_steps - 1 else without_replica_sync(model):
+                loss = (model(part) - part).square().mean() / micro_steps
+                loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return torch.stack(losses), {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in model.named_parameters()
+    }
+
+
+def train_in_units(is_replicated):
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    if not dist.is_initialized():
+        dist.init_process_group("hyperpod")
+    rank = dist.get_rank()
+    share, results, errors = slice(2 * rank, 2 * rank + 2), {}, {}
+    degree = {"hybrid_shard_degree": 1} if is_replicated else {}
+    for name, make in {"experts": Routed, "sizes": lambda: Routed("sizes"), "unused": Unused}.items():
+        classes = ("Linear",) if name == "unused" else ()
+        config = ParallelConfig(block_classes=classes, **degree)
+        model = parallelize(make(), build_mesh(config.topology(2), DEVICE), config)
+        results[name] = train(model, share, micro_steps=2 if name == "unused" else 1)
+    for kind in ("experts", "sizes", "exit", "late"):
+        config = ParallelConfig(block_classes=("Sequential",), **degree)
+        model = parallelize(Routed(kind), build_mesh(config.topology(2), DEVICE), config)
+        try:
+            train(model, share)
+        except UnitsDiffer as error:
+            errors[kind] = model.step, str(error)
+    return results, errors
+
+
+def train_alone(name):
+    if name != "unused":
+        return train(Routed(name), slice(None))
+    model, optimizer_steps = Unused(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(NUM_STEPS):
+        batch = batch_of(step)
+        loss = 0.0
+        for index in range(2):
+            model.is_first, part = index == 0, batch[[index, index + 2]]
+            loss = loss + (model(part) - part).square().mean() / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer_steps.append(loss.detach())
+    return torch.stack(optimizer_steps), {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.spawns
+def test_in_one_process_an_accumulation_window_keeps_what_its_last_part_does_not_use(run_ranks):
+    (result,) = run_ranks(accumulate_alone, world_size=1)
+    for name, value in train_alone("unused")[1].items():
+        torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def accumulate_alone():
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    dist.init_process_group("hyperpod")
+    config = ParallelConfig(block_classes=("Linear",))
+    model = parallelize(Unused(), build_mesh(config.topology(1), DEVICE), config)
+    return train(model, [0, 2, 1, 3], micro_steps=2)[1]
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("is_replicated", [False, True], ids=["sharded", "replicated"])
+def test_ranks_that_run_different_modules_get_the_result_of_one_process_or_are_told(run_ranks, is_replicated):
+    by_rank = run_ranks(train_in_units, is_replicated, world_size=2)
+    for name in ("experts", "sizes", "unused"):
+        losses_alone, parameters_alone = train_alone(name)
+        losses = torch.stack([results[name][0] for results, _ in by_rank]).mean(0)
+        torch.testing.assert_close(losses, losses_alone, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        for results, _ in by_rank:
+            for key, value in parameters_alone.items():
+                torch.testing.assert_close(
+                    results[name][1][key], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=(name, key): f"{n}: {m}"
+                )
+    for _, errors in by_rank:
+        assert {kind: step for kind, (step, _) in errors.items()} == {"experts": 0, "sizes": 0, "exit": 0, "late": LATE}
+        for _, text in errors.values():
+            assert "experts.1" in text
+            assert "block_classes" in text
+
+
+def test_a_plain_model_has_nothing_to_settle():
+    assert not settle_gradients(nn.Linear(2, 2))
+    assert not settle_gradients(nn.Linear(2, 2), torch.tensor(False))
+    assert settle_gradients(nn.Linear(2, 2), torch.tensor(True))

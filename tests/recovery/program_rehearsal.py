@@ -1,0 +1,61 @@
+"""What `test_rehearsal.py` rehearses: a Session whose model may keep what nobody can restore, a Python attribute."""
+
+import contextlib
+import os
+import signal
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hyperpod_plugins.loops import Session, transaction
+from hyperpod_plugins.recovery import RecoveryOptions
+from hyperpod_plugins.recovery.rehearsal import Rehearsal
+
+torch.set_num_threads(1)
+FAULT, REHEARSE = os.environ.get("FAULT", ""), os.environ.get("REHEARSE", "")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1)
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        out = self.last(self.dropout(torch.relu(self.first(x))))
+        return out * self.num_calls if FAULT == "attribute" else out
+
+
+class Interrupted(Rehearsal):
+    """Of a process that ends once, when ranks are about to compare what a rehearsal has found."""
+
+    def _raise_differences(self, step, what, names):
+        if what == os.environ["KILL_AT"]:
+            with contextlib.suppress(FileExistsError), open(os.environ["MARKER"], "x"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        super()._raise_differences(step, what, names)
+
+
+if FAULT == "kill" and os.environ["RANK"] == "1":
+    transaction.Rehearsal = Interrupted
+steps = (int(REHEARSE),) if REHEARSE else ()
+every = int(os.environ.get("COMPARE", "0"))
+options = RecoveryOptions(rehearse=steps, compare_replicas_every=every)
+num_ranks = int(os.environ["WORLD_SIZE"])
+session = Session(hybrid_shard_degree=1, global_batch_size=2 * num_ranks, recovery=options)
+torch.manual_seed(0)
+model = session.parallelize(Net())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+session.train(model, optimizer)
+if FAULT == "drift" and session.rank == 1:
+    with torch.no_grad():
+        model.first.weight.to_local()[0, 0] += 1e-3
+loader = DataLoader(TensorDataset(torch.randn(40, 8)), batch_size=2, shuffle=True)
+for step in session.steps(loader, epochs=1):
+    with step:
+        loss = step.run(lambda batch: model(batch[0]).square().mean())
+        if FAULT == "flip" and session.rank == 1 and step.index == 2:
+            model.first.weight.detach().to_local().view(torch.int32)[0, 0] ^= 1 << 12
+print(f"trained to {float(loss).hex()}")

@@ -1,0 +1,94 @@
+"""A loop in plain torch whose state takes some MiB, and faults in the middle of its transfers; run by `hyperpodrun`."""
+
+import os
+import time
+
+import torch
+from faults import Faults
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hyperpod_plugins.comm import channel
+from hyperpod_plugins.loops import Session
+from hyperpod_plugins.loops.trained import Trained
+from hyperpod_plugins.recovery import RecoveryOptions, Snapshots
+
+torch.set_num_threads(1)
+WIDTH, MIDDLE = 256, 10
+faults = Faults()
+
+
+def instrument():
+    """Ranks that meet a fault in a transfer take their time in it, so that the fault meets its payload under way."""
+    channel._CHUNK_BYTES = 2**16
+    swap, restore, steps = Snapshots._swap, Trained.restore, {}
+
+    def swapping(self, step, own):
+        steps["snapshot"] = step
+        swap(self, step, own)
+
+    def restoring(self, plan, rank):
+        steps["tensors"] = plan.step
+        restore(self, plan, rank)
+
+    def slowly(advance):
+        def advancing(self):
+            step = steps.get(self.label)
+            if any(fault[:2] == [self.label, step] for fault in faults.faults):
+                self.num_calls = getattr(self, "num_calls", 0) + 1
+                time.sleep(0.01)
+                if self.num_calls == MIDDLE:
+                    faults.at(self.label, step)
+            return advance(self)
+
+        return advancing
+
+    Snapshots._swap, Trained.restore = swapping, restoring
+    for each in (channel._Sending, channel._Receiving):
+        each.advance = slowly(each.advance)
+
+
+def local(tensor):
+    whole = tensor.detach()
+    return (whole.to_local() if hasattr(whole, "to_local") else whole).clone()
+
+
+def main():
+    instrument()
+    shards, every = int(os.environ["SHARDS"]), os.environ.get("SNAPSHOT_EVERY", "auto")
+    session = Session(
+        hybrid_shard_degree=shards,
+        global_batch_size=20,
+        recovery=RecoveryOptions(
+            verify=True,
+            hang_timeout_s=5.0,
+            replacement_timeout_s=30.0,
+            snapshot_every_steps="auto" if every == "auto" else int(every),
+        ),
+    )
+    torch.manual_seed(0)
+    model = session.parallelize(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session.train(model, optimizer)
+    loader = DataLoader(TensorDataset(torch.randn(240, WIDTH)), batch_size=20 // session.world_size)
+    for step in session.steps(loader, epochs=100, max_steps=int(os.environ.get("STEPS", "12"))):
+        with step:
+
+            def compute_loss(batch, step=step):
+                faults.at("forward", step.index)
+                return (model(batch[0]) - batch[0]).square().mean()
+
+            means = step.run(compute_loss)
+            faults.at("committed", step.index)
+            kind = "again" if step.is_again else "step"
+            faults.note(kind=kind, pid=os.getpid(), step=step.index, loss=float(means).hex())
+    state = {name: local(tensor) for name, tensor in model.state_dict().items()}
+    for number, each in optimizer.state_dict()["state"].items():
+        state |= {f"{number}.{name}": local(value) for name, value in each.items()}
+    torch.save(
+        {"state": state, "repairs": [str(r) for r in session.repairs]}, faults.folder / f"result-{faults.rank}.pt"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""A program that does more than one fit or loop: whoever dies wherever in it, it ends as if nothing had happened."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recovery.test_in_place import PRELOAD
+from torch._C._distributed_c10d import HashStore
+
+from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.elastic.entries import (
+    EndedEntry,
+    EntryRecords,
+    ended_entries,
+    folder_for,
+    kept_folder,
+    record_end,
+    restart_from_newest,
+)
+from hyperpod_plugins.elastic.incident import Incident
+from hyperpod_plugins.elastic.joining import found, is_known
+from hyperpod_plugins.elastic.restarts import GAVE_UP, NOT_NEEDED, JobRestart, JobRestartBudget, Loss, Remedy
+from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints
+from hyperpod_plugins.recovery.entries import keep_of_rank, unseen
+
+TRAINER = """
+    kill:1:script:0 kill:2:first-validate:1 kill:0:first-setup-TrainerFn.FITTING:0 raise:2:first-sanity:0
+    kill:3:first-step:3 kill:1:first-train-end:0 kill:0:between:0 crash:2:first-test:1 kill:3:first-predict:1
+    kill:2:first-step:8 kill:1:export:0 kill:0:second-step:3 kill:3:end:0
+"""
+SESSION = """
+    2:made:0 0:first:3 3:first-tail:4 1:before-second:0 2:second:3 0:second-tail:1 1:evaluation-one:0
+    2:third:3 1:after-third:0 3:evaluation-two:0 0:end:0
+"""
+JOB = JobEnv(run_id="test", store_host="localhost", store_port=1)
+LOST = Incident(kind="process", cause="killed by SIGKILL")
+
+
+def run(program, folder, faults, timeout_s, num_nodes=1):
+    """Run a job of four ranks and return its exit code and what it printed; whatever happens, no process is left."""
+    options = ["--nproc-per-node", str(4 // num_nodes), "--preload", PRELOAD]
+    if num_nodes > 1:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            options += ["--nnodes", str(num_nodes), "--rdzv-endpoint", f"localhost:{free.getsockname()[1]}"]
+    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", *options]
+    command += [str(Path(__file__).with_name(program)), str(folder), faults]
+    until_s, code = time.monotonic() + timeout_s, None
+    with tempfile.TemporaryFile("w+") as out:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        agents = [
+            subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environ)
+            for _ in range(num_nodes)
+        ]
+        try:
+            code = max(agent.wait(max(0.0, until_s - time.monotonic())) for agent in agents)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for agent in agents:
+                if agent.poll() is None:
+                    os.killpg(agent.pid, signal.SIGKILL)
+                    agent.wait(10)
+        out.seek(0)
+        return code, out.read()
+
+
+def results(program, folder, faults, timeout_s=150, num_nodes=1):
+    folder.mkdir()
+    code, text = run(program, folder, faults, timeout_s, num_nodes)
+    assert code == 0, text[-8000:]
+    found = [Path(folder, f"rank{rank}.json").read_text().replace(str(folder), "FOLDER") for rank in range(4)]
+    return [json.loads(each) for each in found], text
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("program", "faults"),
+    [
+        pytest.param("program_life.py", " ".join(TRAINER.split()), id="trainer"),
+        pytest.param("program_session_life.py", " ".join(SESSION.split()), id="session"),
+    ],
+)
+def test_ranks_that_are_lost_in_all_parts_of_a_program(program, faults, tmp_path):
+    undisturbed, _ = results(program, tmp_path / "undisturbed", "")
+    disturbed, text = results(program, tmp_path / "disturbed", faults)
+    assert disturbed == undisturbed
+    assert len(list((tmp_path / "disturbed").glob("done-*"))) == len(faults.split())
+    assert "takes its place" in text
+    assert not list(tmp_path.rglob("hyperpod-ended-*"))  # removed at the job's end
+
+
+@pytest.mark.spawns
+def test_a_node_that_is_done_starts_again_with_one_that_is_not(tmp_path):
+    undisturbed, _ = results("program_life.py", tmp_path / "undisturbed", "", num_nodes=2)
+    disturbed, text = results("program_life.py", tmp_path / "disturbed", "late:3:end:0", num_nodes=2)
+    assert disturbed == undisturbed
+    assert "killed by SIGKILL" in text
+    assert not list(tmp_path.rglob("hyperpod-ended-*"))
+
+
+@pytest.mark.spawns
+def test_a_mistake_outside_of_steps_ends_the_job_after_a_second_attempt(tmp_path):
+    code, text = run("program_life.py", tmp_path, "always:1:before-fit:0", timeout_s=100)
+    assert code == 1
+    # Which process an agent hears of first is chance; one that failed because another ended is not blamed.
+    ended = ("it failed by itself 2 times at the same place", "all processes were started again 3 times from step 0")
+    assert any(why in text for why in ended)
+    assert "RuntimeError: fault at before-fit 0" in text[text.index("Rank 1 failed first") :]
+
+
+@pytest.mark.parametrize(
+    ("loss", "remedy"),
+    [
+        pytest.param({"code": -9, "is_armed": True, "has_begun": True}, Remedy.REPLACE, id="in a step"),
+        pytest.param({"code": -9, "is_armed": True}, Remedy.REPLACE, id="in the sanity check"),
+        pytest.param({"code": 1, "is_armed": True, "has_begun": True}, Remedy.REPLACE, id="exception after a step"),
+        pytest.param({"code": 1, "is_armed": True}, Remedy.START_AGAIN, id="exception before the first step"),
+        pytest.param({"code": -9}, Remedy.START_AGAIN, id="outside of a fit"),
+        pytest.param({"code": -9, "is_known": False}, Remedy.END, id="killed in a program that takes no part"),
+        pytest.param({"code": -11, "is_known": False}, Remedy.END, id="crash of a program that takes no part"),
+        pytest.param({"code": 1, "is_known": False}, Remedy.END, id="exception of a program that takes no part"),
+        pytest.param({"code": 1, "error": "ConfigError: no"}, Remedy.END, id="refused"),
+        pytest.param({"code": 1, "error": "DatasetChanged: no"}, Remedy.END, id="refuses the data"),
+        pytest.param({"code": 1, "error": "NonFiniteError: no"}, Remedy.END, id="not finite"),
+        pytest.param({"code": 1, "error": "RehearsalFailed: no"}, Remedy.END, id="rehearsal"),
+        pytest.param({"code": 1, "error": "ConfigErrors: no"}, Remedy.START_AGAIN, id="an error of the program"),
+        pytest.param({"code": 1, "error": "KeyError: no", "is_final": True}, Remedy.END, id="raised in a loop's body"),
+        pytest.param({"code": -9, "can_all_start": False}, Remedy.END, id="another node has ended"),
+        pytest.param({"code": -9, "is_needed": False}, Remedy.END, id="one that waited"),
+        pytest.param({"code": -9, "may_restart": False}, Remedy.END, id="no restarts"),
+        pytest.param({"code": GAVE_UP}, Remedy.REPLACE, id="gave up"),
+        pytest.param({"code": NOT_NEEDED}, Remedy.REPLACE, id="not needed"),
+    ],
+)
+def test_remedies(loss, remedy):
+    assert Loss(**{"is_armed": False, "has_begun": False, "is_known": True, **loss}).remedy is remedy
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "is_own"),
+    [(-9, "", False), (-11, "", True), (1, "ValueError: x", True), (1, "PeerLost: y", False), (1, "", True)],
+)
+def test_whose_fault_it_is(code, error, is_own):
+    assert Loss(code=code, error=error, is_armed=False, has_begun=False, is_known=True).is_own_fault is is_own
+
+
+def test_restarts_are_counted_by_place():
+    budget = JobRestartBudget()
+    for entry, step, is_own, is_refused in [
+        (0, 0, True, False),
+        (0, 0, False, False),
+        (0, 0, True, True),
+        (1, 0, True, False),
+        (1, 5, True, False),
+        (1, 5, False, False),
+        (1, 5, False, False),
+        (1, 5, False, True),
+    ]:
+        restart = JobRestart(incident=LOST, entry=entry, step=step, is_own_fault=is_own)
+        assert (budget.refusal(restart) is not None) is is_refused, (entry, step)
+
+
+def test_a_restart_goes_on_past_what_has_ended(tmp_path):
+    store = HashStore()
+    ledger = Ledger.of("first", store)
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path in paths:
+        path.mkdir()
+    began = restart_from_newest(ledger, replace(JOB, resume_from="user"), LOST)
+    assert (began.resume_from, began.entry) == ("user", 0)
+    SavedCheckpoints(ledger, 0).add(str(paths[0]), 4)
+    assert restart_from_newest(ledger, JOB, LOST).resume_from == str(paths[0])
+    record_end(ledger, EndedEntry(number=0, kind="fit"))
+    after = restart_from_newest(ledger, replace(JOB, resume_from="user"), LOST)
+    assert (after.resume_from, after.step, after.entry) == ("", 0, 1)  # both belonged to the fit that has ended
+    record_end(ledger, EndedEntry(number=1, kind="test", results=[{"loss": 0.1}]))
+    SavedCheckpoints(ledger, 2).add(str(paths[1]), 2)
+    folder = folder_for(ledger, str(tmp_path / "hyperpod-ended-0123456789ab"))
+    folder.rmdir()
+    restart = restart_from_newest(ledger, JOB, LOST)
+    assert (restart.resume_from, restart.step, restart.entry) == (str(paths[1]), 2, 2)
+
+    again = Ledger.of("second", store)
+    EntryRecords.of(ledger).hand_over(again, restart.entry)
+    assert ended_entries(again) == ended_entries(ledger)
+    assert restart_from_newest(again, replace(JOB, resume_from="user"), LOST).resume_from == "user"
+    assert kept_folder(again) is None
+    folder.mkdir()
+    assert kept_folder(again) == folder
+
+
+def test_only_programs_that_say_so_are_known():
+    store = HashStore()
+    silent, announced, refused, running = (Ledger.of(name, store) for name in ("silent", "said", "refused", "running"))
+    announced.put_first("recovers", b"1")
+    refused.put("recovers", b"0")
+    refused.put_first("recovers", b"1")
+    found(running, World.of_founders(2))
+    assert [is_known(each) for each in (silent, announced, refused, running)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("name", ["precious", "hyperpod-ended-", "hyperpod-ended-0123456789ab-more"])
+def test_no_other_folder_is_removed(tmp_path, name):
+    ledger = Ledger(HashStore())
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="names a folder"):
+        folder_for(ledger, str(tmp_path / name))
+    assert kept_folder(ledger) is None
+
+
+def test_the_folder_for_ends_is_this_users_alone(tmp_path):
+    ledger, path = Ledger(HashStore()), tmp_path / "hyperpod-ended-0123456789ab"
+    assert folder_for(ledger, str(path)) == folder_for(ledger, "another") == path
+    assert path.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o777)
+    with pytest.raises(ConfigError, match="all users"):
+        folder_for(ledger, str(path))
+    path.rmdir()
+    path.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="is a link"):
+        folder_for(ledger, str(path))
+
+
+def test_files_of_other_ranks_that_are_not_seen(tmp_path):
+    for place in (0, 2):
+        keep_of_rank(tmp_path, 3, place, {})
+    assert unseen(tmp_path, 3, range(4)) == [1, 3]
+    assert unseen(tmp_path, 3, (0, 2)) == []
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{}", b"[[1, 2]]", b'["a"]', b"nonsense", b"[" * 100000, b"\xff", b"null", b"7"]
+)
+def test_records_that_no_process_has_written_count_as_none(text):
+    ledger = Ledger(HashStore())
+    for name in ("entry/0", "checkpoints", "entries_before", "entries_folder"):
+        ledger.put(name, text)
+    assert EntryRecords.of(ledger) == EntryRecords()
+    assert restart_from_newest(ledger, JOB, LOST).entry == 0

@@ -1,0 +1,148 @@
+"""State of one rank alone: which buffers are, and what a buddy keeps of it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+
+from hyperpod_plugins.parallel.topology import Topology
+from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _last_two
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("constant", torch.ones(10_000))
+        self.register_buffer("scale", torch.zeros(1))
+        self.register_buffer("empty", None)
+
+    def forward(self, x):
+        self.scale = self.scale + 1  # another tensor
+        return self.norm(x)
+
+
+def names(state):
+    return [name for name, _, _ in state.get("forms", ())]
+
+
+def test_buffers_that_steps_change_are_of_one_rank():
+    net, other = Net(), Net()
+    states = BufferStates(net)
+    first = names(states.state_dict())
+    net(torch.randn(4, 3))
+    found = states.state_dict()
+    assert names(found) == first == ["scale", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    taken = BufferStates(other)
+    other.constant.copy_(torch.ones(10_000))  # from a replica
+    assert "constant" in names(taken.state_dict())
+    taken.load_state_dict(found)
+    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), other.buffers(), strict=True))
+    assert names(taken.state_dict()) == first
+    net.constant.add_(1)
+    assert "constant" in names(states.state_dict())
+
+
+class Table(nn.Module):
+    """The program has been changed between two jobs, and with it what no checkpoint of the model has."""
+
+    def __init__(self, *, size, factor, has_more):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.zeros(size), persistent=False)
+        self.register_buffer("factor", torch.tensor(factor), persistent=False)
+        if has_more:
+            self.register_buffer("more", torch.ones(()), persistent=False)
+
+
+def test_another_job_takes_the_buffers_that_a_checkpoint_of_the_model_has():
+    former, changed = Table(size=4, factor=1.0, has_more=True), Table(size=6, factor=2.0, has_more=False)
+    former.norm(torch.randn(5, 3))
+    saved, states = BufferStates(former).state_dict(), BufferStates(changed)
+    states.load_state_dict(states.fitting(saved))
+    assert torch.equal(changed.norm.running_mean, former.norm.running_mean)
+    assert (float(changed.factor), changed.table.shape) == (2.0, (6,))
+    again = Table(size=4, factor=2.0, has_more=True)  # the same program, in the same job
+    BufferStates(again).load_state_dict(saved)
+    assert float(again.factor) == 1.0
+
+
+def test_the_state_of_a_step_and_of_the_one_before_are_kept():
+    kept = {}
+    for step in (5, 6, 6, 7, 3, 4):
+        kept = _last_two(kept, step, b"%d" % step)
+    assert kept == {3: b"3", 4: b"4"}
+    assert _last_two({6: b"6", 7: b"7"}, 7, b"again") == {6: b"6", 7: b"again"}
+
+
+class Averaged(nn.Module):
+    """A step writes `seen`, other values on each rank; what follows it writes `num_averaged` and `teacher`."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("seen", "num_averaged", "teacher", "late"):
+            self.register_buffer(name, torch.zeros(1))
+
+    def step(self):
+        self.seen += 1 + dist.get_rank()
+
+    def follow(self):
+        self.num_averaged += 1
+        self.teacher.copy_(self.seen)
+
+    def values(self):
+        return [float(each) for each in self.buffers()]
+
+
+def lose_rank_one(*, num_steps, is_followed, shared_at):
+    """The values of both ranks where rank 1 would have been, and where a replacement is; and what `kept` then has."""
+    if not dist.is_initialized():
+        dist.init_process_group("hyperpod")
+    topology, rank = Topology(world_size=2), dist.get_rank()
+    model = Averaged()
+    states = LocalStates(topology, rank)
+    states.register("buffers", BufferStates(model))
+    for step in range(1, num_steps + 1):
+        model.step()
+        states.share(step)
+        model.follow()
+        if step < num_steps or is_followed:
+            states.begin(step)
+    wanted, replica = model.values(), [torch.zeros(1) for _ in model.buffers()]
+    for mine, of_zero in zip(model.buffers(), replica, strict=True):
+        dist.broadcast(of_zero.copy_(mine), 0)
+    if rank == 1:  # a new process, to which rank 0 has given what it holds
+        model, states = Averaged(), LocalStates(topology, rank)
+        for mine, of_zero in zip(model.buffers(), replica, strict=True):
+            mine.copy_(of_zero)
+        states.register("buffers", BufferStates(model))
+    states.restore(shared_at, [1])
+    found = model.values()
+    states.restore(3, [])  # a return to a snapshot: everybody has the state of an earlier step
+    states.share(4)
+    return wanted, found, sorted(states._kept), sorted(states._own)
+
+
+def lose_rank_one_of_several_jobs():
+    return [
+        lose_rank_one(num_steps=5, is_followed=True, shared_at=5),
+        lose_rank_one(num_steps=5, is_followed=False, shared_at=5),
+        lose_rank_one(num_steps=1, is_followed=True, shared_at=1),
+    ]
+
+
+@pytest.mark.spawns
+def test_what_follows_a_commit_is_not_overwritten_by_what_was_given_before_it():
+    of_zero, of_one = run_ranks(lose_rank_one_of_several_jobs, world_size=2)
+    for wanted, found, kept, own in of_zero:
+        assert (found, kept, own) == (wanted, [3, 4], [3, 4])
+    (wanted, found, *_), in_hooks, first = of_one
+    assert (
+        found == wanted == [10, 5, 10, 0]
+    )  # found out in the first step, and given at the beginning of those after it
+    for wanted, found, kept, own in (in_hooks, first):
+        # Nobody has what the lost rank's hooks wrote of its own: the replica's values agree with one another.
+        assert found[:2] == wanted[:2]
+        assert found[2] == wanted[2] / 2
+        assert (kept, own) == ([3, 4], [3, 4])

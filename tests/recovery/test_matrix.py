@@ -1,0 +1,51 @@
+"""A fixed part of the matrix of faults: `matrix.py` runs all of it."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from recovery import matrix
+from recovery.matrix import KINDS, PHASES, PROGRAMS, Cells, Outcome, jobs_of, table
+
+PART = [Cells(program="convolution", kind="kill", phases=("give", "save", "between"))]
+
+
+@pytest.mark.spawns
+def test_a_part_of_the_matrix(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = matrix.Matrix(tmp_path, pool, timeout_s=120.0).run(PART)
+    assert [outcome for outcome in outcomes if outcome.outcome != "ok"] == []
+    assert len(outcomes) == sum(len(cells.phases) for cells in PART)
+
+
+def test_every_phase_of_every_program_is_in_some_job():
+    for kind in KINDS:
+        for program in PROGRAMS:
+            jobs = jobs_of(program, kind, list(PHASES))
+            assert sorted(phase for job in jobs for phase in job.phases) == sorted(PHASES)
+    halves = jobs_of("full", "raise", list(PHASES))[0].split()
+    assert halves[0].phases + halves[1].phases == jobs_of("full", "raise", list(PHASES))[0].phases
+
+
+def test_faults_are_at_places_of_their_own():
+    faults = Cells(program="hsdp", kind="stop", phases=("give", "second fit")).faults
+    assert faults == [["forward", 15, 2, "kill"], ["give", 15, -1, "stop"], ["second forward", 21, 0, "stop"]]
+    places = [
+        (place, step)
+        for phase in PHASES
+        for place, step, *_ in Cells(program="hsdp", kind="kill", phases=(phase,)).faults
+    ]
+    assert len(set(places)) == len(places)
+
+
+def test_a_table_has_a_row_a_phase_and_a_column_a_program():
+    found = [
+        Outcome(program="full", kind="kill", phase="vote", outcome="ok"),
+        Outcome(program="hsdp", kind="kill", phase="vote", outcome="FAILED", why="x"),
+        Outcome(program="hsdp", kind="kill", phase="fetch", outcome="refused"),
+    ]
+    assert [line.split() for line in table(found)] == [
+        [],
+        ["SIGKILL", "hsdp", "full"],
+        ["fetch", "refused"],
+        ["vote", "FAILED", "ok"],
+    ]

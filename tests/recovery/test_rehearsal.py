@@ -1,0 +1,257 @@
+"""Rehearsals: what a job that was killed in each phase holds, compared with one to which nothing happened."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from recovery.faults import PRELOAD
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.recovery import RecoveryOptions
+from hyperpod_plugins.recovery.rehearsal import (
+    Difference,
+    ScheduledFault,
+    ScheduledFaults,
+    _read,
+    differing,
+    parse_schedule,
+    value_digests,
+)
+from hyperpod_plugins.recovery.rehearsal_jobs import Plan, Result, first_difference, judge, read_lines, table
+from hyperpod_plugins.recovery.replicas import Disagreement, suspects_of
+
+PROGRAM = Path(__file__).with_name("program_rehearsal.py")
+
+
+def test_of_what_differs_the_kind_is_told_that_comes_first_in_a_step():
+    wanted = {"parameter a": 1, "gradient a": 2, "buffer b": 3, "callback C": 4}
+    assert differing(wanted, wanted) == ()
+    assert differing(wanted, {**wanted, "parameter a": 9, "gradient a": 9}) == ("gradient a",)
+    assert differing(wanted, {**wanted, "callback C": 9, "buffer b": 9}) == ("buffer b",)
+    assert differing(wanted, {"parameter a": 1, "gradient a": 2, "buffer b": 3}) == ("callback C",)
+    assert differing(wanted, {**wanted, "trainer x": 1}) == ("trainer x",)
+
+
+def test_values_are_told_apart_whatever_holds_them():
+    values = {"epoch": 3, "callbacks": {"A": {"t": torch.ones(2)}, "B": {"n": [1, 2.0, None]}}}
+    same = {"callbacks": {"B": {"n": [1, 2.0, None]}, "A": {"t": torch.ones(2)}}, "epoch": 3}
+    assert value_digests(values, "trainer") == value_digests(same, "trainer")
+    other = {"epoch": 3, "callbacks": {"A": {"t": torch.tensor([1.0, 1.0 + 1e-7])}, "B": {"n": [1, 2.0, None]}}}
+    assert differing(value_digests(values, "trainer"), value_digests(other, "trainer")) == ("callback A.t",)
+    saved, again = ({"best": f"/out/step=4{version}.ckpt", "k": {f"/out{version}": 1}} for version in ("", "-v1"))
+    assert value_digests(saved, "x") == value_digests(again, "x")  # files of the job before are in the way
+    assert value_digests({"o": object()}, "x") == value_digests({"o": object()}, "x")  # addresses tell nothing
+
+
+class RunsCode:
+    def __reduce__(self):
+        return (os._exit, (3,))
+
+
+def test_a_description_that_a_peer_has_written_is_not_unpickled():
+    for value, kind in ((RunsCode(), bytes), (Path("/a"), Path)):
+        buffer = io.BytesIO()
+        torch.save({"value": value}, buffer)
+        found = _read(buffer.getvalue())
+        assert isinstance(next(iter(found.values())), kind)
+    assert _read(b"no format of torch") == {"": b"no format of torch"}
+
+
+def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_path):
+    lines = {
+        0: [(2, "state", {"parameter a": 1}), (2, "gradients", {"gradient a": 5}), (3, "state", {"parameter a": 2})],
+        1: [(2, "state", {"parameter a": 1}), (2, "gradients", {"gradient a": 6}), (3, "state", {"parameter a": 7})],
+    }
+    wanted = {(rank, step, point): digests for rank, said in lines.items() for step, point, digests in said}
+    wanted[1, 2, "gradients"] = {"gradient a": 5}
+    wanted[1, 3, "state"] = {"parameter a": 2}
+    for rank, said in lines.items():
+        text = "".join(
+            f'{{"step": {s}, "point": "{p}", "digests": {{"{n}": {v}}}}}\n' for s, p, d in said for n, v in d.items()
+        )
+        (tmp_path / f"rank-{rank}.jsonl").write_text(text + '{"step": 4, "poi')  # torn by a kill
+    found = first_difference(wanted, read_lines(tmp_path))
+    assert found == Difference(rank=1, step=2, what="computing it", names=("gradient a",))
+    assert "Python attribute" in found.reason
+    assert first_difference(dict(read_lines(tmp_path)), read_lines(tmp_path)) is None
+
+
+FAULTS = parse_schedule("setup:1:0,forward:0:3,vote:1:4")
+AT_FOUR = Difference(rank=0, step=4, what="at its beginning", names=("buffer b",))
+
+
+def results(found):
+    return {each.phase: (each.is_good, each.step) for each in found}
+
+
+def test_the_last_fault_before_a_difference_is_the_one_that_it_comes_from():
+    happened = {"setup": 0, "forward": 3, "vote": 5}
+    good = results(judge(FAULTS, happened, "", None))
+    assert good == {"setup": (True, 0), "forward": (True, 3), "vote": (True, 5)}
+    assert results(judge(FAULTS, happened, "", AT_FOUR)) == {"setup": (True, 0), "forward": (False, 3)}
+    assert results(judge(FAULTS, {"setup": 0, "forward": 3}, "Traceback\nKeyError: 1", None)) == {
+        "setup": (True, 0),
+        "forward": (False, 3),
+    }
+    assert results(judge(FAULTS, {}, "boom", None)) == {"setup": (False, None)}
+    not_reached = judge(FAULTS, {"setup": 0}, "", None)
+    assert [each.cells()[3] for each in not_reached] == ["recovered, equal to the last bit"] + ["not reached"] * 2
+
+
+def test_a_table_tells_all_phases():
+    lines = table([Result(phase="vote", rank=1, step=4), Result(phase="validation")])
+    assert lines[1].split() == ["vote", "1", "4", "recovered,", "equal", "to", "the", "last", "bit"]
+    assert lines[2].split() == ["validation", "not", "reached"]
+
+
+def test_a_scheduled_fault_is_due_once_and_not_before_its_step(tmp_path):
+    text = ",".join(fault.to_text() for fault in FAULTS)
+    assert parse_schedule(text) == FAULTS
+    mine = ScheduledFaults(tmp_path, text, rank=1)
+    assert not mine.is_due("vote", 3)
+    assert mine.is_due("vote", 4)
+    assert mine.is_due("vote", 9)
+    assert not mine.is_due("forward", 9)  # another rank's
+    (tmp_path / "fault-vote.json").write_text("{}")
+    assert not mine.is_due("vote", 9)
+
+
+def test_plans_that_cannot_be_are_refused_by_name():
+    plan = Plan(program=(str(PROGRAM),))
+    assert plan.schedule(("setup", "vote")) == (
+        ScheduledFault(phase="setup", rank=1, step=0),
+        ScheduledFault(phase="vote", rank=0, step=3),
+    )
+    assert plan.schedule(("vote_result",))[0].rank == 0
+    with pytest.raises(ConfigError, match="phases lunch cannot be rehearsed"):
+        replace(plan, phases=("lunch",))
+    with pytest.raises(ConfigError, match="at least 2"):
+        replace(plan, num_ranks=1)
+    with pytest.raises(ConfigError, match="no program"):
+        replace(plan, program=("nowhere.py",))
+
+
+def rehearse(*arguments, **environ):
+    command = [sys.executable, "-m", "hyperpod_plugins.cli", "rehearse", *PRELOAD, *arguments, str(PROGRAM)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.spawns
+def test_a_program_that_recovers_exactly_is_said_to():
+    code, text = rehearse("--phases", "setup,backward,commit,validation")
+    assert code == 0, text
+    assert len(re.findall("recovered, equal to the last bit", text)) == 3
+    assert re.search(r"validation +not reached", text)
+
+
+@pytest.mark.spawns
+def test_what_a_replacement_lacks_is_named_with_the_phase():
+    code, text = rehearse("--phases", "vote", FAULT="attribute")
+    assert code == 1, text
+    assert re.search(
+        r"vote +1 +2 +rank \d, step \d+, computing it: gradient \S+.* differs. Likely .*Python attribute", text
+    )
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("", "trained to"),
+        ("A2", r"step 2, putting the step back: buffer scale differs.*no longer the tensor that was registered"),
+        ("I3", r"step 2, putting the step back: unowned gradient unowned\.\S+ .*no optimizer has this parameter"),
+    ],
+)
+def test_a_rehearsed_step_names_what_an_old_fault_does_not_put_back(fault, told):
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "2", *PRELOAD]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PUT_BACK": fault, "REHEARSE": "2"}
+    program = PROGRAM.with_name("program_putback.py")
+    done = subprocess.run([*launcher, str(program)], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (1 if fault else 0), done.stdout + done.stderr
+    assert re.search(told, done.stdout + done.stderr), done.stdout + done.stderr
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("", "trained to"),
+        ("attribute", "step 2, computing the step again: gradient"),
+        ("drift", "step 2, compared with its replicas: parameter first.weight"),
+    ],
+)
+def test_a_rehearsed_step_ends_the_job_by_name_where_something_would_not_come_back(fault, told):
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "2", *PRELOAD]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault, "REHEARSE": "2"}
+    done = subprocess.run([*launcher, str(PROGRAM)], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (1 if fault else 0), done.stdout + done.stderr
+    assert told in done.stdout + done.stderr
+
+
+@pytest.mark.spawns
+def test_a_process_that_is_lost_while_a_step_is_rehearsed_is_replaced(tmp_path):
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "2", *PRELOAD]
+    results = []
+    for index, phase in enumerate(("", "reading its state back", "computing the step again")):
+        marker = tmp_path / str(index)
+        environ = {"OMP_NUM_THREADS": "1", "FAULT": "kill" if phase else "", "REHEARSE": "2"}
+        environ = {**os.environ, **environ, "KILL_AT": phase, "MARKER": str(marker)}
+        done = subprocess.run([*launcher, str(PROGRAM)], env=environ, capture_output=True, text=True, timeout=120)
+        text = done.stdout + done.stderr
+        assert done.returncode == 0, text
+        assert marker.exists() == bool(phase), text
+        results.append(set(re.findall(r"trained to (0x[0-9a-f.]+p[-+]\d+)", text)))
+    assert len(results[0]) == 1
+    assert results == [results[0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("digests", "suspects"),
+    [
+        ({0: 5}, ()),
+        ({0: 5, 1: 5}, ()),
+        ({0: 5, 1: 6}, (0, 1)),
+        ({0: 5, 2: 6, 4: 5}, (2,)),
+        ({0: 5, 2: 6, 4: 7}, (0, 2, 4)),
+        ({0: 5, 1: 5, 2: 6, 3: 6}, (0, 1, 2, 3)),
+        ({0: 5, 1: 5, 2: 5, 3: 6, 4: 7}, (3, 4)),
+    ],
+)
+def test_the_replicas_that_differ_from_a_majority_are_suspected(digests, suspects):
+    assert suspects_of(digests) == suspects
+
+
+def test_a_disagreement_names_rank_host_and_the_first_tensors():
+    one = Disagreement(replicas=(0, 2, 4), suspects=(2,), hosts=("b",), names=("parameter w",))
+    assert str(one) == "rank 2 (b) does not hold the same bits as its replicas, ranks 0, 4: parameter w"
+    both = replace(one, replicas=(0, 2), suspects=(0, 2), hosts=("a", "b"), names=())
+    assert "ranks 0 (a), 2 (b) do not hold the same bits, and none has a majority" in str(both)
+    with pytest.raises(ConfigError, match="was given -1"):
+        RecoveryOptions(compare_replicas_every=-1)
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("num_ranks", "told"),
+    [
+        (2, "step 4: the replicas on ranks 0 ("),
+        (3, "step 4: rank 1 ("),
+    ],
+)
+def test_replicas_that_drift_apart_by_one_bit_end_the_job_by_name(num_ranks, told):
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", str(num_ranks), *PRELOAD]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "flip", "COMPARE": "2"}
+    done = subprocess.run([*launcher, str(PROGRAM)], env=environ, capture_output=True, text=True, timeout=120)
+    text = done.stdout + done.stderr
+    assert done.returncode == 1, text
+    assert told in text
+    assert "parameter first.weight" in text
+    assert "step 2:" not in text  # compared and found equal

@@ -1,0 +1,31 @@
+"""A job that goes on from a checkpoint of another one, and a loader of unknown length."""
+
+import pytest
+import torch
+from recovery.faults import PRELOAD, run_job
+
+LIGHTNING = ("--preload", f"{PRELOAD[1]},lightning.pytorch,torchmetrics")
+pytestmark = pytest.mark.spawns
+
+
+def run(folder, **environ):
+    return run_job("program_resumed.py", folder, num_ranks=2, environ=environ, args=LIGHTNING)
+
+
+def test_another_program_takes_what_a_checkpoint_of_its_model_has(tmp_path):
+    """Each rank its own running statistics; not buffers that are not persistent, nor metrics that are gone."""
+    first = run(tmp_path)
+    assert first.code == 0, first.output[-8000:]
+    saved = first.results(2)
+    assert not torch.equal(saved[0]["ends_with"], saved[1]["ends_with"])
+    changed = run(tmp_path, CHANGED="1")
+    assert changed.code == 0, changed.output[-8000:]
+    for before, after in zip(saved, changed.results(2), strict=True):
+        assert torch.equal(after["begins_with"], before["ends_with"])
+        assert (before["factor"], after["factor"], after["step"]) == (1.0, 2.0, 8)
+
+
+def test_a_validation_within_a_step_after_an_epoch_of_unknown_length_is_refused(tmp_path):
+    job = run(tmp_path, STREAM="1")
+    assert job.code == 1
+    assert "an epoch of unknown length has ended after a number of batches that is no multiple of 2" in job.output

@@ -1,0 +1,79 @@
+"""Processes that are lost in the middle of a transfer of state, or all of them at once: same bits in the end."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from recovery.faults import HYPERPODRUN, PRELOAD, TORCHRUN, run_job
+
+pytestmark = pytest.mark.spawns
+SCRIPT = "ranks_transfer.py"
+RDZV = ("--rdzv-backend", "hyperpod", "--nnodes", "1", "--max-restarts", "5")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """Undisturbed jobs by their number of ranks, each run once."""
+    done = {}
+
+    def undisturbed(num_ranks, shards):
+        if num_ranks not in done:
+            environ = {"SHARDS": str(shards)}
+            folder = tmp_path_factory.mktemp("calm")
+            job = run_job(SCRIPT, folder, num_ranks=num_ranks, args=PRELOAD, environ=environ)
+            assert job.code == 0, job.output[-8000:]
+            assert ("buddy snapshots: every" in job.output) == (shards == num_ranks)  # measured, and said once
+            done[num_ranks] = job
+        return done[num_ranks]
+
+    return undisturbed
+
+
+def assert_same(found, calm, num_ranks):
+    for rank, (result, wanted) in enumerate(zip(found.results(num_ranks), calm.results(num_ranks), strict=True)):
+        assert result["state"].keys() == wanted["state"].keys()
+        for name, value in result["state"].items():
+            assert torch.equal(value, wanted["state"][name]), (rank, name)
+
+
+def test_an_exchange_of_snapshots_in_which_a_rank_is_lost(calm, tmp_path):
+    """Full sharding: the snapshot before counts; training went on until the next one was due, and no further."""
+    faults = [["snapshot", 4, 1, "kill"], ["snapshot", 8, 0, "kill"], ["forward", 9, 1, "kill"]]
+    environ = {"SHARDS": "2", "SNAPSHOT_EVERY": "2"}
+    job = run_job(SCRIPT, tmp_path, num_ranks=2, faults=faults, args=PRELOAD, environ=environ, timeout_s=60)
+    assert job.code == 0, job.output[-8000:]
+    assert job.num_faults == len(faults)
+    assert_same(job, calm(2, 2), 2)
+    lost = [int(line.split(" steps lost")[0].split()[-1]) for line in job.output.splitlines() if " steps lost" in line]
+    assert 0 < max(lost) <= 4, lost
+
+
+def test_a_source_that_is_lost_while_two_ranks_take_its_state(calm, tmp_path):
+    """Five replicas: rank 0 gives its state to ranks 2 and 4 when it is lost, and rank 1 is left for all."""
+    faults = [["forward", 3, rank, "kill"] for rank in (2, 3, 4)] + [["tensors", 3, 0, "kill"]]
+    job = run_job(SCRIPT, tmp_path, num_ranks=5, faults=faults, args=PRELOAD, environ={"SHARDS": "1"}, timeout_s=90)
+    assert job.code == 0, job.output[-8000:]
+    assert job.num_faults == len(faults)
+    assert_same(job, calm(5, 1), 5)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "args", "faults"),
+    [
+        (TORCHRUN, RDZV, [["forward", 5, 1, "kill"], ["forward", 9, 0, "kill"]]),  # it ends all workers with one
+        (HYPERPODRUN, PRELOAD, [["forward", 5, 0, "kill"], ["forward", 5, 1, "kill"]]),
+    ],
+    ids=["torchrun", "hyperpodrun"],
+)
+def test_all_processes_are_lost_at_once(calm, tmp_path, launcher, args, faults):
+    """Snapshots outlive them: the next ones begin from those in shared memory, of which nothing is left in the end."""
+    environ = {"SHARDS": "2", "SNAPSHOT_EVERY": "2"}
+    job = run_job(SCRIPT, tmp_path, num_ranks=2, faults=faults, launcher=launcher, args=args, environ=environ)
+    assert job.code == 0, job.output[-8000:]
+    assert job.num_faults == len(faults)
+    assert "ALL STEPS SO FAR ARE LOST" not in job.output
+    assert "all ranks return to the snapshot of step 4" in job.output
+    assert_same(job, calm(2, 2), 2)
+    agents = [folder.name.partition("-")[0] for folder in Path(f"/dev/shm/hyperpod-{os.getuid()}").glob("*-*")]
+    assert all(Path(f"/proc/{agent}").exists() for agent in agents)  # those of other jobs
