@@ -38,6 +38,7 @@ from hyperpod_plugins.errors import RecoveryTimeout
 from hyperpod_plugins.recovery.assembly import Assembly, to_text
 from hyperpod_plugins.recovery.assign import Arrival
 from hyperpod_plugins.recovery.doorbell import Doorbell
+from hyperpod_plugins.recovery.halt import Survivors
 from hyperpod_plugins.recovery.worlds import Worlds
 
 THREADS = 128
@@ -64,7 +65,7 @@ class Seat:
             Doorbell(partial(Ledger.connect, job)),
             place=rank,
             policy=MembershipPolicy(replacement_timeout_s=limit_s),
-            patience_s=lambda: limit_s,
+            survivors=Survivors(ledger, patience_s=lambda: limit_s, outside_s=limit_s),
         )
         return cls(ledger=ledger, assembly=assembly, rank=rank, world_size=world_size)
 

@@ -15,6 +15,7 @@ DEADLINE_S = {
     "hsdp_traffic": 900,
     "data_restart": 900,
     "recovery": 2700,
+    "ettr": 1800,
     "membership_scale": 900,
     "resize": 900,
     "reproducible": 900,

@@ -13,6 +13,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -76,8 +77,8 @@ def order_of(round_index: int) -> list[str]:
     return rotated(MODES, round_index)
 
 
-def train(turns: Iterator[int], schedule: harness.Schedule) -> None:
-    """A Trainer that is told of an agent's store, which here the benchmark serves."""
+def train(turns: Iterator[int], schedule: harness.Schedule, folder: str) -> None:
+    """A Trainer that is told of an agent's store, which here the benchmark serves; what it keeps goes with `folder`."""
     warnings.filterwarnings("ignore")
     job = JobEnv(store_host="127.0.0.1", store_port=int(os.environ["MASTER_PORT"]), run_id="overhead")
     os.environ.update(job.to_environ())
@@ -86,6 +87,7 @@ def train(turns: Iterator[int], schedule: harness.Schedule) -> None:
         devices=WORLD_SIZE,
         strategy=HyperPodStrategy(hybrid_shard_degree=1),
         callbacks=[CheckpointlessRecovery()],
+        default_root_dir=folder,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -99,12 +101,12 @@ def train(turns: Iterator[int], schedule: harness.Schedule) -> None:
 def compare(schedule: harness.Schedule) -> harness.Comparison:
     """Recovery off, on, and off again, which shows the error of this machine."""
     ranks.preload(["lightning.pytorch", "hyperpod_plugins.lightning"])
-    contender = ranks.Contender(name="recovery", train=train, world_size=WORLD_SIZE, kwargs={"schedule": schedule})
+    contender = ranks.Contender(name="recovery", train=train, world_size=WORLD_SIZE)
     runs = {mode: harness.Run(name=mode) for mode in MODES}
     for start_index, num_rounds in enumerate(schedule.rounds_per_start):
         with (
             tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
-            ranks.RankGroup(contender, Path(folder)) as group,
+            ranks.RankGroup(replace(contender, kwargs={"schedule": schedule, "folder": folder}), Path(folder)) as group,
         ):
             group.wait_ready(schedule.setup_timeout_s)
             group.take_turn(ranks.Order(lead_in=schedule.warmup, steps=1), schedule.turn_timeout_s)
