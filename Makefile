@@ -6,8 +6,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 CUT    := -c constraints.txt
 # Most tests with processes wait for them to start or to notice something: two at a time take half as long.
 WORKERS ?= 2
+# For `make gpu`: an interpreter that has torch with CUDA, Lightning and pytest. Nothing is installed there.
+GPU_PYTHON ?= python3
 
-.PHONY: demo test test-fast check bench docs clean
+.PHONY: demo test test-fast check bench gpu docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp          ## train a small Llama, sharded and tensor parallel; then lose a process in the middle, and end with the same bits
@@ -29,6 +31,9 @@ check: $(VENV)/check.stamp $(VENV)/docs.stamp   ## lint, types, layers, docs
 
 bench: $(VENV)/bench.stamp .venv-peers/made.stamp  ## every benchmark: tables on the screen, JSON in benchmarks/results/
 	$(BIN)/python benchmarks/run_all.py
+
+gpu:                              ## on a machine with a GPU: the tests marked for it, and its benchmarks; writes docs/gpu-status.md
+	@$(GPU_PYTHON) -m benchmarks.gpu_status
 
 docs: $(VENV)/docs.stamp          ## the site, served at http://localhost:8000
 	$(BIN)/mkdocs serve
@@ -62,4 +67,4 @@ $(VENV)/docs.stamp: $(VENV)/demo.stamp
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers site
+	rm -rf $(VENV) .venv-peers .gpu-site site
