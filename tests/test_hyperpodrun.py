@@ -38,7 +38,7 @@ began_s = time.time()
 job, rank = JobEnv.from_environ(), int(os.environ["RANK"])
 ledger = Ledger.connect(job)
 if "UNARMED" not in os.environ:
-    ledger.put("armed", b"1")
+    ledger.arm()
     ledger.put("begun", b"1")
 def say(*words):
     line = " ".join(map(str, ("@", rank, job.incarnation, *words)))

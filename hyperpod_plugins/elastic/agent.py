@@ -37,7 +37,7 @@ from hyperpod_plugins.elastic.failures import cause, error_of, failure
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.joining import give_notice, is_known, takes_part, world_or_none
 from hyperpod_plugins.elastic.keeper import MALFORMED
-from hyperpod_plugins.elastic.ledger import ARMED_KEY, BEGUN_KEY, GAVE_UP_KEY, RAISED_KEY, RESTART_KEY, Ledger
+from hyperpod_plugins.elastic.ledger import BEGUN_KEY, GAVE_UP_KEY, RAISED_KEY, RESTART_KEY, Ledger
 from hyperpod_plugins.elastic.logs import Sink
 from hyperpod_plugins.elastic.membership import ExitWait
 from hyperpod_plugins.elastic.options import AgentOptions
@@ -330,7 +330,7 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _is_on_trial(self, post: Post, code: int) -> bool:
         """Whether a failure speaks against this node rather than the job: it came later, and has been of no use yet."""
-        if self._ledger.find(GAVE_UP_KEY) is not None or self._ledger.find(ARMED_KEY) is None:
+        if self._ledger.find(GAVE_UP_KEY) is not None or not self._ledger.is_armed:
             return False
         if not isinstance(self._worker_group.spec.rdzv_handler, SlotRendezvous):
             return False
@@ -366,7 +366,7 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _loss(self, post: Post, code: int) -> Loss:
         ledger = self._ledger
-        is_armed, error = ledger.find(ARMED_KEY) is not None, error_of(post) if code > 0 else ""
+        is_armed, error = ledger.is_armed, error_of(post) if code > 0 else ""
         raised = ledger.find(f"{RAISED_KEY}/{post.global_rank}") if error else None
         self._is_known |= is_known(ledger)
         return Loss(

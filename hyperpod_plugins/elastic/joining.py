@@ -10,13 +10,13 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from torch.distributed import DistError
 
-from hyperpod_plugins.elastic.ledger import ARMED_KEY, Ledger
+from hyperpod_plugins.elastic.ledger import Ledger
 from hyperpod_plugins.elastic.policy import ReplicaView, next_size
 from hyperpod_plugins.elastic.restarts import NOT_NEEDED
 from hyperpod_plugins.elastic.terms import Terms, terms_of
@@ -38,6 +38,8 @@ _LONGEST_POLL_S = 1.0
 _PART_OF_WAIT = 0.05
 _POLLS_A_SECOND = 200.0
 """Of all processes that wait together; each takes about ten requests."""
+_ENDED_S = 30.0
+"""How long a process waits for its agent to end it; whoever has decided that all begin again may be lost."""
 _SPARE_AFTER_S = 3.0
 """An agent replaces a process within less; after that, one that waits takes its place."""
 _SET_UP_S = 120.0
@@ -60,6 +62,30 @@ def renounce(job: JobEnv) -> None:
     """Say that the program takes no part in recovery, though it may have announced itself."""
     with contextlib.suppress(DistError):
         Ledger.connect(job).put(_RECOVERS, b"0")
+
+
+def arm(ledger: Ledger, is_ending: Callable[[], bool] = lambda: False) -> bool:
+    """Say that there is something to recover from now on, so that lost processes are replaced.
+
+    Where a node has just decided that all begin again, since nobody had said so, this process does nothing any more
+    that it would do twice: it waits for its agent to end it.
+
+    Args:
+        ledger: of the job.
+        is_ending: whether the agent has told this process to end; for one that does not end by itself when told.
+
+    Returns:
+        False where that is so.
+    """
+    until_s = time.monotonic() + _ENDED_S
+    while not ledger.arm():
+        if is_ending():
+            return False
+        if time.monotonic() > until_s:
+            log.warning("all were to begin again, and have not within %.0f s: the job goes on", _ENDED_S)
+            ledger.arm_again()
+        time.sleep(_POLL_S)
+    return True
 
 
 def is_known(ledger: Ledger) -> bool:
@@ -114,7 +140,7 @@ def find_world(ledger: Ledger, place: int, incarnation: int) -> World:
     num_waiting, number = 0, world.number
     seen: tuple[int, ...] = ()
     while True:
-        if ledger.find(ARMED_KEY) is None:
+        if not ledger.is_armed:
             log.warning("the job has come to its end, and place %d was not needed", place)
             raise SystemExit(0)
         world, planned = present_world(ledger), _newest_plan(ledger, number)
@@ -163,7 +189,7 @@ def await_turn(ledger: Ledger, world: World, place: int, incarnation: int) -> No
     ledger.put(_ready(world, place), str(incarnation).encode())
     began_s = time.monotonic()
     while (before := present_world(ledger)).number < world.number:
-        if ledger.find(ARMED_KEY) is None:
+        if not ledger.is_armed:
             raise SystemExit(0)
         newest = _newest_plan(ledger, world.number)
         is_superseded = newest is not None and newest.number > world.number

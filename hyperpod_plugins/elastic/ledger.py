@@ -49,12 +49,11 @@ from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 
-ARMED_KEY = "armed"
-"""Name of the value that members leave when they have something to recover, and take part in doing so."""
 BEGUN_KEY = "begun"
 """Name of the value that a member leaves when its first step begins."""
 RAISED_KEY = "raised"
 """Name, before a place, of the value that a member leaves when a loop's body raises: class and first line of that."""
+_ARMED_KEY, _ARMED, _TOO_LATE = "value/armed", "1", "0"
 _KILLS = "kills"
 _REPLACED = "replaced"
 _VOID = b"void"
@@ -236,6 +235,29 @@ class Ledger:
         """The plan of a generation, once there is one: what each member brings."""
         packed = bulk.read(self._store, f"plan/{generation}")
         return None if packed is None or packed == _VOID else _unpack(packed)
+
+    # -- whether the members recover ----------------------------------------------------------------------------
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether members have something to recover, and take part in doing so."""
+        return self._read(_ARMED_KEY) == _ARMED
+
+    def arm(self) -> bool:
+        """Say so; False where a node has ended the round before anybody did, see `end_unarmed`."""
+        return self._store.compare_set(_ARMED_KEY, "", _ARMED) == _ARMED.encode()
+
+    def arm_again(self) -> None:
+        """Say so where the node that has decided the other thing has not ended the round in good time."""
+        self._store.compare_set(_ARMED_KEY, _TOO_LATE, _ARMED)
+
+    def disarm(self) -> None:
+        """Take that back: what is to be recovered has come to its end."""
+        self._store.compare_set(_ARMED_KEY, _ARMED, "")
+
+    def end_unarmed(self) -> bool:
+        """Decide that all begin again, for nobody has anything to recover; False where somebody has, by now."""
+        return self._store.compare_set(_ARMED_KEY, "", _TOO_LATE) == _TOO_LATE.encode()
 
     # -- requests and news --------------------------------------------------------------------------------------
 

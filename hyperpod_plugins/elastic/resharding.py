@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from hyperpod_plugins.elastic.joining import candidates, have_left, heed, num_whole
 from hyperpod_plugins.elastic.layouts import Layout, first_that_fits
-from hyperpod_plugins.elastic.ledger import ARMED_KEY, Ledger
+from hyperpod_plugins.elastic.ledger import Ledger
 from hyperpod_plugins.elastic.restarts import NOT_NEEDED
 from hyperpod_plugins.elastic.terms import Terms, terms_of
 from hyperpod_plugins.elastic.world import World
@@ -119,8 +119,8 @@ def stand_aside(ledger: Ledger, place: int, *, is_replaced: bool) -> NoReturn:
     until_s = time.monotonic() + _FOUNDING_S
     while terms_of(ledger) is None and time.monotonic() < until_s:
         time.sleep(_POLL_S)
-    if is_replaced and ledger.find(ARMED_KEY) is not None:
+    if is_replaced and ledger.is_armed:
         raise SystemExit(NOT_NEEDED)
-    while ledger.find(ARMED_KEY) is not None:
+    while ledger.is_armed:
         time.sleep(_IDLE_S)
     raise SystemExit(0)

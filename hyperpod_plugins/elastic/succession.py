@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.joining import takes_part
-from hyperpod_plugins.elastic.ledger import ARMED_KEY, GAVE_UP_KEY, RESTART_KEY, Ledger
+from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY, RESTART_KEY, Ledger
 from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget, no_further
 from hyperpod_plugins.elastic.roster import Closing, Roster, RoundEnd
 from hyperpod_plugins.elastic.slots import Holding, Seat
@@ -17,7 +17,7 @@ from hyperpod_plugins.elastic.slots import Holding, Seat
 
 def can_absorb(ledger: Ledger) -> bool:
     """Whether the members of a job take newcomers in: they say so, and have not given up since."""
-    return ledger.find(ARMED_KEY) is not None and not any(map(ledger.find, (GAVE_UP_KEY, RESTART_KEY)))
+    return ledger.is_armed and not any(map(ledger.find, (GAVE_UP_KEY, RESTART_KEY)))
 
 
 def end_running(ledger: Ledger, incident: Incident, at_least: int = 0) -> int:
@@ -87,11 +87,13 @@ def vacate(roster: Roster, ledger: Ledger, seat: Seat, cause: str, reporter: str
 def renew(roster: Roster, ledger: Ledger, number: int, node: str) -> None:
     """End a round: a member wants all to begin again, or `node` wants to take part and cannot do so otherwise.
 
-    Where beginning again from the same checkpoint has not helped, the job ends.
+    Where beginning again from the same checkpoint has not helped, the job ends. Where members can take the node in, by
+    now, nothing happens: no step that they commit is done again.
     """
     wanted = ledger.find(RESTART_KEY)
     if wanted is None:
-        roster.end_round(number, RoundEnd(cause=f"the agent {node} is to take part"))
+        if ledger.find(GAVE_UP_KEY) is not None or ledger.end_unarmed():
+            roster.end_round(number, RoundEnd(cause=f"the agent {node} is to take part"))
         return
     restart, most = JobRestart.from_json(wanted), JobRestartBudget().max_restarts
     end = RoundEnd.of(restart, roster.round_end(number - 1))

@@ -19,9 +19,8 @@ from hyperpod_plugins.comm import abandon_broken, breaker
 from hyperpod_plugins.data.random_numbers import KeyedItems, LoaderKey, key_random_numbers
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.entries import ended_entries
-from hyperpod_plugins.elastic.joining import find_world
+from hyperpod_plugins.elastic.joining import arm, find_world
 from hyperpod_plugins.elastic.leash import end_with
-from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, PeerLost, StateLost
@@ -286,9 +285,15 @@ class TrainerRecovery:
         self._rows.watch(trainer)
 
     def _arm(self) -> None:
-        """Have lost processes replaced from now on; without the state after earlier entries all start again instead."""
+        """Have lost processes replaced from now on; without the state after earlier entries all start again instead.
+
+        Raises:
+            SIGTERMException: all begin again, for nobody had come so far.
+        """
         if entries.is_complete and not self._is_armed:
-            self.member.ledger.put(ARMED_KEY, b"1")
+            window = self._window
+            if not arm(self.member.ledger, lambda: window is not None and window.is_told_to_end):
+                raise SIGTERMException
         self._is_armed = True
 
     def _begin_part(self, trainer: Trainer, part: str) -> None:
@@ -697,7 +702,7 @@ class TrainerRecovery:
         if has_fitted:
             if self._seed is not None and self._transaction is not None:
                 self._seed(self._transaction.step, entries.number, END)
-            self.member.ledger.forget(ARMED_KEY)
+            self.member.ledger.disarm()
         if is_interrupted or self.elastic is not None:
             entries.has_left = entries.has_left or self.is_fitting
             entries.member, entries.places = None, self.member.world.places

@@ -123,6 +123,11 @@ class Window:
         return not self._closures
 
     @property
+    def is_told_to_end(self) -> bool:
+        """Whether this process has got SIGTERM."""
+        return self._trainer.received_sigterm
+
+    @property
     def num_micro_steps(self) -> int:
         """Micro-steps of the window that have begun."""
         return len(self._closures)

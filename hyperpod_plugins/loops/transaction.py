@@ -7,7 +7,8 @@ from typing import TypeVar
 from hyperpod_plugins.comm import abandon_broken, breaker
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.entries import ended_entries
-from hyperpod_plugins.elastic.ledger import ARMED_KEY, RAISED_KEY
+from hyperpod_plugins.elastic.joining import arm
+from hyperpod_plugins.elastic.ledger import RAISED_KEY
 from hyperpod_plugins.elastic.restarts import NOT_NEEDED
 from hyperpod_plugins.errors import DeviceHung, RecoveryError
 from hyperpod_plugins.loops.position import Position
@@ -108,7 +109,7 @@ class Transactions:
     def arm(self) -> None:
         """Have lost processes replaced from now on."""
         if self.member is not None and self._is_complete:
-            self.member.ledger.put(ARMED_KEY, b"1")
+            arm(self.member.ledger)
 
     def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
         """This process takes no part until the next loop; if the loop `is_over`, nobody needs a replacement until then.
@@ -123,7 +124,7 @@ class Transactions:
             told = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
             member.ledger.put(f"{RAISED_KEY}/{member.place}", told.encode(errors="replace"))
         if is_over:
-            member.ledger.forget(ARMED_KEY)
+            member.ledger.disarm()
         if member.is_elastic or not is_over:
             self.member = None
             member.leave()

@@ -146,8 +146,8 @@ class Run:
         found(ledger, World.of_founders(founders))
         if self.schedule.grows:
             leave_terms(ledger, Terms(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3, 4)))
-        for name in ("armed", "begun"):
-            ledger.put(name, b"1")
+        ledger.arm()
+        ledger.put("begun", b"1")
 
     def follow(self) -> None:
         """Let everything happen, and check that all end in time."""

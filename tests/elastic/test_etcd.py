@@ -23,7 +23,6 @@ from hyperpod_plugins.elastic import Ledger, etcd_endpoint
 from hyperpod_plugins.elastic.etcd import EtcdStore
 from hyperpod_plugins.elastic.etcd_gateway import EtcdUrl
 from hyperpod_plugins.elastic.launch import main
-from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.rendezvous import create_rendezvous
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
@@ -376,7 +375,7 @@ def test_founders_share_a_store_of_torch_and_newcomers_need_none_of_others(etcd)
             assert not any(handler.serves_store for handler in handlers)
             assert JobEnv.from_environ() == replace(handlers[0].job, agent_pid=os.getpid())
             ledger = Ledger.connect(handlers[0].job)
-            ledger.put(ARMED_KEY, b"1")
+            ledger.arm()
             handlers[0]._keeper.stop()  # as if its machine had been unplugged
             info = pool.submit(begin, handlers[2]).result(PATIENCE_S)
             assert info.rank == infos[0].rank

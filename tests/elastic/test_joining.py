@@ -24,7 +24,6 @@ from hyperpod_plugins.elastic.joining import (
     world_or_none,
     world_without,
 )
-from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.roster import name_of_round
 from hyperpod_plugins.elastic.terms import Terms, leave_terms, terms_of
@@ -99,7 +98,7 @@ def test_of_several_who_plan_the_same_one_is_heard(ledger):
 def test_a_plan_that_brings_in_nobody_and_did_not_begin_stands_in_nobodys_way(ledger):
     leave_terms(ledger, Terms(policy=replace(POLICY, scaling_timeout_s=0.0), replica_size=1, sizes=(1, 2, 4)))
     begin(ledger, 2)
-    ledger.put(ARMED_KEY, b"1")
+    ledger.arm()
     ledger.propose_world(World(places=(0,), number=1, num_lost=1))
     wait_as_candidate(ledger, 5)
     assert find_world(ledger, 7, ledger.next_incarnation(7)).places == (0, 1, 5, 7)
@@ -155,7 +154,7 @@ def test_a_newcomer_that_is_late_does_not_bring_back_a_plan_that_was_superseded(
     """It has seen that all are ready for world 1, and is about to say so, while a notice has world 2 planned."""
     leave_terms(ledger, Terms(policy=replace(POLICY, scaling_timeout_s=0.0), replica_size=1, sizes=(1, 2, 3, 4)))
     world = begin(ledger, 2)
-    ledger.put(ARMED_KEY, b"1")
+    ledger.arm()
     grown = find_world(ledger, 2, 0)
     assert grown.places == (0, 1, 2)
     late = Ledger(ledger._store)
@@ -189,7 +188,7 @@ def test_what_somebody_asked_for_outlives_a_start_of_all_processes():
 def test_one_that_waits_for_long_asks_seldom(ledger, monkeypatch, num_others, most):
     leave_terms(ledger, Terms(policy=ElasticPolicy(max_replicas=2), replica_size=1, sizes=(1, 2)))
     world, clock_s = begin(ledger, 2), [0.0]
-    ledger.put(ARMED_KEY, b"1")
+    ledger.arm()
     for place in range(3, 3 + num_others):
         stand(ledger, place, 0, world)
     spare = Ledger(ledger._store)
@@ -199,7 +198,7 @@ def test_one_that_waits_for_long_asks_seldom(ledger, monkeypatch, num_others, mo
         """Instead of `time.sleep`: the clock goes on."""
         clock_s[0] += seconds
         if clock_s[0] > 120.0:
-            ledger.forget(ARMED_KEY)
+            ledger.disarm()
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: clock_s[0])
@@ -266,7 +265,7 @@ def test_the_job_is_stable_for_a_while_before_it_grows_again(ledger, monkeypatch
     policy = ElasticPolicy(max_replicas=2, scaling_timeout_s=0.0, min_stable_s=10.0, max_backoff_s=15.0)
     leave_terms(ledger, Terms(policy=policy, replica_size=1, sizes=(1, 2)))
     begin(ledger, 1)
-    ledger.put(ARMED_KEY, b"1")
+    ledger.arm()
     ledger.propose_world(World(places=(0, 5, 6), number=1))  # never begun
     change(ledger, ledger.propose_world(World(places=(0, 5), number=2, lasted_s=99.0)))
     change(ledger, ledger.propose_world(World(places=(0,), number=3, num_lost=1, lasted_s=1.0)))

@@ -25,12 +25,14 @@ from torch.distributed.elastic.utils.store import barrier
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.endpoint import ServedEndpoint, connect_served, serve_store
 from hyperpod_plugins.elastic.inherited import Brood
-from hyperpod_plugins.elastic.joining import found
-from hyperpod_plugins.elastic.ledger import ARMED_KEY, RESTART_KEY
+from hyperpod_plugins.elastic.joining import arm, found
+from hyperpod_plugins.elastic.ledger import RESTART_KEY
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous import SlotRendezvous, create_rendezvous
 from hyperpod_plugins.elastic.restarts import JobRestart
+from hyperpod_plugins.elastic.roster import Roster
 from hyperpod_plugins.elastic.slots import Claim, Holding, Seat, SlotPolicy
+from hyperpod_plugins.elastic.succession import renew
 from hyperpod_plugins.elastic.terms import Terms, leave_terms
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import ConfigError
@@ -118,7 +120,7 @@ def pair(nodes):
     handlers = [nodes.node(), nodes.node()]
     found = nodes.enter(*handlers)
     ledger = ledger_of(nodes.store)
-    ledger.put(ARMED_KEY, b"1")
+    ledger.arm()
     return [handler for _, handler in sorted(zip(found, handlers, strict=True), key=lambda each: each[0][0])], ledger
 
 
@@ -254,6 +256,24 @@ def test_a_newcomer_makes_them_begin_again_with_more(nodes):
     assert {nodes.enter(first)[0][1], second.result(PATIENCE_S)[1]} == {2}
 
 
+def test_nobody_begins_again_once_a_member_has_something_to_recover(nodes):
+    """Whoever comes first decides: the node that wants to take part, or the member that begins to train."""
+    nodes.enter(nodes.node(1, 2))
+    ledger, roster = ledger_of(nodes.store), Roster(nodes.store)
+    assert arm(ledger)
+    renew(roster, ledger, 0, "b")
+    assert roster.round_end(0) is None
+    ledger.disarm()  # the first fit is over
+    assert not ledger.is_armed
+    renew(roster, ledger, 0, "b")
+    assert roster.round_end(0) is not None
+    assert not arm(ledger, lambda: True)
+    ledger.disarm()
+    assert not arm(ledger, lambda: True)
+    ledger.arm_again()  # nothing has come of it
+    assert arm(ledger)
+
+
 @pytest.mark.parametrize("whose", ["ours", "a link to ours", "open to all", "a stranger's", "not there"])
 def test_members_can_have_all_begin_again_from_a_checkpoint_of_this_user(nodes, pair, tmp_path, whose):
     checkpoint = tmp_path / "7"
@@ -302,7 +322,7 @@ def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes):
     trained = [nodes.node(1, 3, last_call_s=0.3), nodes.node(1, 3, last_call_s=0.3)]
     nodes.enter(*trained)
     ledger = ledger_of(nodes.store)
-    ledger.put(ARMED_KEY, b"1")
+    ledger.arm()
     found(ledger, World.of_founders(4))
     leave_terms(ledger, Terms(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3, 4)))
     waiting = nodes.node(1, 3)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.joining import found, give_notice, stand
 from hyperpod_plugins.elastic.layouts import Layout
-from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.resharding import (
     ask_for_degrees,
@@ -123,7 +122,7 @@ def test_what_was_asked_for_reaches_the_next_round():
 def test_a_founder_that_is_one_too_many(ledger, is_replaced):
     leave_terms(ledger, TERMS)
     if is_replaced:
-        ledger.put(ARMED_KEY, b"1")
+        ledger.arm()
     with pytest.raises(SystemExit) as ended:
         stand_aside(ledger, 2, is_replaced=is_replaced)
     assert ended.value.code == (NOT_NEEDED if is_replaced else 0)

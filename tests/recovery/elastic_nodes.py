@@ -211,7 +211,8 @@ def samples_of(steps):
 def assert_whole_steps(steps, num_steps):
     """Each step was made, and had its global batch."""
     assert sorted(steps) == list(range(num_steps))
-    assert all(len(ids) == BATCH for ids in samples_of(steps))
+    other = [step for step, ids in enumerate(samples_of(steps)) if len(ids) != BATCH]
+    assert not other, "\n".join(json.dumps(entry) for step in other for entry in steps[step])
 
 
 def assert_each_once(ids):

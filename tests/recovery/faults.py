@@ -4,8 +4,9 @@
 A fault is `[point, step, rank, action]`, with rank -1 for the first that comes there. It happens once in a job, whoever
 is in the rank's place then: a file remembers it. Actions: `kill`, `term`, `segfault`, `stop` (signals), `raise` (once),
 `always` (raise, every time), `break` (cut all connections), `pause N` (SIGSTOP, and SIGCONT N seconds later),
-`sleep N`, `kill in N` (SIGKILL N seconds later), `node` (SIGKILL for the agent of this rank's node), `freeze` (SIGSTOP
-for all processes of this node). `CLOCK_SHIFTS` in the environment sets the clocks of ranks.
+`sleep N`, `deaf N` (the same, and SIGTERM is ignored), `kill in N` (SIGKILL N seconds later), `node` (SIGKILL for the
+agent of this rank's node), `freeze` (SIGSTOP for all processes of this node). `CLOCK_SHIFTS` in the environment sets
+the clocks of ranks.
 """
 
 import contextlib
@@ -72,6 +73,9 @@ class Faults:
                 freeze(os.environ["JOB_MARK"])
             if action.startswith("sleep"):
                 time.sleep(float(action.removeprefix("sleep")))
+            if action.startswith("deaf"):
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(float(action.removeprefix("deaf")))
             if action.startswith("kill in"):
                 threading.Timer(float(action.removeprefix("kill in")), os.kill, (os.getpid(), signal.SIGKILL)).start()
             if action.startswith("pause"):

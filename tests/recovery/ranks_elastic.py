@@ -36,6 +36,9 @@ class Module(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), drop, nn.Linear(2 * WIDTH, WIDTH))
         self.ids, self.loss = [], 0.0
 
+    def setup(self, stage):
+        faults.at("setup", 0)
+
     def training_step(self, batch, index):
         faults.at("forward", self.global_step)
         time.sleep(option("STEP_S", 0.0))

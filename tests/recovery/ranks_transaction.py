@@ -10,7 +10,6 @@ from faults import DEVICE, Faults, own_device
 from torch import nn
 
 from hyperpod_plugins.comm import breaker
-from hyperpod_plugins.elastic.ledger import ARMED_KEY
 from hyperpod_plugins.elastic.membership import MembershipPolicy
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv, WorkerEnv
@@ -135,7 +134,7 @@ def main():
     )
     if job.is_newcomer:
         subject.load(member.wait_for_stops().trainer)
-    member.ledger.put(ARMED_KEY, b"1")
+    member.ledger.arm()
     attempts = 0
     while True:
         transaction.begin()

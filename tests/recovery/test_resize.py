@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 
 import pytest
 import torch
@@ -118,6 +119,19 @@ def test_a_node_that_gets_notice_leaves_between_two_steps(nodes):
     assert "SIGUSR2: this node serves the store of the job, and cannot leave it" in output
     assert "1 processes have got notice: the job shrinks from 2 to 1" in output
     assert not left_processes(leaving.mark, patience_s=5.0) + left_processes(second.mark, patience_s=5.0)
+
+
+def test_a_node_that_comes_just_before_the_first_step(nodes):
+    """All begin again, and a process that hears of it too late has not made a step meanwhile."""
+    nodes.start("a", faults=[["setup", 0, 0, "deaf 5"]], args=("--shutdown-timeout=8",))
+    until_s = time.monotonic() + PATIENCE_S
+    while not (nodes.folder / "fault-setup-0-0-deaf 5").exists():
+        assert time.monotonic() < until_s, nodes.output()
+        time.sleep(0.05)
+    nodes.start("b")
+    nodes.await_size(2)
+    num_steps = nodes.finish()
+    assert_whole_steps(nodes.steps(), num_steps)
 
 
 def test_increments(nodes):
