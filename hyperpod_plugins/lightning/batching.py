@@ -15,6 +15,8 @@ class SizesSteps(Callback):
     """In any world."""
     split: BatchSplit | None = None
     """In the present world; None before there is one, and in a job that does not change its size."""
+    counts: frozenset[int] = frozenset()
+    """Numbers of micro-steps that a step may have, in all worlds; none before there is one."""
 
 
 def batch_split(trainer: Trainer, data_world_size: int, *, global_batch_size: int, micro_batch_size: int) -> BatchSplit:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from hyperpod_plugins.data import BatchSplit
+from hyperpod_plugins.data import BatchSplit, Cursor
 from hyperpod_plugins.elastic import Ledger
 from hyperpod_plugins.elastic.batch import StepBatch
 from hyperpod_plugins.elastic.course import RateRule
@@ -298,11 +298,37 @@ class Elasticity:
             )
         split = batch.split(topology.replicate_degree, topology.shard_degree)
         self.options.split, self._trainer = split, trainer
+        self.options.counts = frozenset(each.micro_steps for each in self._splits().values())
         trainer.accumulate_grad_batches = split.micro_steps
         if batch.follows_world:
             self.options.rates.begin(self._reference())
             self.options.rates.take_over_schedulers(trainer)
         return config, topology
+
+    def _splits(self) -> dict[int, BatchSplit]:
+        """How a step is spread over each number of replicas that the job may have with its present degrees."""
+        assert self._topology is not None
+        splits: dict[int, BatchSplit] = {}
+        for size in self._sizes:
+            topology = replace(self._topology, world_size=size * self.replica_size)
+            _, batch = self.options.settle(topology)
+            splits[size] = batch.split(size, topology.shard_degree)
+        return splits
+
+    def worlds(self, trainer: Trainer) -> dict[int, tuple[int, int]]:
+        """For each number of replicas: micro-steps of a whole step, and batches of a whole epoch.
+
+        None where not one loader counts in samples: `open` refuses another kind, and several may end an epoch in ways
+        of their own.
+        """
+        loaders = _train_loaders(trainer)
+        if len(loaders) != 1 or not isinstance(loaders[0], TrainerLoader):
+            return {}
+        sampler = loaders[0].batch_sampler
+        return {
+            size: (split.micro_steps, split.count(Cursor(), sampler.num_samples, drop_last=sampler.drop_last))
+            for size, split in self._splits().items()
+        }
 
     def stream(self, micro_step: int, rank: int) -> tuple[int, int]:
         """What tells the random numbers of a micro-step from those of the others: two numbers."""
@@ -356,11 +382,9 @@ class Elasticity:
 
     def _refuse_uneven(self, loaders: Sequence[Any]) -> None:
         """Refuse several train loaders where ranks have unequal shares: a loss of several batches has no one weight."""
-        assert self._topology is not None
         if len(loaders) < 2:
             return
-        for size in self._sizes:
-            split = self.options.batch.split(size, self._topology.shard_degree)
+        for size, split in self._splits().items():
             whole = split.data_world_size * split.micro_steps
             is_cut = any(not each.batch_sampler.drop_last for each in loaders if isinstance(each, TrainerLoader))
             if split.global_batch_size % whole or is_cut:

@@ -5,6 +5,7 @@
 
 import re
 import warnings
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torchmetrics import Metric
 
 from hyperpod_plugins.errors import ConfigError, few
+from hyperpod_plugins.lightning.batching import SizesSteps
 from hyperpod_plugins.lightning.flavour import (
     Callback,
     GradientAccumulationScheduler,
@@ -135,7 +137,8 @@ def refuse_validation_by_clock(trainer: Trainer) -> None:
 def micro_steps_of(trainer: Trainer) -> set[int]:
     """All numbers of micro-steps that a step of the fit may have."""
     scheduled = {number for each in _schedulers_of(trainer) for number in each.scheduling.values()}
-    return {trainer.accumulate_grad_batches, *scheduled}
+    resized = {number for each in vars(trainer)["callbacks"] if isinstance(each, SizesSteps) for number in each.counts}
+    return {trainer.accumulate_grad_batches, *scheduled, *resized}
 
 
 def initial_micro_steps(trainer: Trainer) -> int:
@@ -147,19 +150,36 @@ def _schedulers_of(trainer: Trainer) -> list[GradientAccumulationScheduler]:
     return [each for each in vars(trainer)["callbacks"] if isinstance(each, GradientAccumulationScheduler)]
 
 
-def refuse_validation_within_windows(trainer: Trainer) -> None:
+def refuse_validation_within_windows(trainer: Trainer, worlds: Mapping[int, tuple[int, int]]) -> None:
     """Refuse validation between micro-steps of one optimizer step, where lost processes are to be replaced.
 
     A replacement begins with the step's first micro-step, and would validate while the others train.
 
+    Args:
+        trainer: whose loaders are there.
+        worlds: of a job that changes its size, for each number of replicas: micro-steps, and batches of an epoch.
+
     Raises:
         ConfigError: naming both numbers.
     """
-    every, num_batches = trainer.val_check_batch, trainer.num_training_batches
-    if every is None or not trainer.enable_validation:
+    if trainer.val_check_batch is None or not trainer.enable_validation:
         return
     counts_on = trainer.check_val_every_n_epoch is None
-    numbers = micro_steps_of(trainer)
+    for num_replicas, (micro_steps, length) in worlds.items():
+        num_batches = _limited(length, trainer.limit_train_batches)
+        every = trainer.val_check_batch
+        if isinstance(trainer.val_check_interval, float):
+            every = max(1, int(num_batches * trainer.val_check_interval))
+        if not ends_steps(every, micro_steps, num_batches, counts_on=counts_on):
+            raise ConfigError(
+                f"validation every {every} batches falls between the {micro_steps} micro-steps that an optimizer step "
+                f"has with {num_replicas} replicas, which ElasticTraining allows ({num_batches} batches an epoch). A "
+                "process that replaces a lost one there begins with the first of them, and would validate while the "
+                "others train. Validate at the end of epochs (check_val_every_n_epoch=1), give val_check_interval a "
+                "multiple of the micro-steps of each number of replicas, or allow fewer such numbers."
+            )
+    every, num_batches = trainer.val_check_batch, trainer.num_training_batches
+    numbers = {trainer.accumulate_grad_batches} if worlds else micro_steps_of(trainer)
     micro_steps = next((each for each in numbers if not ends_steps(every, each, num_batches, counts_on=counts_on)), 0)
     if not micro_steps:
         return
@@ -169,6 +189,11 @@ def refuse_validation_within_windows(trainer: Trainer) -> None:
         "there begins with the first of them, and would validate while the others train. Give val_check_interval a "
         f"multiple of {micro_steps}, or use CheckpointlessRecovery(enabled=False)."
     )
+
+
+def _limited(num_batches: int, limit: float) -> int:
+    """Batches that are trained on of an epoch: Lightning's `limit_train_batches` is a number, or a part of them."""
+    return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
 
 
 def refuse_validation_within_window(trainer: Trainer) -> None:

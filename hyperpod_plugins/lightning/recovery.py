@@ -548,7 +548,8 @@ class TrainerRecovery:
         self._find_beginning(trainer)
         if not self._is_checked and not self.is_apart:
             refuse_unreadable(trainer, self._hooks)
-            refuse_validation_within_windows(trainer)
+            worlds = {} if self.elastic is None else self.elastic.worlds(trainer)
+            refuse_validation_within_windows(trainer, worlds)
             refuse_interleaved_hooks(trainer)
             self._is_checked = True
         if self.elastic is not None and not self.is_apart:

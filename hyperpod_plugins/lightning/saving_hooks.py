@@ -263,10 +263,11 @@ def refuse_interleaved_hooks(trainer: Trainer) -> None:
         around = sorted(filter(has, (_BATCH_BEGIN, _BATCH_END)))
         if inside and around:
             raise ConfigError(
-                f"{_name(callback)} has state, and both {inside[0]} and {around[0]}. With accumulate_grad_batches="
-                f"{most} these take turns, and only the first is called again where ranks "
-                "that live compute a step once more: what it changes would count twice. Make two callbacks of it, let "
-                "it have no state_dict, use accumulate_grad_batches=1, or CheckpointlessRecovery(enabled=False)."
+                f"{_name(callback)} has state, and both {inside[0]} and {around[0]}. With {most} micro-steps in a step "
+                "(accumulate_grad_batches, or what ElasticTraining makes of the batch in its smallest world) these "
+                "take turns, and only the first is called again where ranks that live compute a step once more: what "
+                "it changes would count twice. Make two callbacks of it, let it have no state_dict, have one "
+                "micro-step in each step, or use CheckpointlessRecovery(enabled=False)."
             )
 
 

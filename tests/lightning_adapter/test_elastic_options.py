@@ -1,5 +1,6 @@
 """`ElasticTraining` refuses what cannot be, before anything starts, and says what would fit."""
 
+import contextlib
 import signal
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.batching import batch_split
 from hyperpod_plugins.lightning.datamodule import TrainerLoader
 from hyperpod_plugins.lightning.elastic import Elasticity
+from hyperpod_plugins.lightning.module import refuse_validation_within_windows
 from hyperpod_plugins.parallel import ParallelConfig
 
 
@@ -128,6 +130,38 @@ def test_what_fits_lets_others_come_in(ledger):
     open_with(elasticity, trainer, loader(8))
     assert terms_of(ledger).replica_size == 2
     assert terms_of(ledger).sizes == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("interval", "limit", "refused"),
+    [
+        (4, 1.0, ""),
+        (3, 1.0, "every 3 batches falls between the 2 micro-steps .* with 1 replicas"),
+        (0.5, 1.0, ""),
+        (0.2, 1.0, "every 3 batches falls between the 2 micro-steps .* with 1 replicas"),  # of 16; here it is 1 of 8
+        (1.0, 1.0, ""),
+        (0.5, 6, "every 3 batches"),
+    ],
+)
+def test_validation_within_a_step_of_a_smaller_world(ledger, interval, limit, refused):
+    elasticity, _, trainer = lay_out(ledger, 4)
+    assert elasticity.options.counts == {1, 2}
+    open_with(elasticity, trainer, loader(8))
+    worlds = elasticity.worlds(trainer)
+    assert worlds[1] == (2, 16)
+    assert worlds[2] == (1, 8)
+    here = limit if isinstance(limit, int) else 8
+    vars(trainer).update(
+        callbacks=[elasticity.options],
+        enable_validation=True,
+        check_val_every_n_epoch=1,
+        val_check_interval=interval,
+        val_check_batch=interval if isinstance(interval, int) else max(1, int(here * interval)),
+        num_training_batches=here,
+        limit_train_batches=limit,
+    )
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        refuse_validation_within_windows(trainer, worlds)
 
 
 FOLLOWS = {"samples_per_replica": 4, "max_replicas": 4}

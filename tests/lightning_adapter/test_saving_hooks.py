@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 
 from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.errors import ConfigError, LoopError, PeerLost
+from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.recovery.random import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
@@ -251,6 +252,11 @@ def test_callbacks_whose_hooks_take_turns_in_a_window_are_refused(around, inside
     both = counting(around, inside)
     stateless = type("Stateless", (pl.Callback,), dict.fromkeys((around, inside), print))()
     refuse_interleaved_hooks(trainer_with(both))
+    elastic = ElasticTraining(global_batch_size=8, micro_batch_size=2)
+    refuse_interleaved_hooks(trainer_with(both, elastic))
+    elastic.counts = frozenset({1, 4})
+    with pytest.raises(ConfigError, match="With 4 micro-steps in a step"):
+        refuse_interleaved_hooks(trainer_with(both, elastic))
     refuse_interleaved_hooks(trainer_with(counting(around), counting(inside), stateless, accumulate_grad_batches=2))
     for callbacks, accumulate in (([both], 2), ([both, GradientAccumulationScheduler({0: 1, 3: 4})], 1)):
         with pytest.raises(ConfigError, match=f"{type(both).__name__} has state, and both {inside} and {around}"):
