@@ -104,6 +104,7 @@ class Application:
             claims=claims,
             has_entered=has_entered,
             can_absorb=claims is not None and can_absorb(self.ledger),
+            has_trained=claims is not None and self.ledger.was_armed,
             can_grow=claims is not None and terms_of(self.ledger) is not None,
             is_ending=claims is not None and self.ledger.find(RESTART_KEY) is not None,
         )

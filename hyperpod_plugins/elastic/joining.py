@@ -19,6 +19,7 @@ from torch.distributed import DistError
 from hyperpod_plugins.elastic.ledger import Ledger
 from hyperpod_plugins.elastic.policy import ReplicaView, next_size
 from hyperpod_plugins.elastic.restarts import NOT_NEEDED
+from hyperpod_plugins.elastic.signals import ended_by_sigterm
 from hyperpod_plugins.elastic.terms import Terms, terms_of
 from hyperpod_plugins.elastic.world import World, num_setbacks, regroup
 from hyperpod_plugins.env import JobEnv
@@ -38,8 +39,9 @@ _LONGEST_POLL_S = 1.0
 _PART_OF_WAIT = 0.05
 _POLLS_A_SECOND = 200.0
 """Of all processes that wait together; each takes about ten requests."""
-_ENDED_S = 30.0
-"""How long a process waits for its agent to end it; whoever has decided that all begin again may be lost."""
+_ENDED_S = 300.0
+"""How long a process waits for its agent to end it; longer than agents wait before they kill. After that, whoever has
+decided that all begin again was lost before it could say so, and no other node has come."""
 _SPARE_AFTER_S = 3.0
 """An agent replaces a process within less; after that, one that waits takes its place."""
 _SET_UP_S = 120.0
@@ -72,19 +74,23 @@ def arm(ledger: Ledger, is_ending: Callable[[], bool] = lambda: False) -> bool:
 
     Args:
         ledger: of the job.
-        is_ending: whether the agent has told this process to end; for one that does not end by itself when told.
+        is_ending: whether the agent has told this process to end, and it has only taken a note of that. From here on
+            SIGTERM ends it.
 
     Returns:
         False where that is so.
     """
+    if ledger.arm():
+        return True
     until_s = time.monotonic() + _ENDED_S
-    while not ledger.arm():
-        if is_ending():
-            return False
-        if time.monotonic() > until_s:
-            log.warning("all were to begin again, and have not within %.0f s: the job goes on", _ENDED_S)
-            ledger.arm_again()
-        time.sleep(_POLL_S)
+    with ended_by_sigterm():
+        while not ledger.arm():
+            if is_ending():
+                return False
+            if time.monotonic() > until_s:
+                log.warning("all were to begin again, and have not within %.0f s: the job goes on", _ENDED_S)
+                ledger.arm_again()
+            time.sleep(_POLL_S)
     return True
 
 

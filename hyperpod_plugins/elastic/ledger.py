@@ -53,7 +53,7 @@ BEGUN_KEY = "begun"
 """Name of the value that a member leaves when its first step begins."""
 RAISED_KEY = "raised"
 """Name, before a place, of the value that a member leaves when a loop's body raises: class and first line of that."""
-_ARMED_KEY, _ARMED, _TOO_LATE = "value/armed", "1", "0"
+_ARMED_KEY, _ARMED, _DISARMED, _TOO_LATE = "value/armed", "1", "over", "0"
 _KILLS = "kills"
 _REPLACED = "replaced"
 _VOID = b"void"
@@ -243,21 +243,33 @@ class Ledger:
         """Whether members have something to recover, and take part in doing so."""
         return self._read(_ARMED_KEY) == _ARMED
 
+    @property
+    def was_armed(self) -> bool:
+        """Whether members had something to recover, and all of it has come to its end."""
+        return self._read(_ARMED_KEY) == _DISARMED
+
     def arm(self) -> bool:
-        """Say so; False where a node has ended the round before anybody did, see `end_unarmed`."""
-        return self._store.compare_set(_ARMED_KEY, "", _ARMED) == _ARMED.encode()
+        """Say that this member has; False where a node has ended the round meanwhile, see `end_unarmed`."""
+        return self._become(_ARMED)
 
     def arm_again(self) -> None:
         """Say so where the node that has decided the other thing has not ended the round in good time."""
         self._store.compare_set(_ARMED_KEY, _TOO_LATE, _ARMED)
 
     def disarm(self) -> None:
-        """Take that back: what is to be recovered has come to its end."""
-        self._store.compare_set(_ARMED_KEY, _ARMED, "")
+        """Take that back: what was to be recovered has come to its end."""
+        self._store.compare_set(_ARMED_KEY, _ARMED, _DISARMED)
 
     def end_unarmed(self) -> bool:
         """Decide that all begin again, for nobody has anything to recover; False where somebody has, by now."""
-        return self._store.compare_set(_ARMED_KEY, "", _TOO_LATE) == _TOO_LATE.encode()
+        return self._become(_TOO_LATE)
+
+    def _become(self, state: str) -> bool:
+        """Whether this is the state of arming, by now; one from which there is no way to it stays."""
+        found = self._store.compare_set(_ARMED_KEY, "", state)
+        if found == _DISARMED.encode():
+            found = self._store.compare_set(_ARMED_KEY, _DISARMED, state)
+        return found == state.encode()
 
     # -- requests and news --------------------------------------------------------------------------------------
 

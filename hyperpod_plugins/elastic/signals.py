@@ -25,6 +25,23 @@ def ignore_notices() -> None:
                 signal.signal(number, signal.SIG_IGN)
 
 
+@contextlib.contextmanager
+def ended_by_sigterm() -> Generator[None]:
+    """Let SIGTERM end this process at once inside, whatever its program does about it elsewhere.
+
+    Threads other than the main one can change nothing, and neither is a handler changed that is not Python's.
+    """
+    former = signal.getsignal(signal.SIGTERM)
+    if former is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
 class SignalInbox:
     """Signals that end the job, and notices to pass on.
 

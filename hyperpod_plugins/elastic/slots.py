@@ -175,6 +175,8 @@ class View:
     """Whether the running program takes newcomers in, for those that are lost."""
     can_grow: bool = False
     """Whether it takes in others, too."""
+    has_trained: bool = False
+    """Whether it has trained in this round, and what it trained has come to its end."""
     is_ending: bool = False
     """Whether a member wants all nodes to begin again, those whose workers are done too."""
 
@@ -210,8 +212,8 @@ def next_step(view: View, policy: SlotPolicy) -> Decision:
     if slot is None:
         if len(view.claims) >= policy.max_nodes or _some_are_done(view.claims):
             return Decision(Step.WAIT)
-        if not view.can_absorb:
-            return Decision(Step.RENEW)
+        if not view.can_absorb:  # one more node is no reason to run again what has ended
+            return Decision(Step.WAIT if view.has_trained else Step.RENEW)
         return Decision(Step.ADD, len(view.claims)) if view.can_grow else Decision(Step.WAIT)
     if _some_are_done(view.claims):
         return Decision(Step.REFUSE, slot)

@@ -88,7 +88,7 @@ def renew(roster: Roster, ledger: Ledger, number: int, node: str) -> None:
     """End a round: a member wants all to begin again, or `node` wants to take part and cannot do so otherwise.
 
     Where beginning again from the same checkpoint has not helped, the job ends. Where members can take the node in, by
-    now, nothing happens: no step that they commit is done again.
+    now, nothing happens.
     """
     wanted = ledger.find(RESTART_KEY)
     if wanted is None:

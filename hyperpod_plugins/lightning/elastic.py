@@ -286,7 +286,8 @@ class Elasticity:
         topology = replace(first, world_size=world_size)
         self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
         self._policy, batch = self.options.settle(topology)
-        self._sizes = self.options.batch.serving(self._policy, topology.shard_degree)
+        serving = batch if self.options.reproducible else self.options.batch  # the cut batch serves fewer
+        self._sizes = serving.serving(self._policy, topology.shard_degree)
         for remark in self.options.remarks if is_first else ():
             if trainer.global_rank == 0:
                 log.warning("the recipe given to ElasticTraining: %s", remark)
@@ -318,15 +319,19 @@ class Elasticity:
     def worlds(self, trainer: Trainer) -> dict[int, tuple[int, int]]:
         """For each number of replicas: micro-steps of a whole step, and batches of a whole epoch.
 
-        None where not one loader counts in samples: `open` refuses another kind, and several may end an epoch in ways
-        of their own.
+        None where a loader does not count in samples, which `open` refuses.
         """
         loaders = _train_loaders(trainer)
-        if len(loaders) != 1 or not isinstance(loaders[0], TrainerLoader):
+        if not all(isinstance(each, TrainerLoader) for each in loaders):
             return {}
-        sampler = loaders[0].batch_sampler
+        combined = trainer.fit_loop._combined_loader
+        length = min if combined is not None and combined._mode == "min_size" else max
+        samplers = [each.batch_sampler for each in loaders]
         return {
-            size: (split.micro_steps, split.count(Cursor(), sampler.num_samples, drop_last=sampler.drop_last))
+            size: (
+                split.micro_steps,
+                length(split.count(Cursor(), each.num_samples, drop_last=each.drop_last) for each in samplers),
+            )
             for size, split in self._splits().items()
         }
 

@@ -136,9 +136,35 @@ def refuse_validation_by_clock(trainer: Trainer) -> None:
 
 def micro_steps_of(trainer: Trainer) -> set[int]:
     """All numbers of micro-steps that a step of the fit may have."""
-    scheduled = {number for each in _schedulers_of(trainer) for number in each.scheduling.values()}
     resized = {number for each in vars(trainer)["callbacks"] if isinstance(each, SizesSteps) for number in each.counts}
-    return {trainer.accumulate_grad_batches, *scheduled, *resized}
+    return {*_scheduled(trainer), *resized}
+
+
+def _scheduled(trainer: Trainer) -> set[int]:
+    return {
+        trainer.accumulate_grad_batches,
+        *(number for each in _schedulers_of(trainer) for number in each.scheduling.values()),
+    }
+
+
+def refuse_own_micro_steps(trainer: Trainer) -> None:
+    """Refuse a program that decides on the number of micro-steps of a step, in a job whose size does.
+
+    Raises:
+        ConfigError: manual optimization has one, whatever the size; or a callback sets it.
+    """
+    if not trainer.lightning_module.automatic_optimization:
+        raise ConfigError(
+            "ElasticTraining needs automatic optimization: a training_step that steps its optimizers by hand "
+            "cannot be divided into more micro-steps when replicas leave. Use automatic optimization, or leave "
+            "ElasticTraining out."
+        )
+    if _schedulers_of(trainer):
+        raise ConfigError(
+            "GradientAccumulationScheduler sets the number of micro-steps of a step, and with ElasticTraining that "
+            "follows from the global batch and the present number of replicas: the steps would have other batches. "
+            "Leave one of the two out."
+        )
 
 
 def initial_micro_steps(trainer: Trainer) -> int:
@@ -165,6 +191,15 @@ def refuse_validation_within_windows(trainer: Trainer, worlds: Mapping[int, tupl
     if trainer.val_check_batch is None or not trainer.enable_validation:
         return
     counts_on = trainer.check_val_every_n_epoch is None
+    different = sorted({micro_steps for micro_steps, _ in worlds.values()})
+    if counts_on and len(different) > 1:
+        raise ConfigError(
+            f"val_check_interval={trainer.val_check_interval} with check_val_every_n_epoch=None counts batches over "
+            f"all sizes of the job, and ElasticTraining allows sizes at which a step has {few(map(str, different))} of "
+            "them: validation would fall between the micro-steps of a step. A process that replaces a lost one there "
+            "begins with the first of them, and would validate while the others train. Use check_val_every_n_epoch=1, "
+            "or allow sizes with the same number of micro-steps."
+        )
     for num_replicas, (micro_steps, length) in worlds.items():
         num_batches = _limited(length, trainer.limit_train_batches)
         every = trainer.val_check_batch
@@ -179,7 +214,7 @@ def refuse_validation_within_windows(trainer: Trainer, worlds: Mapping[int, tupl
                 "multiple of the micro-steps of each number of replicas, or allow fewer such numbers."
             )
     every, num_batches = trainer.val_check_batch, trainer.num_training_batches
-    numbers = {trainer.accumulate_grad_batches} if worlds else micro_steps_of(trainer)
+    numbers = _scheduled(trainer)
     micro_steps = next((each for each in numbers if not ends_steps(every, each, num_batches, counts_on=counts_on)), 0)
     if not micro_steps:
         return

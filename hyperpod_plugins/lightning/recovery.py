@@ -23,7 +23,7 @@ from hyperpod_plugins.elastic.joining import arm, find_world
 from hyperpod_plugins.elastic.leash import end_with
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import ConfigError, PeerLost, StateLost
+from hyperpod_plugins.errors import PeerLost, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.elastic import Elasticity, ElasticTraining
 from hyperpod_plugins.lightning.faults import rehearse_faults
@@ -31,7 +31,11 @@ from hyperpod_plugins.lightning.fits import entries
 from hyperpod_plugins.lightning.flavour import LightningModule, SIGTERMException, Trainer, TrainerFn, TrainerStatus
 from hyperpod_plugins.lightning.local_state import LoggedMeans, register_all
 from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, keep_rows, name_runs
-from hyperpod_plugins.lightning.module import refuse_validation_within_window, refuse_validation_within_windows
+from hyperpod_plugins.lightning.module import (
+    refuse_own_micro_steps,
+    refuse_validation_within_window,
+    refuse_validation_within_windows,
+)
 from hyperpod_plugins.lightning.reentry import Reentry, forget_parts, watch_parts
 from hyperpod_plugins.lightning.rest import RestOfEpoch, is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
@@ -221,14 +225,11 @@ class TrainerRecovery:
             save: see `SavingStrategy._save_again`.
 
         Raises:
-            ConfigError: manual optimization in a job that changes its size: it has one micro-step, whatever the size.
+            ConfigError: manual optimization in a job that changes its size: it has one micro-step, whatever the size;
+                or a callback that sets the number of micro-steps.
         """
-        if not module.automatic_optimization and self.elastic is not None:
-            raise ConfigError(
-                "ElasticTraining needs automatic optimization: a training_step that steps its optimizers by hand "
-                "cannot be divided into more micro-steps when replicas leave. Use automatic optimization, or leave "
-                "ElasticTraining out."
-            )
+        if self.elastic is not None:
+            refuse_own_micro_steps(trainer)
         self._average = average
         averaged = None if average is None else average.average
         state = TrainingState(module, trainer.optimizers, average=averaged, verify=self.options.verify)

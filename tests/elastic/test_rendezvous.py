@@ -265,13 +265,44 @@ def test_nobody_begins_again_once_a_member_has_something_to_recover(nodes):
     assert roster.round_end(0) is None
     ledger.disarm()  # the first fit is over
     assert not ledger.is_armed
+    assert ledger.was_armed
+    assert arm(ledger)  # the second has begun
+    ledger.disarm()
     renew(roster, ledger, 0, "b")
     assert roster.round_end(0) is not None
-    assert not arm(ledger, lambda: True)
-    ledger.disarm()
-    assert not arm(ledger, lambda: True)
+    ledger.disarm()  # which changes nothing
+    handlers = [signal.getsignal(signal.SIGTERM)]
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as a program does that wants to hear of it
+
+        def look():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+            return len(handlers) > 2
+
+        assert not arm(ledger, look)
+        assert handlers[1:] == [signal.SIG_DFL, signal.SIG_DFL]  # its agent's SIGTERM ends it
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, handlers[0])
     ledger.arm_again()  # nothing has come of it
     assert arm(ledger)
+
+
+def test_what_has_ended_is_not_run_again_for_one_more_node(nodes):
+    """It waits for the next thing that is trained, or for the end of the job."""
+    first = nodes.node(1, 2)
+    nodes.enter(first)
+    ledger = ledger_of(nodes.store)
+    leave_terms(ledger, Terms(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2)))
+    assert arm(ledger)
+    ledger.disarm()
+    second = nodes.submit(nodes.node(1, 2))
+    time.sleep(0.5)
+    assert first.num_nodes_waiting() == 0
+    assert not second.done()
+    assert arm(ledger)
+    assert second.result(PATIENCE_S)[:2] == (1, 2)
+    assert first.num_nodes_waiting() == 0
 
 
 @pytest.mark.parametrize("whose", ["ours", "a link to ours", "open to all", "a stranger's", "not there"])

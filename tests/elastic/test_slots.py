@@ -102,6 +102,18 @@ def test_a_round_that_grows(claims, can_absorb, decision):
     assert next_step(View(node="d", claims=claims, can_absorb=can_absorb, can_grow=True), POLICY) == decision
 
 
+@pytest.mark.parametrize(
+    ("claims", "decision"),
+    [
+        pytest.param(held("a", "b"), Decision(Step.WAIT), id="what has ended is not run again for one more"),
+        pytest.param(vacant(ALL, 2), Decision(Step.RENEW, 2), id="without the one that was lost nobody goes on"),
+    ],
+)
+def test_a_round_that_has_trained(claims, decision):
+    for can_grow in (False, True):
+        assert next_step(View(node="d", claims=claims, has_trained=True, can_grow=can_grow), POLICY) == decision
+
+
 @pytest.mark.parametrize("claims", [ALL, vacant(ALL, 1), done(ALL, 0), done(ALL, 1, 2)])
 @pytest.mark.parametrize("node", ["a", "d"])
 def test_all_begin_again_where_a_member_wants_it_those_that_are_done_too(claims, node):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from hyperpod_plugins.data import BatchSplit, ElasticSampler
 from hyperpod_plugins.elastic import Ledger
@@ -16,7 +17,7 @@ from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.batching import batch_split
 from hyperpod_plugins.lightning.datamodule import TrainerLoader
 from hyperpod_plugins.lightning.elastic import Elasticity
-from hyperpod_plugins.lightning.module import refuse_validation_within_windows
+from hyperpod_plugins.lightning.module import refuse_own_micro_steps, refuse_validation_within_windows
 from hyperpod_plugins.parallel import ParallelConfig
 
 
@@ -85,7 +86,7 @@ def lay_out(ledger, world_size, **options):
 
 
 def open_with(elasticity, trainer, *loaders):
-    trainer.fit_loop._combined_loader = SimpleNamespace(flattened=list(loaders))
+    trainer.fit_loop._combined_loader = SimpleNamespace(flattened=list(loaders), _mode="max_size_cycle")
     elasticity.open(trainer)
 
 
@@ -162,6 +163,57 @@ def test_validation_within_a_step_of_a_smaller_world(ledger, interval, limit, re
     )
     with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
         refuse_validation_within_windows(trainer, worlds)
+
+
+def test_validation_counted_over_sizes_with_different_numbers_of_micro_steps(ledger):
+    elasticity, _, trainer = lay_out(ledger, 4)
+    open_with(elasticity, trainer, loader(8))
+    vars(trainer).update(
+        callbacks=[elasticity.options],
+        enable_validation=True,
+        check_val_every_n_epoch=None,
+        val_check_interval=4,
+        val_check_batch=4,
+        num_training_batches=8,
+        limit_train_batches=1.0,
+    )
+    with pytest.raises(ConfigError, match="sizes at which a step has 1, 2 of them"):
+        refuse_validation_within_windows(trainer, elasticity.worlds(trainer))
+    refuse_validation_within_windows(trainer, {1: (2, 16), 2: (2, 16)})
+
+
+@pytest.mark.parametrize(("mode", "length"), [("max_size_cycle", 8), ("max_size", 8), ("min_size", 4)])
+def test_the_epoch_of_several_loaders(ledger, mode, length):
+    elasticity, _, trainer = lay_out(ledger, 4)
+    split = BatchSplit(global_batch_size=8, micro_batch_size=2, data_world_size=4)
+    short = TrainerLoader(SimpleNamespace(), list(range(32)), ElasticSampler(32, split, drop_last=True))
+    trainer.fit_loop._combined_loader = SimpleNamespace(flattened=[loader(8), short], _mode=mode)
+    assert elasticity.worlds(trainer)[2] == (1, length)
+
+
+def test_sizes_that_cannot_share_the_parts_of_a_reproducible_batch(ledger):
+    """Four logical shards for 1, 2 or 4 replicas: a world of 3 is never planned."""
+    elasticity, _, trainer = lay_out(ledger, 4, max_replicas=4, reproducible=True)
+    assert trainer.accumulate_grad_batches == 2
+    split = elasticity.options.split
+    loader = TrainerLoader(SimpleNamespace(), list(range(64)), ElasticSampler(64, split, drop_last=True))
+    open_with(elasticity, trainer, loader)
+    assert terms_of(ledger).sizes == (1, 2, 4)
+    with pytest.raises(ConfigError, match=r"has 3 replicas of 2 ranks, and ElasticTraining allows \[1, 2, 4\]"):
+        lay_out(Ledger(torch.distributed.HashStore()), 6, max_replicas=4, reproducible=True)
+
+
+@pytest.mark.parametrize(
+    ("automatic", "callbacks", "words"),
+    [
+        (False, [], "needs automatic optimization"),
+        (True, [GradientAccumulationScheduler({0: 1, 2: 4})], "GradientAccumulationScheduler sets the number"),
+    ],
+)
+def test_programs_that_say_how_many_micro_steps_there_are(automatic, callbacks, words):
+    module = SimpleNamespace(automatic_optimization=automatic)
+    with pytest.raises(ConfigError, match=words):
+        refuse_own_micro_steps(SimpleNamespace(lightning_module=module, callbacks=callbacks))
 
 
 FOLLOWS = {"samples_per_replica": 4, "max_replicas": 4}
