@@ -178,19 +178,29 @@ def restart_from_newest(ledger: Ledger, job: JobEnv, incident: Incident) -> JobR
         job: of that round.
         incident: why.
     """
-    ended = ended_entries(ledger)
-    path, step = newest_checkpoint(known_checkpoints(ledger))
-    num_before = _number_of(ledger.find(_BEFORE))
-    if not path and not any(entry.kind in TRAINING for entry in ended[num_before:]):
-        path = job.resume_from  # what the round began from still belongs to the entry that trains next
+    path, step = next_beginning(ledger, job.resume_from)
     return JobRestart(
         incident=incident,
         resume_from=path,
         step=step,
-        entry=len(ended),
+        entry=len(ended_entries(ledger)),
         shard_degree=job.shard_degree,  # what somebody has asked for holds on
         tensor_degree=job.tensor_degree,
     )
+
+
+def next_beginning(ledger: Ledger, resumed_from: str) -> tuple[str, int]:
+    """The checkpoint from which what has not ended goes on if all start again now, and its steps; `("", 0)` for none.
+
+    Args:
+        ledger: of the round that ends.
+        resumed_from: checkpoint from which that round began; empty where it did not.
+    """
+    path, step = newest_checkpoint(known_checkpoints(ledger))
+    since = ended_entries(ledger)[_number_of(ledger.find(_BEFORE)) :]
+    if not path and not any(entry.kind in TRAINING for entry in since):
+        path = resumed_from  # it still belongs to the entry that trains next
+    return path, step
 
 
 def from_present_entry(ledger: Ledger, restart: JobRestart) -> JobRestart:

@@ -15,9 +15,9 @@ from hyperpod_plugins.elastic.endpoint import Endpoint
 from hyperpod_plugins.elastic.inherited import Brood, Failed
 from hyperpod_plugins.elastic.joining import takes_part, world_or_none
 from hyperpod_plugins.elastic.ledger import RESTART_KEY, Ledger
-from hyperpod_plugins.elastic.roster import Closing, Roster, RoundEnd, name_of_round
+from hyperpod_plugins.elastic.roster import Closing, Roster, name_of_round
 from hyperpod_plugins.elastic.slots import Claim, Holding, Pulse, Seat, SlotPolicy, watched
-from hyperpod_plugins.elastic.succession import can_absorb, renew, vacate
+from hyperpod_plugins.elastic.succession import can_absorb, end_unasked, renew, vacate
 
 logger = get_logger(__name__)
 _CUT_OFF_BEATS = 4
@@ -178,7 +178,7 @@ class Keeper:
         if claims is not None and closing is None and not is_over and self._waits_in_vain(seat, claims):
             cause = "all nodes that trained are gone, and those that are left only waited"
             logger.warning("round %d ends: %s", number, cause)
-            roster.end_round(number, RoundEnd(cause=cause))
+            end_unasked(roster, self._ledger, number, cause)
         if is_over or (claims is not None and not self._keep(seat, claims[seat.slot])):
             self._dead_end = seat
         elif seat.ranks:

@@ -7,6 +7,7 @@ or `end` finds the place void already.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hyperpod_plugins.elastic.entries import next_beginning
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.joining import takes_part
 from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY, RESTART_KEY, Ledger
@@ -84,6 +85,26 @@ def vacate(roster: Roster, ledger: Ledger, seat: Seat, cause: str, reporter: str
     return True
 
 
+def end_unasked(roster: Roster, ledger: Ledger, number: int, cause: str) -> None:
+    """End a round though no member wants all to begin again; they go on from the newest checkpoint that there is.
+
+    Args:
+        roster: of the agents.
+        ledger: of the round.
+        number: of it.
+        cause: why.
+    """
+    before = roster.round_end(number - 1) or RoundEnd(cause="")
+    path, _ = next_beginning(ledger, before.resume_from)
+    end = RoundEnd(
+        cause=f"{cause}; all begin again from {path or 'the beginning'}",
+        resume_from=path,
+        shard_degree=before.shard_degree,  # what somebody has asked for holds on
+        tensor_degree=before.tensor_degree,
+    )
+    roster.end_round(number, end)
+
+
 def renew(roster: Roster, ledger: Ledger, number: int, node: str) -> None:
     """End a round: a member wants all to begin again, or `node` wants to take part and cannot do so otherwise.
 
@@ -93,7 +114,7 @@ def renew(roster: Roster, ledger: Ledger, number: int, node: str) -> None:
     wanted = ledger.find(RESTART_KEY)
     if wanted is None:
         if ledger.find(GAVE_UP_KEY) is not None or ledger.end_unarmed():
-            roster.end_round(number, RoundEnd(cause=f"the agent {node} is to take part"))
+            end_unasked(roster, ledger, number, f"the agent {node} is to take part")
         return
     restart, most = JobRestart.from_json(wanted), JobRestartBudget().max_restarts
     end = RoundEnd.of(restart, roster.round_end(number - 1))

@@ -24,18 +24,20 @@ from torch.distributed.elastic.utils.store import barrier
 
 from hyperpod_plugins.elastic import Incident, Ledger
 from hyperpod_plugins.elastic.endpoint import ServedEndpoint, connect_served, serve_store
+from hyperpod_plugins.elastic.entries import EndedEntry, record_end
 from hyperpod_plugins.elastic.inherited import Brood
 from hyperpod_plugins.elastic.joining import arm, found
 from hyperpod_plugins.elastic.ledger import RESTART_KEY
 from hyperpod_plugins.elastic.policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous import SlotRendezvous, create_rendezvous
 from hyperpod_plugins.elastic.restarts import JobRestart
-from hyperpod_plugins.elastic.roster import Roster
+from hyperpod_plugins.elastic.roster import Roster, RoundEnd
 from hyperpod_plugins.elastic.slots import Claim, Holding, Seat, SlotPolicy
 from hyperpod_plugins.elastic.succession import renew
 from hyperpod_plugins.elastic.terms import Terms, leave_terms
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.recovery import SavedCheckpoints
 
 pytestmark = pytest.mark.slow_single  # threads that wait for each other
 
@@ -349,7 +351,8 @@ def test_unequal_nodes_are_refused_and_say_so(nodes):
         other.next_rendezvous()
 
 
-def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes):
+def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes, tmp_path):
+    """They go on from the newest checkpoint of those."""
     trained = [nodes.node(1, 3, last_call_s=0.3), nodes.node(1, 3, last_call_s=0.3)]
     nodes.enter(*trained)
     ledger = ledger_of(nodes.store)
@@ -362,10 +365,30 @@ def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes):
     await_(lambda: Holding.VACANT in [claim.holding for claim in waiting._application.roster.claims(0)])
     time.sleep(0.2)
     assert waiting.num_nodes_waiting() == 0  # one is left that can take it in
+    for step in (3, 7):
+        (tmp_path / str(step)).mkdir()
+        SavedCheckpoints(ledger).add(str(tmp_path / str(step)), step)
     nodes.vanish(trained[1])
     await_(lambda: waiting.num_nodes_waiting() == 1)
     assert nodes.enter(waiting) == [(0, 1, 0, 2)]
     assert waiting.round_number == 1
+    assert waiting.job.resume_from == str(tmp_path / "7")
+
+
+def test_a_round_that_ends_before_its_first_step_is_followed_by_one_from_the_same_checkpoint(tmp_path):
+    """A node that comes while models are set up: what was restored is restored again, with the same degrees."""
+    store = dist.HashStore()
+    roster, ledger = Roster(store), ledger_of(store, "job.1")
+    asked = RoundEnd(cause="a shard is gone", resume_from=str(tmp_path), step=7, shard_degree=2, tensor_degree=4)
+    roster.end_round(0, asked)
+    renew(roster, ledger, 1, "b")
+    end = roster.round_end(1)
+    assert (end.resume_from, end.shard_degree, end.tensor_degree) == (str(tmp_path), 2, 4)
+    assert str(tmp_path) in end.cause
+    later = ledger_of(store, "job.2")
+    record_end(later, EndedEntry(number=0, kind="fit"))  # to which that checkpoint belonged
+    renew(roster, later, 2, "b")
+    assert roster.round_end(2).resume_from == ""
 
 
 def test_an_unequal_newcomer_does_not_harm_the_others(nodes, pair):
