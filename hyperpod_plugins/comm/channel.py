@@ -37,6 +37,8 @@ from hyperpod_plugins.errors import CommError
 _FRAME = struct.Struct("!IIQ")  # type, number of the message, bytes of payload
 _READY = b"R"
 _CHUNK_BYTES = 4 * 2**20
+_SMALL_BYTES = 2**14
+"""What goes out together with its header."""
 _SLICE_S = 0.2
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
 
@@ -332,8 +334,11 @@ class _Sending(_Transfer):
             assert self.link is not None
             header = _FRAME.pack(self._type, self.link.number, data.numel())
             self.link.number += 1
-            yield memoryview(header)
             stage = _stage(data)
+            if stage is None and data.numel() <= _SMALL_BYTES:
+                yield memoryview(header + data.numpy().tobytes())
+                continue
+            yield memoryview(header)
             for chunk in data.split(_CHUNK_BYTES):
                 if stage is not None:
                     stage = stage[: chunk.numel()].copy_(chunk)

@@ -281,13 +281,15 @@ class LocalStates:
         gives = self._is_written_after
         head = bytes([is_same * _SAME + gives * _GIVES_AGAIN])
         label = f"the state of one rank after {step} steps"
-        sends, receives = {self._buddy: [head, b"" if is_same else data]}, {self._ward: [1, LIMIT_BYTES]}
-        told, received = map(_raw, self._channel.exchange(label, sends=sends, receives=receives)[self._ward])
-        kept = self._last_kept if told[0] & _SAME else received
+        sends, receives = {self._buddy: [head if is_same else head + data]}, {self._ward: [1 + LIMIT_BYTES]}
+        received = _raw(self._channel.exchange(label, sends=sends, receives=receives)[self._ward][0])
+        told, kept = received[0], received[1:]
+        if told & _SAME:
+            kept = self._last_kept
         self._last, self._last_own, self._last_kept = present, data, kept
         self._own = _last_two(self._own, step, data)
         self._kept = _last_two(self._kept, step, kept)
-        self._gives_at, self._gets_at = step if gives else -1, step if told[0] & _GIVES_AGAIN else -1
+        self._gives_at, self._gets_at = step if gives else -1, step if told & _GIVES_AGAIN else -1
 
     def begin(self, step: int, *, begins_epoch: bool = False) -> None:
         """A step begins: see whether what followed the commit has written here, and give it to the buddy if announced.

@@ -25,6 +25,7 @@ CAN_RESET = "reset_iter_state" in vars(FSDPModule)
 
 _FIRST_STEPS = 8
 """Steps in which batches are copied, and sums of bits compared; the latter also in the 16th, the 32nd, and so on."""
+_version_of = attrgetter("_version")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -153,7 +154,7 @@ class Beginning:
             self.kept.keep()
         memories = {key: memory_of(parameter) for key, parameter in self.written.items()}
         self._copies = {key: (memory, memory.clone()) for key, memory in memories.items()}
-        self._versions = [each._version for each in self._counters]
+        self._versions = [*map(_version_of, self._counters)]
         self._num_begun += 1
         is_summed = self._num_begun <= _FIRST_STEPS or self._num_begun & (self._num_begun - 1) == 0
         self._sums = _sums_of_bits(self._watched) if is_summed else []
@@ -211,7 +212,7 @@ class Beginning:
 
     def _changed(self) -> dict[int, torch.Tensor]:
         """Parameters that were written to since the step began, and are not copied."""
-        now = [each._version for each in self._counters]
+        now = [*map(_version_of, self._counters)]
         sums = _sums_of_bits(self._watched) if self._sums else []
         if now == self._versions and sums == self._sums:
             return {}
