@@ -8,6 +8,7 @@ if os.environ.get("HYPERPOD_TEST_DEVICE", "cpu") == "cpu":
 import harness
 import hypothesis
 import pytest
+from launched import Job
 
 from hyperpod_plugins.elastic.worker_environ import RESOLVER
 
@@ -29,3 +30,17 @@ def clean_environ():
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts a `launched.Job`; all of them are gone when the test ends."""
+    jobs = []
+
+    def launch(script, *options, **more):
+        jobs.append(Job(tmp_path, script, *options, **more))
+        return jobs[-1]
+
+    yield launch
+    for job in jobs:
+        job.clear()

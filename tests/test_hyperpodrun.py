@@ -1,23 +1,19 @@
 """The launcher with real workers: tiny scripts that know the ledger and nothing else of this package."""
 
-import contextlib
 import importlib.util
 import json
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
-import uuid
 from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
-from recovery.faults import left_processes
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
@@ -27,109 +23,6 @@ from hyperpod_plugins.elastic.restarts import GAVE_UP, Loss, RestartBudget, Rest
 from hyperpod_plugins.elastic.worker_environ import worker_environ
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
-
-START_S = 60.0
-WORKER = """
-import os, signal, sys, time
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.worker_environ import worker_environ
-from hyperpod_plugins.env import JobEnv
-began_s = time.time()
-job, rank = JobEnv.from_environ(), int(os.environ["RANK"])
-ledger = Ledger.connect(job)
-if "UNARMED" not in os.environ:
-    ledger.arm()
-    ledger.put("begun", b"1")
-def say(*words):
-    line = " ".join(map(str, ("@", rank, job.incarnation, *words)))
-    os.write(1, (line + chr(10)).encode())  # at once: others write to the same place
-def wait(name, timeout_s=60):
-    until_s = time.time() + timeout_s
-    while ledger.find(name) is None:
-        if time.time() > until_s:
-            sys.exit(3)
-        time.sleep(0.01)
-signal.signal(signal.SIGUSR1, lambda *_: say("noticed"))
-say("here", os.getpid(), began_s, os.environ["HYPERPOD_STORE"], job.run_id)
-"""
-
-
-class Job:
-    """One `hyperpodrun`, what it has printed, and the processes that belong to it."""
-
-    def __init__(self, folder, script, *options, environ=None, python=True):
-        self.mark = f"test-{uuid.uuid4().hex}"
-        self.out = folder / f"{self.mark}.out"
-        path = folder / f"{self.mark}.py"
-        path.write_text(WORKER + textwrap.dedent(script))
-        command = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--preload", "torch", *options]
-        with self.out.open("w") as out:
-            self.agent = subprocess.Popen(
-                [*command, str(path)],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env={**os.environ, "JOB_MARK": self.mark, "OMP_NUM_THREADS": "1", **(environ or {})},
-            )
-
-    def text(self):
-        return self.out.read_text()
-
-    def said(self, word="here"):
-        """(rank, incarnation) -> the rest of the line that holds `word`."""
-        found = re.findall(r"@ (\d+) (\d+) (\w+)(.*)", self.text())
-        return {(int(rank), int(number)): rest.split() for rank, number, said, rest in found if said == word}
-
-    def await_(self, condition, timeout_s=START_S):
-        until_s = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < until_s, self.text()
-            assert self.agent.poll() is None or condition(), self.text()
-            time.sleep(0.005)
-
-    def await_here(self, *processes):
-        self.await_(lambda: set(processes) <= set(self.said()))
-        return {each: int(said[0]) for each, said in self.said().items()}
-
-    def ledger(self):
-        _, _, store, run_id = next(iter(self.said().values()))
-        return Ledger.connect(JobEnv.from_environ({"HYPERPOD_STORE": store, "HYPERPOD_RUN_ID": run_id}))
-
-    def code(self, timeout_s=START_S):
-        try:
-            return self.agent.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.text()) from None
-
-    def processes(self):
-        """Live processes that inherited the mark of this job."""
-        return left_processes(self.mark, 0.0)
-
-    def await_nobody(self, timeout_s=10.0):
-        until_s = time.monotonic() + timeout_s
-        while left := self.processes():
-            assert time.monotonic() < until_s, left
-            time.sleep(0.02)
-
-    def clear(self):
-        self.agent.kill()
-        self.agent.wait(10)
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def launch(tmp_path):
-    jobs = []
-
-    def launch(script, *options, **more):
-        jobs.append(Job(tmp_path, script, *options, **more))
-        return jobs[-1]
-
-    yield launch
-    for job in jobs:
-        job.clear()
 
 
 def founders(count):

@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.crew import KILLED_S, Crew, Phase, Post
-from hyperpod_plugins.elastic.entries import EntryRecords, kept_folder, next_beginning, restart_from_newest
+from hyperpod_plugins.elastic.entries import EntryRecords, kept_folder, restart_from_newest
 from hyperpod_plugins.elastic.failures import cause, error_of, failure
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.joining import give_notice, is_known, takes_part, world_or_none
@@ -131,7 +131,7 @@ class HyperPodAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         restart, self._restart = self._restart, None
         records, num_before = self._records_of_last_round(restart)
-        self._round = self._meeting.begin(worker_group, self._next_beginning(restart))
+        self._round = self._meeting.begin(worker_group, restart.resume_from if restart is not None else "")
         handler = worker_group.spec.rdzv_handler
         slots = handler if isinstance(handler, SlotRendezvous) else None
         job = self._round.job
@@ -546,16 +546,6 @@ class HyperPodAgent(SimpleElasticAgent):
             self._records = EntryRecords.of(self._ledger)
         records = self._records or EntryRecords()
         return records, len(records.ended)
-
-    def _next_beginning(self, restart: JobRestart | None) -> str:
-        """Checkpoint from which the workers of the next round begin; where the agents have slots, those know it."""
-        if restart is not None:
-            return restart.resume_from
-        if not self._has_ledger or isinstance(self._worker_group.spec.rdzv_handler, SlotRendezvous):
-            return ""
-        with contextlib.suppress(DistError):
-            return next_beginning(self._ledger, self._round.job.resume_from)[0]
-        return self._round.job.resume_from
 
     def _outcome(self) -> RunResult | None:
         self._remaining_restarts = int(self._restart is not None and self.stopped is None)  # of all workers together

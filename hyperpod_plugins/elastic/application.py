@@ -96,6 +96,7 @@ class Application:
         here = tuple(name for name in candidates if not (name in gone or self._keeper.is_lost(name)))
         if self._enough_s is None and len(here) >= self._policy.min_nodes:
             self._enough_s = time.monotonic()
+        can_absorb_others = claims is not None and can_absorb(self.ledger)
         return View(
             node=self._keeper.node,
             candidates=here,
@@ -103,8 +104,8 @@ class Application:
             are_all_back=claims is None and self._are_all_back(here, gone),
             claims=claims,
             has_entered=has_entered,
-            can_absorb=claims is not None and can_absorb(self.ledger),
-            has_trained=claims is not None and self.ledger.was_armed,
+            can_absorb=can_absorb_others,
+            has_trained=claims is not None and not can_absorb_others and self.ledger.was_armed,
             can_grow=claims is not None and terms_of(self.ledger) is not None,
             is_ending=claims is not None and self.ledger.find(RESTART_KEY) is not None,
         )

@@ -69,16 +69,15 @@ def renounce(job: JobEnv) -> None:
 def arm(ledger: Ledger, is_ending: Callable[[], bool] = lambda: False) -> bool:
     """Say that there is something to recover from now on, so that lost processes are replaced.
 
-    Where a node has just decided that all begin again, since nobody had said so, this process does nothing any more
-    that it would do twice: it waits for its agent to end it.
+    Where an agent has just decided that all begin again, since no process had said so, this one waits to be ended: what
+    it did now would be done twice. While it waits, SIGTERM ends it, whatever handler the program has.
 
     Args:
         ledger: of the job.
-        is_ending: whether the agent has told this process to end, and it has only taken a note of that. From here on
-            SIGTERM ends it.
+        is_ending: whether SIGTERM has come already, and the program has only taken a note of it.
 
     Returns:
-        False where that is so.
+        False if it has, and all begin again.
     """
     if ledger.arm():
         return True

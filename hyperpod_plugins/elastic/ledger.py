@@ -11,6 +11,7 @@
     world/NUMBER              World                             whoever plans it (compare and set)
     list/kills/NUMBER         "RANK INCARNATION"                whoever wants a stuck process ended
     beat/RANK                 JSON                              each process, about once a second
+    value/armed               whether members recover, below    members and agents (compare and set)
     value/NAME                bytes                             anybody
     count/NAME                a counter                         anybody
     list/NAME/NUMBER          an entry, from 1 on               anybody (compare and set)
@@ -22,6 +23,11 @@ changed, so everybody acts on the same. Nothing here decides; see `membership.py
 RANK stands for a process's place: its rank in the first world of the job, and its number for ever; see `world.py`.
 
 What outlives a round (see `roster.py`), in which generations begin at 0 again, lies beside these keys.
+
+[Note: whether members recover] `value/armed` is not there at first, `1` while members have something to recover, `over`
+when all of that has come to its end, and `0` once an agent has decided that all begin again, since nobody had anything.
+Members go from none or `over` to `1`, agents from there to `0`: whoever is first decides, and no step is committed in a
+round that is about to end.
 
 [Note: lists without holes] An entry is written by compare-and-set where the one before it is there already, and counted
 afterwards. So a writer that is lost in between leaves no hole, only a count that is too low; it tells where to begin
@@ -249,11 +255,11 @@ class Ledger:
         return self._read(_ARMED_KEY) == _DISARMED
 
     def arm(self) -> bool:
-        """Say that this member has; False where a node has ended the round meanwhile, see `end_unarmed`."""
+        """Say that this member has something to recover; False where an agent has decided that all begin again."""
         return self._become(_ARMED)
 
     def arm_again(self) -> None:
-        """Say so where the node that has decided the other thing has not ended the round in good time."""
+        """Void the decision that all begin again, where no agent has acted on it in good time."""
         self._store.compare_set(_ARMED_KEY, _TOO_LATE, _ARMED)
 
     def disarm(self) -> None:
@@ -265,7 +271,7 @@ class Ledger:
         return self._become(_TOO_LATE)
 
     def _become(self, state: str) -> bool:
-        """Whether this is the state of arming, by now; one from which there is no way to it stays."""
+        """Whether `value/armed` is `state` now: it was already, or nothing stood in the way."""
         found = self._store.compare_set(_ARMED_KEY, "", state)
         if found == _DISARMED.encode():
             found = self._store.compare_set(_ARMED_KEY, _DISARMED, state)

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from elastic import endings
-from test_hyperpodrun import Job
 
 from hyperpod_plugins.elastic.joining import found
 from hyperpod_plugins.elastic.policy import ElasticPolicy
@@ -19,19 +18,6 @@ pytestmark = pytest.mark.spawns
 
 END_S = 5.0
 """Longest time from SIGTERM, or the job's end, to an agent's."""
-
-
-@pytest.fixture
-def launch(tmp_path):
-    jobs = []
-
-    def launch(script, *options, **more):
-        jobs.append(Job(tmp_path, script, *options, **more))
-        return jobs[-1]
-
-    yield launch
-    for job in jobs:
-        job.clear()
 
 
 def assert_ends(job, number):
