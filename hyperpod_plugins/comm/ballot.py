@@ -10,7 +10,6 @@ Nobody gets a result before every rank has given its number: the root answers wh
 
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hyperpod_plugins.comm import wires
 from hyperpod_plugins.comm.breaker import breaker
-from hyperpod_plugins.comm.listener import Listener
+from hyperpod_plugins.comm.listener import Listener, limit_waits
 from hyperpod_plugins.comm.listener import connect as open_connection
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup
 from hyperpod_plugins.comm.works import waits_for
@@ -44,12 +43,12 @@ class Ballot:
     def put_up(self, connection: socket.socket) -> None:
         """Have a parent."""
         self._up = connection
-        _prepare(connection, self._timeout)
+        limit_waits(connection, self._timeout.total_seconds())
 
     def put_down(self, connection: socket.socket) -> None:
         """Have one more child."""
         self._down.append(connection)
-        _prepare(connection, self._timeout)
+        limit_waits(connection, self._timeout.total_seconds())
 
     def __del__(self) -> None:
         """Close them with the group that they belong to."""
@@ -178,15 +177,6 @@ def _accept(listener: Listener, children: Sequence[int], deadline_s: float) -> l
         select.select(listener.sockets, [], [], min(_SLICE.total_seconds(), _left_s(deadline_s)))
         found |= {rank: connection for rank, connection in listener.take() if rank in children}
     return [found[child] for child in children]
-
-
-def _prepare(connection: socket.socket, timeout: timedelta) -> None:
-    """Make it a blocking socket whose waits the kernel limits: one system call for each message, not two."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    limit = struct.pack("ll", max(1, int(timeout.total_seconds())), 0)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _find(store: Store, key: str, deadline_s: float) -> str:

@@ -9,9 +9,11 @@ nccl's wait for a lost peer ends with an abort of the whole communicator. Here e
 break of the groups (the break shuts these sockets down, see `wires`) or of the peer's end (the kernel resets the
 connection), and otherwise when nothing has moved for a while.
 
-[Note: how long] A sender begins when its receiver has said that it is ready, so there are two limits: `patience_s` for
-the other rank to come to the transfer, and `stall_s` without a byte once it is under way. There is none for a whole
-transfer, for that depends on its size. Whoever serves several targets serves them at the same time.
+[Note: how long] A sender waits before its first large part until its receiver has said that it is ready, so there are
+two limits: `patience_s` for the other rank to come to the transfer, and `stall_s` without a byte once it is under way.
+There is none for a whole transfer, for that depends on its size. Whoever serves several targets serves them at the same
+time. Small parts are sent at once (in MPI's terms: eagerly, and the others by rendezvous): a rank that has sent those
+does not know that they have arrived.
 """
 
 import select
@@ -22,6 +24,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hyperpod_plugins.comm import wires
 from hyperpod_plugins.comm.breaker import breaker
-from hyperpod_plugins.comm.listener import Listener, begin_connecting
+from hyperpod_plugins.comm.listener import Listener, begin_connecting, limit_waits
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup
 from hyperpod_plugins.comm.works import raise_peer_lost, waits_for
 from hyperpod_plugins.errors import CommError
@@ -37,11 +40,12 @@ from hyperpod_plugins.errors import CommError
 _FRAME = struct.Struct("!IIQ")  # type, number of the message, bytes of payload
 _READY = b"R"
 _CHUNK_BYTES = 4 * 2**20
-_SMALL_BYTES = 2**14
-"""What goes out together with its header."""
+SMALL_BYTES = 2**14
+"""What goes out at once, together with its header."""
 _SLICE_S = 0.2
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
 
+T = TypeVar("T")
 Part = torch.Tensor | bytes
 """What is sent: a tensor on any device, or bytes."""
 Place = torch.Tensor | int
@@ -91,28 +95,42 @@ class Channel:
                 Also inside a step: no transfer is skipped quietly.
             CommError: the group is not of the backend `hyperpod`, or a rank is this process's own.
         """
-        group = self._group or dist.group.WORLD
-        if not isinstance(group, ResilientProcessGroup):
-            raise CommError(f'the channel {self._name!r} needs a group of the backend "hyperpod"')
-        if group.rank() in sends or group.rank() in receives:
-            raise CommError(f"rank {group.rank()} cannot transfer {label!r} to itself")
+        rank = self._present_group().rank()
+        if rank in sends or rank in receives:
+            raise CommError(f"rank {rank} cannot transfer {label!r} to itself")
         if any(
             isinstance(place, torch.Tensor) and not place.is_contiguous()
             for each in receives.values()
             for place in each
         ):
             raise CommError(f"{label!r} is to be received into a tensor that is not contiguous")
-        inner = group.connected
-        if breaker.is_open or inner is None:
-            raise_peer_lost(breaker.cause or "it has not joined the others yet")
-        patience_s = group.timeout.total_seconds() if self._patience_s is None else self._patience_s
-        try:
-            with waits_for(group.role):
-                links = self._links_of(group, inner)
-                return links.exchange(label, sends, receives, patience_s=patience_s, stall_s=self._stall_s)
-        except (OSError, dist.DistError) as error:
-            group.notice(error)
-            raise_peer_lost(breaker.cause or str(error), error)
+        return self._over_links(
+            lambda links, patience_s: links.exchange(
+                label, sends, receives, patience_s=patience_s, stall_s=self._stall_s
+            )
+        )
+
+    def send_receive(self, label: str, data: bytes, *, to: int, of: int) -> bytes:
+        """Send a few bytes to one rank, and receive a few from one: `exchange` in a fraction of its processor time.
+
+        Args:
+            label: see `exchange`.
+            data: at most `SMALL_BYTES`.
+            to: rank of the group that receives them, with this method or with `exchange`.
+            of: rank of the group that sends some.
+
+        Returns:
+            What that rank has sent.
+
+        Raises:
+            PeerLost: see `exchange`. Here a rank that does not come is waited for as long as one that stalls.
+            CommError: there are too many bytes, or the group is not of the backend `hyperpod`.
+        """
+        if len(data) > SMALL_BYTES:
+            raise CommError(f"{label!r} has {len(data):,} bytes, and send_receive takes {SMALL_BYTES:,} at most")
+        return self._over_links(
+            lambda links, patience_s: links.send_receive(label, data, to, of, patience_s=patience_s)
+        )
 
     def send(self, label: str, parts: Sequence[Part], ranks: Sequence[int]) -> None:
         """Send the same parts to several ranks at the same time; see `exchange`."""
@@ -121,6 +139,26 @@ class Channel:
     def receive(self, label: str, places: Sequence[Place], rank: int) -> list[torch.Tensor]:
         """Receive parts from one rank; see `exchange`."""
         return self.exchange(label, sends={}, receives={rank: places})[rank]
+
+    def _present_group(self) -> ResilientProcessGroup:
+        group = self._group or dist.group.WORLD
+        if not isinstance(group, ResilientProcessGroup):
+            raise CommError(f'the channel {self._name!r} needs a group of the backend "hyperpod"')
+        return group
+
+    def _over_links(self, transfer: "Callable[[Links, float], T]") -> T:
+        """Call it with this generation's connections and the patience in seconds; what it raises breaks the groups."""
+        group = self._present_group()
+        inner = group.connected
+        if breaker.is_open or inner is None:
+            raise_peer_lost(breaker.cause or "it has not joined the others yet")
+        patience_s = group.timeout.total_seconds() if self._patience_s is None else self._patience_s
+        try:
+            with waits_for(group.role):
+                return transfer(self._links_of(group, inner), patience_s)
+        except (OSError, dist.DistError) as error:
+            group.notice(error)
+            raise_peer_lost(breaker.cause or str(error), error)
 
     def _links_of(self, group: ResilientProcessGroup, inner: dist.ProcessGroup) -> "Links":
         links = _links.setdefault(inner, {})
@@ -198,17 +236,42 @@ class Links:
         look_s = _FIRST_LOOK_S
         while under_way:
             is_all_there = self._connect(sending, receiving)
-            look_s = min(look_s * 1.5, _LAST_LOOK_S)
-            ready = self._poll(under_way, _SLICE_S if is_all_there else look_s)
             if breaker.cause is not None:
                 raise ConnectionAbortedError(breaker.cause)
-            now_s = time.monotonic()
+            now_s, has_moved = time.monotonic(), False
             for transfer in under_way:
-                if transfer.descriptor in ready and transfer.advance():
-                    transfer.moved_s = now_s
+                if transfer.link is not None and transfer.advance():
+                    transfer.moved_s, has_moved = now_s, True
                 transfer.refuse_late(now_s, patience_s=patience_s, stall_s=stall_s)
             under_way = [transfer for transfer in under_way if not transfer.is_done]
+            if under_way and not has_moved:
+                look_s = min(look_s * 1.5, _LAST_LOOK_S)
+                self._wait(under_way, _SLICE_S if is_all_there else look_s)
         return {transfer.rank: transfer.received for transfer in receiving}
+
+    def send_receive(self, label: str, data: bytes, to: int, of: int, *, patience_s: float) -> bytes:
+        """See `Channel.send_receive`.
+
+        Raises:
+            OSError: see `exchange`.
+        """
+        target, source = self._to.get(to), self._from.get(of)
+        if target is None or target.greeting or source is None:  # the first time: connect
+            places = {of: [SMALL_BYTES]}
+            (received,) = self.exchange(label, {to: [data]}, places, patience_s=patience_s, stall_s=patience_s)[of]
+            return received.numpy().tobytes()
+        kind = zlib.crc32(label.encode())
+        try:
+            target.blocks(patience_s).sendall(target.header(kind, len(data)) + data)
+            connection = source.blocks(patience_s)
+            num_bytes = source.size_in(_receive_all(connection, _FRAME.size), kind, label, of)
+            if num_bytes > SMALL_BYTES:
+                raise ConnectionError(f"connection to rank {of}: {label!r} has {num_bytes:,} bytes")
+            return _receive_all(connection, num_bytes)
+        except BlockingIOError:
+            raise TimeoutError(
+                f"transfer of {label!r} with ranks {to} and {of}: no byte moved for {patience_s:.0f} s, timed out"
+            ) from None
 
     def _connect(self, sending: Sequence["_Sending"], receiving: Sequence["_Receiving"]) -> bool:
         """Whether no more peers have to be looked for in the store."""
@@ -231,8 +294,8 @@ class Links:
                 transfer.link = self._from[transfer.rank]
         return all(transfer.link is not None for transfer in sending)
 
-    def _poll(self, under_way: Sequence["_Transfer"], limit_s: float) -> set[int]:
-        """Descriptors of those that can go on."""
+    def _wait(self, under_way: Sequence["_Transfer"], limit_s: float) -> None:
+        """Until one of them may go on."""
         poll = select.poll()
         if self._listener is not None and any(isinstance(each, _Receiving) and each.link is None for each in under_way):
             for each in self._listener.sockets:
@@ -240,7 +303,7 @@ class Links:
         for transfer in under_way:
             if transfer.link is not None:
                 poll.register(transfer.link.socket, transfer.events)
-        return {descriptor for descriptor, _ in poll.poll(1000 * limit_s)}
+        poll.poll(1000 * limit_s)
 
 
 class _Link:
@@ -250,8 +313,43 @@ class _Link:
         self.socket = connection
         self.greeting = greeting
         """What is still to be sent before anything else."""
-        self.number = 0
+        self._number = 0
         """Of the next message."""
+        self._patience_s = 0.0
+
+    def header(self, kind: int, num_bytes: int) -> bytes:
+        """What goes before the next message."""
+        self._number += 1
+        return _FRAME.pack(kind, self._number - 1, num_bytes)
+
+    def size_in(self, header: bytes | bytearray, kind: int, label: str, rank: int) -> int:
+        """Bytes of a message from `rank`, if it is the one that was to come."""
+        came, number, num_bytes = _FRAME.unpack(header)
+        if (came, number) != (kind, self._number):
+            raise ConnectionError(
+                f"connection to rank {rank}: message {number} of type {came:08x} in the place of message "
+                f"{self._number} of type {kind:08x} ({label!r})"
+            )
+        self._number += 1
+        return num_bytes
+
+    def blocks(self, patience_s: float) -> socket.socket:
+        """The connection as one whose waits the kernel limits: one system call for each message, not two."""
+        if self._patience_s != patience_s:
+            limit_waits(self.socket, patience_s)
+            self._patience_s = patience_s
+        return self.socket
+
+
+def _receive_all(connection: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes, or `BlockingIOError` where they do not come in time."""
+    data = b""
+    while len(data) < num_bytes:
+        more = connection.recv(num_bytes - len(data), socket.MSG_WAITALL)
+        if not more:
+            raise ConnectionResetError("a connection was closed by its peer")
+        data += more
+    return data
 
 
 class _Transfer:
@@ -264,10 +362,6 @@ class _Transfer:
         self.is_done = self.has_begun = False
         self.moved_s = time.monotonic()
         self._type = zlib.crc32(label.encode())
-
-    @property
-    def descriptor(self) -> int:
-        return -1 if self.link is None else self.link.socket.fileno()
 
     @property
     def events(self) -> int:
@@ -293,57 +387,54 @@ class _Sending(_Transfer):
     def __init__(self, rank: int, label: str, parts: Sequence[Part], link: _Link | None) -> None:
         super().__init__(rank, label, link)
         self._views = self._make_views(parts)
-        self._view = memoryview(b"")
+        self._view: memoryview | None = None
+        self._awaits_ready = False
 
     @property
     def events(self) -> int:
-        assert self.link is not None
-        return select.POLLOUT if self.has_begun or self.link.greeting else select.POLLIN
+        return select.POLLIN if self._awaits_ready else select.POLLOUT
 
     def advance(self) -> bool:
         link = self.link
         assert link is not None
+        if self._view is None:
+            self._next()
         with suppress(BlockingIOError):
             if link.greeting:
-                link.greeting = link.greeting[link.socket.send(link.greeting) :]
-                return True
-            if not self.has_begun:
-                if link.socket.recv(1) != _READY:
+                link.greeting = link.greeting[link.socket.send(link.greeting, socket.MSG_DONTWAIT) :]
+            elif self._awaits_ready:
+                if link.socket.recv(1, socket.MSG_DONTWAIT) != _READY:
                     raise ConnectionResetError(
                         f"connection closed by rank {self.rank}, which was to take {self.label!r}"
                     )
-                self.has_begun = True
-                self._next()
-                return True
-            self._view = self._view[link.socket.send(self._view) :]
-            if not self._view:
-                self._next()
+                self.has_begun, self._awaits_ready = True, False
+            elif self._view:
+                self._view = self._view[link.socket.send(self._view, socket.MSG_DONTWAIT) :]
+                if not self._view:
+                    self._next()
             return True
         return False
 
     def _next(self) -> None:
-        try:
-            self._view = next(self._views)
-        except StopIteration:
-            self.is_done = True
+        self._view = next(self._views, None)
+        self.is_done = self._view is None
 
     def _make_views(self, parts: Sequence[Part]) -> Generator[memoryview]:
         """What goes over the wire, in pieces of host memory, none of them empty."""
         for part in parts:
             data = _as_bytes(part)
             assert self.link is not None
-            header = _FRAME.pack(self._type, self.link.number, data.numel())
-            self.link.number += 1
-            stage = _stage(data)
-            if stage is None and data.numel() <= _SMALL_BYTES:
-                yield memoryview(header + data.numpy().tobytes())
+            header = self.link.header(self._type, data.numel())
+            if data.numel() <= SMALL_BYTES:
+                yield memoryview(header + data.cpu().numpy().tobytes())
                 continue
             yield memoryview(header)
+            self._awaits_ready = not self.has_begun
+            stage = _stage(data)
             for chunk in data.split(_CHUNK_BYTES):
                 if stage is not None:
                     stage = stage[: chunk.numel()].copy_(chunk)
-                if chunk.numel():
-                    yield _view(chunk if stage is None else stage)
+                yield _view(chunk if stage is None else stage)
 
 
 class _Receiving(_Transfer):
@@ -352,7 +443,7 @@ class _Receiving(_Transfer):
     def __init__(self, rank: int, label: str, places: Sequence[Place], link: _Link | None) -> None:
         super().__init__(rank, label, link)
         self.received: list[torch.Tensor] = []
-        self._is_ready_said = False
+        self._is_ready_said = self._is_asked = False
         self._places = list(places)
         self._steps = self._read()
         self._view = next(self._steps, None)
@@ -360,17 +451,17 @@ class _Receiving(_Transfer):
 
     @property
     def events(self) -> int:
-        return select.POLLIN if self._is_ready_said else select.POLLOUT
+        return select.POLLOUT if self._is_asked else select.POLLIN
 
     def advance(self) -> bool:
         link = self.link
         assert link is not None
         with suppress(BlockingIOError):
-            if not self._is_ready_said:
-                self._is_ready_said = link.socket.send(_READY) == 1
-                return False
+            if self._is_asked:
+                self._is_asked = link.socket.send(_READY, socket.MSG_DONTWAIT) == 0
+                return True
             assert self._view is not None
-            num_bytes = link.socket.recv_into(self._view)
+            num_bytes = link.socket.recv_into(self._view, 0, socket.MSG_DONTWAIT)
             if num_bytes == 0:
                 raise ConnectionResetError(f"connection closed by rank {self.rank}, which was to give {self.label!r}")
             self.has_begun = True
@@ -386,8 +477,10 @@ class _Receiving(_Transfer):
         for place in self._places:
             header = bytearray(_FRAME.size)
             yield memoryview(header)
-            data = self._room(place, *_FRAME.unpack(header))
+            data = self._room(place, header)
             self.received.append(data if isinstance(place, int) else place)
+            if data.numel() > SMALL_BYTES and not self._is_ready_said:
+                self._is_asked = self._is_ready_said = True
             stage = _stage(data)
             for chunk in data.split(_CHUNK_BYTES):
                 if chunk.numel() == 0:
@@ -398,16 +491,10 @@ class _Receiving(_Transfer):
                     yield _view(stage[: chunk.numel()])
                     chunk.copy_(stage[: chunk.numel()])
 
-    def _room(self, place: Place, kind: int, number: int, num_bytes: int) -> torch.Tensor:
+    def _room(self, place: Place, header: bytearray) -> torch.Tensor:
         """Where the payload goes, if it is what was to come."""
         assert self.link is not None
-        wanted = self._type, self.link.number
-        if (kind, number) != wanted:
-            raise ConnectionError(
-                f"connection to rank {self.rank}: message {number} of type {kind:08x} in the place of message "
-                f"{wanted[1]} of type {wanted[0]:08x} ({self.label!r})"
-            )
-        self.link.number += 1
+        num_bytes = self.link.size_in(header, self._type, self.label, self.rank)
         size = place if isinstance(place, int) else place.nbytes
         if num_bytes > size or not (isinstance(place, int) or num_bytes == size):
             raise ConnectionError(

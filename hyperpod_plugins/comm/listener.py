@@ -109,3 +109,15 @@ def begin_connecting(invitation: str, rank: int) -> tuple[socket.socket, bytes]:
     with suppress(BlockingIOError):
         connection.connect((host, int(port)))
     return connection, _GREETING.pack(bytes.fromhex(token), rank)
+
+
+def limit_waits(connection: socket.socket, timeout_s: float) -> None:
+    """Make it a blocking socket whose waits the kernel limits: one system call for each message, not two.
+
+    A send or a receive that nothing moves for so long raises `BlockingIOError`.
+    """
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    limit = struct.pack("ll", *divmod(max(1000, int(timeout_s * 1e6)), 1_000_000))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -14,7 +14,6 @@ never overwrites what they write: a replacement keeps the values of the replica 
 # pyright: reportPrivateUsage=false
 
 import contextlib
-import io
 import logging
 import math
 import pickle
@@ -28,23 +27,24 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map_only
 
-from hyperpod_plugins.comm import Channel
+from hyperpod_plugins.comm import SMALL_BYTES, Channel
 from hyperpod_plugins.errors import ConfigError, PeerLost, few
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buddies import buddies, wards
+from hyperpod_plugins.recovery.packing import packed, unpacked
 
 _log = logging.getLogger(__name__)
 LIMIT_BYTES = 2**20
 """Largest state of one rank that is given to its buddy at each step."""
 
-
-_SMALL_BYTES = 2**14
+_ALWAYS_KEPT_BYTES = 2**14
 """Of one buffer, that is kept whether it was written to or not."""
 _LARGEST_BYTES = 2**40
 """Of what a rank gives to one that is new: no limit."""
-_SAME, _GIVES_AGAIN = 1, 2
-"""Bits of the byte before a state: it is the one before, and is not sent; the step's beginning will bring another."""
+_SAME, _GIVES_AGAIN, _FOLLOWS = 1, 2, 4
+"""Bits of the byte before a state: it is the one before, and is not sent; the step's beginning will bring another; it
+is large, and follows by itself."""
 BUFFERS = "buffers"
 """Name under which those of a model are registered."""
 OF_EPOCH = "of the epoch"
@@ -172,7 +172,7 @@ class BufferStates:
 
     def _is_own(self, name: str, tensor: torch.Tensor) -> bool:
         first, version = self._first.get(name, (None, 0))
-        return tensor.nbytes <= _SMALL_BYTES or first is not tensor or version != tensor._version
+        return tensor.nbytes <= _ALWAYS_KEPT_BYTES or first is not tensor or version != tensor._version
 
     def _present(self) -> dict[str, torch.Tensor]:
         found = ((name, part._buffers.get(key)) for name, part, key in self._places)
@@ -279,17 +279,29 @@ class LocalStates:
         else:
             data = self._packed(present)
         gives = self._is_written_after
-        head = bytes([is_same * _SAME + gives * _GIVES_AGAIN])
         label = f"the state of one rank after {step} steps"
-        sends, receives = {self._buddy: [head if is_same else head + data]}, {self._ward: [1 + LIMIT_BYTES]}
-        received = _raw(self._channel.exchange(label, sends=sends, receives=receives)[self._ward][0])
-        told, kept = received[0], received[1:]
+        told, kept = self._passed_round(label, is_same * _SAME + gives * _GIVES_AGAIN, b"" if is_same else data)
         if told & _SAME:
             kept = self._last_kept
         self._last, self._last_own, self._last_kept = present, data, kept
         self._own = _last_two(self._own, step, data)
         self._kept = _last_two(self._kept, step, kept)
         self._gives_at, self._gets_at = step if gives else -1, step if told & _GIVES_AGAIN else -1
+
+    def _passed_round(self, label: str, flags: int, data: bytes) -> tuple[int, bytes]:
+        """Give some bits and bytes to the buddy, and take the ward's."""
+        if is_large := len(data) >= SMALL_BYTES:
+            flags |= _FOLLOWS
+        given = bytes([flags]) + (b"" if is_large else data)
+        taken = self._channel.send_receive(label, given, to=self._buddy, of=self._ward)
+        told, taken = taken[0], taken[1:]
+        sends = {self._buddy: [data]} if is_large else {}
+        receives = {self._ward: [LIMIT_BYTES]} if told & _FOLLOWS else {}
+        if sends or receives:
+            received = self._channel.exchange(label, sends=sends, receives=receives)
+            if receives:
+                taken = _raw(received[self._ward][0])
+        return told, taken
 
     def begin(self, step: int, *, begins_epoch: bool = False) -> None:
         """A step begins: see whether what followed the commit has written here, and give it to the buddy if announced.
@@ -460,7 +472,7 @@ def are_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
             return False
-        return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+        return torch.equal(_bytes_of(one), _bytes_of(other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -468,17 +480,10 @@ def are_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
 def _raw(data: torch.Tensor) -> bytes:
     return data.numpy().tobytes()
-
-
-def packed(value: Any) -> bytes:
-    """Bytes that `unpacked` reads without running code."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """Inverse of `packed`; only tensors, plain containers, numbers and strings are read."""
-    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

@@ -7,7 +7,8 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
@@ -105,9 +106,9 @@ class Beginning:
     (weights that are clipped, a teacher's average): which ones is found out while steps go well, and from then on they
     are copied when a step begins. A fault in the very step that writes to one for the first time can not be undone.
 
-    [Note: how writes are found] A write to a parameter advances its version counter. One through `.data` or `to_local`
-    of a DTensor does not, so sums of the bits are compared, too: in the first steps of a process, and then ever more
-    rarely, for they read all parameters.
+    [Note: how writes are found] A write to a parameter advances its version counter, or the one of a DTensor's local
+    part. Through `.data`, or in a DTensor by a `torch._foreach` function, it advances none, so sums of the bits are
+    compared, too: in the first steps of a process, and then ever more rarely, for they read all parameters.
 
     Args:
         model: sharded or plain.
@@ -125,8 +126,11 @@ class Beginning:
         self.written: dict[int, torch.Tensor] = {}
         """Parameters that the program has written to in a step, by their identities."""
         self._buffers = Buffers()
-        self._parameters: list[nn.Parameter] = []
-        self._known: list[int] = []
+        self._tables: list[dict[str, Any]] = []
+        """Children and parameters of all modules."""
+        self._known: list[object] = []
+        """All that these tables held when they were found."""
+        self._num_owned = -1
         self._unowned: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
         self._counters: list[torch.Tensor] = []
@@ -161,18 +165,20 @@ class Beginning:
 
     def _look(self) -> None:
         """Find modules and parameters; what follows from them is found again when there are others."""
-        parts = parts_of(self._model)
-        parameters = [each for part in parts for each in part._parameters.values() if each is not None]
         num_owned = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
-        known = [*map(id, parts), *map(id, parameters), num_owned]
-        if known == self._known:
+        present = _values(self._tables)
+        is_known = len(present) == len(self._known) and all(map(is_, present, self._known))
+        if is_known and num_owned == self._num_owned:
             return
-        self.parts, self._parameters, self._known = parts, parameters, known
+        self.parts, self._num_owned = parts_of(self._model), num_owned
+        self._tables = [table for part in self.parts for table in (part._modules, part._parameters)]
+        self._known = _values(self._tables)
+        parameters = {id(each): each for part in self.parts for each in part._parameters.values() if each is not None}
         owned = owned_by(self._optimizers)
-        self._unowned = [each for key, each in {id(each): each for each in parameters}.items() if key not in owned]
+        self._unowned = [each for key, each in parameters.items() if key not in owned]
         self._watched = [*([] if self.kept is not None else owned.values()), *self._unowned]
         self._counters = [*self._watched, *(each._local_tensor for each in self._watched if isinstance(each, DTensor))]
-        self._counting = [part for part in parts if _counts(part)]
+        self._counting = [part for part in self.parts if _counts(part)]
 
     def end(self) -> None:
         """The step has been computed: copy those parameters from the next step on that it has written to."""
@@ -219,6 +225,10 @@ class Beginning:
         owners = [*self._watched, *(each for each in self._watched if isinstance(each, DTensor)), *self._watched]
         pairs = zip(owners, (*self._versions, *self._sums), (*now, *sums), strict=False)
         return {id(each): each for each, a, b in pairs if a != b and id(each) not in self._copies}
+
+
+def _values(tables: Iterable[dict[str, Any]]) -> list[object]:
+    return list(chain.from_iterable(table.values() for table in tables))
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

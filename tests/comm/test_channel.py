@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from hyperpod_plugins.comm.channel import Channel, Links
+from hyperpod_plugins.comm.channel import SMALL_BYTES, Channel, Links
 from hyperpod_plugins.errors import CommError, PeerLost
 
 MIB = 2**20
@@ -108,8 +108,9 @@ def test_limits():
     limits = {"patience_s": 0.3, "stall_s": 60.0}
     with pytest.raises(TimeoutError, match="rank 0: it did not come"):
         receiver.exchange("state", {}, {0: [10]}, **limits)
+    sender.exchange("state", {1: [b"a few"]}, {}, **limits)  # is there before its receiver is
     with pytest.raises(TimeoutError, match="rank 1: it did not come"):  # it listens, and says nothing
-        sender.exchange("state", {1: [b""]}, {}, **limits)
+        sender.exchange("state", {1: [b"many" * MIB]}, {}, **limits)
 
     store = dist.HashStore()
     receiver, began = Links(store, 1, "127.0.0.1"), threading.Event()
@@ -119,7 +120,6 @@ def test_limits():
         from hyperpod_plugins.comm.listener import connect
 
         with connect(store.get("1").decode(), 0, 5.0) as connection:
-            connection.recv(1)
             connection.sendall(b"\0" * 7)
             began.wait(10)
 
@@ -129,6 +129,37 @@ def test_limits():
         receiver.exchange("state", {}, {0: [10]}, patience_s=60.0, stall_s=0.3)
     began.set()
     thread.join()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_few_bytes_go_round_at_once_also_to_those_that_exchange(size):
+    ring = links(size)
+    states = [bytes([turn]) * (turn * SMALL_BYTES // 20) for turn in range(21)]
+
+    def take_part(rank):
+        to, of, kept = (rank + 1) % size, (rank - 1) % size, []
+        for turn, state in enumerate(states):
+            if rank == 0 and turn % 3 == 1:
+                (part,) = ring[rank].exchange("state", {to: [state]}, {of: [SMALL_BYTES]}, **PATIENCE)[of]
+                kept.append(part.numpy().tobytes())
+            else:
+                kept.append(ring[rank].send_receive("state", state, to, of, patience_s=20.0))
+        return kept
+
+    assert in_threads(*(lambda rank=rank: take_part(rank) for rank in range(size))) == [states] * size
+
+
+def test_few_bytes_that_do_not_come_and_those_that_are_not_awaited():
+    one, other = links(2)
+
+    def pass_on(link, label, rank):
+        return link.send_receive(label, b"x", 1 - rank, 1 - rank, patience_s=0.5)
+
+    assert in_threads(lambda: pass_on(one, "state", 0), lambda: pass_on(other, "state", 1)) == [b"x", b"x"]
+    with pytest.raises(TimeoutError, match="no byte moved for 0 s"):
+        pass_on(one, "state", 0)
+    with pytest.raises(ConnectionError, match="in the place of message 1 of type"):
+        pass_on(other, "sizes", 1)
 
 
 def test_strangers_are_refused_and_delay_nobody():
@@ -164,6 +195,8 @@ def transfer_until_a_break():
         assert told[(rank + 2) % 3][0].numpy().tobytes() == text
     with pytest.raises(CommError, match="to itself"):
         channel.send("text", [b""], [rank])
+    with pytest.raises(CommError, match="16,385 bytes, and send_receive takes 16,384 at most"):
+        channel.send_receive("text", bytes(2**14 + 1), to=(rank + 1) % 3, of=(rank + 2) % 3)
     if rank == 2:  # stays in the middle of both of its transfers
         from hyperpod_plugins.comm import channel as module
 
@@ -190,6 +223,32 @@ def transfer_until_a_break():
     return "done"
 
 
+def pass_round_until_a_break():
+    from hyperpod_plugins.comm import break_groups
+
+    dist.init_process_group("hyperpod")
+    rank = dist.get_rank()
+    channel = Channel(None, "test")
+    for turn in range(3):
+        assert channel.send_receive("state", b"%d" % turn, to=(rank + 1) % 3, of=(rank + 2) % 3) == b"%d" % turn
+    if rank == 2:  # never comes again
+        time.sleep(1.0)
+        break_groups("a test")
+    began_s = time.monotonic()
+    try:
+        channel.send_receive("state", b"last", to=(rank + 1) % 3, of=(rank + 2) % 3)
+    except PeerLost:
+        return "broken" if time.monotonic() - began_s < 10 else "late"
+    return "done"
+
+
 @pytest.mark.spawns
-def test_a_break_ends_a_transfer_whose_payload_is_under_way():
-    assert run_ranks(transfer_until_a_break, world_size=3, timeout_s=40) == ["broken"] * 3
+@pytest.mark.parametrize(
+    ("body", "ends"),
+    [
+        (transfer_until_a_break, ["broken"] * 3),
+        (pass_round_until_a_break, ["broken", "done", "broken"]),  # rank 1 has all that it was to get
+    ],
+)
+def test_a_break_ends_a_transfer_whose_payload_is_under_way(body, ends):
+    assert run_ranks(body, world_size=3, timeout_s=40) == ends

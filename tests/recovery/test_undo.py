@@ -9,7 +9,7 @@ from torch import nn
 
 from hyperpod_plugins.comm import reset_traffic, traffic
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
-from hyperpod_plugins.recovery.undo import end_iteration
+from hyperpod_plugins.recovery.undo import Beginning, end_iteration
 
 
 def gathers_of_a_step(prepare, **options):
@@ -47,3 +47,42 @@ def test_an_evaluation_leaves_no_trace(options):
     for fresh, after_evaluation, ended in run_ranks(count_gathers, options, world_size=2):
         assert after_evaluation != fresh  # or there is nothing to test
         assert ended == fresh
+
+
+def add_a_layer(model, optimizer):
+    model.append(nn.Linear(2, 2))
+
+
+def replace_a_parameter(model, optimizer):
+    model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+
+
+def replace_a_layer(model, optimizer):
+    model[1] = nn.Linear(2, 2)
+
+
+def give_up_a_parameter(model, optimizer):
+    del optimizer.param_groups[0]["params"][2]
+
+
+@pytest.mark.parametrize("change", [add_a_layer, replace_a_parameter, replace_a_layer, give_up_a_parameter])
+def test_parameters_without_an_optimizer_are_found_whenever_they_come(change):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    beginning = Beginning(model, [optimizer])
+    for _ in range(2):
+        beginning.begin()
+        assert beginning.is_within_reach
+    change(model, optimizer)
+    owned = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    beginning.begin()
+    assert set(beginning.parts) == set(model.modules())
+    assert [each.grad is not None for each in model.parameters()] == [id(each) in owned for each in model.parameters()]
+    with torch.no_grad():
+        next(each for each in model.parameters() if id(each) not in owned).mul_(2)
+    assert not beginning.is_within_reach
+    beginning.end()
+    beginning.begin()
+    assert beginning.is_within_reach

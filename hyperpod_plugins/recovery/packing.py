@@ -1,0 +1,79 @@
+"""Small states as bytes, and back without running code: each step packs one on every rank.
+
+The archive that `torch.save` writes takes longer to make than a small state to send. Numbers, strings, plain
+containers and tensors are pickled without it, and read by an unpickler that knows no class (see "Restricting Globals"
+in the documentation of Python's `pickle`). A state with anything else in it is written by `torch.save`.
+"""
+
+import io
+import math
+import pickle
+from typing import Any
+
+import torch
+
+_ZIP = b"PK"
+"""How an archive begins."""
+_INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool
+_DTYPES = {str(dtype): dtype for dtype in (*_INTEGERS, torch.float16, torch.float32, torch.float64, torch.bfloat16)}
+
+
+class _NotPlainError(Exception):
+    """Something that is left to `torch.save`."""
+
+
+def packed(value: Any) -> bytes:
+    """Bytes that `unpacked` reads without running code."""
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, protocol=4).dump(value)
+    except _NotPlainError:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    """Inverse of `packed`; only tensors, plain containers, numbers and strings are read.
+
+    Raises:
+        UnpicklingError: there is something else.
+    """
+    if data.startswith(_ZIP):
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes types that a pickle holds without naming a class, and tensors in host memory."""
+
+    def persistent_id(self, obj: Any) -> tuple[str, tuple[int, ...], bytes] | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        name = str(obj.dtype)
+        is_plain = type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu"
+        if not is_plain or name not in _DTYPES or obj.requires_grad or obj.is_neg():
+            raise _NotPlainError
+        values = obj.view(torch.int16) if obj.dtype is torch.bfloat16 else obj  # numpy has no such type
+        return name, tuple(obj.shape), values.numpy().tobytes()
+
+    def reducer_override(self, obj: Any) -> Any:
+        raise _NotPlainError
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `_Pickler` writes, and nothing that would call or import anything."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"a packed state names {module_name}.{global_name}")
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        match pid:
+            case (str(name), tuple(shape), bytes(data)) if name in _DTYPES:
+                dtype = _DTYPES[name]
+                if math.prod(shape) * dtype.itemsize == len(data):
+                    values = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+                    return values.view(shape)
+            case _:
+                pass
+        raise pickle.UnpicklingError(f"a packed state has a malformed tensor: {str(pid)[:100]}")

@@ -1,0 +1,85 @@
+"""Small states as bytes: every value comes back, and nothing that would run code is read."""
+
+import os
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from hyperpod_plugins.recovery.local_state import are_same
+from hyperpod_plugins.recovery.packing import packed, unpacked
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (4, 3)])
+def test_tensors_come_back_to_the_last_bit(dtype, shape):
+    values = torch.rand(shape).mul(100).to(dtype)
+    state = {"values": values, "turned": values.t() if len(shape) == 2 else values, "part": values.reshape(-1)[1::2]}
+    data = packed(state)
+    assert not data.startswith(b"PK")
+    assert are_same(unpacked(data), state)
+
+
+def test_plain_values_come_back():
+    state = {"a": [1, -(2**80), 0.1, float("inf"), None, True], 7: ("text", b"bytes", {"set", "of", "words"}), "": {}}
+    assert unpacked(packed(state)) == state
+    nan = torch.tensor([float("nan"), -0.0])
+    assert are_same(unpacked(packed([nan])), [nan])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        OrderedDict(b=1, a=torch.ones(2)),
+        {"size": torch.Size([2, 3])},
+        [torch.tensor([1 + 2j])],
+        [torch.tensor([1 + 2j]).conj().imag],  # negated when it is read
+        [torch.nn.Parameter(torch.ones(3))],
+    ],
+)
+def test_other_values_that_torch_reads_safely_come_back(value):
+    data = packed(value)
+    found = unpacked(data)
+    assert data.startswith(b"PK")
+    assert str(found) == str(value)
+    assert type(found) is type(value)
+
+
+class Attack:
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_no_code_runs(protocol):
+    for value in (Attack(), [Attack()], os.system, OrderedDict(a=1)):
+        with pytest.raises(pickle.UnpicklingError, match="a packed state names"):
+            unpacked(pickle.dumps(value, protocol=protocol))
+    with pytest.raises(pickle.UnpicklingError):
+        unpacked(packed(Attack()) if protocol == 0 else packed({"deep": [Attack()]}))
+
+
+class Forged(pickle.Pickler):
+    def persistent_id(self, obj):
+        return obj[1] if isinstance(obj, tuple) and obj[0] == "id" else None
+
+
+@pytest.mark.parametrize(
+    "pid",
+    [
+        ("torch.float32", (2,), b"1234"),
+        ("torch.float32", (-1,), b"1234"),
+        ("torch.complex64", (1,), b"12345678"),
+        ("os.system", (1,), b"1"),
+        ("torch.uint8", (1, "1"), b"1"),
+        "torch.uint8",
+    ],
+)
+def test_malformed_tensors_are_refused(pid, tmp_path):
+    with open(tmp_path / "forged", "wb") as file:
+        Forged(file, protocol=4).dump(["x", ("id", pid)])
+    with pytest.raises(pickle.UnpicklingError, match="malformed tensor"):
+        unpacked((tmp_path / "forged").read_bytes())
