@@ -220,7 +220,7 @@ def overhead_schedule(asked: argparse.Namespace) -> harness.Schedule:
     """Rounds of recovery on and off."""
     if asked.quick:
         return harness.Schedule(rounds=3, steps=2, warmup=2, starts=1)
-    return harness.Schedule(rounds=asked.rounds, steps=4, starts=4)
+    return harness.Schedule(rounds=asked.rounds, steps=1, lead_in=0, starts=6)
 
 
 def arguments() -> argparse.Namespace:
@@ -228,7 +228,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, help="runs of each contender with a fault (default: 3)")
     parser.add_argument("--fault-step", type=int, default=125, help="step that is interrupted (default: 125)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with one of these words in their name")
-    parser.add_argument("--rounds", type=int, default=200, help="of the part where nothing fails (default: 200)")
+    parser.add_argument("--rounds", type=int, default=900, help="of each part where nothing fails (default: 900)")
     parser.add_argument("--skip-overhead", action="store_true", help="leave out the part where nothing fails")
     parser.add_argument("--quick", action="store_true", help="see that it works; the figures mean nothing")
     parser.add_argument(
@@ -263,11 +263,14 @@ def main() -> int:
     if any(record.outcomes for record in records):
         draw_picture(records, asked.json.with_suffix(""))
     if not asked.skip_overhead:
-        comparison = overhead.compare(overhead_schedule(asked))
-        report.print_comparison(comparison)
-        for run in comparison.runs[1:]:
-            print(report.ratio_line(comparison, run, overhead.LIMIT if run.name == "recovery on" else None))
-        write_document(records, setting, [comparison], asked.json)
+        comparisons = []
+        for has_local_state in (False, True):
+            comparison = overhead.compare(overhead_schedule(asked), has_local_state=has_local_state)
+            report.print_comparison(comparison)
+            for run in comparison.runs[1:]:
+                print(report.ratio_line(comparison, run, overhead.LIMIT if run.name == overhead.ON else None))
+            comparisons.append(comparison)
+            write_document(records, setting, comparisons, asked.json)
     return 1 if any(record.trouble and not record.trouble.startswith("cannot run") for record in records) else 0
 
 

@@ -27,6 +27,7 @@ from hyperpod_plugins.lightning.module import initial_micro_steps
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.parallel.checkpoint_state import plain
 from hyperpod_plugins.recovery.hyperparameters import hyperparameters
+from hyperpod_plugins.recovery.packing import packed, unpacked
 from hyperpod_plugins.recovery.random import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 _PROGRESS = ("total", "current")
@@ -112,9 +113,7 @@ def rank_local_of(trainer: Trainer, hooks: SavingHooks) -> bytes:
     own = {key: value for key, value in saved.items() if key not in known and is_rank_local(value)}
     if not (callbacks or own):
         return b""
-    buffer = io.BytesIO()
-    torch.save({"callbacks": callbacks, **own}, buffer)
-    return buffer.getvalue()
+    return packed({"callbacks": callbacks, **own})
 
 
 def take_rank_local(trainer: Trainer, data: bytes, entered_with: bytes) -> list[str]:
@@ -185,9 +184,7 @@ def describe_trainer(
     checkpoint[_MICRO_STEPS] = trainer.accumulate_grad_batches
     evaluation = trainer.fit_loop.epoch_loop.val_loop
     checkpoint[_RELOADED_AT] = [trainer.fit_loop._last_train_dl_reload_epoch, evaluation._last_val_dl_reload_epoch]
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    return buffer.getvalue()
+    return packed(checkpoint)
 
 
 def as_part_begins(trainer: Trainer, part: str, logged: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -250,10 +247,8 @@ def refuse_unreadable(trainer: Trainer, hooks: SavingHooks) -> None:
 
 
 def _is_readable(value: Any) -> bool:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
     try:
-        read_trainer(buffer.getvalue())
+        read_trainer(packed(value))
     except pickle.UnpicklingError:
         return False
     return True
@@ -262,7 +257,7 @@ def _is_readable(value: Any) -> bool:
 def read_trainer(data: bytes) -> dict[str, Any]:
     """Inverse of `describe_trainer`; only tensors, plain containers, numbers, strings and paths are read."""
     with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
-        return torch.load(io.BytesIO(data), weights_only=True)
+        return unpacked(data, map_location=None)
 
 
 def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:
@@ -273,9 +268,7 @@ def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:
 
 def with_local(described: bytes, local: dict[str, Any]) -> bytes:
     """A description for the rank that made it alone: with its buffers, metrics and logged means."""
-    buffer = io.BytesIO()
-    torch.save({**read_trainer(described), LOCAL: local}, buffer)
-    return buffer.getvalue()
+    return packed({**read_trainer(described), LOCAL: local})
 
 
 def restore_unsaved(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

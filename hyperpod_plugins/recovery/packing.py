@@ -33,15 +33,22 @@ def packed(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpacked(data: bytes) -> Any:
+def unpacked(data: bytes, *, map_location: str | None = "cpu") -> Any:
     """Inverse of `packed`; only tensors, plain containers, numbers and strings are read.
+
+    Args:
+        data: from this process or another one.
+        map_location: device for tensors that lay on one; None for the same.
 
     Raises:
         UnpicklingError: there is something else.
     """
     if data.startswith(_ZIP):
-        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    return _Unpickler(io.BytesIO(data)).load()
+        return torch.load(io.BytesIO(data), weights_only=True, map_location=map_location)
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    except (ValueError, TypeError, LookupError, AttributeError, EOFError, OverflowError, MemoryError) as error:
+        raise pickle.UnpicklingError(f"bytes that are no packed state: {error}") from error
 
 
 class _Pickler(pickle.Pickler):
@@ -69,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         match pid:
-            case (str(name), tuple(shape), bytes(data)) if name in _DTYPES:
+            case (str(name), tuple(shape), bytes(data)) if name in _DTYPES and all(map(_is_size, shape)):
                 dtype = _DTYPES[name]
                 if math.prod(shape) * dtype.itemsize == len(data):
                     values = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -77,3 +84,7 @@ class _Unpickler(pickle.Unpickler):
             case _:
                 pass
         raise pickle.UnpicklingError(f"a packed state has a malformed tensor: {str(pid)[:100]}")
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63

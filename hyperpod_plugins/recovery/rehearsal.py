@@ -12,7 +12,6 @@ trainer. They tell that something differs and where it showed first, not by how 
 """
 
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -41,6 +40,7 @@ from hyperpod_plugins.errors import RecoveryError, few
 from hyperpod_plugins.parallel.shard import local_part
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.kept import owned_by
+from hyperpod_plugins.recovery.packing import unpacked
 from hyperpod_plugins.recovery.replicas import ReplicasDiffer, compare_replicas
 from hyperpod_plugins.recovery.restore import TrainingState
 
@@ -489,7 +489,7 @@ def _read(description: bytes) -> Any:
     """A described trainer or loop. A peer may have described it, so nothing in it is unpickled."""
     try:
         with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
-            return torch.load(io.BytesIO(description), weights_only=True)
+            return unpacked(description, map_location=None)
     except (RuntimeError, pickle.UnpicklingError, EOFError):  # another format: it is compared as it is
         return {"": description}
 

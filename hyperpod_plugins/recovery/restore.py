@@ -6,7 +6,6 @@ large tensor is sent from where it lies to where it is to lie, small ones are pu
 header, which is read with torch's `weights_only`.
 """
 
-import io
 import math
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -37,7 +36,9 @@ from hyperpod_plugins.parallel.checkpoint_state import (
     plain_name,
     set_optimizer,
 )
-from hyperpod_plugins.parallel.shard import laid_out_as, laid_out_like, local_part
+from hyperpod_plugins.parallel.shard import laid_out_as, laid_out_like
+from hyperpod_plugins.recovery.kept import memory_of
+from hyperpod_plugins.recovery.packing import packed, unpacked
 
 MESSAGE_BYTES = 64 * 2**20
 ALONE_BYTES = 2**18  # a tensor of this size makes up a message of its own
@@ -80,7 +81,7 @@ class TrainingState:
         return _checksum(tensor for _, tensor in sorted(self.tensors().items()))
 
     def header(self) -> bytes:
-        """What the tensors are, and what optimizers hold beside them, to be read with `weights_only`."""
+        """What the tensors are, and what optimizers hold beside them, `packed`."""
         described = [describe_optimizer(self.model, optimizer) for optimizer in self.optimizers]
         header = {
             "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in self.tensors().items()],
@@ -88,9 +89,7 @@ class TrainingState:
             "checksum": self.checksum() if self._verify else 0,
             "places": self._whole_tensors() | self._places_of_state(described),
         }
-        buffer = io.BytesIO()
-        torch.save(header, buffer)
-        return buffer.getvalue()
+        return packed(header)
 
     def make_room(self, header: bytes) -> None:
         """Make the optimizers' tensors that a peer's `header` tells of, and touch their memory, before they are filled.
@@ -98,7 +97,7 @@ class TrainingState:
         Raises:
             RecoveryError: the peer has another model.
         """
-        tensors = self._make_room(_read_header(header), "the preview of a peer")
+        tensors = self._make_room(unpacked(header, map_location=None), "the preview of a peer")
         for name, tensor in tensors.items():
             if _is_optimizer_state(name):
                 tensor.zero_()
@@ -167,7 +166,7 @@ class TrainingState:
 
     def _take_apart(self, header: bytes, data: torch.Tensor, whose: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a header says, and the bytes of each tensor."""
-        described = _read_header(header)
+        described = unpacked(header, map_location=None)
         names = [name for name, _, _ in described["tensors"]]
         sizes = [math.prod(shape) * _dtype(dtype).itemsize for _, shape, dtype in described["tensors"]]
         parts = dict(zip(names, data.split(sizes), strict=True))
@@ -223,7 +222,7 @@ class TrainingState:
             RecoveryError: the sender has another model, or bits changed on the way.
         """
         (header,) = self._channel.receive("header", [_HEADER_BYTES], rank)
-        described = _read_header(header.numpy().tobytes())
+        described = unpacked(header.numpy().tobytes(), map_location=None)
         batches = list(_batches(self._make_room(described, f"rank {rank}").values()))
         with torch.no_grad():
             messages = [_room_for(batch) for batch in batches]
@@ -307,10 +306,6 @@ def _room_for(batch: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.empty(sum(tensor.nbytes for tensor in batch), dtype=torch.uint8, device=batch[0].device)
 
 
-def _read_header(header: bytes) -> dict[str, Any]:
-    return torch.load(io.BytesIO(header), weights_only=True)
-
-
 def _compare(checksum: int, described: dict[str, Any], whose: str) -> None:
     if checksum != described["checksum"]:
         raise RecoveryError(f"the training state of {whose} arrived with other bits; it is not used")
@@ -326,12 +321,13 @@ def _groups(described: dict[str, Any]) -> list[list[str]]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_part(tensor.detach())
+    """What this rank holds of it, as `local_part`, which takes a DTensor's long way through the dispatcher."""
+    return memory_of(tensor).detach()
 
 
 def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A state tensor: sharded as its parameter if it has the parameter's shape, plain (a step count) otherwise."""
-    is_part = local.dim() > 0 and local.shape == local_part(parameter).shape
+    is_part = local.dim() > 0 and local.shape == _local(parameter).shape
     return laid_out_like(parameter, local) if is_part else local
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 from collections import OrderedDict
 
 import pytest
@@ -60,6 +61,23 @@ def test_no_code_runs(protocol):
             unpacked(pickle.dumps(value, protocol=protocol))
     with pytest.raises(pickle.UnpicklingError):
         unpacked(packed(Attack()) if protocol == 0 else packed({"deep": [Attack()]}))
+
+
+def test_damaged_bytes_are_refused():
+    data = packed({"values": torch.arange(5), "names": ["a", ("b", 2.5)], "large": 2**70})
+    draw = random.Random(0)
+    damaged = [data[:length] for length in range(len(data))]
+    for _ in range(300):
+        forged = bytearray(data)
+        forged[draw.randrange(len(data))] = draw.randrange(256)
+        damaged.append(bytes(forged))
+    refused = 0
+    for each in damaged:
+        try:
+            unpacked(each)  # a changed number is a number
+        except pickle.UnpicklingError:
+            refused += 1
+    assert refused >= len(data)
 
 
 class Forged(pickle.Pickler):
