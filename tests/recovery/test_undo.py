@@ -1,5 +1,8 @@
 """What a process remembers of its last iteration must not tell it from one that has just come."""
 
+import itertools
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,7 @@ from torch import nn
 
 from hyperpod_plugins.comm import reset_traffic, traffic
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
-from hyperpod_plugins.recovery.undo import Beginning, end_iteration
+from hyperpod_plugins.recovery.undo import Beginning, _sums_of_bits, end_iteration
 
 
 def gathers_of_a_step(prepare, **options):
@@ -86,3 +89,18 @@ def test_parameters_without_an_optimizer_are_found_whenever_they_come(change):
     beginning.end()
     beginning.begin()
     assert beginning.is_within_reach
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8])
+@pytest.mark.parametrize("shape", [(1,), (3,), (4, 4), (5, 7)])
+def test_sums_of_bits_tell_of_each_element(dtype, shape):
+    whole = torch.arange(2 * math.prod(shape)).remainder(100).to(dtype).view(2, *shape)
+    for tensor in (whole[0], whole[1], whole[:, 0], whole[1].t()):  # some begin at no multiple of eight bytes
+        before = _sums_of_bits([tensor, whole])
+        for place in itertools.product(*map(range, tensor.shape)):
+            tensor[place] += 1
+            after = _sums_of_bits([tensor, whole])
+            assert after[0] != before[0]
+            assert after[1] != before[1]
+            tensor[place] -= 1
+            assert _sums_of_bits([tensor, whole]) == before
