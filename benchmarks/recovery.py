@@ -267,8 +267,9 @@ def main() -> int:
         for has_local_state in (False, True):
             comparison = overhead.compare(overhead_schedule(asked), has_local_state=has_local_state)
             report.print_comparison(comparison)
-            for run in comparison.runs[1:]:
-                print(report.ratio_line(comparison, run, overhead.LIMIT if run.name == overhead.ON else None))
+            both = overhead.against_both(comparison)
+            print(f"{report.ratio_line(both, both.runs[1], overhead.LIMIT)} (against both turns without)")
+            print(report.ratio_line(comparison, comparison.runs[2]))
             comparisons.append(comparison)
             write_document(records, setting, comparisons, asked.json)
     return 1 if any(record.trouble and not record.trouble.startswith("cannot run") for record in records) else 0
