@@ -12,6 +12,7 @@ from typing import Any
 from hyperpod_plugins.lightning.flavour import Trainer
 from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.loggers import LoggedRows
+from hyperpod_plugins.lightning.rest import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
@@ -163,7 +164,9 @@ class Window:
         loader = self._trainer.fit_loop._combined_loader
         if self.is_empty:  # the state that a step begins with is the one after the batch before
             self._loaders_before = self._loaders_now
-        self._loaders_now = [] if loader is None else copy.deepcopy(loader._state_dicts())
+        # As `loader._state_dicts()`, whose `isinstance` with a protocol takes 0.05 ms.
+        loaders = [] if loader is None else filter(is_stateful, loader.flattened)
+        self._loaders_now = [copy.deepcopy(each.state_dict()) for each in loaders]
 
     def starts_at(self, loader_states: list[Any]) -> None:
         """Say where the loaders stand before the first batch of all."""

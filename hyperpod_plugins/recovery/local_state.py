@@ -49,6 +49,7 @@ BUFFERS = "buffers"
 """Name under which those of a model are registered."""
 OF_EPOCH = "of the epoch"
 """End of the names of states that count from zero in each epoch."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RankLocalState(Protocol):
@@ -472,7 +473,7 @@ def are_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
             return False
-        return torch.equal(_bytes_of(one), _bytes_of(other))
+        return torch.equal(_bits_of(one), _bits_of(other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -480,9 +481,9 @@ def are_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.reshape(-1)
-    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_INTEGERS[real.element_size()])
 
 
 def _raw(data: torch.Tensor) -> bytes:
