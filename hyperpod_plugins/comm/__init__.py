@@ -3,7 +3,7 @@
 from hyperpod_plugins.comm.backend import CommOptions, choose_transport
 from hyperpod_plugins.comm.ballot import vote
 from hyperpod_plugins.comm.breaker import Breaker, Phase, breaker
-from hyperpod_plugins.comm.channel import SMALL_BYTES, Channel
+from hyperpod_plugins.comm.channel import Channel
 from hyperpod_plugins.comm.device_queue import device_queue
 from hyperpod_plugins.comm.device_queue import record as record_queue
 from hyperpod_plugins.comm.generations import Reform, abandon_broken, break_groups
@@ -29,7 +29,6 @@ __all__ = [
     "Phase",
     "Reform",
     "ResilientProcessGroup",
-    "SMALL_BYTES",
     "Traffic",
     "WORLD",
     "abandon_broken",

@@ -40,8 +40,6 @@ from hyperpod_plugins.errors import CommError
 _FRAME = struct.Struct("!IIQ")  # type, number of the message, bytes of payload
 _READY = b"R"
 _CHUNK_BYTES = 4 * 2**20
-SMALL_BYTES = 2**14
-"""What goes out at once, together with its header."""
 _SLICE_S = 0.2
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
 
@@ -58,6 +56,9 @@ class Channel:
     Each channel has its own connections: one exchange at a time on each, from whatever thread. Two threads that
     communicate at the same time, and each kind of transfer that may overlap with another, need a channel each.
     """
+
+    SMALL_BYTES = 2**14
+    """Largest part that goes out at once, together with its header."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, name: str, *, stall_s: float = 60.0, patience_s: float | None = None
@@ -115,7 +116,7 @@ class Channel:
 
         Args:
             label: see `exchange`.
-            data: at most `SMALL_BYTES`.
+            data: at most `Channel.SMALL_BYTES`.
             to: rank of the group that receives them, with this method or with `exchange`.
             of: rank of the group that sends some.
 
@@ -126,8 +127,10 @@ class Channel:
             PeerLost: see `exchange`. Here a rank that does not come is waited for as long as one that stalls.
             CommError: there are too many bytes, or the group is not of the backend `hyperpod`.
         """
-        if len(data) > SMALL_BYTES:
-            raise CommError(f"{label!r} has {len(data):,} bytes, and send_receive takes {SMALL_BYTES:,} at most")
+        if len(data) > Channel.SMALL_BYTES:
+            raise CommError(
+                f"{label!r} has {len(data):,} bytes, and send_receive takes {Channel.SMALL_BYTES:,} at most"
+            )
         return self._over_links(
             lambda links, patience_s: links.send_receive(label, data, to, of, patience_s=patience_s)
         )
@@ -257,7 +260,7 @@ class Links:
         """
         target, source = self._to.get(to), self._from.get(of)
         if target is None or target.greeting or source is None:  # the first time: connect
-            places = {of: [SMALL_BYTES]}
+            places = {of: [Channel.SMALL_BYTES]}
             (received,) = self.exchange(label, {to: [data]}, places, patience_s=patience_s, stall_s=patience_s)[of]
             return received.numpy().tobytes()
         kind = zlib.crc32(label.encode())
@@ -265,7 +268,7 @@ class Links:
             target.blocks(patience_s).sendall(target.header(kind, len(data)) + data)
             connection = source.blocks(patience_s)
             num_bytes = source.size_in(_receive_all(connection, _FRAME.size), kind, label, of)
-            if num_bytes > SMALL_BYTES:
+            if num_bytes > Channel.SMALL_BYTES:
                 raise ConnectionError(f"connection to rank {of}: {label!r} has {num_bytes:,} bytes")
             return _receive_all(connection, num_bytes)
         except BlockingIOError:
@@ -425,7 +428,7 @@ class _Sending(_Transfer):
             data = _as_bytes(part)
             assert self.link is not None
             header = self.link.header(self._type, data.numel())
-            if data.numel() <= SMALL_BYTES:
+            if data.numel() <= Channel.SMALL_BYTES:
                 yield memoryview(header + data.cpu().numpy().tobytes())
                 continue
             yield memoryview(header)
@@ -479,7 +482,7 @@ class _Receiving(_Transfer):
             yield memoryview(header)
             data = self._room(place, header)
             self.received.append(data if isinstance(place, int) else place)
-            if data.numel() > SMALL_BYTES and not self._is_ready_said:
+            if data.numel() > Channel.SMALL_BYTES and not self._is_ready_said:
                 self._is_asked = self._is_ready_said = True
             stage = _stage(data)
             for chunk in data.split(_CHUNK_BYTES):

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map_only
 
-from hyperpod_plugins.comm import SMALL_BYTES, Channel
+from hyperpod_plugins.comm import Channel
 from hyperpod_plugins.errors import ConfigError, PeerLost, few
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel.topology import Topology
@@ -291,7 +291,7 @@ class LocalStates:
 
     def _passed_round(self, label: str, flags: int, data: bytes) -> tuple[int, bytes]:
         """Give some bits and bytes to the buddy, and take the ward's."""
-        if is_large := len(data) >= SMALL_BYTES:
+        if is_large := len(data) >= Channel.SMALL_BYTES:
             flags |= _FOLLOWS
         given = bytes([flags]) + (b"" if is_large else data)
         taken = self._channel.send_receive(label, given, to=self._buddy, of=self._ward)

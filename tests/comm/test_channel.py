@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from hyperpod_plugins.comm.channel import SMALL_BYTES, Channel, Links
+from hyperpod_plugins.comm.channel import Channel, Links
 from hyperpod_plugins.errors import CommError, PeerLost
 
 MIB = 2**20
@@ -134,13 +134,13 @@ def test_limits():
 @pytest.mark.parametrize("size", [2, 3])
 def test_few_bytes_go_round_at_once_also_to_those_that_exchange(size):
     ring = links(size)
-    states = [bytes([turn]) * (turn * SMALL_BYTES // 20) for turn in range(21)]
+    states = [bytes([turn]) * (turn * Channel.SMALL_BYTES // 20) for turn in range(21)]
 
     def take_part(rank):
         to, of, kept = (rank + 1) % size, (rank - 1) % size, []
         for turn, state in enumerate(states):
             if rank == 0 and turn % 3 == 1:
-                (part,) = ring[rank].exchange("state", {to: [state]}, {of: [SMALL_BYTES]}, **PATIENCE)[of]
+                (part,) = ring[rank].exchange("state", {to: [state]}, {of: [Channel.SMALL_BYTES]}, **PATIENCE)[of]
                 kept.append(part.numpy().tobytes())
             else:
                 kept.append(ring[rank].send_receive("state", state, to, of, patience_s=20.0))
