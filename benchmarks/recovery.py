@@ -267,9 +267,10 @@ def main() -> int:
         for has_local_state in (False, True):
             comparison = overhead.compare(overhead_schedule(asked), has_local_state=has_local_state)
             report.print_comparison(comparison)
-            both = overhead.against_both(comparison)
-            print(f"{report.ratio_line(both, both.runs[1], overhead.LIMIT)} (against both turns without)")
-            print(report.ratio_line(comparison, comparison.runs[2]))
+            _, on, control = comparison.runs
+            against_both = report.ratio_line(comparison, on, overhead.LIMIT, again=control)
+            print(f"{against_both} (against both turns of a round without)")
+            print(report.ratio_line(comparison, control))
             comparisons.append(comparison)
             write_document(records, setting, comparisons, asked.json)
     return 1 if any(record.trouble and not record.trouble.startswith("cannot run") for record in records) else 0

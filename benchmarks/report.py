@@ -21,17 +21,21 @@ RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("contender", "step ms", "quartiles", "time ratio", "95 % interval", "cpu ratio", "95 % interval")
 
 
-def ratio_to_reference(comparison: Comparison, run: Run, measure: str = "step_s") -> Ratio:
-    """Paired ratio of a run's step times, or of one of its counters, to the first run's."""
-    samples, reference = (r.step_s if measure == "step_s" else r.measures[measure] for r in (run, comparison.runs[0]))
-    return paired_ratio(samples, reference, comparison.schedule.rounds_per_start)
+def ratio_to_reference(comparison: Comparison, run: Run, measure: str = "step_s", *, again: Run | None = None) -> Ratio:
+    """Paired ratio of a run's step times, or of one of its counters, to the first run's, and to those of `again`."""
+
+    def of(run: Run) -> list[float]:
+        return run.step_s if measure == "step_s" else run.measures[measure]
+
+    more = None if again is None else of(again)
+    return paired_ratio(of(run), of(comparison.runs[0]), comparison.schedule.rounds_per_start, again=more)
 
 
-def ratio_line(comparison: Comparison, run: Run, limit: float | None = None) -> str:
+def ratio_line(comparison: Comparison, run: Run, limit: float | None = None, *, again: Run | None = None) -> str:
     """What a run takes more than the reference, in percent, by the clock and by processor time; and the verdict."""
     parts = []
     for measure, label in (("step_s", "step time"), ("cpu_s", "processor time")):
-        ratio = ratio_to_reference(comparison, run, measure)
+        ratio = ratio_to_reference(comparison, run, measure, again=again)
         change, low, high = (100 * (value - 1) for value in (ratio.median, ratio.low, ratio.high))
         judged = "" if limit is None else f", limit {100 * (limit - 1):+.0f} %: {verdict(ratio, limit)}"
         parts.append(f"{label} {change:+.1f} % ({low:+.1f} .. {high:+.1f}){judged}")

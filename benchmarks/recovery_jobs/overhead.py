@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
 
 import lightning.pytorch as pl
 import torch
@@ -130,15 +129,3 @@ def compare(schedule: harness.Schedule, *, has_local_state: bool) -> harness.Com
                 group.finish(schedule.turn_timeout_s)
     harness.progress("")
     return harness.Comparison(title=title, schedule=schedule, runs=list(runs.values()))
-
-
-def against_both(comparison: harness.Comparison) -> harness.Comparison:
-    """Recovery on, and for its reference the mean of the two turns of the same round in which it was off."""
-    off, on, again = comparison.runs
-    pairs = {name: zip(off.measures[name], again.measures[name], strict=True) for name in off.measures}
-    both = harness.Run(
-        name="recovery off, both turns of a round",
-        step_s=[mean(pair) for pair in zip(off.step_s, again.step_s, strict=True)],
-        measures={name: [mean(pair) for pair in values] for name, values in pairs.items()},
-    )
-    return replace(comparison, runs=[both, on])

@@ -235,7 +235,7 @@ class Links:
             self._store.set(str(self._rank), self._listener.invitation)
         sending = [_Sending(rank, label, parts, self._to.get(rank)) for rank, parts in sorted(sends.items())]
         receiving = [_Receiving(rank, label, places, self._from.get(rank)) for rank, places in sorted(receives.items())]
-        under_way: list[_Transfer] = [*sending, *receiving]
+        under_way: list[_Transfer] = [*sending, *(each for each in receiving if not each.is_done)]
         look_s = _FIRST_LOOK_S
         while under_way:
             is_all_there = self._connect(sending, receiving)

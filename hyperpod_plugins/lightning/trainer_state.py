@@ -106,7 +106,7 @@ def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def rank_local_of(trainer: Trainer, hooks: SavingHooks) -> bytes:
-    """What hooks save that may be of one rank alone, as bytes that `weights_only` can read."""
+    """What hooks save that may be of one rank alone, `packed`."""
     saved = hooks.dump(trainer)
     known = (*_OF_LIGHTNING, *arguments(trainer))
     callbacks = {key: state for key, state in saved.get("callbacks", {}).items() if is_rank_local(state)}
@@ -151,7 +151,7 @@ def describe_trainer(
     as_begun: dict[str, Any] | None = None,
     rows: list[list[Any]] | None = None,
 ) -> bytes:
-    """The state at the beginning of the present accumulation window, as bytes that `weights_only` can read.
+    """The state at the beginning of the present accumulation window, `packed`.
 
     Args:
         trainer: inside a step, or outside.

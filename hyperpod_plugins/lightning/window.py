@@ -164,9 +164,9 @@ class Window:
         loader = self._trainer.fit_loop._combined_loader
         if self.is_empty:  # the state that a step begins with is the one after the batch before
             self._loaders_before = self._loaders_now
-        # As `loader._state_dicts()`, whose `isinstance` with a protocol takes 0.05 ms.
-        loaders = [] if loader is None else filter(is_stateful, loader.flattened)
-        self._loaders_now = [copy.deepcopy(each.state_dict()) for each in loaders]
+        # `_state_dicts` asks for an `isinstance` with a protocol, which takes 0.05 ms.
+        can_say = loader is not None and any(map(is_stateful, loader.flattened))
+        self._loaders_now = copy.deepcopy(loader._state_dicts()) if loader is not None and can_say else []
 
     def starts_at(self, loader_states: list[Any]) -> None:
         """Say where the loaders stand before the first batch of all."""

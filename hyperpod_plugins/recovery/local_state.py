@@ -216,6 +216,8 @@ class LocalStates:
         self._own: dict[int, bytes] = {}
         self._kept: dict[int, bytes] = {}
         self._has_warned = self._grows = False
+        self._changes = False
+        """Whether the last step has changed the state."""
         self._is_written_after = False
         """Whether what follows a commit was ever found to write here."""
         self.forget()
@@ -274,11 +276,13 @@ class LocalStates:
         """
         if not self._is_active:
             return
-        present = self._present()
-        if is_same := self._last is not None and are_same(present, self._last):
-            data = self._last_own
-        else:
+        present, is_first = self._present(), self._last is None
+        if not (is_first or self._changes) and are_same(present, self._last):
+            data, is_same = self._last_own, True
+        else:  # bytes are compared in less time, and may differ where the values do not
             data = self._packed(present)
+            is_same = not is_first and data == self._last_own
+        self._changes = not is_same
         gives = self._is_written_after
         label = f"the state of one rank after {step} steps"
         told, kept = self._passed_round(label, is_same * _SAME + gives * _GIVES_AGAIN, b"" if is_same else data)

@@ -8,6 +8,7 @@ in the documentation of Python's `pickle`). A state with anything else in it is 
 import io
 import math
 import pickle
+import reprlib
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def packed(value: Any) -> bytes:
     """Bytes that `unpacked` reads without running code."""
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, protocol=4).dump(value)
+        _Pickler(buffer).dump(value)
     except _NotPlainError:
         buffer = io.BytesIO()
         torch.save(value, buffer)
@@ -47,25 +48,52 @@ def unpacked(data: bytes, *, map_location: str | None = "cpu") -> Any:
         return torch.load(io.BytesIO(data), weights_only=True, map_location=map_location)
     try:
         return _Unpickler(io.BytesIO(data)).load()
-    except (ValueError, TypeError, LookupError, AttributeError, EOFError, OverflowError, MemoryError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        EOFError,
+        OverflowError,
+        MemoryError,
+        RuntimeError,
+    ) as error:
         raise pickle.UnpicklingError(f"bytes that are no packed state: {error}") from error
 
 
 class _Pickler(pickle.Pickler):
-    """Writes types that a pickle holds without naming a class, and tensors in host memory."""
+    """Writes types that a pickle holds without naming a class, and tensors in host memory.
+
+    Tensors that share memory, or whose strides are not those of a new one, would come back as other tensors.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=4)
+        self._memories: set[int] = set()
 
     def persistent_id(self, obj: Any) -> tuple[str, tuple[int, ...], bytes] | None:
         if not isinstance(obj, torch.Tensor):
             return None
-        name = str(obj.dtype)
-        is_plain = type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu"
-        if not is_plain or name not in _DTYPES or obj.requires_grad or obj.is_neg():
+        if not self._is_plain(obj):
             raise _NotPlainError
         values = obj.view(torch.int16) if obj.dtype is torch.bfloat16 else obj  # numpy has no such type
-        return name, tuple(obj.shape), values.numpy().tobytes()
+        return str(obj.dtype), tuple(obj.shape), values.numpy().tobytes()
 
     def reducer_override(self, obj: Any) -> Any:
         raise _NotPlainError
+
+    def _is_plain(self, tensor: torch.Tensor) -> bool:
+        is_known = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if not is_known or tensor.requires_grad or tensor.is_neg() or not tensor.is_contiguous():
+            return False
+        if str(tensor.dtype) not in _DTYPES:
+            return False
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in self._memories:
+            return False
+        if memory:
+            self._memories.add(memory)
+        return True
 
 
 class _Unpickler(pickle.Unpickler):
@@ -83,7 +111,7 @@ class _Unpickler(pickle.Unpickler):
                     return values.view(shape)
             case _:
                 pass
-        raise pickle.UnpicklingError(f"a packed state has a malformed tensor: {str(pid)[:100]}")
+        raise pickle.UnpicklingError(f"a packed state has a malformed tensor: {reprlib.repr(pid)}")
 
 
 def _is_size(value: object) -> bool:

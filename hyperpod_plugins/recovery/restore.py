@@ -3,7 +3,7 @@
 A rank's state is its local tensors: parameter shards, buffers, and the tensors of optimizer state. Replicas of a shard
 hold the same bits, so a copy from one of them is exact. Everything travels over a `Channel`, in few large parts: a
 large tensor is sent from where it lies to where it is to lie, small ones are put together. Before the tensors goes one
-header, which is read with torch's `weights_only`.
+header, which is read without running code (see `packing`).
 """
 
 import math

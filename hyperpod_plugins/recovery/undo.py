@@ -251,17 +251,9 @@ def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Of what this rank holds of each tensor, as integers."""
     if not tensors:
         return []
-    sums = [_as_integers(each).sum(dtype=torch.int64) for each in map(memory_of, tensors)]
+    reals = [torch.view_as_real(each) if each.is_complex() else each for each in map(memory_of, tensors)]
+    sums = [each.detach().view(_INTEGERS[each.element_size()]).sum(dtype=torch.int64) for each in reals]
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, of integers as long as it can be divided into: eight bytes are added up as fast as one."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = real.detach().reshape(-1)
-    begins_at = flat.storage_offset() * flat.element_size()
-    is_divisible = flat.nbytes % 8 == 0 and begins_at % 8 == 0 and flat.stride(0) == 1
-    return flat.view(torch.int64 if is_divisible else _INTEGERS[flat.element_size()])
 
 
 def _counts(part: nn.Module) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _last_two
+from hyperpod_plugins.recovery.packing import unpacked
 
 
 class Net(nn.Module):
@@ -146,3 +147,54 @@ def test_what_follows_a_commit_is_not_overwritten_by_what_was_given_before_it():
         assert found[:2] == wanted[:2]
         assert found[2] == wanted[2] / 2
         assert (kept, own) == ([3, 4], [3, 4])
+
+
+class Sized:
+    """A state of so many bytes, which changes, or not, from step to step."""
+
+    def __init__(self):
+        self.values = torch.zeros(0, dtype=torch.uint8)
+
+    def state_dict(self):
+        return {"values": self.values.clone()}
+
+    def load_state_dict(self, state_dict, leave=()):
+        self.values = state_dict["values"].clone()
+
+    def written(self, before):
+        return set()
+
+
+SIZES = [  # of each rank in each step: none, a few, around the largest that goes at once, what follows, too much
+    [0, 0, 0],
+    [10, 20_000, 10],
+    [10, 20_000, 10],
+    [20_000, 10, 100_000],
+    [16_000, 16_384, 17_000],
+    [3_000_000, 10, 20_000],
+    [3_000_000, 3_000_001, 0],
+    [5, 5, 5],
+]
+
+
+def share_states_of_all_sizes():
+    dist.init_process_group("hyperpod")
+    rank, sized = dist.get_rank(), Sized()
+    states = LocalStates(Topology(world_size=3), rank)
+    states.register("sized", sized)
+    found = []
+    for step, sizes in enumerate(SIZES, start=1):
+        sized.values = torch.full((sizes[rank],), rank, dtype=torch.uint8)
+        states.share(step)
+        found.append(states._kept[step])
+    return [unpacked(each)["sized"]["values"].tolist() if each else None for each in found]
+
+
+@pytest.mark.spawns
+def test_buddies_keep_states_of_all_sizes_beside_others():
+    of_ranks = run_ranks(share_states_of_all_sizes, world_size=3, timeout_s=60)
+    ward_of = [found[-1][0] for found in of_ranks]
+    assert sorted(ward_of) == [0, 1, 2]
+    for found, ward in zip(of_ranks, ward_of, strict=True):
+        wanted = [[ward] * sizes[ward] if sizes[ward] < 2**20 else None for sizes in SIZES]
+        assert found == wanted

@@ -104,3 +104,9 @@ def test_sums_of_bits_tell_of_each_element(dtype, shape):
             assert after[1] != before[1]
             tensor[place] -= 1
             assert _sums_of_bits([tensor, whole]) == before
+            if place[0] == 0:  # all of a column, which an addition of whole words would not see
+                column = tensor[(slice(None), *place[1:])]
+                column.mul_(2).add_(1)
+                assert _sums_of_bits([tensor, whole])[0] != before[0]
+                column.sub_(1).div_(2, rounding_mode=None if dtype.is_complex else "trunc")
+                assert _sums_of_bits([tensor, whole]) == before
