@@ -207,7 +207,7 @@ class TrainingState:
             self.receive(sources[rank])
 
     def send(self, *ranks: int) -> None:
-        """Give everything to some global ranks, at the same time."""
+        """Give everything to some global ranks, at the same time; what is small may not have arrived on return."""
         self._channel.send("header", [self.header()], ranks)
         messages: list[torch.Tensor] = []
         for batch in _batches(self.tensors().values()):

@@ -26,6 +26,8 @@ CAN_RESET = "reset_iter_state" in vars(FSDPModule)
 
 _FIRST_STEPS = 8
 """Steps in which batches are copied, and sums of bits compared; the latter also in the 16th, the 32nd, and so on."""
+_PIECE_SIZE = 2**13
+"""Elements of which the sum of bits is compared in each step."""
 _version_of = attrgetter("_version")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -108,7 +110,9 @@ class Beginning:
 
     [Note: how writes are found] A write to a parameter advances its version counter, or the one of a DTensor's local
     part. Through `.data`, or in a DTensor by a `torch._foreach` function, it advances none, so sums of the bits are
-    compared, too: in the first steps of a process, and then ever more rarely, for they read all parameters.
+    compared, too: of all parameters in the first steps of a process, and then ever more rarely, for that reads them
+    all; and of a small piece in each step, another one each time. Where that has changed, the next steps are like the
+    first ones.
 
     Args:
         model: sharded or plain.
@@ -136,7 +140,10 @@ class Beginning:
         self._counters: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._sums: list[int] = []
+        self._piece: Piece | None = None
         self._num_begun = 0
+        self._sums_until = _FIRST_STEPS
+        """Step of this process up to which the sums of all are compared."""
         self._counting: list[nn.Module] = []
         self._counts: list[dict[str, Any]] = []
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -160,8 +167,9 @@ class Beginning:
         self._copies = {key: (memory, memory.clone()) for key, memory in memories.items()}
         self._versions = [*map(_version_of, self._counters)]
         self._num_begun += 1
-        is_summed = self._num_begun <= _FIRST_STEPS or self._num_begun & (self._num_begun - 1) == 0
+        is_summed = self._num_begun <= self._sums_until or self._num_begun & (self._num_begun - 1) == 0
         self._sums = _sums_of_bits(self._watched) if is_summed else []
+        self._piece = None if is_summed or not self._watched else Piece(self._watched, self._num_begun)
 
     def _look(self) -> None:
         """Find modules and parameters; what follows from them is found again when there are others."""
@@ -220,11 +228,37 @@ class Beginning:
         """Parameters that were written to since the step began, and are not copied."""
         now = [*map(_version_of, self._counters)]
         sums = _sums_of_bits(self._watched) if self._sums else []
-        if now == self._versions and sums == self._sums:
+        is_hidden = self._piece is not None and self._piece.is_changed
+        if now == self._versions and sums == self._sums and not is_hidden:
             return {}
         owners = [*self._watched, *(each for each in self._watched if isinstance(each, DTensor)), *self._watched]
         pairs = zip(owners, (*self._versions, *self._sums), (*now, *sums), strict=False)
-        return {id(each): each for each, a, b in pairs if a != b and id(each) not in self._copies}
+        found = {id(each): each for each, a, b in pairs if a != b}
+        if self._piece is not None and is_hidden:
+            found[id(self._piece.owner)] = self._piece.owner
+        found = {key: each for key, each in found.items() if key not in self._copies}
+        if is_hidden and found:
+            self._sums_until = self._num_begun + _FIRST_STEPS
+        return found
+
+
+class Piece:
+    """A small piece of what this rank holds of one of some tensors, and the sum of its bits."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], index: int) -> None:
+        """Take another tensor with each index, and when all have had their turn, other pieces of them."""
+        turn, place = divmod(index, len(tensors))
+        self.owner = tensors[place]
+        memory = memory_of(self.owner)
+        flat = _as_integers(memory).view(-1) if memory.is_contiguous() else torch.empty(0, dtype=torch.int8)
+        num_pieces = max(1, -(-flat.numel() // _PIECE_SIZE))
+        self._values = flat[turn % num_pieces * _PIECE_SIZE :][:_PIECE_SIZE]
+        self._sum = self._values.sum(dtype=torch.int64)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the sum is another one now; waits for a device."""
+        return not torch.equal(self._values.sum(dtype=torch.int64), self._sum)
 
 
 def _values(tables: Iterable[dict[str, Any]]) -> list[object]:
@@ -251,9 +285,14 @@ def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Of what this rank holds of each tensor, as integers."""
     if not tensors:
         return []
-    reals = [torch.view_as_real(each) if each.is_complex() else each for each in map(memory_of, tensors)]
-    sums = [each.detach().view(_INTEGERS[each.element_size()]).sum(dtype=torch.int64) for each in reals]
+    sums = [_as_integers(each).sum(dtype=torch.int64) for each in map(memory_of, tensors)]
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.detach().view(_INTEGERS[real.element_size()])
 
 
 def _counts(part: nn.Module) -> dict[str, Any]:

@@ -110,3 +110,43 @@ def test_sums_of_bits_tell_of_each_element(dtype, shape):
                 assert _sums_of_bits([tensor, whole])[0] != before[0]
                 column.sub_(1).div_(2, rounding_mode=None if dtype.is_complex else "trunc")
                 assert _sums_of_bits([tensor, whole]) == before
+
+
+def write_all(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+
+
+def write_a_large_one(model):
+    model[1].weight.data[100].add_(1)
+
+
+@pytest.mark.parametrize(("write", "later"), [(write_all, 0), (write_a_large_one, 5 * 6)])
+def test_writes_that_no_counter_tells_of_are_found_long_after_the_first_steps(write, later):
+    """At once where all parameters are written to, and within as many steps as there are pieces otherwise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(200, 200), nn.Linear(3, 2))
+    beginning = Beginning(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    for _ in range(70):  # past the first steps, and past one of those in which all is looked at
+        beginning.begin()
+        assert beginning.is_within_reach
+        beginning.end()
+    missed = 0
+    while True:
+        beginning.begin()
+        write(model)
+        is_noticed = not beginning.is_within_reach
+        beginning.end()
+        if is_noticed:
+            break
+        missed += 1
+    assert missed <= later
+    beginning.begin()
+    write(model)
+    beginning.end()  # by now all are known
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    beginning.begin()
+    write(model)
+    assert beginning.is_within_reach
+    beginning.put_back()
+    assert all(map(torch.equal, model.parameters(), before))
