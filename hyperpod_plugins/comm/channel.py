@@ -11,7 +11,7 @@ connection), and otherwise when nothing has moved for a while.
 
 [Note: how long] A sender waits before its first large part until its receiver has said that it is ready, so there are
 two limits: `patience_s` for the other rank to come to the transfer, and `stall_s` without a byte once it is under way.
-There is none for a whole transfer, for that depends on its size. Whoever serves several targets serves them at the same
+There is none for a whole transfer, for that depends on its size. A rank with several targets serves them at the same
 time. Small parts are sent at once (in MPI's terms: eagerly, and the others by rendezvous): a rank that has sent those
 does not know that they have arrived.
 """

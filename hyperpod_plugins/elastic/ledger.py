@@ -25,8 +25,8 @@ RANK stands for a process's place: its rank in the first world of the job, and i
 What outlives a round (see `roster.py`), in which generations begin at 0 again, lies beside these keys.
 
 [Note: whether members recover] `value/armed` is not there at first, `1` while members have something to recover, `over`
-when all of that has come to its end, and `0` once an agent has decided that all begin again, since nobody had anything.
-Members go from none or `over` to `1`, agents from there to `0`: whoever is first decides, and no step is committed in a
+when all of that has come to its end, and `0` once an agent has decided that all begin again, since none had anything.
+Members go from none or `over` to `1`, agents from there to `0`: the first write decides, and no step is committed in a
 round that is about to end.
 
 [Note: lists without holes] An entry is written by compare-and-set where the one before it is there already, and counted

@@ -33,6 +33,7 @@ from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buddies import buddies, wards
 from hyperpod_plugins.recovery.packing import packed, unpacked
+from hyperpod_plugins.recovery.undo import as_integers
 
 _log = logging.getLogger(__name__)
 LIMIT_BYTES = 2**20
@@ -49,7 +50,6 @@ BUFFERS = "buffers"
 """Name under which those of a model are registered."""
 OF_EPOCH = "of the epoch"
 """End of the names of states that count from zero in each epoch."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RankLocalState(Protocol):
@@ -477,17 +477,12 @@ def are_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
             return False
-        return torch.equal(_bits_of(one), _bits_of(other))
+        return torch.equal(as_integers(one), as_integers(other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(are_same, one, other))
     return type(one) is type(other) and one == other
-
-
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(_INTEGERS[real.element_size()])
 
 
 def _raw(data: torch.Tensor) -> bytes:

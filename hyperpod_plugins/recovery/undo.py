@@ -250,7 +250,7 @@ class Piece:
         turn, place = divmod(index, len(tensors))
         self.owner = tensors[place]
         memory = memory_of(self.owner)
-        flat = _as_integers(memory).view(-1) if memory.is_contiguous() else torch.empty(0, dtype=torch.int8)
+        flat = as_integers(memory).view(-1) if memory.is_contiguous() else torch.empty(0, dtype=torch.int8)
         num_pieces = max(1, -(-flat.numel() // _PIECE_SIZE))
         self._values = flat[turn % num_pieces * _PIECE_SIZE :][:_PIECE_SIZE]
         self._sum = self._values.sum(dtype=torch.int64)
@@ -285,12 +285,12 @@ def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Of what this rank holds of each tensor, as integers."""
     if not tensors:
         return []
-    sums = [_as_integers(each).sum(dtype=torch.int64) for each in map(memory_of, tensors)]
+    sums = [as_integers(each).sum(dtype=torch.int64) for each in map(memory_of, tensors)]
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory."""
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same size, by whose bits values are compared."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.detach().view(_INTEGERS[real.element_size()])
 
