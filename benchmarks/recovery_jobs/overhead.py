@@ -58,10 +58,18 @@ class Module(pl.LightningModule):
         gc.freeze()  # a collection of all that was imported takes a step's time, and falls into somebody's turn
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+        self.forget_former_turn()
         step = next(self.turns, None)
         assert isinstance(self.strategy, HyperPodStrategy)
         self.strategy._recovery = self.recovery if step is None or is_on(step, self.schedule) else None
         return -1 if step is None else None  # -1 ends the epoch
+
+    def forget_former_turn(self) -> None:
+        """Between two turns: what one without recovery has changed would look like what a hook writes after a step."""
+        assert self.recovery is not None
+        local = self.recovery._local
+        if local is not None and local._last is not None:
+            local._last = local.present()
 
     def training_step(self, rows: Tensor, batch_idx: int) -> Tensor:
         loss = workload.loss_of(self.model, rows)

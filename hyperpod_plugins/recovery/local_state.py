@@ -18,7 +18,6 @@ import logging
 import math
 import pickle
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map_only
 
 from hyperpod_plugins.comm import Channel
-from hyperpod_plugins.errors import ConfigError, PeerLost, few
+from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, PeerLost, few
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buddies import buddies, wards
@@ -132,9 +131,8 @@ class BufferStates:
         return not self._places
 
     def state_dict(self) -> dict[str, Any]:
-        """Names, types and shapes, and all values of a type in one tensor: many small ones take long to be written."""
-        present = self._present()
-        return _packed_tensors({name: present[name].detach() for name in self.own_names()})
+        """Names, types and shapes, and the bytes of all: many small tensors take long to be copied and written."""
+        return _packed_tensors({name: each for name, each in self._present().items() if self._is_own(name, each)})
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
         """Put them into the buffers, which keep their tensors; the others have the values that all ranks have."""
@@ -181,20 +179,31 @@ class BufferStates:
 
 
 def _packed_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Copies on the host, of each type one after another; nothing for none."""
-    values = defaultdict[str, list[torch.Tensor]](list)
-    for tensor in tensors.values():
-        values[str(tensor.dtype)].append(tensor.reshape(-1))
-    forms = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
-    return {"forms": forms} | {dtype: torch.cat(parts).cpu() for dtype, parts in values.items()} if forms else {}
+    """Names, types, shapes and values; nothing for none."""
+    forms = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return {"forms": forms, "data": b"".join(map(_bytes_of, tensors.values()))} if forms else {}
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    values = tensor if tensor.dtype is torch.float32 and not tensor.requires_grad else as_integers(tensor)
+    return values.cpu().numpy().tobytes()
 
 
 def _unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    taken = defaultdict[str, int](int)
-    for name, dtype, shape in packed.get("forms", ()):
-        begin = taken[dtype]
-        taken[dtype] += math.prod(shape)
-        yield name, packed[dtype][begin : taken[dtype]].view(shape)
+    """Inverse of `_packed_tensors`.
+
+    Raises:
+        CheckpointMismatch: these are not the values of the tensors that are named.
+    """
+    data, begin = bytearray(packed.get("data", b"")), 0
+    for name, kind, shape in packed.get("forms", ()):
+        dtype = vars(torch).get(kind.removeprefix("torch."))
+        end = begin + math.prod(shape) * dtype.itemsize if isinstance(dtype, torch.dtype) else -1
+        if not begin <= end <= len(data):
+            raise CheckpointMismatch(f"the state of one rank has no values for its buffer {name!r} ({kind}, {shape})")
+        values = torch.frombuffer(data[begin:end], dtype=dtype) if end > begin else torch.empty(0, dtype=dtype)
+        yield name, values.view(shape)
+        begin = end
 
 
 def _names(packed: Mapping[str, Any]) -> set[str]:

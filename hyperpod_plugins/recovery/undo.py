@@ -36,9 +36,13 @@ class Buffers:
     """The buffers of some modules, as they were when a step began: those that a step writes to, assigns or deletes."""
 
     def __init__(self, parts: Iterable[nn.Module] = ()) -> None:
-        parts = list(parts)
-        self._tables = [(part, dict(part._buffers)) for part in parts if part._buffers]
-        self._without = [part for part in parts if not part._buffers]
+        self._tables: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
+        self._without: list[nn.Module] = []
+        for part in parts:
+            if part._buffers:
+                self._tables.append((part, dict(part._buffers)))
+            else:
+                self._without.append(part)
         present = {id(buffer): buffer for _, table in self._tables for buffer in table.values() if buffer is not None}
         self._saved = [(buffer, buffer.detach().clone()) for buffer in present.values()]
 
@@ -174,13 +178,13 @@ class Beginning:
     def _look(self) -> None:
         """Find modules and parameters; what follows from them is found again when there are others."""
         num_owned = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
-        present = _values(self._tables)
-        is_known = len(present) == len(self._known) and all(map(is_, present, self._known))
+        present = chain.from_iterable(table.values() for table in self._tables)
+        is_known = sum(map(len, self._tables)) == len(self._known) and all(map(is_, present, self._known))
         if is_known and num_owned == self._num_owned:
             return
         self.parts, self._num_owned = parts_of(self._model), num_owned
         self._tables = [table for part in self.parts for table in (part._modules, part._parameters)]
-        self._known = _values(self._tables)
+        self._known = [each for table in self._tables for each in table.values()]
         parameters = {id(each): each for part in self.parts for each in part._parameters.values() if each is not None}
         owned = owned_by(self._optimizers)
         self._unowned = [each for key, each in parameters.items() if key not in owned]
@@ -243,26 +247,23 @@ class Beginning:
 
 
 class Piece:
-    """A small piece of what this rank holds of one of some tensors, and the sum of its bits."""
+    """A small piece of what this rank holds of one of some tensors, and a copy of it."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], index: int) -> None:
         """Take another tensor with each index, and when all have had their turn, other pieces of them."""
         turn, place = divmod(index, len(tensors))
         self.owner = tensors[place]
         memory = memory_of(self.owner)
-        flat = as_integers(memory).view(-1) if memory.is_contiguous() else torch.empty(0, dtype=torch.int8)
+        flat = memory.detach().view(-1) if memory.is_contiguous() else memory.new_empty(0)
         num_pieces = max(1, -(-flat.numel() // _PIECE_SIZE))
-        self._values = flat[turn % num_pieces * _PIECE_SIZE :][:_PIECE_SIZE]
-        self._sum = self._values.sum(dtype=torch.int64)
+        begin = turn % num_pieces * _PIECE_SIZE
+        self._values = flat[begin : begin + _PIECE_SIZE]
+        self._saved = self._values.clone()
 
     @property
     def is_changed(self) -> bool:
-        """Whether the sum is another one now; waits for a device."""
-        return not torch.equal(self._values.sum(dtype=torch.int64), self._sum)
-
-
-def _values(tables: Iterable[dict[str, Any]]) -> list[object]:
-    return list(chain.from_iterable(table.values() for table in tables))
+        """Whether a bit is another one now; waits for a device."""
+        return not torch.equal(as_integers(self._values), as_integers(self._saved))
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -6,8 +6,9 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
 
+from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _last_two
+from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _last_two, are_same
 from hyperpod_plugins.recovery.packing import unpacked
 
 
@@ -43,6 +44,31 @@ def test_buffers_that_steps_change_are_of_one_rank():
     assert names(taken.state_dict()) == first
     net.constant.add_(1)
     assert "constant" in names(states.state_dict())
+
+
+DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_buffers_of_all_types_come_back_to_the_last_bit(dtype):
+    net, other = nn.Module(), nn.Module()
+    for module in (net, other):
+        for name, shape in (("whole", (3, 2)), ("none", (0, 2)), ("single", ())):
+            module.register_buffer(name, torch.zeros(shape).to(dtype))
+        module.register_buffer("turned", torch.zeros(2, 3).to(dtype).t())
+    for buffer in net.buffers():
+        buffer.copy_(torch.rand(buffer.shape).mul(9).to(dtype))
+    other_states = BufferStates(other)
+    other_states.load_state_dict(BufferStates(net).state_dict())
+    assert all(map(are_same, net.buffers(), other.buffers()))
+    assert not other_states.written(BufferStates(net).state_dict())
+
+
+@pytest.mark.parametrize(("kind", "size"), [("torch.float32", 2), ("torch.float32", -1), ("torch.save", 1), ("x", 1)])
+def test_malformed_buffers_are_refused(kind, size):
+    form = ("scale", kind, (size,))
+    with pytest.raises(CheckpointMismatch, match="has no values for its buffer 'scale'"):
+        BufferStates(Net()).load_state_dict({"forms": [form], "data": bytes(4)})
 
 
 class Table(nn.Module):
