@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 LIMIT_BYTES = 2**20
 """Largest state of one rank that is given to its buddy at each step."""
 
+_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _ALWAYS_KEPT_BYTES = 2**14
 """Of one buffer, that is kept whether it was written to or not."""
 _LARGEST_BYTES = 2**40
@@ -197,9 +198,9 @@ def _unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Te
     """
     data, begin = bytearray(packed.get("data", b"")), 0
     for name, kind, shape in packed.get("forms", ()):
-        dtype = vars(torch).get(kind.removeprefix("torch."))
-        end = begin + math.prod(shape) * dtype.itemsize if isinstance(dtype, torch.dtype) else -1
-        if not begin <= end <= len(data):
+        dtype = _DTYPES.get(kind)
+        end = -1 if dtype is None else begin + math.prod(shape) * dtype.itemsize
+        if dtype is None or not begin <= end <= len(data):
             raise CheckpointMismatch(f"the state of one rank has no values for its buffer {name!r} ({kind}, {shape})")
         values = torch.frombuffer(data[begin:end], dtype=dtype) if end > begin else torch.empty(0, dtype=dtype)
         yield name, values.view(shape)
