@@ -212,7 +212,10 @@ class StepTransaction:
             if is_own:
                 self._member.fail("exception", f"{type(error).__name__}: {error}".splitlines()[0])
             if not self._subject.can_undo_exceptions:
-                raise  # this process ends, and another takes its place
+                raise RecoveryError(
+                    f"{type(error).__name__} in step {self.step}: {error}. This process ends and is replaced, for "
+                    "FSDP2 of this torch cannot put its modules back after an exception (that of torch 2.13 can)."
+                ) from error
             return None, error if is_own else None  # garbage does what garbage does
         return result, None
 

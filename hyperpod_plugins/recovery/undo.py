@@ -346,7 +346,8 @@ def forget_iteration(model: nn.Module) -> None:
 def _forget_forward(part: FSDPModule, state: Any) -> None:
     """What `reset_iter_state` does between two iterations, for torch before 2.13."""
     part.reshard()
-    state._comm_ctx.post_forward_order.clear()
+    if "post_forward_order" in vars(state._comm_ctx):  # since its first forward
+        state._comm_ctx.post_forward_order.clear()
     if state._fsdp_param_group is not None:
         state._fsdp_param_group._post_forward_indices.clear()
         state._fsdp_param_group._partial_reduce_output = None  # of micro-steps that are run again

@@ -2,11 +2,11 @@
 """Faults at chosen points of a program that `hyperpodrun` starts, and the jobs of this folder.
 
 A fault is `[point, step, rank, action]`, with rank -1 for the first that comes there. It happens once in a job, whoever
-is in the rank's place then: a file remembers it. Actions: `kill`, `term`, `segfault`, `stop` (signals), `raise` (once),
-`always` (raise, every time), `break` (cut all connections), `pause N` (SIGSTOP, and SIGCONT N seconds later),
-`sleep N`, `deaf N` (the same, and SIGTERM is ignored), `kill in N` (SIGKILL N seconds later), `node` (SIGKILL for the
-agent of this rank's node), `freeze` (SIGSTOP for all processes of this node). `CLOCK_SHIFTS` in the environment sets
-the clocks of ranks.
+is in the rank's place then: a file remembers it. Actions: `kill`, `term`, `segfault`, `stop` (signals), `exit` (with
+code 3), `raise` (once), `always` (raise, every time), `break` (cut all connections), `pause N` (SIGSTOP, and SIGCONT N
+seconds later), `sleep N`, `deaf N` (the same, and SIGTERM is ignored), `kill in N` (SIGKILL N seconds later), `node`
+(SIGKILL for the agent of this rank's node), `freeze` (SIGSTOP for all processes of this node). `CLOCK_SHIFTS` in the
+environment sets the clocks of ranks.
 """
 
 import contextlib
@@ -82,6 +82,8 @@ class Faults:
                 pause(float(action.removeprefix("pause")))
             if action in SIGNALS:
                 os.kill(os.getpid(), SIGNALS[action])
+            if action == "exit":
+                os._exit(3)
             if action == "raise":
                 raise Transient(f"fault at {point} of step {step}")
             if action == "break":

@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.lightning.window import Window
-from hyperpod_plugins.recovery import StepTransaction, TrainingState
+from hyperpod_plugins.recovery import StepTransaction, TrainingState, undo
 
 torch.set_num_threads(1)
 LAYOUTS = {
@@ -153,6 +153,8 @@ class Module(pl.LightningModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         at = f"end of batch {batch_idx} of epoch {self.current_epoch}"
         faults.note(kind="drawn", at=at, value=torch.rand(()).item())
+        if (self.global_step, self.global_rank) == (option("FLIP_AT", -1), 1):
+            self.net.norm.weight.detach().to_local().view(torch.int32)[0] ^= 1 << 12
         faults.at("batch end", self.global_step)
 
     def on_train_epoch_start(self):
@@ -330,6 +332,7 @@ def main():
         verify=True,
         replacement_timeout_s=option("REPLACEMENT_S", 60.0),
         hang_timeout_s=option("HANG_S", 30.0),
+        compare_replicas_every=option("COMPARE", 0),
     )
     accumulate = option("ACCUMULATE", 1)
     checkpoints = pl.callbacks.ModelCheckpoint(
@@ -358,6 +361,8 @@ def main():
         gradient_clip_val=0.5,
         accumulate_grad_batches=accumulate,
     )
+    Window.can_undo_exceptions = option("CAN_RESET", 1) == 1  # 0: as with a torch older than 2.13,
+    undo.CAN_RESET = option("CAN_RESET", 1) >= 0  # -1: which puts FSDP2's modules back by hand, too
     trainer.fit(module)
     assert isinstance(module.net.output.weight, torch.distributed.tensor.DTensor)
     faults.at("fit end", trainer.global_step)

@@ -55,6 +55,7 @@ def local(tensor):
 
 def main():
     instrument()
+    Trained.can_undo_exceptions = os.environ.get("CAN_RESET") != "0"  # 0: as with a torch older than 2.13
     shards, every = int(os.environ["SHARDS"]), os.environ.get("SNAPSHOT_EVERY", "auto")
     session = Session(
         hybrid_shard_degree=shards,

@@ -86,6 +86,11 @@ SENDERS = [
     ["send", 2, 2, "kill"],  # and this one does then; only rank 3 is left
 ]
 SENDERS_OPTIONS = {"LAYOUT": "replicas", "STEPS": "6"}
+ENDED_BY_THEMSELVES = [
+    ["forward", 1, 1, "segfault"],
+    ["backward", 2, 3, "exit"],
+    ["backward", 4, 0, "raise"],
+]
 SPLIT = [
     ["forward", 3, 1, "kill"],
     ["validation", 8, 2, "kill"],
@@ -136,6 +141,11 @@ def undisturbed(run):
 @pytest.fixture(scope="module")
 def undisturbed_with_batch_norm(run):
     return run("batch_norm", **NOBODY_DIES_OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def replicas(run):
+    return run("replicas", **SENDERS_OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -247,10 +257,19 @@ def test_a_progress_bar_shows_each_step_once(raised):
     assert set(range(1, 25)) - set(steps) <= {7}  # where rank 0 was lost between its step and the bar
 
 
-def test_ranks_that_are_lost_while_they_give_their_state(run):
-    found, wanted = run("senders_disturbed", SENDERS, **SENDERS_OPTIONS), run("senders", **SENDERS_OPTIONS)
-    assert_equal(found, wanted)
-    assert_logged_once(found, wanted, SENDERS)
+def test_ranks_that_are_lost_while_they_give_their_state(run, replicas):
+    found = run("senders", SENDERS, **SENDERS_OPTIONS)
+    assert_equal(found, replicas)
+    assert_logged_once(found, replicas, SENDERS)
+
+
+@pytest.mark.parametrize("can_reset", ["0", "-1"])
+def test_ranks_that_crash_exit_and_raise_where_an_exception_cannot_be_undone(run, replicas, can_reset):
+    found = run("old_torch", ENDED_BY_THEMSELVES, CAN_RESET=can_reset, **SENDERS_OPTIONS)
+    assert_equal(found, replicas)
+    assert_logged_once(found, replicas, ENDED_BY_THEMSELVES)
+    assert found.output.count("takes its place") == len(ENDED_BY_THEMSELVES)  # with torch 2.13, one less
+    assert all(end in found.output for end in ("killed by SIGSEGV", "exit code 3"))
 
 
 def test_tensor_parallel_ranks_with_two_loaders_of_different_length(run):

@@ -37,16 +37,25 @@ def assert_same(found, calm, num_ranks):
             assert torch.equal(value, wanted["state"][name]), (rank, name)
 
 
-def test_an_exchange_of_snapshots_in_which_a_rank_is_lost(calm, tmp_path):
-    """Full sharding: the snapshot before counts; training went on until the next one was due, and no further."""
-    faults = [["snapshot", 4, 1, "kill"], ["snapshot", 8, 0, "kill"], ["forward", 9, 1, "kill"]]
-    environ = {"SHARDS": "2", "SNAPSHOT_EVERY": "2"}
+@pytest.mark.parametrize(
+    ("every", "faults", "most_lost"),
+    [
+        # In an exchange: the snapshot before counts; training went on until the next one was due, and no further.
+        ("2", [["snapshot", 4, 1, "kill"], ["snapshot", 8, 0, "kill"], ["forward", 9, 1, "kill"]], 4),
+        ("auto", [["forward", 9, 1, "kill"]], 9 - 3),  # every step, at least until the first three are measured
+    ],
+    ids=["exchange", "auto"],
+)
+def test_a_rank_that_is_lost_with_its_shard(calm, tmp_path, every, faults, most_lost):
+    environ = {"SHARDS": "2", "SNAPSHOT_EVERY": every}
     job = run_job(SCRIPT, tmp_path, num_ranks=2, faults=faults, args=PRELOAD, environ=environ, timeout_s=60)
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == len(faults)
     assert_same(job, calm(2, 2), 2)
     lost = [int(line.split(" steps lost")[0].split()[-1]) for line in job.output.splitlines() if " steps lost" in line]
-    assert 0 < max(lost) <= 4, lost
+    assert len(lost) >= len(faults)
+    assert max(lost) <= most_lost, lost
+    assert job.output.count("all ranks return to the snapshot") >= len(faults)
 
 
 def test_a_source_that_is_lost_while_two_ranks_take_its_state(calm, tmp_path):
@@ -55,6 +64,15 @@ def test_a_source_that_is_lost_while_two_ranks_take_its_state(calm, tmp_path):
     job = run_job(SCRIPT, tmp_path, num_ranks=5, faults=faults, args=PRELOAD, environ={"SHARDS": "1"}, timeout_s=90)
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == len(faults)
+    assert_same(job, calm(5, 1), 5)
+
+
+def test_a_process_that_raises_is_replaced_where_torch_cannot_put_its_modules_back(calm, tmp_path):
+    faults, environ = [["forward", 5, 1, "raise"]], {"SHARDS": "1", "CAN_RESET": "0"}
+    job = run_job(SCRIPT, tmp_path, num_ranks=5, faults=faults, args=PRELOAD, environ=environ, timeout_s=90)
+    assert job.code == 0, job.output[-8000:]
+    assert [len({line["pid"] for line in lines}) for lines in job.records("step", 5)] == [1, 2, 1, 1, 1]
+    assert " 0 steps lost" in job.output
     assert_same(job, calm(5, 1), 5)
 
 
