@@ -1,6 +1,7 @@
 """All ranks return to a snapshot: each gets its own, and then enters the loops again where that was taken."""
 
 from hyperpod_plugins.elastic import Incident
+from hyperpod_plugins.elastic.entries import ended_entries
 from hyperpod_plugins.errors import PeerLost, RecoveryError
 from hyperpod_plugins.recovery.assign import RecoveryPlan
 from hyperpod_plugins.recovery.member import Member
@@ -30,8 +31,10 @@ def end_generation(plan: RecoveryPlan, member: Member, max_losses: int) -> None:
         RecoveryError: the same state was lost `max_losses` times: another return would not help.
     """
     lost_at = plan.step + plan.steps_lost
-    # Counted by all ranks together, and where it outlives them: each return may be of new processes alone.
-    if member.ledger.count(f"returns/{lost_at}", 1) >= max_losses * member.world.size:
+    # Counted by all ranks together, and where it outlives them: each return may be of new processes alone. A program
+    # with several fits comes to a step of the same number in each.
+    number = len(ended_entries(member.ledger))
+    if member.ledger.count(f"returns/{number}/{lost_at}", 1) >= max_losses * member.world.size:
         cause = f"the state after step {lost_at} was lost {max_losses} times"
         member.give_up(cause)
         raise RecoveryError(f"{cause}. Look at the logs of the lost ranks; the step itself may kill them.")

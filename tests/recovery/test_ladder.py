@@ -6,11 +6,15 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from hyperpod_plugins.elastic import Incident, Ledger
+from hyperpod_plugins.elastic.entries import EndedEntry, record_end
 from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget
+from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.observability import Event, EventFile, listen, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery import Arrival, Rung, plan_recovery
-from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints, known_checkpoints, newest_checkpoint
+from hyperpod_plugins.recovery.attempts import Attempts
+from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints, known_checkpoints, newest_checkpoint, refuse_older
+from hyperpod_plugins.recovery.repair import RetryPolicy
 
 HSDP = Topology(world_size=4, shard_degree=2)
 
@@ -58,6 +62,45 @@ def test_the_newest_checkpoint_is_the_last_that_is_still_there(tmp_path):
     saved.discard(str(paths[1]))
     saved.add(str(paths[0]), 8)  # overwritten
     assert newest_checkpoint(known_checkpoints(ledger)) == (str(paths[0]), 8)
+
+
+@pytest.mark.parametrize(
+    ("saved", "num_ended", "is_refused"),
+    [
+        pytest.param(6, 0, True, id="newer"),
+        pytest.param(5, 0, False, id="of the same step"),
+        pytest.param(None, 0, False, id="none"),
+        pytest.param(6, 1, False, id="of an entry that has ended"),
+    ],
+)
+def test_a_checkpoint_that_is_newer_than_all_snapshots_wins(tmp_path, saved, num_ended, is_refused):
+    ledger = Ledger(HashStore())
+    if saved is not None:
+        SavedCheckpoints(ledger).add(str(tmp_path), saved)
+    for number in range(num_ended):
+        record_end(ledger, EndedEntry(number=number, kind="fit"))
+    if not is_refused:
+        refuse_older(5, ledger)
+        return
+    with pytest.raises(StateLost, match=f"checkpoint {tmp_path} is newer than the snapshots of step 5"):
+        refuse_older(5, ledger)
+
+
+def test_a_rank_that_is_lost_eight_times_in_one_step_ends_the_job():
+    attempts = Attempts(RetryPolicy(), place=0)
+
+    def lose(rank, kind="process"):
+        return attempts.why_end(Incident(kind=kind, cause="killed by SIGKILL", rank=rank), None, step=5)
+
+    assert {lose(rank) for rank in (1, 2, 3) for _ in range(7)} == {""}  # each has its own budget
+    assert {lose(1, kind="collective") for _ in range(20)} == {""}  # nobody was lost
+    why = lose(2)
+    assert why == "rank 2 was lost 8 times in step 5, the last time because: killed by SIGKILL"
+    arrivals = {0: Arrival(incarnation=0, committed=5, ends=why), 1: Arrival(incarnation=7, committed=5)}
+    plan = plan_recovery(arrivals | {2: Arrival(incarnation=8), 3: Arrival(incarnation=7, committed=5)}, HSDP)
+    assert (plan.rung, plan.ends) == (Rung.STOP, why)
+    attempts.succeeded()
+    assert lose(2) == ""  # in another step
 
 
 def test_one_process_that_must_end_ends_the_job_after_all_have_their_state():

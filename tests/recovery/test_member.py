@@ -1,16 +1,28 @@
-"""A process's way into a generation, where the groups cannot be formed."""
+"""A process's way into a generation, where the groups cannot be formed, and what ends the job."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import Reform
 from hyperpod_plugins.elastic import Incident
-from hyperpod_plugins.elastic.ledger import RESTART_KEY
+from hyperpod_plugins.elastic.entries import EndedEntry, record_end
+from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY, RESTART_KEY
 from hyperpod_plugins.elastic.membership import MembershipPolicy
+from hyperpod_plugins.elastic.restarts import JobRestart
 from hyperpod_plugins.elastic.world import World
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
+from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import Arrival, HangPolicy, Member, farewell
+from hyperpod_plugins.recovery.assembly import Generation, NobodyCame
+from hyperpod_plugins.recovery.assign import Farewell, RecoveryPlan
+from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints
+from hyperpod_plugins.recovery.ending import Ending
+from hyperpod_plugins.recovery.repair import RetryPolicy
+from hyperpod_plugins.recovery.resharding import start_again_without
+from hyperpod_plugins.recovery.returning import end_generation
 
 pytestmark = pytest.mark.slow_single
 
@@ -31,12 +43,12 @@ def test_groups_that_cannot_be_formed_are_not_tried_for_ever(monkeypatch):
     assert numbers == sorted(set(numbers))  # each time as another generation
 
 
-def member_of_one(replacement_timeout_s):
+def member_of_one(replacement_timeout_s=1.0, num_ranks=1):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     member = Member(
         JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job"),
         place=0,
-        world=World.of_founders(1),
+        world=World.of_founders(num_ranks),
         policy=MembershipPolicy(replacement_timeout_s=replacement_timeout_s),
         hangs=HangPolicy(),
     )
@@ -59,3 +71,62 @@ def test_a_job_that_gets_no_further_starts_again_from_a_checkpoint(monkeypatch):
     with pytest.raises(StateLost, match=r"the job came together \d+ times in .* without getting further than step 3"):
         come_together(times=10000)
     assert member.ledger.find(RESTART_KEY) is not None
+
+
+def all_return(member, times, lost_at):
+    """To the snapshot of two steps before; one process stands for all ranks."""
+    plan = RecoveryPlan(step=lost_at - 2, roll_forward=(), sources={}, steps_lost=2, is_return=True)
+    for _ in range(times):
+        member.generation += 1
+        for _ in range(member.world.size):
+            end_generation(plan, member, RetryPolicy().max_losses)
+
+
+def test_eight_returns_from_one_step_end_the_job():
+    member, _store = member_of_one(num_ranks=2)
+    all_return(member, times=7, lost_at=5)
+    assert member.ledger.ended(member.generation).cause == "all ranks return to the snapshot of step 3"
+    all_return(member, times=7, lost_at=6)  # the job got further
+    assert member.ledger.find(GAVE_UP_KEY) is None
+    with pytest.raises(RecoveryError, match="the state after step 5 was lost 8 times"):
+        all_return(member, times=1, lost_at=5)
+    assert "lost 8 times" in Incident.from_json(member.ledger.find(GAVE_UP_KEY)).cause
+
+
+def test_returns_of_an_earlier_fit_do_not_count():
+    member, _store = member_of_one(num_ranks=2)
+    for number in range(2):
+        all_return(member, times=7, lost_at=5)
+        record_end(member.ledger, EndedEntry(number=number, kind="fit"))
+
+
+def subject_that_saves(path):
+    return SimpleNamespace(saving_group="saving", save=lambda given, **_: path)
+
+
+def test_a_job_whose_rank_is_lost_too_often_saves_what_its_ranks_hold_and_ends():
+    member, _store = member_of_one()
+    plan = RecoveryPlan(step=5, roll_forward=(), sources={}, ends="rank 2 was lost 8 times in step 5")
+    with pytest.raises(RecoveryError, match="rank 2 was lost 8 times in step 5"):
+        Ending(member, subject_that_saves("/saved")).end(plan, plan.ends, error=None)
+    assert "step 5 was saved as /saved" in Incident.from_json(member.ledger.find(GAVE_UP_KEY)).cause
+
+
+@pytest.mark.parametrize(("saved_step", "begins_at"), [(9, 10), (11, 11)])
+def test_those_that_are_left_write_snapshots_unless_a_checkpoint_is_newer(monkeypatch, tmp_path, saved_step, begins_at):
+    monkeypatch.setattr(Reform, "run", lambda attempt: None)
+    monkeypatch.setattr(farewell, "_FAREWELL_S", 0.0)
+    member, _store = member_of_one(num_ranks=2)
+    checkpoint, rescued = tmp_path / "checkpoint", tmp_path / "rescued"
+    checkpoint.mkdir()
+    SavedCheckpoints(member.ledger).add(str(checkpoint), saved_step)
+    left = {0: Arrival(incarnation=0, snapshots=(10,), ward_snapshots=(10,))}
+    late = NobodyCame(Generation(number=1, arrivals=left), "rank 1 does not come back", starts_again=True)
+    snapshots = SimpleNamespace(of=lambda owner, step: (owner, step))
+    ending = Ending(member, subject_that_saves(str(rescued)))
+    nothing = Farewell(roll_forward=(), savers=(), step=-1)
+    topology = Topology(world_size=2, shard_degree=2, ranks_per_node=1)
+    with pytest.raises(StateLost, match="rank 1 does not come back"):
+        start_again_without(late, nothing, member, ending, topology, snapshots)
+    restart = JobRestart.from_json(member.ledger.find(RESTART_KEY))
+    assert (restart.resume_from, restart.step) == (str(rescued if begins_at == 10 else checkpoint), begins_at)
