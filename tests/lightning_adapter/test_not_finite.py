@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from device import ACCELERATOR
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning import HyperPodStrategy
@@ -31,6 +32,43 @@ def are_equal(one, other):
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ConfigError, match="non_finite='raise' is not known"):
         HyperPodStrategy(non_finite="raise")
+
+
+def fit_by_hand(policy):
+    """Fit with manual optimization, where losses cannot be looked at before the optimizer steps."""
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.automatic_optimization = torch.nn.Linear(4, 4), False
+
+        def training_step(self, batch, index):
+            self.manual_backward(self.layer(batch).square().mean())
+            self.optimizers().step()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = pl.Trainer(strategy=HyperPodStrategy(non_finite=policy), accelerator=ACCELERATOR, max_steps=2, **quiet)
+    try:
+        trainer.fit(Module(), torch.utils.data.DataLoader(torch.eye(4)))
+    except ConfigError as error:
+        return str(error)
+    return f"made {trainer.global_step} steps"
+
+
+def fits_by_hand(policies):
+    return {policy: fit_by_hand(policy) for policy in policies}
+
+
+@pytest.mark.spawns
+def test_policies_that_look_are_refused_with_manual_optimization(run_ranks):
+    [told] = run_ranks(fits_by_hand, ("auto", "off", "stop", "skip", "warn"), world_size=1)
+    assert told.pop("auto") == told.pop("off") == "made 2 steps"
+    for policy, words in told.items():
+        assert f"non_finite='{policy}' is not possible with manual optimization. Leave it out" in words
 
 
 @pytest.mark.spawns

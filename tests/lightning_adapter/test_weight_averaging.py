@@ -1,14 +1,20 @@
-"""Lightning's averages of weights over sharded parameters: what can be seen in one process."""
+"""Lightning's averages of weights over sharded parameters: what can be seen in one process, and how they begin."""
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from device import ACCELERATOR, DEVICE, devices
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, ShardedAverage, averaging_callback
+from hyperpod_plugins.lightning.weight_averaging import (
+    AveragedBuffers,
+    CallbackAverage,
+    ShardedAverage,
+    averaging_callback,
+)
 from hyperpod_plugins.recovery import TrainingState
 from hyperpod_plugins.recovery.local_state import BufferStates
 
@@ -92,3 +98,49 @@ def test_what_cannot_be_sharded_is_refused(callbacks, words):
     trainer = pl.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False)
     with pytest.raises(ConfigError, match=words):
         averaging_callback(trainer, None)
+
+
+def test_an_average_on_a_device_of_another_kind_is_refused():
+    other, module = {"cpu": "cuda", "cuda": "cpu"}[DEVICE], nn.Linear(4, 4, device=DEVICE)
+    with pytest.raises(ConfigError, match=f"device='{other}'. is not possible .* on {DEVICE}. Leave device out"):
+        CallbackAverage(EMAWeightAveraging(device=other)).begin(module)
+    for same in (None, DEVICE):
+        CallbackAverage(EMAWeightAveraging(device=same)).begin(module)
+
+
+def fit_on(folder):
+    """Train two steps without an average, then two from their checkpoint with one; that, and what it is made of."""
+    from hyperpod_plugins.lightning import HyperPodStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = nn.Linear(4, 4), []
+
+        def training_step(self, batch, index):
+            return self.layer(batch).square().mean()
+
+        def on_train_batch_end(self, *_):
+            self.seen.append(self.layer.weight.full_tensor().detach().clone())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    saving = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    callback = EMAWeightAveraging(decay=0.7)
+    for max_steps, path, callbacks in ((2, None, [saving]), (4, folder / "step=2.ckpt", [callback])):
+        torch.manual_seed(0)
+        module, trained = Module(), dict(strategy=HyperPodStrategy(), accelerator=ACCELERATOR, devices=devices(2))
+        saves = {"enable_checkpointing": path is None}
+        trainer = pl.Trainer(**trained, max_steps=max_steps, callbacks=callbacks, **quiet, **saves)
+        trainer.fit(module, torch.utils.data.DataLoader(torch.eye(4).repeat(4, 1), batch_size=1), ckpt_path=path)
+    average = callback._average_model
+    return average.module.layer.weight.full_tensor(), int(average.n_averaged), module.seen
+
+
+@pytest.mark.spawns
+def test_a_checkpoint_without_an_average_begins_one(run_ranks, tmp_path):
+    for average, num_averaged, (third, fourth) in run_ranks(fit_on, tmp_path, world_size=2):
+        assert num_averaged == 2
+        torch.testing.assert_close(average, 0.7 * third + 0.3 * fourth)

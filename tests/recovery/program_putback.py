@@ -1,6 +1,7 @@
 """What `putback.py` rehearses: programs that have what once did not recover, with the old fault put back or without.
 
 `PUT_BACK` names the fault in the environment; empty for the package as it is. `ADAPTER` is `session` or `lightning`.
+With `SYNC` all ranks log the same loss, otherwise each its own.
 """
 
 import os
@@ -201,7 +202,7 @@ def train_with_lightning():
 
         def training_step(self, batch, index):
             loss = (self.net(batch[0]) - batch[0]).square().mean()
-            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.log("loss", loss, on_step=True, on_epoch=True, sync_dist="SYNC" in os.environ)
             return loss
 
         def configure_optimizers(self):
