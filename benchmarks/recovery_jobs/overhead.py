@@ -65,7 +65,7 @@ class Module(pl.LightningModule):
         return -1 if step is None else None  # -1 ends the epoch
 
     def forget_former_turn(self) -> None:
-        """Between two turns: what one without recovery has changed would look like what a hook writes after a step."""
+        """Before each turn: what one without recovery has changed would look like what a hook writes after a step."""
         assert self.recovery is not None
         local = self.recovery._local
         if local is not None and local._last is not None:

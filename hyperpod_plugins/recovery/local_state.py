@@ -182,12 +182,21 @@ class BufferStates:
 def _packed_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Names, types, shapes and values; nothing for none."""
     forms = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    return {"forms": forms, "data": b"".join(map(_bytes_of, tensors.values()))} if forms else {}
+    return {"forms": forms, "data": _bytes_of([*tensors.values()])} if forms else {}
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    values = tensor if tensor.dtype is torch.float32 and not tensor.requires_grad else as_integers(tensor)
-    return values.cpu().numpy().tobytes()
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Of all, one after another; from a device in one copy."""
+    if all(each.device.type == "cpu" for each in tensors):
+        return b"".join(_host_values(each).numpy().tobytes() for each in tensors)
+    flat = [as_integers(each).reshape(-1).view(torch.uint8).to(tensors[0].device) for each in tensors]
+    return torch.cat(flat).cpu().numpy().tobytes()
+
+
+def _host_values(tensor: torch.Tensor) -> torch.Tensor:
+    """As numpy takes them: it has not all types."""
+    is_plain = tensor.dtype is torch.float32 and not (tensor.requires_grad or tensor.is_neg())
+    return tensor if is_plain else as_integers(tensor)
 
 
 def _unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -196,13 +205,14 @@ def _unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Te
     Raises:
         CheckpointMismatch: these are not the values of the tensors that are named.
     """
-    data, begin = bytearray(packed.get("data", b"")), 0
+    data, begin = packed.get("data", b""), 0
     for name, kind, shape in packed.get("forms", ()):
         dtype = _DTYPES.get(kind)
-        end = -1 if dtype is None else begin + math.prod(shape) * dtype.itemsize
-        if dtype is None or not begin <= end <= len(data):
+        end = -1 if dtype is None or min(shape, default=0) < 0 else begin + math.prod(shape) * dtype.itemsize
+        if dtype is None or not isinstance(data, bytes) or not begin <= end <= len(data):
             raise CheckpointMismatch(f"the state of one rank has no values for its buffer {name!r} ({kind}, {shape})")
-        values = torch.frombuffer(data[begin:end], dtype=dtype) if end > begin else torch.empty(0, dtype=dtype)
+        part = bytearray(data[begin:end])
+        values = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
         yield name, values.view(shape)
         begin = end
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hyperpod_plugins.elastic import Incident
-from hyperpod_plugins.errors import ConfigError, PeerLost
+from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.observability import Event
 from hyperpod_plugins.recovery.assign import RecoveryPlan, Rung
 from hyperpod_plugins.recovery.snapshot import Snapshot
@@ -103,6 +103,10 @@ class Returned(PeerLost):
             f"step {plan.step}, and {plan.steps_lost} steps are to be run again. The strategy enters the loops again "
             "from there; a loop of your own goes on with the data of that step."
         )
+
+
+class StepFailed(RecoveryError):
+    """The program raised in a step that this process cannot run again: it ends, and others go on with a replacement."""
 
 
 class Subject(Protocol):

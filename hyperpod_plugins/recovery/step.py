@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hyperpod_plugins.comm import break_groups, breaker, vote
 from hyperpod_plugins.elastic import Incident
 from hyperpod_plugins.elastic.ledger import BEGUN_KEY
-from hyperpod_plugins.errors import DeviceHung, PeerLost, RecoveryError, StateLost
+from hyperpod_plugins.errors import DeviceHung, HyperPodError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.observability import record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery import returning
@@ -40,7 +40,7 @@ from hyperpod_plugins.recovery.ending import Ending
 from hyperpod_plugins.recovery.gpu import synchronize_or_raise
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
-from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, Subject
+from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, StepFailed, Subject
 from hyperpod_plugins.recovery.resharding import reshard_if_asked, start_again_without
 from hyperpod_plugins.recovery.snapshot import Snapshots
 
@@ -212,12 +212,19 @@ class StepTransaction:
             if is_own:
                 self._member.fail("exception", f"{type(error).__name__}: {error}".splitlines()[0])
             if not self._subject.can_undo_exceptions:
-                raise RecoveryError(
-                    f"{type(error).__name__} in step {self.step}: {error}. This process ends and is replaced, for "
-                    "FSDP2 of this torch cannot put its modules back after an exception (that of torch 2.13 can)."
-                ) from error
+                if isinstance(error, HyperPodError):
+                    raise  # a refusal comes again
+                raise self._failure(error, is_own=is_own) from error
             return None, error if is_own else None  # garbage does what garbage does
         return result, None
+
+    def _failure(self, error: Exception, *, is_own: bool) -> RecoveryError:
+        """What ends this process, where it cannot run the step again."""
+        what = f"step {self.step} raised {type(error).__name__}: {error}"
+        why = "FSDP2 of this torch cannot put its modules back after an exception (that of torch 2.13 can)"
+        if is_own:
+            return StepFailed(f"{what}. This process ends, to be replaced: {why}.")
+        return RecoveryError(f"{what}, after others were lost ({breaker.cause}). This process ends, for {why}.")
 
     def _begin_rehearsal(self, rehearsal: Rehearsal, *, is_compared: bool) -> None:
         """Let what a step begins with be compared; not after a fault: ranks within the step do not compare."""

@@ -27,7 +27,7 @@ CAN_RESET = "reset_iter_state" in vars(FSDPModule)
 _FIRST_STEPS = 8
 """Steps in which batches are copied, and sums of bits compared; the latter also in the 16th, the 32nd, and so on."""
 _PIECE_SIZE = 2**13
-"""Elements of which the sum of bits is compared in each step."""
+"""Elements that are copied in each step and compared at its end."""
 _version_of = attrgetter("_version")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -113,10 +113,10 @@ class Beginning:
     are copied when a step begins. A fault in the very step that writes to one for the first time can not be undone.
 
     [Note: how writes are found] A write to a parameter advances its version counter, or the one of a DTensor's local
-    part. Through `.data`, or in a DTensor by a `torch._foreach` function, it advances none, so sums of the bits are
-    compared, too: of all parameters in the first steps of a process, and then ever more rarely, for that reads them
-    all; and of a small piece in each step, another one each time. Where that has changed, the next steps are like the
-    first ones.
+    part. Through `.data`, or in a DTensor by a `torch._foreach` function, it advances none, so bits are compared, too:
+    sums of those of all parameters in the first steps of a process, and then ever more rarely, for that reads them all;
+    and a copy of a small piece in each step, another one each time. Where that has changed, the next steps are like
+    the first ones.
 
     Args:
         model: sharded or plain.
@@ -291,8 +291,9 @@ def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same size, by whose bits values are compared."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """The same memory as integers of the same size, by whose bits values are compared; a copy of a conjugated view."""
+    plain = tensor.resolve_conj().resolve_neg()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
     return real.detach().view(_INTEGERS[real.element_size()])
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _last_two, are_same
+from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _bytes_of, _last_two, are_same
 from hyperpod_plugins.recovery.packing import unpacked
 
 
@@ -56,8 +56,10 @@ def test_buffers_of_all_types_come_back_to_the_last_bit(dtype):
         for name, shape in (("whole", (3, 2)), ("none", (0, 2)), ("single", ())):
             module.register_buffer(name, torch.zeros(shape).to(dtype))
         module.register_buffer("turned", torch.zeros(2, 3).to(dtype).t())
+        module.register_buffer("conjugated", torch.zeros(3).to(dtype).conj())
+        module.register_buffer("negated", torch.zeros(3, dtype=torch.complex64).conj().imag)
     for buffer in net.buffers():
-        buffer.copy_(torch.rand(buffer.shape).mul(9).to(dtype))
+        buffer.copy_(torch.rand(buffer.shape).mul(9).to(buffer.dtype))
     other_states = BufferStates(other)
     other_states.load_state_dict(BufferStates(net).state_dict())
     assert all(map(are_same, net.buffers(), other.buffers()))
@@ -69,6 +71,14 @@ def test_malformed_buffers_are_refused(kind, size):
     form = ("scale", kind, (size,))
     with pytest.raises(CheckpointMismatch, match="has no values for its buffer 'scale'"):
         BufferStates(Net()).load_state_dict({"forms": [form], "data": bytes(4)})
+
+
+def test_buffers_of_a_device_are_copied_at_once_and_to_the_same_bytes(monkeypatch):
+    tensors = [torch.rand(3, 2), torch.arange(5), torch.tensor(True), torch.empty(0), torch.rand(2, 3).t().bfloat16()]
+    wanted = _bytes_of(tensors)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))  # what is asked about, not where they lie
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _: tensor)
+    assert _bytes_of(tensors) == wanted
 
 
 class Table(nn.Module):
