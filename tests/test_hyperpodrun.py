@@ -23,6 +23,7 @@ from hyperpod_plugins.elastic.restarts import GAVE_UP, Loss, RestartBudget, Rest
 from hyperpod_plugins.elastic.worker_environ import worker_environ
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.recovery.repair import StepFailed
 
 
 def founders(count):
@@ -345,6 +346,7 @@ def test_other_programs_and_missing_modules(launch, tmp_path):
         (RestartPolicy(), [(1, 1, 0), (1, 1, 1), (-9, 1, 2), (1, 1, 3)], [True] * 4),  # the third was killed by others
         (RestartPolicy(), [(-15, 1, t) for t in range(9)], [True] * 9),
         (RestartPolicy(), [(1, 1, t, "PeerLost: it ended with another") for t in range(9)], [True] * 9),
+        (RestartPolicy(), [(1, 1, t, f"{StepFailed.__name__}: ValueError") for t in range(3)], [True, True, False]),
     ],
 )
 def test_budget(policy, ends, replaced):
