@@ -31,7 +31,7 @@ from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, PeerLost, f
 from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buddies import buddies, wards
-from hyperpod_plugins.recovery.packing import packed, unpacked
+from hyperpod_plugins.recovery.packing import is_size, packed, unpacked
 from hyperpod_plugins.recovery.undo import as_integers
 
 _log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ def _unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Te
     data, begin = packed.get("data", b""), 0
     for name, kind, shape in packed.get("forms", ()):
         dtype = _DTYPES.get(kind)
-        end = -1 if dtype is None or min(shape, default=0) < 0 else begin + math.prod(shape) * dtype.itemsize
+        end = begin + math.prod(shape) * dtype.itemsize if dtype is not None and all(map(is_size, shape)) else -1
         if dtype is None or not isinstance(data, bytes) or not begin <= end <= len(data):
             raise CheckpointMismatch(f"the state of one rank has no values for its buffer {name!r} ({kind}, {shape})")
         part = bytearray(data[begin:end])

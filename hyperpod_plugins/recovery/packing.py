@@ -104,7 +104,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         match pid:
-            case (str(name), tuple(shape), bytes(data)) if name in _DTYPES and all(map(_is_size, shape)):
+            case (str(name), tuple(shape), bytes(data)) if name in _DTYPES and all(map(is_size, shape)):
                 dtype = _DTYPES[name]
                 if math.prod(shape) * dtype.itemsize == len(data):
                     values = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -114,5 +114,6 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a packed state has a malformed tensor: {reprlib.repr(pid)}")
 
 
-def _is_size(value: object) -> bool:
+def is_size(value: object) -> bool:
+    """Whether it may be a size in a tensor's shape, wherever it comes from."""
     return type(value) is int and 0 <= value < 2**63

@@ -66,7 +66,9 @@ def test_buffers_of_all_types_come_back_to_the_last_bit(dtype):
     assert not other_states.written(BufferStates(net).state_dict())
 
 
-@pytest.mark.parametrize(("kind", "size"), [("torch.float32", 2), ("torch.float32", -1), ("torch.save", 1), ("x", 1)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("torch.float32", 2), ("torch.float32", -1), ("torch.float32", "1"), ("torch.save", 1)]
+)
 def test_malformed_buffers_are_refused(kind, size):
     form = ("scale", kind, (size,))
     with pytest.raises(CheckpointMismatch, match="has no values for its buffer 'scale'"):
