@@ -32,7 +32,7 @@ from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buddies import buddies, wards
 from hyperpod_plugins.recovery.packing import is_size, packed, unpacked
-from hyperpod_plugins.recovery.undo import as_integers
+from hyperpod_plugins.recovery.undo import as_integers, host_values
 
 _log = logging.getLogger(__name__)
 LIMIT_BYTES = 2**20
@@ -188,15 +188,9 @@ def _packed_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
     """Of all, one after another; from a device in one copy."""
     if all(each.device.type == "cpu" for each in tensors):
-        return b"".join(_host_values(each).numpy().tobytes() for each in tensors)
+        return b"".join(host_values(each).numpy().tobytes() for each in tensors)
     flat = [as_integers(each).reshape(-1).view(torch.uint8).to(tensors[0].device) for each in tensors]
     return torch.cat(flat).cpu().numpy().tobytes()
-
-
-def _host_values(tensor: torch.Tensor) -> torch.Tensor:
-    """As numpy takes them: it has not all types."""
-    is_plain = tensor.dtype is torch.float32 and not (tensor.requires_grad or tensor.is_neg())
-    return tensor if is_plain else as_integers(tensor)
 
 
 def _unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -494,6 +488,8 @@ def _last_two(states: Mapping[int, bytes], step: int, data: bytes) -> dict[int, 
 
 def are_same(one: Any, other: Any) -> bool:
     """Whether plain containers and tensors are equal to the last bit."""
+    if one is other:
+        return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
             return False

@@ -25,12 +25,15 @@ class _NotPlainError(Exception):
 
 def packed(value: Any) -> bytes:
     """Bytes that `unpacked` reads without running code."""
-    buffer = io.BytesIO()
-    try:
-        _Pickler(buffer).dump(value)
-    except _NotPlainError:
+    for pickler in (_PlainPickler, _Pickler):
         buffer = io.BytesIO()
-        torch.save(value, buffer)
+        try:
+            pickler(buffer, protocol=4).dump(value)
+        except _NotPlainError:
+            continue
+        return buffer.getvalue()
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
     return buffer.getvalue()
 
 
@@ -61,14 +64,21 @@ def unpacked(data: bytes, *, map_location: str | None = "cpu") -> Any:
         raise pickle.UnpicklingError(f"bytes that are no packed state: {error}") from error
 
 
-class _Pickler(pickle.Pickler):
-    """Writes types that a pickle holds without naming a class, and tensors in host memory.
+class _PlainPickler(pickle.Pickler):
+    """Writes types that a pickle holds without naming a class: without a call into Python for each of them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        raise _NotPlainError
+
+
+class _Pickler(_PlainPickler):
+    """Writes tensors in host memory, too.
 
     Tensors that share memory, or whose strides are not those of a new one, would come back as other tensors.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=4)
+    def __init__(self, file: io.BytesIO, *, protocol: int) -> None:
+        super().__init__(file, protocol=protocol)
         self._memories: set[int] = set()
 
     def persistent_id(self, obj: Any) -> tuple[str, tuple[int, ...], bytes] | None:
@@ -78,9 +88,6 @@ class _Pickler(pickle.Pickler):
             raise _NotPlainError
         values = obj.view(torch.int16) if obj.dtype is torch.bfloat16 else obj  # numpy has no such type
         return str(obj.dtype), tuple(obj.shape), values.numpy().tobytes()
-
-    def reducer_override(self, obj: Any) -> Any:
-        raise _NotPlainError
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
         is_known = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"

@@ -36,14 +36,13 @@ class Buffers:
     """The buffers of some modules, as they were when a step began: those that a step writes to, assigns or deletes."""
 
     def __init__(self, parts: Iterable[nn.Module] = ()) -> None:
-        self._tables: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
-        self._without: list[nn.Module] = []
-        for part in parts:
-            if part._buffers:
-                self._tables.append((part, dict(part._buffers)))
-            else:
-                self._without.append(part)
-        present = {id(buffer): buffer for _, table in self._tables for buffer in table.values() if buffer is not None}
+        self._parts = [(part, part._buffers) for part in parts]
+        self.keep()
+
+    def keep(self) -> None:
+        """Remember what there is now."""
+        self._tables = {id(part): dict(table) for part, table in self._parts if table}
+        present = {id(each): each for table in self._tables.values() for each in table.values() if each is not None}
         self._saved = [(buffer, buffer.detach().clone()) for buffer in present.values()]
 
     def put_back(self) -> None:
@@ -51,13 +50,11 @@ class Buffers:
         with torch.no_grad():
             for buffer, saved in self._saved:
                 buffer.copy_(saved)
-        for part, table in self._tables:
-            part._non_persistent_buffers_set -= part._buffers.keys() - table.keys()
-            part._buffers.clear()
-            part._buffers.update(table)
-        for part in self._without:
-            part._non_persistent_buffers_set -= part._buffers.keys()
-            part._buffers.clear()
+        for part, present in self._parts:
+            table = self._tables.get(id(part), {})
+            part._non_persistent_buffers_set -= present.keys() - table.keys()
+            present.clear()
+            present.update(table)
 
 
 class Batches:
@@ -162,7 +159,7 @@ class Beginning:
         self.is_open = True
         self.batches.begin()
         self._look()
-        self._buffers = Buffers(self.parts)
+        self._buffers.keep()
         self._counts = [_counts(part) for part in self._counting]
         self._drop_unowned()
         if self.kept is not None:
@@ -183,6 +180,7 @@ class Beginning:
         if is_known and num_owned == self._num_owned:
             return
         self.parts, self._num_owned = parts_of(self._model), num_owned
+        self._buffers = Buffers(self.parts)
         self._tables = [table for part in self.parts for table in (part._modules, part._parameters)]
         self._known = [each for table in self._tables for each in table.values()]
         parameters = {id(each): each for part in self.parts for each in part._parameters.values() if each is not None}
@@ -258,12 +256,19 @@ class Piece:
         num_pieces = max(1, -(-flat.numel() // _PIECE_SIZE))
         begin = turn % num_pieces * _PIECE_SIZE
         self._values = flat[begin : begin + _PIECE_SIZE]
-        self._saved = self._values.clone()
+        self._saved = self._bits()
 
     @property
     def is_changed(self) -> bool:
         """Whether a bit is another one now; waits for a device."""
-        return not torch.equal(as_integers(self._values), as_integers(self._saved))
+        saved = self._saved
+        return self._bits() != saved if isinstance(saved, bytes) else not torch.equal(as_integers(self._values), saved)
+
+    def _bits(self) -> bytes | torch.Tensor:
+        """A copy of them: in host memory as bytes, which take a fraction of the time."""
+        if self._values.device.type == "cpu":
+            return host_values(self._values).numpy().tobytes()
+        return as_integers(self._values).clone()
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -295,6 +300,12 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.resolve_conj().resolve_neg()
     real = torch.view_as_real(plain) if plain.is_complex() else plain
     return real.detach().view(_INTEGERS[real.element_size()])
+
+
+def host_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as numpy takes it: it has not all types."""
+    is_plain = tensor.dtype is torch.float32 and not (tensor.requires_grad or tensor.is_neg())
+    return tensor if is_plain else as_integers(tensor)
 
 
 def _counts(part: nn.Module) -> dict[str, Any]:
