@@ -28,6 +28,8 @@ _FIRST_STEPS = 8
 """Steps in which batches are copied, and sums of bits compared; the latter also in the 16th, the 32nd, and so on."""
 _PIECE_SIZE = 2**13
 """Elements that are copied in each step and compared at its end."""
+_TURNS = 8
+"""Steps in which all version counters are looked at once, after the first steps."""
 _version_of = attrgetter("_version")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -191,8 +193,15 @@ class Beginning:
         self._counting = [part for part in self.parts if _counts(part)]
 
     def end(self) -> None:
-        """The step has been computed: copy those parameters from the next step on that it has written to."""
-        self.written |= self._changed()
+        """The step has been computed: copy those parameters from the next step on that it has written to.
+
+        To read the counters of 76 parameters takes 0.1 ms between two steps of a model that fills the caches. So after
+        the first steps only some are read, in turn, unless a piece's bits have changed. At a fault all are.
+        """
+        turn = slice(self._num_begun % _TURNS, None, _TURNS)
+        is_quick = self._piece is not None and not self._piece.is_changed
+        if not is_quick or [*map(_version_of, self._counters[turn])] != self._versions[turn]:
+            self.written |= self._changed()
         self.batches.end()
 
     def close(self) -> None:

@@ -150,3 +150,25 @@ def test_writes_that_no_counter_tells_of_are_found_long_after_the_first_steps(wr
     assert beginning.is_within_reach
     beginning.put_back()
     assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_counted_writes_to_one_parameter_that_begin_late_are_found_within_eight_steps(place):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    parameter = list(model.parameters())[place]
+    beginning = Beginning(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+
+    def write():
+        with torch.no_grad():
+            parameter.mul_(2)
+        return beginning.is_within_reach
+
+    for step in range(40):
+        beginning.begin()
+        before = parameter.detach().clone()
+        is_within_reach = write() if step >= 20 else beginning.is_within_reach
+        assert is_within_reach or 20 <= step < 28  # never taken for what can be put back
+        beginning.end()
+    beginning.put_back()
+    assert torch.equal(parameter, before)
