@@ -16,11 +16,10 @@ from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import CommError, RecoveryError, few
 from hyperpod_plugins.lightning.flavour import Trainer
 from hyperpod_plugins.lightning.local_state import load_local_state
+from hyperpod_plugins.lightning.shown_values import put_tables, tables_of
 from hyperpod_plugins.lightning.trainer_state import (
     describe_end,
-    give_metrics,
     last_saves,
-    metrics_of,
     not_restarting,
     set_last_saves,
 )
@@ -86,7 +85,7 @@ def pass_by(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any], pl
         returned = call(str(state_folder(folder, record.number)) if record.kind == "fit" else "")
     finally:
         del vars(trainer)["_run_stage"]
-    give_metrics(trainer, values["metrics"])
+    put_tables(trainer, values["metrics"])
     if record.kind == "fit":
         trainer.should_stop = values["should_stop"]
         set_last_saves(trainer, values["saved_at"])
@@ -117,7 +116,7 @@ def is_watched(job: JobEnv | None) -> bool:
 def _values_of(trainer: Trainer, kind: str, results: Any) -> dict[str, Any]:
     strategy: Any = trainer.strategy
     return {
-        "metrics": metrics_of(trainer),
+        "metrics": tables_of(trainer),
         "trainer": describe_end(trainer) if kind == "fit" else {},
         "local": strategy.local_state if kind == "fit" else {},
         "should_stop": bool(trainer.should_stop),

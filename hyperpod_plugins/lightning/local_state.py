@@ -11,6 +11,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, CallbackAverage
 from hyperpod_plugins.recovery.local_state import BUFFERS, OF_EPOCH, BufferStates, LocalStates
 from hyperpod_plugins.recovery.undo import own
@@ -209,13 +210,14 @@ def load_local_state(module: nn.Module, values: dict[str, dict[str, Any]]) -> No
 
 def register_all(
     states: LocalStates, module: nn.Module, trainer: Trainer, average: CallbackAverage | None
-) -> LoggedMeans:
-    """Register what a Trainer has of one rank alone; the means, whose first step is to be told of."""
-    means, buffers = LoggedMeans(trainer), BufferStates(module)
+) -> tuple[LoggedMeans, ShownValues]:
+    """Register what a Trainer has of one rank alone; means and shown values, whose steps are to be told of."""
+    means, values, buffers = LoggedMeans(trainer), ShownValues(trainer), BufferStates(module)
     for name, state in ((BUFFERS, buffers), (_METRICS_OF_EPOCH, MetricStates(module))):
         if not state.is_empty:  # alike on all ranks
             states.register(name, state)
     if average is not None and not buffers.is_empty:
         states.register("averaged buffers", AveragedBuffers(average.average, module, buffers), is_repeated=True)
     states.register(f"logged means {OF_EPOCH}", means)
-    return means
+    states.register("logged values", values, is_repeated=True)
+    return means, values

@@ -39,6 +39,7 @@ from hyperpod_plugins.lightning.module import (
 from hyperpod_plugins.lightning.reentry import Reentry, forget_parts, watch_parts
 from hyperpod_plugins.lightning.rest import RestOfEpoch, is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
+from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.trainer_state import (
     LOCAL,
     LOGGED,
@@ -48,13 +49,11 @@ from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
     begin_afresh,
     forget_loaders,
-    give_metrics,
     is_epoch_start,
     is_within_epoch,
     keep_own,
     log_last_batch,
     make_loaders_as_others,
-    metrics_of,
     order_of,
     part_of,
     read_trainer,
@@ -148,6 +147,7 @@ class TrainerRecovery:
         self._local: LocalStates | None = None
         self._average: CallbackAverage | None = None
         self._means: LoggedMeans
+        self._values: ShownValues
         self._is_stopped = self._is_checked = False
         self._rehearsal: Rehearsal | None = None
         self._snapshots: Snapshots | None = None
@@ -238,10 +238,10 @@ class TrainerRecovery:
         self._window = Window(trainer, state, save, self._hooks, others=others, former=self._window)
         if self._local is None:
             self._local = LocalStates(topology, self.member.rank)
-            self._means = register_all(self._local, module, trainer, average)
+            self._means, self._values = register_all(self._local, module, trainer, average)
         for name, registered in rank_local.items():
             self._local.register(f"registered {name!r}", registered)
-        self._window.keep_local(self._local, self._means, self._rows)
+        self._window.keep_local(self._local, self._means, self._values, self._rows)
         self._window.preview = Preview(self.member, state, topology)
         if self._snapshots is None and snapshot_group is not None:
             memory = shared_memory(
@@ -279,7 +279,7 @@ class TrainerRecovery:
         if steps_done(trainer) == 0 or self.is_newcomer:
             self._arm()  # a trainer that has trained before is set up again as others find it in its first step only
         if self._metrics:
-            give_metrics(trainer, self._metrics)  # the trainer forgets them when it begins again
+            self._values.give(self._metrics)  # the trainer forgets them when it begins again
         if self.options.step_keyed_random:
             self._key_random_numbers(seed, topology)
         watch_parts(trainer, partial(self._begin_part, trainer), partial(self._end_part, trainer))
@@ -384,7 +384,7 @@ class TrainerRecovery:
         entered_with = self._reentry.description  # where the loops were about to go on, and still are
         self._reentry.close()
         self._rows.leave()
-        part, metrics = self._window.part, metrics_of(trainer)
+        part, metrics = self._window.part, self._window.shown()
         self._metrics = metrics if part is None else part.trainer[METRICS]
         log_last_batch(trainer, self.member.committed)
         self._returned = None if self._snapshots is None else self._snapshots.take_returned()
@@ -464,7 +464,7 @@ class TrainerRecovery:
         description = self._returned.trainer if self._returned and is_ours else halt.trainer
         checkpoint = read_trainer(description)
         self._choose(trainer, checkpoint)
-        give_metrics(trainer, self._metrics or checkpoint.pop(METRICS, {}))
+        self._values.give(self._metrics or checkpoint.pop(METRICS, {}))
         if is_ours:
             self.take_local(checkpoint.pop(LOCAL, {}), checkpoint)
         else:

@@ -25,13 +25,13 @@ from hyperpod_plugins.lightning.flavour import (
 )
 from hyperpod_plugins.lightning.module import initial_micro_steps
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
+from hyperpod_plugins.lightning.shown_values import tables_of
 from hyperpod_plugins.parallel.checkpoint_state import plain
 from hyperpod_plugins.recovery.hyperparameters import hyperparameters
 from hyperpod_plugins.recovery.packing import packed, unpacked
 from hyperpod_plugins.recovery.random import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 _PROGRESS = ("total", "current")
-_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _PART = "hyperpod:part"
 _SHOULD_STOP = "hyperpod:should_stop"
 _RELOADED_AT = "hyperpod:reloaded_at"
@@ -40,7 +40,7 @@ _MICRO_STEPS = "hyperpod:micro_steps"
 GROUPS = "hyperpod:param_groups"
 """Key of the hyperparameters of the optimizers in a described trainer."""
 METRICS = "hyperpod:metrics"
-"""Key of what was logged, as `callback_metrics` and its like show it."""
+"""Key of what `callback_metrics` and its like show; see `ShownValues.described`."""
 LOGGED = "hyperpod:logged"
 """Key of what is logged until the end of the epoch, and how."""
 ROWS = "hyperpod:rows"
@@ -148,6 +148,7 @@ def describe_trainer(
     loader_states: list[Any],
     hooks: SavingHooks,
     logged: dict[str, dict[str, Any]] | None = None,
+    metrics: dict[str, dict[str, Any]] | None = None,
     as_begun: dict[str, Any] | None = None,
     rows: list[list[Any]] | None = None,
 ) -> bytes:
@@ -160,6 +161,7 @@ def describe_trainer(
         loader_states: what the loaders said before the first batch of the window was fetched.
         hooks: of the program.
         logged: see `LoggedMeans.forms`.
+        metrics: see `ShownValues.described`; None for what the tables hold.
         as_begun: what `as_part_begins` said; None outside of such parts.
         rows: see `LoggedRows.state`.
     """
@@ -177,7 +179,7 @@ def describe_trainer(
             fit_loop = before_epoch(fit_loop)
         if loader_states:
             fit_loop["state_dict"]["combined_loader"] = loader_states
-        as_begun = _changed_by_loops(trainer, fit_loop, logged or {})
+        as_begun = _changed_by_loops(trainer, fit_loop, logged or {}, metrics)
     checkpoint |= as_begun
     checkpoint[_SAVED_AT], checkpoint[ROWS] = last_saves(trainer), rows or []
     checkpoint[_SHOULD_STOP] = hooks.should_stop(trainer)
@@ -187,26 +189,37 @@ def describe_trainer(
     return packed(checkpoint)
 
 
-def as_part_begins(trainer: Trainer, part: str, logged: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def as_part_begins(
+    trainer: Trainer,
+    part: str,
+    logged: dict[str, dict[str, Any]],
+    metrics: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """What Lightning changes while a part of a fit is run that lies outside of steps, as the part begins.
 
     Args:
         trainer: about to call the first hook of the part.
         part: an evaluation, or the end of an epoch or of the fit.
         logged: see `LoggedMeans.forms`.
+        metrics: see `ShownValues.described`; None for what the tables hold.
     """
     fit_loop = trainer.fit_loop.state_dict()
     fit_loop = before_validation(fit_loop) if part == EVALUATION_BEGIN else {**fit_loop, _PART: part}
-    return copy.deepcopy(_changed_by_loops(trainer, fit_loop, logged))
+    return copy.deepcopy(_changed_by_loops(trainer, fit_loop, logged, metrics))
 
 
-def _changed_by_loops(trainer: Trainer, fit_loop: dict[str, Any], logged: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _changed_by_loops(
+    trainer: Trainer,
+    fit_loop: dict[str, Any],
+    logged: dict[str, dict[str, Any]],
+    metrics: dict[str, dict[str, Any]] | None,
+) -> dict[str, Any]:
     """Of a described trainer: its loops, which are given, its schedulers, and what was logged."""
     return {
         "loops": {"fit_loop": fit_loop},
         "lr_schedulers": plain([each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]),
         GROUPS: [hyperparameters(each) for each in trainer.optimizers],
-        METRICS: metrics_of(trainer),
+        METRICS: tables_of(trainer) if metrics is None else metrics,
         LOGGED: logged,
     }
 
@@ -492,17 +505,6 @@ def describe_end(trainer: Trainer) -> dict[str, Any]:
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     left_out = {"state_dict", "optimizer_states", *arguments(trainer)}
     return {name: value for name, value in checkpoint.items() if name not in left_out}
-
-
-def metrics_of(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """What users, loggers and the progress bar see of what was logged before."""
-    return {name: dict(vars(trainer._logger_connector)[name]) for name in _METRICS}
-
-
-def give_metrics(trainer: Trainer, metrics: dict[str, dict[str, Any]]) -> None:
-    """Inverse of `metrics_of`."""
-    for name, each in metrics.items():
-        vars(trainer._logger_connector)[name] = dict(each)
 
 
 def not_restarting(trainer: Trainer) -> None:

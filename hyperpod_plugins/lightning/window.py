@@ -14,6 +14,7 @@ from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.loggers import LoggedRows
 from hyperpod_plugins.lightning.rest import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
+from hyperpod_plugins.lightning.shown_values import ShownValues, Tables, put_tables, tables_of
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     arguments,
@@ -101,6 +102,7 @@ class Window:
                 former._fresh.close()
         self._fresh = FreshGradients(state.optimizers) if is_manual else None
         self._results: dict[str, dict[str, Any]] = {}
+        self._tables: Tables = {}
         self._zero_grads: dict[str, Any] = {}
         self._loaders_before: list[Any] = []
         self._loaders_now: list[Any] = []
@@ -110,6 +112,7 @@ class Window:
         """Index of the micro-step that is being computed."""
         self._local: LocalStates
         self._means: LoggedMeans
+        self._values: ShownValues
         self._rows: LoggedRows
         self.preview: Preview
         """What newcomers are told of the state that they will get."""
@@ -149,7 +152,7 @@ class Window:
         self._hooks.begin(self._trainer, part)
         self.part = None
         if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) and self.is_empty and not self._trainer.sanity_checking:
-            begun = as_part_begins(self._trainer, part, self._means.forms())
+            begun = as_part_begins(self._trainer, part, self._means.forms(), self.shown())
             buffers = Buffers(self._state.model.modules())
             self.part = PartBeginning(begun, copy.deepcopy(self._local.present()), buffers)
 
@@ -207,21 +210,27 @@ class Window:
             forget_iteration(self._state.model)
         self.preview.leave()
 
-    def keep_local(self, states: LocalStates, means: LoggedMeans, rows: LoggedRows) -> None:
+    def keep_local(self, states: LocalStates, means: LoggedMeans, values: ShownValues, rows: LoggedRows) -> None:
         """Say what is of this rank alone."""
-        self._local, self._means, self._rows = states, means, rows
+        self._local, self._means, self._values, self._rows = states, means, values, rows
+
+    def shown(self) -> Tables:
+        """What `ShownValues.give` takes; within a step that of its beginning."""
+        return self._values.described((self._tables, self._results) if self._closures else None)
 
     # -- Subject ------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Remember what the step may change, and logged metrics."""
+        """Remember what the step may change, and what was logged and shown."""
         self._hooks.compute(self._trainer)
         self._beginning.begin()
         if self._fresh is not None:
             self._fresh.begin()
         self._results = {key: _attributes(metric) for key, metric in self._logged().items()}
+        self._tables = tables_of(self._trainer)
         if self._begins_epoch:
             self._means.settle()
+            self._values.settle()
         self._means.begin()
         self._zero_grads = self._zero_grad_counts.state_dict()
         self._local.begin(step, begins_epoch=self._begins_epoch)
@@ -232,7 +241,7 @@ class Window:
         return self._beginning.is_within_reach
 
     def undo(self) -> None:
-        """Forget gradients; put logged metrics and everything else back."""
+        """Forget gradients; put what was logged and shown, and everything else, back."""
         drop_gradients(self._state.model, self._state.optimizers)
         self._beginning.put_back()
         self._local.undo()
@@ -246,6 +255,8 @@ class Window:
                 vars(logged[key]).update(self._results[key])
             else:
                 del logged[key]
+        if self._tables:
+            put_tables(self._trainer, self._tables)
         if self._zero_grads:
             self._zero_grad_counts.load_state_dict(self._zero_grads)
         self._num_done = 0
@@ -320,6 +331,7 @@ class Window:
             loader_states=loader_states,
             hooks=self._hooks,
             logged=self._means.forms(),
+            metrics=self.shown(),
             as_begun=None if part is None else part.trainer,
             rows=None if part is None else self._rows.state(),
         )

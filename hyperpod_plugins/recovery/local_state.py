@@ -133,7 +133,7 @@ class BufferStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Names, types and shapes, and the bytes of all: many small tensors take long to be copied and written."""
-        return _packed_tensors({name: each for name, each in self._present().items() if self._is_own(name, each)})
+        return packed_tensors({name: each for name, each in self._present().items() if self._is_own(name, each)})
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
         """Put them into the buffers, which keep their tensors; the others have the values that all ranks have."""
@@ -154,7 +154,7 @@ class BufferStates:
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Buffers that a checkpoint of the model has, too: all others are what the program makes them (as in torch)."""
         names = self.saved_names()
-        return _packed_tensors({name: values for name, values in _unpacked_tensors(state_dict) if name in names})
+        return packed_tensors({name: values for name, values in unpacked_tensors(state_dict) if name in names})
 
     def saved_names(self) -> set[str]:
         """Of persistent buffers, which a checkpoint of the model has."""
@@ -167,7 +167,7 @@ class BufferStates:
     def _pairs(self, state_dict: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Of each buffer in a `state_dict` its name, its tensor and those values."""
         present = self._present()
-        for name, values in _unpacked_tensors(state_dict):
+        for name, values in unpacked_tensors(state_dict):
             yield name, present[name], values.view(present[name].shape)
 
     def _is_own(self, name: str, tensor: torch.Tensor) -> bool:
@@ -179,13 +179,13 @@ class BufferStates:
         return {name: tensor for name, tensor in found if type(tensor) is torch.Tensor}
 
 
-def _packed_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def packed_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Names, types, shapes and values; nothing for none."""
     forms = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    return {"forms": forms, "data": _bytes_of([*tensors.values()])} if forms else {}
+    return {"forms": forms, "data": bytes_of([*tensors.values()])} if forms else {}
 
 
-def _bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
+def bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
     """Of all, one after another; from a device in one copy."""
     if all(each.device.type == "cpu" for each in tensors):
         return b"".join(host_values(each).numpy().tobytes() for each in tensors)
@@ -193,8 +193,8 @@ def _bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
     return torch.cat(flat).cpu().numpy().tobytes()
 
 
-def _unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Inverse of `_packed_tensors`.
+def unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Inverse of `packed_tensors`.
 
     Raises:
         CheckpointMismatch: these are not the values of the tensors that are named.
@@ -204,7 +204,7 @@ def _unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Te
         dtype = _DTYPES.get(kind)
         end = begin + math.prod(shape) * dtype.itemsize if dtype is not None and all(map(is_size, shape)) else -1
         if dtype is None or not isinstance(data, bytes) or not begin <= end <= len(data):
-            raise CheckpointMismatch(f"the state of one rank has no values for its buffer {name!r} ({kind}, {shape})")
+            raise CheckpointMismatch(f"the state of one rank has no values for {name!r} ({kind}, {shape})")
         part = bytearray(data[begin:end])
         values = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
         yield name, values.view(shape)
@@ -242,7 +242,8 @@ class LocalStates:
         Args:
             name: of the state.
             state: the object.
-            is_repeated: whether `load_state_dict` does again what hooks have done with it after the commit.
+            is_repeated: whether `load_state_dict` does again what hooks have done with it after the commit, so that it
+                is not given again for their sake.
         """
         self._states[name] = state
         if is_repeated:
@@ -337,10 +338,12 @@ class LocalStates:
         if not self._is_active:
             return
         if self._last is not None and step in self._own and not self._is_written_after:
-            present = self._present()
             looked_at = self._states.keys() - self._repeated
             names = [each for each in looked_at if not (begins_epoch and each.endswith(OF_EPOCH))]
-            self._is_written_after = any(not are_same(present[each], self._last.get(each, {})) for each in names)
+            present = {each: self._states[each].state_dict() for each in names}
+            self._is_written_after = any(
+                not are_same(state, self._last.get(each, {})) for each, state in present.items()
+            )
         sends = {self._buddy: [self._packed(self._present())]} if self._gives_at == step else {}
         receives = {self._ward: [LIMIT_BYTES]} if self._gets_at == step else {}
         if not (sends or receives):
@@ -435,10 +438,10 @@ class LocalStates:
                 leave.pop(name, None)
             else:
                 state.load_state_dict(found.get(name, {}), leave.get(name, ()))
-        if leave:
-            names = few([f"{name} {part}" for name, parts in leave.items() for part in parts], 3)
+        lost = [f"{name} {part}" for name, parts in leave.items() if name not in self._repeated for part in parts]
+        if lost:
             self._tell_lost(
-                step, names, "its predecessor was lost before it could give what was written after the step"
+                step, few(lost, 3), "its predecessor was lost before it could give what was written after the step"
             )
 
     def _written_after(self, step: int) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _bytes_of, _last_two, are_same
+from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _last_two, are_same, bytes_of
 from hyperpod_plugins.recovery.packing import unpacked
 
 
@@ -71,16 +71,16 @@ def test_buffers_of_all_types_come_back_to_the_last_bit(dtype):
 )
 def test_malformed_buffers_are_refused(kind, size):
     form = ("scale", kind, (size,))
-    with pytest.raises(CheckpointMismatch, match="has no values for its buffer 'scale'"):
+    with pytest.raises(CheckpointMismatch, match="has no values for 'scale'"):
         BufferStates(Net()).load_state_dict({"forms": [form], "data": bytes(4)})
 
 
 def test_buffers_of_a_device_are_copied_at_once_and_to_the_same_bytes(monkeypatch):
     tensors = [torch.rand(3, 2), torch.arange(5), torch.tensor(True), torch.empty(0), torch.rand(2, 3).t().bfloat16()]
-    wanted = _bytes_of(tensors)
+    wanted = bytes_of(tensors)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))  # what is asked about, not where they lie
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _: tensor)
-    assert _bytes_of(tensors) == wanted
+    assert bytes_of(tensors) == wanted
 
 
 class Table(nn.Module):

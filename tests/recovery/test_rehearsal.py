@@ -158,16 +158,7 @@ def test_a_program_that_recovers_exactly_is_said_to():
     ("phases", "environ"),
     [
         pytest.param("dataloader,between,batch_end", {"SYNC": "1"}, id="all ranks log one loss"),
-        pytest.param(
-            "dataloader,optimizer",
-            {},
-            id="each rank logs its own",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="callback_metrics of the replacement are those of the rank that gave it its state; and after a "
-                "loss in the optimizer's step, with SYNC too, not those of the step that counts",
-            ),
-        ),
+        pytest.param("dataloader,optimizer", {}, id="each rank logs its own"),
     ],
 )
 def test_a_lightning_program_recovers_exactly(phases, environ):

@@ -1,0 +1,351 @@
+"""What `callback_metrics` and its like show on one rank: values that were logged in a step, or shown before it.
+
+[Note: two places] Lightning caches the value of each result that was logged last with `on_step=True`. It copies cached
+values into the tables that users see (`TABLES`) whenever somebody reads these, and at the end of each batch. Cached
+values are shown again at each reading until the results are reset at the end of the epoch, and a table keeps a name
+for ever. So a replacement needs both. Results are made where something is logged; those of its predecessor are
+answered for beside its own until the replacement has logged them itself.
+"""
+
+# Lightning's results and connectors have no public spelling.
+# pyright: reportPrivateUsage=false
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+
+from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.recovery.local_state import are_same, bytes_of, unpacked_tensors
+
+TABLES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+"""Where Lightning keeps what `callback_metrics`, `logged_metrics` and `progress_bar_metrics` show."""
+CACHED = "cached"
+"""Key of cached values beside those of `TABLES` in what is described of a trainer."""
+_KINDS = ("callback", "log", "pbar")
+"""How results name these tables."""
+_LIMIT_BYTES = 2**14
+"""Of one value that is given to the buddy; larger ones are no scalars."""
+
+Tables = dict[str, dict[str, Any]]
+
+
+class Cached(NamedTuple):
+    """A value that was logged in a step, and where it is shown."""
+
+    value: torch.Tensor
+    name: str
+    forked_name: str
+    """With `_step`, where a mean over the epoch is shown, too."""
+    is_logged: bool
+    in_progress_bar: bool
+
+    def places(self) -> Iterator[tuple[int, str, Any]]:
+        """Index of the table, name and value, as `_ResultCollection.metrics` writes them in training."""
+        if self.is_logged:
+            yield 1, self.forked_name, self.value
+        yield 0, self.name, self.value
+        yield 0, self.forked_name, self.value
+        if self.in_progress_bar:
+            yield 2, self.forked_name, self.value.item()
+
+
+def tables_of(trainer: Trainer) -> Tables:
+    """Copies of the tables, without what has been logged since they were read last."""
+    return {name: dict(vars(trainer._logger_connector)[name]) for name in TABLES}
+
+
+def put_tables(trainer: Trainer, tables: Tables) -> None:
+    """Let the trainer's tables, which stay the same objects, hold these values."""
+    for name in TABLES:
+        table: dict[str, Any] = vars(trainer._logger_connector)[name]
+        table.clear()
+        table.update(tables[name])
+
+
+def cached_in(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Cached]:
+    """What is cached in results, by their keys.
+
+    Args:
+        results: their attributes.
+    """
+    found = ((key, each["meta"], each["_forward_cache"]) for key, each in results.items() if not each["has_reset"])
+    return {
+        key: Cached(value.detach(), meta.name, meta.forked_name(on_step=True), meta.logger, meta.prog_bar)
+        for key, meta, value in found
+        if meta.on_step and isinstance(value, torch.Tensor)
+    }
+
+
+def shown(tables: Tables, cached: Mapping[str, Cached]) -> Tables:
+    """The tables after the cached values have been read."""
+    found = {name: dict(table) for name, table in tables.items()}
+    for each in cached.values():
+        for index, name, value in each.places():
+            found[TABLES[index]][name] = value
+    return found
+
+
+class ShownValues:
+    """What this rank shows of values that were logged; the state of one rank, see `RankLocalState`.
+
+    Its state is what the tables will show when the present batch has ended, and what is cached. It is written once a
+    step, so forms that stay the same from step to step are written once, as JSON, and values as bytes.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Take hold of the results of training."""
+        self._trainer = trainer
+        self._results: Any = trainer.fit_loop.epoch_loop._results
+        self._batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+        self._given: dict[str, Cached] = {}
+        """What the predecessor had cached, or this process before it has entered the loops again."""
+        self._tensors: list[torch.Tensor] = []
+        """What was cached when the state was written last."""
+        self._types: list[tuple[Any, ...]] = []
+        self._covered: list[set[str]] = [set(), set(), set()]
+        """Names in each table that show cached values."""
+        self._cached: dict[str, Any] = {}
+        self._others: list[dict[str, Any]] = []
+        """What else the tables had then."""
+        self._packed_others: dict[str, Any] = {}
+
+    # -- of the trainer's description ---------------------------------------------------------------------------------
+
+    def described(self, begun: tuple[Tables, Mapping[str, Mapping[str, Any]]] | None = None) -> Tables:
+        """What `give` takes: what is shown, and what is cached.
+
+        Args:
+            begun: tables and attributes of results when the present step began; None outside of steps.
+        """
+        tables, attributes = begun or (tables_of(self._trainer), self._attributes())
+        cached = self._without_logged(attributes) | cached_in(attributes)
+        found = shown(tables, cached) if self._is_in_batch else tables
+        return {**found, CACHED: {key: list(each) for key, each in cached.items()}}
+
+    def give(self, described: Mapping[str, Any]) -> None:
+        """Show what `described` said on a rank, this one or another.
+
+        Raises:
+            CheckpointMismatch: it is something else.
+        """
+        tables = {name: described.get(name, {}) for name in TABLES}
+        cached = described.get(CACHED, {})
+        if not all(isinstance(each, dict) for each in (*tables.values(), cached)):
+            raise CheckpointMismatch("what a rank has shown of logged values is no table")
+        put_tables(self._trainer, tables)
+        self._answer({key: _checked(key, each) for key, each in cached.items()})
+
+    # -- of one rank alone --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Cached values, and those that the tables hold beside them; the same object where nothing was logged."""
+        found = self._present()
+        tensors = [value for _, _, value in found]
+        if not (len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))):
+            types = [(key, value.dtype, value.shape, value.device.type) for key, _, value in found]
+            if types != self._types:
+                self._cached = {"forms": self._write_forms(found)}
+                self._types = types
+            self._cached = {**self._cached, "data": bytes_of([each.detach() for each in tensors])}
+            self._tensors = tensors
+        return {"cached": self._cached if tensors else {}, "others": self._pack_others()}
+
+    def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
+        """Show it, but for parts in `leave`: of those what is shown now, which another rank has given."""
+        if not state_dict:
+            return
+        tables, cached = self._unpacked(state_dict)
+        for name, table in tables_of(self._trainer).items():
+            stays = {key: value for key, value in table.items() if _part(name, key) in leave or not _is_plain(value)}
+            theirs = {key: value for key, value in tables[name].items() if _part(name, key) not in leave}
+            tables[name] = stays | theirs
+        stays = {key: each for key, each in self._given.items() if _part(CACHED, key) in leave}
+        theirs = {key: each for key, each in cached.items() if _part(CACHED, key) not in leave}
+        put_tables(self._trainer, tables)
+        self._answer(stays | theirs)
+
+    def written(self, before: dict[str, Any]) -> set[str]:
+        """Parts that hooks have written since: a validation, the end of an epoch, what they log themselves."""
+        if not before:
+            return set()
+        tables, cached = self._unpacked(before)
+        present, present_cached = self._unpacked(self.state_dict())
+        pairs = [(name, tables[name], present[name]) for name in TABLES]
+        values = [{key: each.value for key, each in every.items()} for every in (cached, present_cached)]
+        return {
+            _part(name, key)
+            for name, old, new in [*pairs, (CACHED, *values)]
+            for key in old.keys() | new.keys()
+            if key not in old or key not in new or not are_same(old[key], new[key])
+        }
+
+    def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Nothing: a job that goes on from a checkpoint of another one shows nothing at first, as without recovery."""
+        return {}
+
+    def settle(self) -> None:
+        """What was cached is no longer shown: an epoch has ended."""
+        self._given = {}
+        for name in ("metrics", "reset"):
+            vars(self._results).pop(name, None)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_in_batch(self) -> bool:
+        """Whether the tables will be given what is cached before the next batch begins."""
+        return self._batches.current.ready != self._batches.current.completed
+
+    def _attributes(self) -> dict[str, dict[str, Any]]:
+        return {key: vars(each) for key, each in self._results.items()}
+
+    def _without_logged(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Cached]:
+        """What was given, but for what has been logged again."""
+        if not self._given:
+            return {}
+        return {key: each for key, each in self._given.items() if not _is_cached(results.get(key))}
+
+    def _answer(self, cached: dict[str, Cached]) -> None:
+        """Let the results show these, too, until they are logged again or the results are reset."""
+        self.settle()
+        if not cached:
+            return
+        results, self._given = self._results, cached
+
+        def metrics(on_step: bool) -> dict[str, dict[str, Any]]:
+            found = type(results).metrics(results, on_step)
+            if on_step:
+                for each in self._without_logged(self._attributes()).values():
+                    for index, name, value in each.places():
+                        found[_KINDS[index]].setdefault(name, value)
+            return found
+
+        def reset(metrics: bool | None = None, fx: str | None = None) -> None:
+            type(results).reset(results, metrics, fx)
+            if metrics is None and fx is None:  # otherwise it is that of a hook, as the first batch is run here
+                self.settle()
+
+        vars(results)["metrics"], vars(results)["reset"] = metrics, reset
+
+    def _present(self) -> list[tuple[str, Any, torch.Tensor]]:
+        """What is cached: its key, its description in Lightning or `Cached`, and the value."""
+        found = [
+            (key, attributes["meta"], attributes["_forward_cache"])
+            for key, attributes in self._attributes().items()
+            if _is_cached(attributes) and _is_plain(attributes["_forward_cache"])
+        ]
+        if self._given:
+            given = self._without_logged(self._attributes())
+            found += [(key, each, each.value) for key, each in given.items() if _is_plain(each.value)]
+        return found
+
+    def _write_forms(self, found: Sequence[tuple[str, Any, torch.Tensor]]) -> str:
+        """Names, types and shapes of what is cached, and where it is shown."""
+        self._covered = [set(), set(), set()]
+        forms: list[list[Any]] = []
+        for key, known, value in found:
+            is_given = isinstance(known, Cached)
+            forked = known.forked_name if is_given else known.forked_name(on_step=True)
+            flags = known[3:] if is_given else (known.logger, known.prog_bar)
+            for index, name, _ in Cached(torch.zeros(()), known.name, forked, *flags).places():
+                self._covered[index].add(name)
+            forms.append([key, *_form(value), known.name, forked, *flags])
+        return json.dumps(forms)
+
+    def _pack_others(self) -> dict[str, Any]:
+        """What the tables hold and cached values do not replace at the end of this batch."""
+        is_in_batch, covered = self._is_in_batch and bool(self._tensors), self._covered
+        others = [
+            {key: value for key, value in table.items() if not (is_in_batch and key in names)}
+            for table, names in zip(self._tables(), covered, strict=True)
+        ]
+        if len(others) == len(self._others) and all(map(_are_identical, others, self._others)):
+            return self._packed_others
+        self._others = others
+        found = [(index, key, value) for index, table in enumerate(others) for key, value in table.items()]
+        tensors = [each for each in found if isinstance(each[2], torch.Tensor) and _is_plain(each[2])]
+        numbers = [each for each in found if not isinstance(each[2], torch.Tensor) and _is_plain(each[2])]
+        self._packed_others = {"numbers": json.dumps(numbers)} if numbers else {}
+        if tensors:
+            self._packed_others["forms"] = json.dumps([[index, key, *_form(value)] for index, key, value in tensors])
+            self._packed_others["data"] = bytes_of([value.detach() for _, _, value in tensors])
+        return self._packed_others
+
+    def _tables(self) -> list[dict[str, Any]]:
+        present = vars(self._trainer._logger_connector)
+        return [present[name] for name in TABLES]
+
+    def _unpacked(self, state: Mapping[str, Any]) -> tuple[Tables, dict[str, Cached]]:
+        """What the tables show when the batch has ended, and what is cached.
+
+        Raises:
+            CheckpointMismatch: the state is malformed.
+        """
+        try:
+            cached, others = state["cached"], state["others"]
+            forms = json.loads(cached.get("forms", "[]"))
+            values = self._tensors_of([form[:4] for form in forms], cached)
+            own = {form[0]: _checked(form[0], [value, *form[4:]]) for form, value in zip(forms, values, strict=True)}
+            tables = shown({name: {} for name in TABLES}, own)
+            forms = json.loads(others.get("forms", "[]"))
+            values = self._tensors_of([form[1:] for form in forms], others)
+            named = [(form[0], form[1], value) for form, value in zip(forms, values, strict=True)]
+            for index, name, value in (*named, *json.loads(others.get("numbers", "[]"))):
+                tables[TABLES[index]][name] = value
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointMismatch(f"what a rank has shown of logged values cannot be read: {error!r}") from error
+        return tables, own
+
+    def _tensors_of(self, forms: Sequence[Sequence[Any]], state: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Values whose name, type, shape and place, host or device, are given, where they were."""
+        plain = [(name, kind, tuple(shape)) for name, kind, shape, _ in forms]
+        found = unpacked_tensors({"forms": plain, "data": state.get("data", b"")})
+        device: torch.device = self._trainer.strategy.root_device
+        return [value if form[3] else value.to(device) for (_, value), form in zip(found, forms, strict=True)]
+
+
+def _is_cached(attributes: Mapping[str, Any] | None) -> bool:
+    """Whether a result shows a value of a step."""
+    if attributes is None or attributes["has_reset"]:
+        return False
+    return isinstance(attributes["_forward_cache"], torch.Tensor) and attributes["meta"].on_step
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it goes to the buddy."""
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.layout is torch.strided and value.nbytes <= _LIMIT_BYTES
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _are_identical(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(map(is_, one.values(), other.values()))
+
+
+def _form(value: torch.Tensor) -> tuple[str, list[int], bool]:
+    """Type, shape, and whether it lies in host memory."""
+    return str(value.dtype), list(value.shape), value.device.type == "cpu"
+
+
+def _part(table: str, key: str) -> str:
+    """Name of one value, for `leave`."""
+    return f"{table} {key}"
+
+
+def _checked(key: Any, values: Any) -> Cached:
+    """A cached value that another process has written.
+
+    Raises:
+        CheckpointMismatch: it is something else.
+    """
+    match values:
+        case [torch.Tensor() as value, str(name), str(forked), bool(is_logged), bool(in_bar)] if isinstance(key, str):
+            if not in_bar or value.numel() == 1:
+                return Cached(value, name, forked, is_logged, in_bar)
+        case _:
+            pass
+    raise CheckpointMismatch(f"what a rank has cached of {key!r} is no value that was logged")
