@@ -10,10 +10,18 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
+from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.lightning.flavour import Trainer
 from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, CallbackAverage
-from hyperpod_plugins.recovery.local_state import BUFFERS, OF_EPOCH, BufferStates, LocalStates
+from hyperpod_plugins.recovery.local_state import (
+    BUFFERS,
+    OF_EPOCH,
+    BufferStates,
+    LocalStates,
+    packed_tensors,
+    unpacked_tensors,
+)
 from hyperpod_plugins.recovery.undo import own
 
 
@@ -120,12 +128,16 @@ class LoggedMeans:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums by the name under which Lightning has them; what metrics in modules count is theirs."""
-        present = {
-            key: {name: own(vars(result)[name]) for name in result._defaults}
-            for key, result in self._results.items()
-            if result.is_tensor and result.meta.on_epoch and not result.has_reset
+        sums = {
+            (key, name): value
+            for key, each in self._awaited.items()
+            if not self._has_begun(key)
+            for name, value in each.items()
         }
-        return {key: sums for key, sums in self._awaited.items() if not self._has_begun(key)} | present
+        for key, result in self._results.items():
+            if result.is_tensor and result.meta.on_epoch and not result.has_reset:
+                sums |= {(key, name): vars(result)[name].detach() for name in result._defaults}
+        return packed_tensors(sums)
 
     def written(self, before: dict[str, Any]) -> set[str]:
         """Nothing: what is logged after a step adds to a sum, which a replacement has from no other rank."""
@@ -138,7 +150,7 @@ class LoggedMeans:
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
         """Let sums that are begun from now on, in the present epoch, begin from there."""
         self.settle()
-        results, self._awaited, epoch = self._results, dict(state_dict), None
+        results, self._awaited, epoch = self._results, _sums_in(state_dict), None
 
         def update(key: str, value: Any, batch_size: int) -> None:
             nonlocal epoch
@@ -167,6 +179,22 @@ class LoggedMeans:
     def _has_begun(self, key: str) -> bool:
         result = self._results.get(key)
         return any(result is each for each in self._begun)
+
+
+def _sums_in(packed: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """What `packed_tensors` made of sums, by the name of each.
+
+    Raises:
+        CheckpointMismatch: it is something else.
+    """
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in unpacked_tensors(packed):
+        match name:
+            case [str(key), str(part)]:
+                found.setdefault(key, {})[part] = value
+            case _:
+                raise CheckpointMismatch(f"{name!r} is no sum of what was logged")
+    return found
 
 
 def _form(meta: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 
 from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.lightning.flavour import Trainer
-from hyperpod_plugins.recovery.local_state import are_same, bytes_of, unpacked_tensors
+from hyperpod_plugins.recovery.local_state import are_same, bytes_of, tensors_in
 
 TABLES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 """Where Lightning keeps what `callback_metrics`, `logged_metrics` and `progress_bar_metrics` show."""
@@ -302,8 +302,7 @@ class ShownValues:
 
     def _tensors_of(self, forms: Sequence[Sequence[Any]], state: Mapping[str, Any]) -> list[torch.Tensor]:
         """Values whose name, type, shape and place, host or device, are given, where they were."""
-        plain = [(name, kind, tuple(shape)) for name, kind, shape, _ in forms]
-        found = unpacked_tensors({"forms": plain, "data": state.get("data", b"")})
+        found = tensors_in(state.get("data", b""), [(name, kind, shape) for name, kind, shape, _ in forms])
         device: torch.device = self._trainer.strategy.root_device
         return [value if form[3] else value.to(device) for (_, value), form in zip(found, forms, strict=True)]
 

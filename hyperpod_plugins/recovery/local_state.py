@@ -14,12 +14,13 @@ never overwrites what they write: a replacement keeps the values of the replica 
 # pyright: reportPrivateUsage=false
 
 import contextlib
+import json
 import logging
 import math
 import pickle
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ from hyperpod_plugins.recovery.packing import is_size, packed, unpacked
 from hyperpod_plugins.recovery.undo import as_integers, host_values
 
 _log = logging.getLogger(__name__)
+Name = TypeVar("Name", str, tuple[str, str])
 LIMIT_BYTES = 2**20
 """Largest state of one rank that is given to its buddy at each step."""
 
@@ -179,10 +181,10 @@ class BufferStates:
         return {name: tensor for name, tensor in found if type(tensor) is torch.Tensor}
 
 
-def packed_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Names, types, shapes and values; nothing for none."""
-    forms = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    return {"forms": forms, "data": bytes_of([*tensors.values()])} if forms else {}
+def packed_tensors(tensors: Mapping[Name, torch.Tensor]) -> dict[str, Any]:
+    """Names, types and shapes as JSON, which is compared and written in one piece, and values; nothing for none."""
+    forms = [(name, str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()]
+    return {"forms": json.dumps(forms), "data": bytes_of([*tensors.values()])} if forms else {}
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
@@ -193,16 +195,36 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
     return torch.cat(flat).cpu().numpy().tobytes()
 
 
-def unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Inverse of `packed_tensors`.
+def unpacked_tensors(packed: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
+    """Inverse of `packed_tensors`; names that are tuples come back as lists.
 
     Raises:
         CheckpointMismatch: these are not the values of the tensors that are named.
     """
-    data, begin = packed.get("data", b""), 0
-    for name, kind, shape in packed.get("forms", ()):
+    if not packed:
+        return []
+    try:
+        forms: list[Any] = json.loads(packed["forms"])
+        return [*tensors_in(packed["data"], [(name, kind, shape) for name, kind, shape in forms])]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointMismatch(f"the state of one rank does not say what it holds: {error!r}") from error
+
+
+def tensors_in(data: object, forms: Iterable[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Tensors whose values follow one another in some bytes, with their names.
+
+    Args:
+        data: from this process or another one.
+        forms: name, type and shape of each.
+
+    Raises:
+        CheckpointMismatch: there are no such values.
+    """
+    begin = 0
+    for name, kind, shape in forms:
         dtype = _DTYPES.get(kind)
-        end = begin + math.prod(shape) * dtype.itemsize if dtype is not None and all(map(is_size, shape)) else -1
+        is_shape = isinstance(shape, list | tuple) and all(map(is_size, cast("Sequence[object]", shape)))
+        end = begin + math.prod(shape) * dtype.itemsize if dtype is not None and is_shape else -1
         if dtype is None or not isinstance(data, bytes) or not begin <= end <= len(data):
             raise CheckpointMismatch(f"the state of one rank has no values for {name!r} ({kind}, {shape})")
         part = bytearray(data[begin:end])
@@ -212,7 +234,7 @@ def unpacked_tensors(packed: Mapping[str, Any]) -> Iterator[tuple[str, torch.Ten
 
 
 def _names(packed: Mapping[str, Any]) -> set[str]:
-    return {name for name, _, _ in packed.get("forms", ())}
+    return {name for name, _, _ in json.loads(packed["forms"])} if packed else set()
 
 
 class LocalStates:

@@ -261,23 +261,24 @@ class Piece:
         turn, place = divmod(index, len(tensors))
         self.owner = tensors[place]
         memory = memory_of(self.owner)
-        flat = memory.detach().view(-1) if memory.is_contiguous() else memory.new_empty(0)
-        num_pieces = max(1, -(-flat.numel() // _PIECE_SIZE))
+        if not memory.is_contiguous():
+            memory = memory.new_empty(0)
+        num_pieces = max(1, -(-memory.numel() // _PIECE_SIZE))
         begin = turn % num_pieces * _PIECE_SIZE
-        self._values = flat[begin : begin + _PIECE_SIZE]
-        self._saved = self._bits()
+        chosen = slice(begin, begin + _PIECE_SIZE)
+        if memory.device.type == "cpu":  # numpy takes a fraction of the time
+            self._values = host_values(memory).numpy().reshape(-1)[chosen]
+            self._saved = self._values.tobytes()
+        else:
+            self._values = as_integers(memory).reshape(-1)[chosen]
+            self._saved = self._values.clone()
 
     @property
     def is_changed(self) -> bool:
         """Whether a bit is another one now; waits for a device."""
-        saved = self._saved
-        return self._bits() != saved if isinstance(saved, bytes) else not torch.equal(as_integers(self._values), saved)
-
-    def _bits(self) -> bytes | torch.Tensor:
-        """A copy of them: in host memory as bytes, which take a fraction of the time."""
-        if self._values.device.type == "cpu":
-            return host_values(self._values).numpy().tobytes()
-        return as_integers(self._values).clone()
+        if isinstance(self._values, torch.Tensor):
+            return not torch.equal(self._values, cast("torch.Tensor", self._saved))
+        return self._values.tobytes() != self._saved
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

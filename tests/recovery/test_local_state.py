@@ -1,5 +1,7 @@
 """State of one rank alone: which buffers are, and what a buddy keeps of it."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ class Net(nn.Module):
 
 
 def names(state):
-    return [name for name, _, _ in state.get("forms", ())]
+    return [name for name, _, _ in json.loads(state.get("forms", "[]"))]
 
 
 def test_buffers_that_steps_change_are_of_one_rank():
@@ -70,9 +72,15 @@ def test_buffers_of_all_types_come_back_to_the_last_bit(dtype):
     ("kind", "size"), [("torch.float32", 2), ("torch.float32", -1), ("torch.float32", "1"), ("torch.save", 1)]
 )
 def test_malformed_buffers_are_refused(kind, size):
-    form = ("scale", kind, (size,))
+    forms = json.dumps([("scale", kind, (size,))])
     with pytest.raises(CheckpointMismatch, match="has no values for 'scale'"):
-        BufferStates(Net()).load_state_dict({"forms": [form], "data": bytes(4)})
+        BufferStates(Net()).load_state_dict({"forms": forms, "data": bytes(4)})
+
+
+@pytest.mark.parametrize("forms", [None, 5, "{", "[[1]]", '[["scale", "torch.float32"]]', "[" * 100_000])
+def test_a_description_of_buffers_that_is_malformed_is_refused(forms):
+    with pytest.raises(CheckpointMismatch, match="does not say what it holds"):
+        BufferStates(Net()).load_state_dict({"forms": forms, "data": bytes(4)})
 
 
 def test_buffers_of_a_device_are_copied_at_once_and_to_the_same_bytes(monkeypatch):
