@@ -3,7 +3,7 @@
 # Lightning's results and metrics have no public spelling.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -84,14 +84,19 @@ class LoggedMeans:
         self._begun_before: list[Any] = []
         self._forms: dict[str, dict[str, Any]] = {}
 
-    def forms(self) -> dict[str, dict[str, Any]]:
-        """How each value is logged that is reduced at the epoch's end: arguments of `log`, in the order of logging."""
+    def forms(self, begun: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
+        """How each value is logged that is reduced at the epoch's end: arguments of `log`, in the order of logging.
+
+        Args:
+            begun: attributes of the results when the present step began; None for the present ones.
+        """
+        present = {key: vars(result) for key, result in self._results.items()} if begun is None else begun
         return self._forms | {
-            key: _form(result.meta)
-            for key, result in self._results.items()
-            if result.meta.on_epoch
-            and not result.has_reset
-            and result.meta.sync.group is None  # others have no such group
+            key: _form(each["meta"])
+            for key, each in present.items()
+            if each["meta"].on_epoch
+            and not each["has_reset"]
+            and each["meta"].sync.group is None  # others have no such group
         }
 
     def expect(self, forms: dict[str, dict[str, Any]]) -> None:

@@ -142,7 +142,7 @@ class ShownValues:
     # -- of one rank alone --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Cached values, and those that the tables hold beside them; the same object where nothing was logged."""
+        """Cached values, and those that the tables hold beside them; the same parts where nothing was logged."""
         found = self._present()
         tensors = [value for _, _, value in found]
         if not (len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))):
@@ -180,7 +180,7 @@ class ShownValues:
             _part(name, key)
             for name, old, new in [*pairs, (CACHED, *values)]
             for key in old.keys() | new.keys()
-            if key not in old or key not in new or not are_same(old[key], new[key])
+            if key not in old or key not in new or not _are_equal(old[key], new[key])
         }
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -323,6 +323,13 @@ def _is_plain(value: Any) -> bool:
 
 def _are_identical(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(map(is_, one.values(), other.values()))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """To the last bit; a number of the progress bar may be no number."""
+    if isinstance(one, float) and isinstance(other, float):
+        return repr(one) == repr(other)
+    return are_same(one, other)
 
 
 def _form(value: torch.Tensor) -> tuple[str, list[int], bool]:

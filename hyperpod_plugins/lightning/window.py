@@ -330,7 +330,7 @@ class Window:
             micro_steps_open=micro_steps_open,
             loader_states=loader_states,
             hooks=self._hooks,
-            logged=self._means.forms(),
+            logged=self._means.forms(self._results if self._closures else None),
             metrics=self.shown(),
             as_begun=None if part is None else part.trainer,
             rows=None if part is None else self._rows.state(),

@@ -7,7 +7,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.errors import CheckpointMismatch
-from hyperpod_plugins.lightning.local_state import load_local_state
+from hyperpod_plugins.lightning.local_state import LoggedMeans, load_local_state
 from hyperpod_plugins.lightning.shown_values import ShownValues, put_tables, tables_of
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates
 from hyperpod_plugins.recovery.packing import packed, unpacked
@@ -25,7 +25,12 @@ def test_buffers_and_metrics_are_put_back_where_there_are_any():
 
 def log(trainer, value, names=("both", "step", "rare")):
     """Log values on one rank in a training step."""
-    ways = {"both": {"on_epoch": True, "prog_bar": True}, "step": {"on_epoch": False}, "rare": {"logger": False}}
+    ways = {
+        "both": {"on_epoch": True, "prog_bar": True},
+        "step": {"on_epoch": False},
+        "rare": {"logger": False},
+        "new": {},
+    }
     for name in names:
         results = trainer.fit_loop.epoch_loop._results
         results.log("training_step", name, torch.tensor(value), on_step=True, batch_size=2, **ways[name])
@@ -112,7 +117,7 @@ def test_what_was_cached_is_not_shown_any_more_when_an_epoch_has_ended():
 
 def test_what_hooks_have_written_since_comes_from_the_source():
     lost, of_lost = trained(1.0)
-    source, of_source = trained(10.0)
+    source, of_source = trained(float("nan"))
     given, before = of_lost.state_dict(), of_source.state_dict()
     assert of_source.written(before) == set()
     end_batch(source)
@@ -145,17 +150,19 @@ def test_a_step_that_is_undone_shows_what_was_shown_before():
     begin_batch(trainer)
     results = trainer.fit_loop.epoch_loop._results
     tables, attributes = tables_of(trainer), {key: dict(vars(each)) for key, each in results.items()}
-    wanted, seen = state.described(), trainer.callback_metrics
-    log(trainer, 5.0)
+    wanted, seen, forms = state.described(), trainer.callback_metrics, LoggedMeans(trainer).forms()
+    log(trainer, 5.0, ["new", "both"])
     shown_by(trainer)  # somebody reads within the step
     assert state.described() != wanted
     assert state.described((tables, attributes)) == wanted
+    assert LoggedMeans(trainer).forms(attributes) == forms != LoggedMeans(trainer).forms()
     put_tables(trainer, tables)
+    del results["training_step.new"]
     for key, each in attributes.items():
         vars(results[key]).update(each)
     assert state.described() == wanted
     assert trainer.callback_metrics is seen
-    assert seen["both"] == 1
+    assert (seen["both"], "new" in seen) == (1, False)
 
 
 def test_nothing_is_written_again_where_nothing_was_logged():

@@ -159,7 +159,7 @@ def test_a_program_that_recovers_exactly_is_said_to():
     [
         pytest.param("dataloader,between,batch_end", {"SYNC": "1"}, id="all ranks log one loss"),
         pytest.param("dataloader,optimizer", {}, id="each rank logs its own"),
-        pytest.param("forward,optimizer", {"READS": "1"}, id="a step computes with what others logged"),
+        pytest.param("setup,forward,optimizer", {"READS": "1"}, id="a step computes with what others logged"),
     ],
 )
 def test_a_lightning_program_recovers_exactly(phases, environ):
