@@ -146,11 +146,11 @@ class ShownValues:
         found = self._present()
         tensors = [value for _, _, value in found]
         if not (len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))):
-            types = [(key, value.dtype, value.shape, value.device.type) for key, _, value in found]
+            types = [(key, value.dtype, value.shape, value.is_cpu) for key, _, value in found]
             if types != self._types:
                 self._cached = {"forms": self._write_forms(found)}
                 self._types = types
-            self._cached = {**self._cached, "data": bytes_of([each.detach() for each in tensors])}
+            self._cached = {**self._cached, "data": bytes_of(tensors)}
             self._tensors = tensors
         return {"cached": self._cached if tensors else {}, "others": self._pack_others()}
 
@@ -233,11 +233,12 @@ class ShownValues:
 
     def _present(self) -> list[tuple[str, Any, torch.Tensor]]:
         """What is cached: its key, its description in Lightning or `Cached`, and the value."""
-        found = [
-            (key, attributes["meta"], attributes["_forward_cache"])
-            for key, attributes in self._attributes().items()
-            if _is_cached(attributes) and _is_plain(attributes["_forward_cache"])
-        ]
+        found: list[tuple[str, Any, torch.Tensor]] = []
+        for key, result in self._results.items():
+            attributes = vars(result)
+            value, meta = attributes["_forward_cache"], attributes["meta"]
+            if type(value) is torch.Tensor and meta.on_step and not attributes["has_reset"] and _is_plain(value):
+                found.append((key, meta, value))
         if self._given:
             given = self._without_logged(self._attributes())
             found += [(key, each, each.value) for key, each in given.items() if _is_plain(each.value)]
@@ -272,7 +273,7 @@ class ShownValues:
         self._packed_others = {"numbers": json.dumps(numbers)} if numbers else {}
         if tensors:
             self._packed_others["forms"] = json.dumps([[index, key, *_form(value)] for index, key, value in tensors])
-            self._packed_others["data"] = bytes_of([value.detach() for _, _, value in tensors])
+            self._packed_others["data"] = bytes_of([value for _, _, value in tensors])
         return self._packed_others
 
     def _tables(self) -> list[dict[str, Any]]:
@@ -317,7 +318,7 @@ def _is_cached(attributes: Mapping[str, Any] | None) -> bool:
 def _is_plain(value: Any) -> bool:
     """Whether it goes to the buddy."""
     if isinstance(value, torch.Tensor):
-        return type(value) is torch.Tensor and value.layout is torch.strided and value.nbytes <= _LIMIT_BYTES
+        return type(value) is torch.Tensor and value.nbytes <= _LIMIT_BYTES and value.layout is torch.strided
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -334,7 +335,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 def _form(value: torch.Tensor) -> tuple[str, list[int], bool]:
     """Type, shape, and whether it lies in host memory."""
-    return str(value.dtype), list(value.shape), value.device.type == "cpu"
+    return str(value.dtype), list(value.shape), value.is_cpu
 
 
 def _part(table: str, key: str) -> str:
