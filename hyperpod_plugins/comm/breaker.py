@@ -56,6 +56,14 @@ class Breaker:
         """Whether collectives do not reach the peers now, be it quietly or with an error."""
         return self._cause is not None or self._phase is Phase.DETACHED
 
+    def forbid(self, why: str, before: Callable[[], None] = lambda: None) -> None:
+        """Let the main thread's collectives raise `LoopError(why)` from now on, after a call of `before`."""
+        self.refusal, self.before_refusal = why, before
+
+    def allow(self) -> None:
+        """Let the main thread communicate."""
+        self.forbid("")
+
     def when_broken(self, listener: Callable[[str], None]) -> None:
         """Call `listener(cause)` at each break, in the thread that noticed it, after the connections were cut."""
         self._listeners.append(listener)

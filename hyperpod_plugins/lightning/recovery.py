@@ -98,6 +98,15 @@ from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 
 log = logging.getLogger(__name__)
 
+WITHIN_WINDOW = (
+    "a collective was called between the micro-steps of one optimizer step (accumulate_grad_batches), in a hook such "
+    "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. Where a process is lost, the "
+    "others compute these micro-steps again without what lies between them, and its replacement would wait here for "
+    "ever. Communicate in training_step, or after the last micro-step of a step (there trainer.global_step has just "
+    "grown). ModelCheckpoint(train_time_interval=...) communicates after each batch. Or use "
+    "CheckpointlessRecovery(enabled=False)."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ended:
@@ -298,6 +307,7 @@ class TrainerRecovery:
         self._is_armed = True
 
     def _begin_part(self, trainer: Trainer, part: str) -> None:
+        breaker.allow()  # also within a window, where a fit is asked to stop
         if part == EPOCH_BEGIN and self._reentry.part:
             return  # of that epoch something else comes next
         if part == EVALUATION_BEGIN:
@@ -378,6 +388,7 @@ class TrainerRecovery:
             from_checkpoint: whether it was to begin from one.
         """
         assert self._window is not None
+        breaker.allow()
         if from_checkpoint and self._begins_at == NO_STATE and not self.is_newcomer:
             self.member.begin_again(StateLost("a process was lost while the checkpoint was being loaded"))
         self.member.end_generation()
@@ -659,19 +670,23 @@ class TrainerRecovery:
             self._seed(self._transaction.step, self._window.micro_step, COMPUTE)
 
     def micro_step(self, closure: Callable[[], Any]) -> None:
-        """Run a micro-step that is not the last of its window."""
+        """Run a micro-step that is not the last of its window, after which the program must not communicate."""
         assert self._window is not None
         assert self._transaction is not None
+        breaker.allow()
         if self._window.is_empty:
             self._arm()
             self._transaction.begin()
         self._window.add(closure)
         self._transaction.advance(self._window.compute)
+        self._window.ends_micro_step()
+        breaker.forbid(WITHIN_WINDOW)
 
     def step(self, closure: Callable[[], Any], commit: Callable[[Any], Any]) -> Any:
         """Run the last micro-step of a window, and the optimizer."""
         assert self._window is not None
         assert self._transaction is not None
+        breaker.allow()
         if self._window.is_empty:
             self._arm()
             self._transaction.begin()

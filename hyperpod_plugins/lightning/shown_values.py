@@ -27,7 +27,7 @@ CACHED = "cached"
 """Key of cached values beside those of `TABLES` in what is described of a trainer."""
 _KINDS = ("callback", "log", "pbar")
 """How results name these tables."""
-_LIMIT_BYTES = 2**14
+_LIMIT_BYTES = 2**10
 """Of one value that is given to the buddy; larger ones are no scalars."""
 
 Tables = dict[str, dict[str, Any]]
@@ -111,6 +111,7 @@ class ShownValues:
         self._cached: dict[str, Any] = {}
         self._others: list[dict[str, Any]] = []
         """What else the tables had then."""
+        self._other_versions: list[int] = []
         self._packed_others: dict[str, Any] = {}
 
     # -- of the trainer's description ---------------------------------------------------------------------------------
@@ -132,12 +133,21 @@ class ShownValues:
         Raises:
             CheckpointMismatch: it is something else.
         """
-        tables = {name: described.get(name, {}) for name in TABLES}
-        cached = described.get(CACHED, {})
-        if not all(isinstance(each, dict) for each in (*tables.values(), cached)):
-            raise CheckpointMismatch("what a rank has shown of logged values is no table")
+        found: dict[str, dict[Any, Any]] = {}
+        for name in (*TABLES, CACHED):
+            table = described.get(name, {}) if isinstance(described, dict) else None
+            if not isinstance(table, dict):
+                raise CheckpointMismatch("what a rank has shown of logged values is no table")
+            found[name] = table
+        cached = {key: _checked(key, each) for key, each in found.pop(CACHED).items()}
+        tables = {name: {key: self._placed(each) for key, each in table.items()} for name, table in found.items()}
         put_tables(self._trainer, tables)
-        self._answer({key: _checked(key, each) for key, each in cached.items()})
+        self._answer({key: each._replace(value=self._placed(each.value)) for key, each in cached.items()})
+
+    def starts(self) -> None:
+        """A batch begins: whoever reads the tables now is shown what was cached, as where the results have it."""
+        if self._given:
+            put_tables(self._trainer, shown(tables_of(self._trainer), self._without_logged(self._attributes())))
 
     # -- of one rank alone --------------------------------------------------------------------------------------------
 
@@ -162,7 +172,8 @@ class ShownValues:
         for name, table in tables_of(self._trainer).items():
             stays = {key: value for key, value in table.items() if _part(name, key) in leave or not _is_plain(value)}
             theirs = {key: value for key, value in tables[name].items() if _part(name, key) not in leave}
-            tables[name] = stays | theirs
+            merged = stays | theirs
+            tables[name] = {key: merged[key] for key in (*table, *merged) if key in merged}  # in the order of others
         stays = {key: each for key, each in self._given.items() if _part(CACHED, key) in leave}
         theirs = {key: each for key, each in cached.items() if _part(CACHED, key) not in leave}
         put_tables(self._trainer, tables)
@@ -261,12 +272,14 @@ class ShownValues:
         """What the tables hold and cached values do not replace at the end of this batch."""
         is_in_batch, covered = self._is_in_batch and bool(self._tensors), self._covered
         others = [
-            {key: value for key, value in table.items() if not (is_in_batch and key in names)}
+            {key: value for key, value in table.items() if type(key) is str and not (is_in_batch and key in names)}
             for table, names in zip(self._tables(), covered, strict=True)
         ]
-        if len(others) == len(self._others) and all(map(_are_identical, others, self._others)):
+        versions = [each._version for table in others for each in table.values() if _counts_writes(each)]
+        is_known = len(others) == len(self._others) and all(map(_are_identical, others, self._others))
+        if is_known and versions == self._other_versions:
             return self._packed_others
-        self._others = others
+        self._others, self._other_versions = others, versions
         found = [(index, key, value) for index, table in enumerate(others) for key, value in table.items()]
         tensors = [each for each in found if isinstance(each[2], torch.Tensor) and _is_plain(each[2])]
         numbers = [each for each in found if not isinstance(each[2], torch.Tensor) and _is_plain(each[2])]
@@ -296,10 +309,17 @@ class ShownValues:
             values = self._tensors_of([form[1:] for form in forms], others)
             named = [(form[0], form[1], value) for form, value in zip(forms, values, strict=True)]
             for index, name, value in (*named, *json.loads(others.get("numbers", "[]"))):
+                if not (type(name) is str and _is_plain(value)):
+                    raise TypeError(f"{name!r} is shown as a {type(value).__name__}")
                 tables[TABLES[index]][name] = value
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointMismatch(f"what a rank has shown of logged values cannot be read: {error!r}") from error
         return tables, own
+
+    def _placed(self, value: Any) -> Any:
+        """What another rank has had on its device, on this rank's."""
+        is_there = isinstance(value, torch.Tensor) and not value.is_cpu
+        return value.to(self._trainer.strategy.root_device) if is_there else value
 
     def _tensors_of(self, forms: Sequence[Sequence[Any]], state: Mapping[str, Any]) -> list[torch.Tensor]:
         """Values whose name, type, shape and place, host or device, are given, where they were."""
@@ -320,6 +340,10 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return type(value) is torch.Tensor and value.nbytes <= _LIMIT_BYTES and value.layout is torch.strided
     return value is None or type(value) in (bool, int, float, str)
+
+
+def _counts_writes(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_inference()
 
 
 def _are_identical(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -43,6 +43,9 @@ from hyperpod_plugins.recovery.undo import (
     forget_iteration,
 )
 
+_Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A batch, and arguments of Lightning's `log` in its hooks."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartBeginning:
@@ -89,6 +92,12 @@ class Window:
         self._save = save
         self._closures: list[Callable[[], Any]] = []
         self._num_done = 0
+        self._batches_of: list[Any] = []
+        """The batch of each micro-step of the window, by whose size Lightning weighs what is logged."""
+        self._logged_after: list[list[_Log]] = []
+        """What hooks have logged after each micro-step but the last one."""
+        self._num_logged = 0
+        """Of how many micro-steps that is part of the results."""
         is_manual = not trainer.lightning_module.automatic_optimization
         if is_manual:  # schedulers step there, too
             schedulers: list[Any] = [each.scheduler for each in trainer.lr_scheduler_configs]
@@ -100,6 +109,7 @@ class Window:
             self._beginning.written, self._beginning.batches = former._beginning.written, former._beginning.batches
             if former._fresh is not None:
                 former._fresh.close()
+            vars(self._logged()).pop("log", None)
         self._fresh = FreshGradients(state.optimizers) if is_manual else None
         self._results: dict[str, dict[str, Any]] = {}
         self._tables: Tables = {}
@@ -143,6 +153,7 @@ class Window:
 
     def starts(self) -> None:
         """A batch is there, and no hook has seen it."""
+        self._values.starts()
         if self.is_empty:
             self._hooks.begin(self._trainer, BATCH)
             self._begins_at = self._batches.processed
@@ -177,7 +188,9 @@ class Window:
 
     def add(self, closure: Callable[[], Any]) -> None:
         """One more micro-step."""
+        vars(self._logged()).pop("log", None)
         self._closures.append(closure)
+        self._batches_of.append(vars(self._logged())["batch"])
 
     def note_batch(self, batch: Any) -> None:
         """A micro-step is about to compute on a batch."""
@@ -188,10 +201,44 @@ class Window:
         result: Any = None
         while self._num_done < len(self._closures):
             self.micro_step = self._num_done
-            result = self._closures[self._num_done]()
+            if self._num_logged < self.micro_step:
+                self._log_again()
+            with self._logging_for(self._batches_of[self.micro_step]):
+                result = self._closures[self._num_done]()
             self._num_done += 1
         self._beginning.end()
         return result
+
+    def ends_micro_step(self) -> None:
+        """Hooks follow that are not called again where the window is run again: note what they log."""
+        results, noted = self._logged(), list[_Log]()
+        self._logged_after.append(noted)
+        self._num_logged = len(self._logged_after)
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            noted.append((results.batch, args, kwargs))
+            type(results).log(results, *args, **kwargs)
+
+        vars(results)["log"] = log
+
+    def _log_again(self) -> None:
+        """Log what hooks have logged between the micro-step before this one and this one."""
+        results = self._logged()
+        for batch, args, kwargs in self._logged_after[self._num_logged]:
+            with self._logging_for(batch):
+                results.log(*args, **kwargs)
+        self._num_logged += 1
+
+    @contextmanager
+    def _logging_for(self, batch: Any) -> Generator[None]:
+        """Let results be weighed by the size of that batch, not of the one that came last."""
+        results = self._logged()
+        present = results.batch
+        results.batch, results.batch_size = batch, None
+        try:
+            yield
+        finally:
+            results.batch, results.batch_size = present, None
 
     @property
     def steps_before_vote(self) -> bool:
@@ -205,6 +252,7 @@ class Window:
     def close(self) -> None:
         """The step is committed."""
         self._closures, self._num_done, self._begins_at = [], 0, None
+        self._batches_of, self._logged_after, self._num_logged = [], [], 0
         self._hooks.end()
         if self._fresh is not None:  # a forward after the last backward leaves parameters gathered
             forget_iteration(self._state.model)
@@ -259,7 +307,7 @@ class Window:
             put_tables(self._trainer, self._tables)
         if self._zero_grads:
             self._zero_grad_counts.load_state_dict(self._zero_grads)
-        self._num_done = 0
+        self._num_done = self._num_logged = 0
 
     def end_iteration(self) -> None:
         """Put FSDP2's modules back to where an iteration begins."""
@@ -368,7 +416,7 @@ class Window:
         """Whether what counts in an epoch begins anew."""
         return not 0 < self._batches.processed < self._trainer.num_training_batches
 
-    def _logged(self) -> dict[str, Any]:
+    def _logged(self) -> Any:
         return self._trainer.fit_loop.epoch_loop._results
 
 

@@ -33,11 +33,11 @@ class Guard:
 
     def forbid(self, why: str) -> None:
         """Let the main thread's collectives raise from now on."""
-        breaker.refusal = why
+        breaker.forbid(why)
 
     def allow(self) -> None:
         """Let it communicate."""
-        breaker.refusal = ""
+        breaker.allow()
 
     @contextmanager
     def committing(self) -> Generator[None]:

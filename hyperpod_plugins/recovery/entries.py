@@ -87,13 +87,14 @@ class Entries:
                 "processes are replaced must make the same calls in the same order each time that it runs."
             )
         self.is_inside, self.is_passing = True, record is not None
-        breaker.refusal = ""
+        breaker.allow()
         try:
             yield record
         finally:
             self.is_inside = self.is_passing = False
+            breaker.allow()
             if breaker.phase is Phase.DETACHED:
-                breaker.refusal, breaker.before_refusal = _APART, self._start_all_again
+                breaker.forbid(_APART, self._start_all_again)
 
     @property
     def is_newcomer(self) -> bool:
@@ -102,7 +103,8 @@ class Entries:
 
     def _start_all_again(self) -> None:
         """Ask for what a process that is apart from the others cannot do: run what communicates between two entries."""
-        breaker.refusal, job, ledger = "", self._job, self._ledger
+        breaker.allow()
+        job, ledger = self._job, self._ledger
         if job is None or ledger is None:
             return
         incident = Incident(kind="request", cause=_APART)

@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import pickle
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
@@ -33,14 +34,19 @@ from hyperpod_plugins.observability import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buddies import buddies, wards
 from hyperpod_plugins.recovery.packing import is_size, packed, unpacked
-from hyperpod_plugins.recovery.undo import as_integers, host_values
+from hyperpod_plugins.recovery.undo import as_integers
 
 _log = logging.getLogger(__name__)
-Name = TypeVar("Name", str, tuple[str, str])
+_Name = TypeVar("_Name", str, tuple[str, str])
 LIMIT_BYTES = 2**20
 """Largest state of one rank that is given to its buddy at each step."""
 
-_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_PLAIN_TYPE = re.compile(r"torch\.(bool|u?int(8|16|32|64)|b?float16|float(32|64)|float8_\w+|complex(32|64|128))")
+_DTYPES = {
+    str(each): each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and _PLAIN_TYPE.fullmatch(str(each))  # torch makes no tensor of bytes of others
+}
 _ALWAYS_KEPT_BYTES = 2**14
 """Of one buffer, that is kept whether it was written to or not."""
 _LARGEST_BYTES = 2**40
@@ -167,10 +173,17 @@ class BufferStates:
         return [name for name, tensor in self._present().items() if self._is_own(name, tensor)]
 
     def _pairs(self, state_dict: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Of each buffer in a `state_dict` its name, its tensor and those values."""
+        """Of each buffer in a `state_dict` its name, its tensor and those values.
+
+        Raises:
+            CheckpointMismatch: the model has no such buffer.
+        """
         present = self._present()
         for name, values in unpacked_tensors(state_dict):
-            yield name, present[name], values.view(present[name].shape)
+            tensor = present.get(name) if isinstance(name, str) else None
+            if tensor is None or tensor.numel() != values.numel():
+                raise CheckpointMismatch(f"the state of one rank has a buffer {name!r} of shape {(*values.shape,)}")
+            yield name, tensor, values.view(tensor.shape)
 
     def _is_own(self, name: str, tensor: torch.Tensor) -> bool:
         first, version = self._first.get(name, (None, 0))
@@ -181,7 +194,7 @@ class BufferStates:
         return {name: tensor for name, tensor in found if type(tensor) is torch.Tensor}
 
 
-def packed_tensors(tensors: Mapping[Name, torch.Tensor]) -> dict[str, Any]:
+def packed_tensors(tensors: Mapping[_Name, torch.Tensor]) -> dict[str, Any]:
     """Names, types and shapes as JSON, which is compared and written in one piece, and values; nothing for none."""
     forms = [(name, str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()]
     return {"forms": json.dumps(forms), "data": bytes_of([*tensors.values()])} if forms else {}
@@ -190,9 +203,15 @@ def packed_tensors(tensors: Mapping[Name, torch.Tensor]) -> dict[str, Any]:
 def bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
     """Of all, one after another; from a device in one copy."""
     if all(each.device.type == "cpu" for each in tensors):
-        return b"".join(host_values(each).numpy().tobytes() for each in tensors)
+        return b"".join(_host_values(each).numpy().tobytes() for each in tensors)
     flat = [as_integers(each).reshape(-1).view(torch.uint8).to(tensors[0].device) for each in tensors]
     return torch.cat(flat).cpu().numpy().tobytes()
+
+
+def _host_values(tensor: torch.Tensor) -> torch.Tensor:
+    """As numpy takes them: it has not all types."""
+    is_plain = tensor.dtype is torch.float32 and not (tensor.requires_grad or tensor.is_neg())
+    return tensor if is_plain else as_integers(tensor)
 
 
 def unpacked_tensors(packed: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
@@ -206,7 +225,7 @@ def unpacked_tensors(packed: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]
     try:
         forms: list[Any] = json.loads(packed["forms"])
         return [*tensors_in(packed["data"], [(name, kind, shape) for name, kind, shape in forms])]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # a deep nesting, or sizes beyond all bounds
         raise CheckpointMismatch(f"the state of one rank does not say what it holds: {error!r}") from error
 
 
@@ -264,8 +283,8 @@ class LocalStates:
         Args:
             name: of the state.
             state: the object.
-            is_repeated: whether `load_state_dict` does again what hooks have done with it after the commit, so that it
-                is not given again for their sake.
+            is_repeated: whether it is not given again for the sake of what hooks do with it after the commit:
+                `load_state_dict` does that again, or leaves it to what the source of the parameters has.
         """
         self._states[name] = state
         if is_repeated:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hyperpod_plugins.parallel.shard import reshard
 from hyperpod_plugins.parallel.unit_watch import check_next_step, forget_step
 from hyperpod_plugins.recovery.kept import KeptState, memory_of, owned_by
 
@@ -30,6 +31,8 @@ _PIECE_SIZE = 2**13
 """Elements that are copied in each step and compared at its end."""
 _TURNS = 8
 """Steps in which all version counters are looked at once, after the first steps."""
+_GOLDEN = 0x9E3779B1
+"""2**32 over the golden ratio: turns by its multiples have no period that a program's steps may have."""
 _version_of = attrgetter("_version")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,12 +41,8 @@ class Buffers:
     """The buffers of some modules, as they were when a step began: those that a step writes to, assigns or deletes."""
 
     def __init__(self, parts: Iterable[nn.Module] = ()) -> None:
-        self._parts = [(part, part._buffers) for part in parts]
-        self.keep()
-
-    def keep(self) -> None:
-        """Remember what there is now."""
-        self._tables = {id(part): dict(table) for part, table in self._parts if table}
+        self._parts = list(parts)
+        self._tables = {id(part): dict(part._buffers) for part in self._parts if part._buffers}
         present = {id(each): each for table in self._tables.values() for each in table.values() if each is not None}
         self._saved = [(buffer, buffer.detach().clone()) for buffer in present.values()]
 
@@ -52,11 +51,11 @@ class Buffers:
         with torch.no_grad():
             for buffer, saved in self._saved:
                 buffer.copy_(saved)
-        for part, present in self._parts:
+        for part in self._parts:
             table = self._tables.get(id(part), {})
-            part._non_persistent_buffers_set -= present.keys() - table.keys()
-            present.clear()
-            present.update(table)
+            part._non_persistent_buffers_set -= part._buffers.keys() - table.keys()
+            part._buffers.clear()
+            part._buffers.update(table)
 
 
 class Batches:
@@ -161,7 +160,7 @@ class Beginning:
         self.is_open = True
         self.batches.begin()
         self._look()
-        self._buffers.keep()
+        self._buffers = Buffers(self.parts)
         self._counts = [_counts(part) for part in self._counting]
         self._drop_unowned()
         if self.kept is not None:
@@ -181,8 +180,8 @@ class Beginning:
         is_known = sum(map(len, self._tables)) == len(self._known) and all(map(is_, present, self._known))
         if is_known and num_owned == self._num_owned:
             return
+        reshard(self._model)  # what an evaluation has left gathered is not what the optimizers have
         self.parts, self._num_owned = parts_of(self._model), num_owned
-        self._buffers = Buffers(self.parts)
         self._tables = [table for part in self.parts for table in (part._modules, part._parameters)]
         self._known = [each for table in self._tables for each in table.values()]
         parameters = {id(each): each for part in self.parts for each in part._parameters.values() if each is not None}
@@ -198,7 +197,7 @@ class Beginning:
         To read the counters of 76 parameters takes 0.1 ms between two steps of a model that fills the caches. So after
         the first steps only some are read, in turn, unless a piece's bits have changed. At a fault all are.
         """
-        turn = slice(self._num_begun % _TURNS, None, _TURNS)
+        turn = slice((self._num_begun * _GOLDEN >> 16) % _TURNS, None, _TURNS)
         is_quick = self._piece is not None and not self._piece.is_changed
         if not is_quick or [*map(_version_of, self._counters[turn])] != self._versions[turn]:
             self.written |= self._changed()
@@ -261,24 +260,16 @@ class Piece:
         turn, place = divmod(index, len(tensors))
         self.owner = tensors[place]
         memory = memory_of(self.owner)
-        if not memory.is_contiguous():
-            memory = memory.new_empty(0)
-        num_pieces = max(1, -(-memory.numel() // _PIECE_SIZE))
+        flat = memory.detach().view(-1) if memory.is_contiguous() else memory.new_empty(0)
+        num_pieces = max(1, -(-flat.numel() // _PIECE_SIZE))
         begin = turn % num_pieces * _PIECE_SIZE
-        chosen = slice(begin, begin + _PIECE_SIZE)
-        if memory.device.type == "cpu":  # numpy takes a fraction of the time
-            self._values = host_values(memory).numpy().reshape(-1)[chosen]
-            self._saved = self._values.tobytes()
-        else:
-            self._values = as_integers(memory).reshape(-1)[chosen]
-            self._saved = self._values.clone()
+        self._values = flat[begin : begin + _PIECE_SIZE]
+        self._saved = self._values.clone()
 
     @property
     def is_changed(self) -> bool:
         """Whether a bit is another one now; waits for a device."""
-        if isinstance(self._values, torch.Tensor):
-            return not torch.equal(self._values, cast("torch.Tensor", self._saved))
-        return self._values.tobytes() != self._saved
+        return not torch.equal(as_integers(self._values), as_integers(self._saved))
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -310,12 +301,6 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.resolve_conj().resolve_neg()
     real = torch.view_as_real(plain) if plain.is_complex() else plain
     return real.detach().view(_INTEGERS[real.element_size()])
-
-
-def host_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as numpy takes it: it has not all types."""
-    is_plain = tensor.dtype is torch.float32 and not (tensor.requires_grad or tensor.is_neg())
-    return tensor if is_plain else as_integers(tensor)
 
 
 def _counts(part: nn.Module) -> dict[str, Any]:

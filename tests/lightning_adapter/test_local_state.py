@@ -98,6 +98,42 @@ def test_a_replacement_shows_what_its_predecessor_had_logged_until_it_logs_again
     assert state._unpacked(state.state_dict())[0] == of_lost._unpacked(of_lost.state_dict())[0]
 
 
+def test_a_replacement_that_has_logged_nothing_shows_what_a_batch_begins_with_after_a_validation():
+    lost, of_lost = trained(1.0, 2.0)
+    given = of_lost.state_dict()
+    end_batch(lost)
+    trainer, state = replaced(given, of_lost)
+    for each in (lost, trainer):
+        each._logger_connector._callback_metrics["both"] = torch.tensor(7.0)  # a validation, of the same name
+    begin_batch(lost)
+    begin_batch(trainer)
+    state.starts()
+    assert [list(table.items()) for table in shown_by(trainer)] == [list(table.items()) for table in shown_by(lost)]
+    assert shown_by(trainer)[0]["both"] == 2
+    assert trainer.fit_loop.epoch_loop._results == {}
+
+
+def test_names_keep_their_order():
+    lost, of_lost = trained(1.0)
+    given = of_lost.state_dict()
+    end_batch(lost)
+    trainer, _ = replaced(given, of_lost)
+    assert list(trainer.callback_metrics) == list(lost.callback_metrics)
+    assert next(iter(trainer.callback_metrics)) == "val"
+
+
+def test_a_tensor_that_a_callback_writes_to_in_place_is_given_again():
+    trainer, state = trained(1.0)
+    kept = trainer._logger_connector._callback_metrics["kept"] = torch.zeros(())
+    trainer._logger_connector._callback_metrics[("no", "name")] = torch.zeros(())
+    with torch.inference_mode():
+        trainer._logger_connector._callback_metrics["of an inference"] = torch.zeros(())
+    before = state.state_dict()
+    kept.add_(1)
+    assert "_callback_metrics kept" in state.written(before)
+    assert state.state_dict()["others"] != before["others"]
+
+
 def test_what_was_cached_is_not_shown_any_more_when_an_epoch_has_ended():
     _, of_lost = trained(1.0)
     trainer, state = replaced(of_lost.state_dict(), trained(10.0)[1])
@@ -186,7 +222,12 @@ def test_nothing_is_written_again_where_nothing_was_logged():
         {"cached": {"forms": '[["key", "torch.float32", [4], true, "a", "a", true, false]]', "data": b"1234"}},
         {"cached": {"forms": '[["key", "torch.float32", [2], true, "a", "a", true, true]]', "data": b"12341234"}},
         {"cached": {"forms": '[["key", "torch.float32", [], true, "a", 3, true, false]]', "data": b"1234"}},
+        {"cached": {"forms": '[["key", "torch.bits8", [], true, "a", "a", true, true]]', "data": b"1"}},
+        {"cached": {"forms": f'[["key", "torch.float32", [{2**62}, 4, 0], true, "a", "a", true, true]]', "data": b""}},
+        {"cached": {"forms": "[" * 100_000}},
         {"others": {"numbers": '[[5, "name", 1.0]]'}},
+        {"others": {"numbers": "[[0, 5, 1.0]]"}},
+        {"others": {"numbers": '[[0, "name", {"a": 1.0}]]'}},
         {"others": {"numbers": "3"}},
     ],
 )
@@ -198,3 +239,5 @@ def test_a_malformed_state_of_a_peer_is_refused(changes):
     for key, value in (("cached", {"key": ["no tensor", "a", "a", True, False]}), ("_callback_metrics", [1])):
         with pytest.raises(CheckpointMismatch):
             state.give({**described, key: value})
+    with pytest.raises(CheckpointMismatch):
+        state.give([1])

@@ -152,7 +152,10 @@ class Module(pl.LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         at = f"end of batch {batch_idx} of epoch {self.current_epoch}"
-        faults.note(kind="drawn", at=at, value=torch.rand(()).item())
+        drawn = torch.rand(())
+        faults.note(kind="drawn", at=at, value=drawn.item())
+        if option("ACCUMULATE", 1) > 1:
+            self.log("drawn", drawn, on_step=False, on_epoch=True)
         if (self.global_step, self.global_rank) == (option("FLIP_AT", -1), 1):
             self.net.norm.weight.detach().to_local().view(torch.int32)[0] ^= 1 << 12
         faults.at("batch end", self.global_step)

@@ -166,7 +166,7 @@ def raised(run):
 def logged(job, rank):
     """(step, name, value) -> how often this rank logged it; means over an epoch are apart."""
     rows = [(line["step"], *row) for line in job.records("metrics")[rank] for row in line["metrics"].items()]
-    return Counter(row for row in rows if row[1] not in ("epoch", "loss_epoch", "mean"))
+    return Counter(row for row in rows if row[1] not in ("epoch", "loss_epoch", "mean", "drawn"))
 
 
 def assert_equal(found_job, wanted_job):
@@ -283,6 +283,9 @@ def test_windows_of_micro_steps_and_a_validation_after_the_fit(run):
     wanted = run("accumulated", **ACCUMULATED_OPTIONS)
     assert_equal(found, wanted)
     assert_logged_once(found, wanted, ACCUMULATED)  # a validation that is run again counts no batch twice
+    means = [[line["metrics"].get("drawn") for line in job.records("metrics")[3]] for job in (found, wanted)]
+    assert means[0] == means[1]  # of what hooks logged between micro-steps, which rank 3 has run again without them
+    assert any(means[0])
 
 
 def test_a_fit_that_is_asked_to_stop_between_micro_steps(run):

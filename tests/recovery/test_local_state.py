@@ -69,7 +69,15 @@ def test_buffers_of_all_types_come_back_to_the_last_bit(dtype):
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("torch.float32", 2), ("torch.float32", -1), ("torch.float32", "1"), ("torch.save", 1)]
+    ("kind", "size"),
+    [
+        ("torch.float32", 2),
+        ("torch.float32", -1),
+        ("torch.float32", "1"),
+        ("torch.save", 1),
+        ("torch.quint8", 1),  # torch crashes where it makes one
+        ("torch.bits8", 1),
+    ],
 )
 def test_malformed_buffers_are_refused(kind, size):
     forms = json.dumps([("scale", kind, (size,))])
@@ -80,6 +88,13 @@ def test_malformed_buffers_are_refused(kind, size):
 @pytest.mark.parametrize("forms", [None, 5, "{", "[[1]]", '[["scale", "torch.float32"]]', "[" * 100_000])
 def test_a_description_of_buffers_that_is_malformed_is_refused(forms):
     with pytest.raises(CheckpointMismatch, match="does not say what it holds"):
+        BufferStates(Net()).load_state_dict({"forms": forms, "data": bytes(4)})
+
+
+@pytest.mark.parametrize("name", ["none such", ["scale"], "constant"])
+def test_values_that_fit_no_buffer_are_refused(name):
+    forms = json.dumps([(name, "torch.float32", (1,))])
+    with pytest.raises(CheckpointMismatch, match="has a buffer"):
         BufferStates(Net()).load_state_dict({"forms": forms, "data": bytes(4)})
 
 

@@ -152,23 +152,24 @@ def test_writes_that_no_counter_tells_of_are_found_long_after_the_first_steps(wr
     assert all(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("place", range(4))
-def test_counted_writes_to_one_parameter_that_begin_late_are_found_within_eight_steps(place):
+def test_counted_writes_to_one_parameter_that_begin_late_are_found(place, every):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     parameter = list(model.parameters())[place]
     beginning = Beginning(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
-
-    def write():
-        with torch.no_grad():
-            parameter.mul_(2)
-        return beginning.is_within_reach
-
-    for step in range(40):
+    missed = 0
+    for step in range(20 + 60 * every):
         beginning.begin()
         before = parameter.detach().clone()
-        is_within_reach = write() if step >= 20 else beginning.is_within_reach
-        assert is_within_reach or 20 <= step < 28  # never taken for what can be put back
+        if step >= 20 and step % every == 0:
+            with torch.no_grad():
+                parameter.mul_(-1)
+            missed += not beginning.is_within_reach  # never taken for what can be put back
+        else:
+            assert beginning.is_within_reach
         beginning.end()
+    assert 1 <= missed < 40
     beginning.put_back()
     assert torch.equal(parameter, before)
