@@ -34,7 +34,7 @@ class Breaker:
         self.refusal = ""
         """Why the main thread must not communicate now; empty where it may."""
         self.before_refusal: Callable[[], None] = lambda: None
-        """Called before a collective is refused for that reason; may raise something else."""
+        """Called before a collective is refused for that reason; may raise something else, or allow it."""
 
     @property
     def phase(self) -> Phase:

@@ -224,7 +224,8 @@ class ResilientProcessGroup(DelegatingGroup):
         # Every collective of every group passes here, and so does its Work: the place to notice a fault.
         if breaker.refusal and threading.current_thread() is threading.main_thread():
             breaker.before_refusal()
-            raise LoopError(breaker.refusal)
+            if breaker.refusal:
+                raise LoopError(breaker.refusal)
         self._traffic.add(kind, payload_bytes)
         inner = self._inner
         try:

@@ -100,11 +100,11 @@ log = logging.getLogger(__name__)
 
 WITHIN_WINDOW = (
     "a collective was called between the micro-steps of one optimizer step (accumulate_grad_batches), in a hook such "
-    "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. Where a process is lost, the "
-    "others compute these micro-steps again without what lies between them, and its replacement would wait here for "
-    "ever. Communicate in training_step, or after the last micro-step of a step (there trainer.global_step has just "
-    "grown). ModelCheckpoint(train_time_interval=...) communicates after each batch. Or use "
-    "CheckpointlessRecovery(enabled=False)."
+    "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. Where a process is lost in "
+    "the second or a later micro-step, the others cannot compute the step again in place, for they would not be there when "
+    "its replacement calls that collective: all return to a snapshot, or start again from the last checkpoint. To lose "
+    "nothing then, communicate in training_step, or after the last micro-step of a step. "
+    "ModelCheckpoint(train_time_interval=...) communicates after each batch."
 )
 
 
@@ -670,7 +670,7 @@ class TrainerRecovery:
             self._seed(self._transaction.step, self._window.micro_step, COMPUTE)
 
     def micro_step(self, closure: Callable[[], Any]) -> None:
-        """Run a micro-step that is not the last of its window, after which the program must not communicate."""
+        """Run a micro-step that is not the last of its window, and see whether the program communicates after it."""
         assert self._window is not None
         assert self._transaction is not None
         breaker.allow()
@@ -680,7 +680,15 @@ class TrainerRecovery:
         self._window.add(closure)
         self._transaction.advance(self._window.compute)
         self._window.ends_micro_step()
-        breaker.forbid(WITHIN_WINDOW)
+        breaker.forbid(WITHIN_WINDOW, self._notice_collective)
+
+    def _notice_collective(self) -> None:
+        """The program communicates between micro-steps."""
+        breaker.allow()
+        assert self._window is not None
+        if not self._window.communicates_between and self.member.rank == 0:
+            log.warning("%s", WITHIN_WINDOW)
+        self._window.communicates_between = True
 
     def step(self, closure: Callable[[], Any], commit: Callable[[Any], Any]) -> Any:
         """Run the last micro-step of a window, and the optimizer."""

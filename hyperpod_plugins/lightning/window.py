@@ -92,6 +92,8 @@ class Window:
         self._save = save
         self._closures: list[Callable[[], Any]] = []
         self._num_done = 0
+        self.communicates_between = False
+        """Whether the program communicates between the micro-steps of a window, which a replacement cannot do alone."""
         self._batches_of: list[Any] = []
         """The batch of each micro-step of the window, by whose size Lightning weighs what is logged."""
         self._logged_after: list[list[_Log]] = []
@@ -110,6 +112,7 @@ class Window:
             if former._fresh is not None:
                 former._fresh.close()
             vars(self._logged()).pop("log", None)
+            self.communicates_between = former.communicates_between
         self._fresh = FreshGradients(state.optimizers) if is_manual else None
         self._results: dict[str, dict[str, Any]] = {}
         self._tables: Tables = {}
@@ -285,8 +288,9 @@ class Window:
 
     @property
     def can_undo(self) -> bool:
-        """Whether the step has written only to what was copied when it began."""
-        return self._beginning.is_within_reach
+        """Whether the step has written only to what was copied when it began, and can be run without its hooks."""
+        is_with_peers = self.communicates_between and len(self._closures) > 1
+        return self._beginning.is_within_reach and not is_with_peers
 
     def undo(self) -> None:
         """Forget gradients; put what was logged and shown, and everything else, back."""

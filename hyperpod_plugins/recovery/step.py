@@ -338,7 +338,10 @@ class StepTransaction:
         if error is not None:
             self._attempts.failed()
         if commit is not None and not self._subject.can_undo:
-            raise error or self.tear("its program has written to parameters for the first time")
+            raise error or self.tear(
+                "it cannot be undone, for its program has written to parameters for the first time, or communicates "
+                "between its micro-steps"
+            )
         while True:
             began_s = time.time()
             incident = self._member.end_generation()

@@ -1,68 +1,108 @@
-"""Collectives between the micro-steps of one optimizer step are refused by name, before the first step is committed."""
+"""Collectives between the micro-steps of one optimizer step: a loss in a later one is repaired, and told of before."""
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.spawns
 
 PROGRAM = """
+import os
+import signal
 import sys
+from pathlib import Path
 
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from hyperpod_plugins.lightning import HyperPodStrategy
+from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 
 torch.set_num_threads(1)
+when, snapshots, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 
 
 class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("total", torch.zeros(()))
 
     def training_step(self, batch, index):
-        return self.linear(batch[0]).square().mean()
+        mark = folder / "killed"
+        if self.global_rank == 1 and index == 5 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.linear(batch[0]).square().mean() + 0 * self.total
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_train_batch_end(self, outputs, batch, index):
-        if sys.argv[1] == "each batch" or index % 2:
-            dist.all_reduce(torch.ones(1))
-            print("reduced after batch", index, flush=True)
+        if when == "each batch" or index % 2:
+            total = torch.ones(())
+            dist.all_reduce(total)
+            self.total += total
 
 
 trainer = L.Trainer(
     accelerator="cpu",
     devices=2,
     strategy=HyperPodStrategy(hybrid_shard_degree=1),
+    callbacks=[CheckpointlessRecovery(snapshot_every_steps=snapshots)],
     accumulate_grad_batches=2,
-    max_steps=2,
+    max_steps=5,
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,
 )
-trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=2))
-print("trained to", trainer.global_step, flush=True)
+module = Module()
+data = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+trainer.fit(module, DataLoader(TensorDataset(data), batch_size=2))
+weights = [each.full_tensor() for each in module.linear.parameters()]
+torch.save((weights, module.total), folder / f"rank-{trainer.global_rank}.pt")
 """
 
 
-@pytest.mark.parametrize("when", ["each batch", "each step"])
-def test_hooks_communicate_after_the_last_micro_step_of_a_step_only(when, tmp_path):
-    program = tmp_path / "train.py"
-    program.write_text(PROGRAM)
+def train(folder, when, snapshots, *, is_disturbed):
+    folder.mkdir()
+    (folder / "train.py").write_text(PROGRAM)
+    if not is_disturbed:
+        (folder / "killed").touch()
     launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "2"]
-    done = subprocess.run([*launcher, str(program), when], capture_output=True, text=True, timeout=120)
-    text = done.stdout + done.stderr
-    if when == "each batch":
-        assert done.returncode == 1, text
-        assert "a collective was called between the micro-steps of one optimizer step" in text
-        assert "reduced after batch" not in text
-    else:
-        assert done.returncode == 0, text
-        assert text.count("trained to 2") == 2
+    command = [*launcher, str(folder / "train.py"), when, str(snapshots), str(folder)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        text, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, text[-8000:]
+    return text, [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("when", "snapshots", "repair"),
+    [
+        ("each batch", 0, "all processes start again"),
+        ("each batch", 1, "all ranks return to the snapshot of step 2"),
+        ("each step", 0, "killed by SIGKILL; repaired in"),
+    ],
+)
+def test_a_loss_in_a_later_micro_step_is_repaired_to_the_same_bits(when, snapshots, repair, tmp_path):
+    calm, wanted = train(tmp_path / "calm", when, snapshots, is_disturbed=False)
+    text, found = train(tmp_path / "disturbed", when, snapshots, is_disturbed=True)
+    for (weights, total), (others, other) in zip(found, wanted, strict=True):
+        assert all(map(lambda a, b: a.equal(b), weights, others))
+        assert total.equal(other)
+    is_told = "a collective was called between the micro-steps" in calm
+    assert is_told == (when == "each batch")
+    assert repair in text, text
