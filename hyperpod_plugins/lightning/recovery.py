@@ -101,9 +101,9 @@ log = logging.getLogger(__name__)
 WITHIN_WINDOW = (
     "a collective was called between the micro-steps of one optimizer step (accumulate_grad_batches), in a hook such "
     "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. Where a process is lost in "
-    "the second or a later micro-step, the others cannot compute the step again in place, for they would not be there when "
-    "its replacement calls that collective: all return to a snapshot, or start again from the last checkpoint. To lose "
-    "nothing then, communicate in training_step, or after the last micro-step of a step. "
+    "the second or a later micro-step, the others cannot compute the step again in place, for they would not be there "
+    "when its replacement calls that collective: all return to a snapshot, or start again from the last checkpoint. To "
+    "lose nothing then, communicate in training_step, or after the last micro-step of a step. "
     "ModelCheckpoint(train_time_interval=...) communicates after each batch."
 )
 
