@@ -18,6 +18,7 @@ from hyperpod_plugins.recovery.local_state import (
     BUFFERS,
     OF_EPOCH,
     BufferStates,
+    Forms,
     LocalStates,
     packed_tensors,
     unpacked_tensors,
@@ -83,6 +84,7 @@ class LoggedMeans:
         self._begun: list[Any] = []
         self._begun_before: list[Any] = []
         self._forms: dict[str, dict[str, Any]] = {}
+        self._written_forms = Forms()
 
     def forms(self, begun: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
         """How each value is logged that is reduced at the epoch's end: arguments of `log`, in the order of logging.
@@ -142,7 +144,7 @@ class LoggedMeans:
         for key, result in self._results.items():
             if result.is_tensor and result.meta.on_epoch and not result.has_reset:
                 sums |= {(key, name): vars(result)[name].detach() for name in result._defaults}
-        return packed_tensors(sums)
+        return packed_tensors(sums, self._written_forms)
 
     def written(self, before: dict[str, Any]) -> set[str]:
         """Nothing: what is logged after a step adds to a sum, which a replacement has from no other rank."""

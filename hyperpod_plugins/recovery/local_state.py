@@ -133,6 +133,7 @@ class BufferStates:
         ]
         self._saved = {name for name, part, key in self._places if key not in part._non_persistent_buffers_set}
         self._first = {name: (tensor, tensor._version) for name, tensor in self._present().items()}
+        self._forms = Forms()
 
     @property
     def is_empty(self) -> bool:
@@ -141,7 +142,8 @@ class BufferStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Names, types and shapes, and the bytes of all: many small tensors take long to be copied and written."""
-        return packed_tensors({name: each for name, each in self._present().items() if self._is_own(name, each)})
+        own = {name: each for name, each in self._present().items() if self._is_own(name, each)}
+        return packed_tensors(own, self._forms)
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
         """Put them into the buffers, which keep their tensors; the others have the values that all ranks have."""
@@ -194,10 +196,31 @@ class BufferStates:
         return {name: tensor for name, tensor in found if type(tensor) is torch.Tensor}
 
 
-def packed_tensors(tensors: Mapping[_Name, torch.Tensor]) -> dict[str, Any]:
-    """Names, types and shapes as JSON, which is compared and written in one piece, and values; nothing for none."""
-    forms = [(name, str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()]
-    return {"forms": json.dumps(forms), "data": bytes_of([*tensors.values()])} if forms else {}
+def packed_tensors(tensors: Mapping[_Name, torch.Tensor], known: "Forms | None" = None) -> dict[str, Any]:
+    """Names, types and shapes as JSON, which is compared and written in one piece, and values; nothing for none.
+
+    Args:
+        tensors: by name.
+        known: of the last time; each step asks for them, and they rarely change.
+    """
+    forms = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    known = Forms() if known is None else known
+    return {"forms": known.text_of(forms), "data": bytes_of([*tensors.values()])} if forms else {}
+
+
+class Forms:
+    """Names, types and shapes of tensors as JSON, written again when they have changed."""
+
+    def __init__(self) -> None:
+        self._forms: list[Any] = []
+        self._text = "[]"
+
+    def text_of(self, forms: Sequence[tuple[Any, torch.dtype, torch.Size]]) -> str:
+        """A JSON list of name, type and shape of each."""
+        if forms != self._forms:
+            self._forms = list(forms)
+            self._text = json.dumps([(name, str(dtype), shape) for name, dtype, shape in forms])
+        return self._text
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:

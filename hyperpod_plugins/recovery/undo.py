@@ -41,8 +41,12 @@ class Buffers:
     """The buffers of some modules, as they were when a step began: those that a step writes to, assigns or deletes."""
 
     def __init__(self, parts: Iterable[nn.Module] = ()) -> None:
-        self._parts = list(parts)
-        self._tables = {id(part): dict(part._buffers) for part in self._parts if part._buffers}
+        self._parts = [(part, part._buffers) for part in parts]
+        self.keep()
+
+    def keep(self) -> None:
+        """Remember what these modules have now."""
+        self._tables = {id(part): dict(table) for part, table in self._parts if table}
         present = {id(each): each for table in self._tables.values() for each in table.values() if each is not None}
         self._saved = [(buffer, buffer.detach().clone()) for buffer in present.values()]
 
@@ -51,11 +55,11 @@ class Buffers:
         with torch.no_grad():
             for buffer, saved in self._saved:
                 buffer.copy_(saved)
-        for part in self._parts:
+        for part, present in self._parts:
             table = self._tables.get(id(part), {})
-            part._non_persistent_buffers_set -= part._buffers.keys() - table.keys()
-            part._buffers.clear()
-            part._buffers.update(table)
+            part._non_persistent_buffers_set -= present.keys() - table.keys()
+            present.clear()
+            present.update(table)
 
 
 class Batches:
@@ -160,7 +164,7 @@ class Beginning:
         self.is_open = True
         self.batches.begin()
         self._look()
-        self._buffers = Buffers(self.parts)
+        self._buffers.keep()
         self._counts = [_counts(part) for part in self._counting]
         self._drop_unowned()
         if self.kept is not None:
@@ -182,6 +186,7 @@ class Beginning:
             return
         reshard(self._model)  # what an evaluation has left gathered is not what the optimizers have
         self.parts, self._num_owned = parts_of(self._model), num_owned
+        self._buffers = Buffers(self.parts)
         self._tables = [table for part in self.parts for table in (part._modules, part._parameters)]
         self._known = [each for table in self._tables for each in table.values()]
         parameters = {id(each): each for part in self.parts for each in part._parameters.values() if each is not None}
@@ -260,16 +265,16 @@ class Piece:
         turn, place = divmod(index, len(tensors))
         self.owner = tensors[place]
         memory = memory_of(self.owner)
-        flat = memory.detach().view(-1) if memory.is_contiguous() else memory.new_empty(0)
+        flat = memory.view(-1) if memory.is_contiguous() else memory.new_empty(0)
         num_pieces = max(1, -(-flat.numel() // _PIECE_SIZE))
         begin = turn % num_pieces * _PIECE_SIZE
-        self._values = flat[begin : begin + _PIECE_SIZE]
+        self._values = as_integers(flat[begin : begin + _PIECE_SIZE])
         self._saved = self._values.clone()
 
     @property
     def is_changed(self) -> bool:
         """Whether a bit is another one now; waits for a device."""
-        return not torch.equal(as_integers(self._values), as_integers(self._saved))
+        return not torch.equal(self._values, self._saved)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -298,9 +303,11 @@ def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers of the same size, by whose bits values are compared; a copy of a conjugated view."""
-    plain = tensor.resolve_conj().resolve_neg()
-    real = torch.view_as_real(plain) if plain.is_complex() else plain
-    return real.detach().view(_INTEGERS[real.element_size()])
+    real = tensor.detach()
+    if tensor.is_complex() or tensor.is_neg():  # only those are views that a bit turns into other values
+        real = real.resolve_conj().resolve_neg()
+        real = torch.view_as_real(real) if real.is_complex() else real
+    return real.view(_INTEGERS[real.element_size()])
 
 
 def _counts(part: nn.Module) -> dict[str, Any]:
