@@ -391,7 +391,8 @@ class Snapshots:
         # Else the next fault could find nothing of a rank whose buddy is new.
         to, source = self.buddy if self.buddy in sources else None, self.ward if self._rank in sources else None
         self._hand_over(step, self._own, to, self._wards, source)
-        dist.all_reduce(torch.zeros(1), group=self._group)
+        with waits_for(WORLD):  # in the group of a thread beside the step, whose waits are nobody's business otherwise
+            dist.all_reduce(torch.zeros(1), group=self._group)
 
     def _hand_over(self, step: int, given: Shelf, to: int | None, taken: Shelf, source: int | None) -> None:
         """Give a snapshot of a step to one rank, and take one from another; None for nobody."""
