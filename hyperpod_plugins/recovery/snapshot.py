@@ -373,7 +373,8 @@ class Snapshots:
         self._complete = step
         mine = torch.tensor([self._pace.told_steps])
         all_ranks = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(all_ranks, mine, group=self._group)
+        with waits_for(self._role):
+            dist.all_gather(all_ranks, mine, group=self._group)
         self._pace.begin_again([int(each) for each in all_ranks])
         self._is_off = self._has_stalled = False
         self._refusal = None  # `_num_stalls` stays: an exchange that stands still leads to a repair
@@ -391,7 +392,7 @@ class Snapshots:
         # Else the next fault could find nothing of a rank whose buddy is new.
         to, source = self.buddy if self.buddy in sources else None, self.ward if self._rank in sources else None
         self._hand_over(step, self._own, to, self._wards, source)
-        with waits_for(WORLD):  # in the group of a thread beside the step, whose waits are nobody's business otherwise
+        with waits_for(self._role):  # waits in the group of a thread beside the step are not told by themselves
             dist.all_reduce(torch.zeros(1), group=self._group)
 
     def _hand_over(self, step: int, given: Shelf, to: int | None, taken: Shelf, source: int | None) -> None:
