@@ -6,7 +6,10 @@ import pytest
 from recovery import matrix
 from recovery.matrix import KINDS, PHASES, PROGRAMS, Cells, Outcome, jobs_of, table
 
-PART = [Cells(program="convolution", kind="kill", phases=("give", "save", "between"))]
+PART = [
+    Cells(program="convolution", kind="kill", phases=("give", "save", "between")),
+    Cells(program="full", kind="stop", phases=("take",)),  # small snapshots, that nobody waits to send
+]
 
 
 @pytest.mark.spawns
