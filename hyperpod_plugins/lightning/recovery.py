@@ -680,7 +680,7 @@ class TrainerRecovery:
         self._window.add(closure)
         self._transaction.advance(self._window.compute)
         self._window.ends_micro_step()
-        breaker.forbid(WITHIN_WINDOW, self._notice_collective)
+        breaker.forbid(WITHIN_WINDOW, self._notice_collective)  # which allows it: this is how the first one is noticed
 
     def _notice_collective(self) -> None:
         """The program communicates between micro-steps."""

@@ -145,7 +145,7 @@ class ShownValues:
         self._answer({key: each._replace(value=self._placed(each.value)) for key, each in cached.items()})
 
     def starts(self) -> None:
-        """A batch begins: whoever reads the tables now is shown what was cached, as where the results have it."""
+        """A batch begins: let the tables show what was cached, as they do where the results themselves hold it."""
         if self._given:
             put_tables(self._trainer, shown(tables_of(self._trainer), self._without_logged(self._attributes())))
 

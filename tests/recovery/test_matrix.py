@@ -8,7 +8,9 @@ from recovery.matrix import KINDS, PHASES, PROGRAMS, Cells, Outcome, jobs_of, ta
 
 PART = [
     Cells(program="convolution", kind="kill", phases=("give", "save", "between")),
-    Cells(program="full", kind="stop", phases=("take",)),  # small snapshots, that nobody waits to send
+    Cells(
+        program="full", kind="stop", phases=("take",)
+    ),  # small snapshots, which are sent without waiting for the receiver
 ]
 
 
