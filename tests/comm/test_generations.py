@@ -29,14 +29,19 @@ def meeting_store():
 
 def break_and_reform(generation):
     """Rank 0 breaks its groups when all have theirs; the others notice in the next collective."""
-    store = meeting_store()
-    store.set(f"before {generation}/{dist.get_rank()}", "")
+    all_have_theirs(generation)
     if dist.get_rank() == 0:
-        store.wait([f"before {generation}/{rank}" for rank in range(dist.get_world_size())])
         break_groups("a test")
     with pytest.raises(PeerLost):
         dist.barrier()
-    Reform(generation, store=store, timeout_s=20.0).run()
+    Reform(generation, store=meeting_store(), timeout_s=20.0).run()
+
+
+def all_have_theirs(generation):
+    """Wait until every rank's groups are connected: one rank's may be while another still connects, and would fail."""
+    store = meeting_store()
+    store.set(f"before {generation}/{dist.get_rank()}", "")
+    store.wait([f"before {generation}/{rank}" for rank in range(dist.get_world_size())])
 
 
 def start():
@@ -279,6 +284,7 @@ def abandoned_attempt():
     """Rank 1 does not come to generation 1, which rank 0 leaves off forming; both come to generation 2."""
     start()
     store = dist.distributed_c10d._get_default_store().clone()  # of its own: the attempt goes on to wait there
+    all_have_theirs(1)
     if dist.get_rank() == 0:
         break_groups("a test")
         attempt = Reform(1, store=dist.PrefixStore("meeting", store), timeout_s=50.0)
