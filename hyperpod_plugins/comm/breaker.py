@@ -11,8 +11,7 @@ step, so no module is left half gathered; what the step computes after a break i
 
 import enum
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 
 class Phase(enum.Enum):
@@ -23,11 +22,29 @@ class Phase(enum.Enum):
     DETACHED = "they do nothing, for this process has not joined the others yet"
 
 
+class Tolerance:
+    """A block in which a breaker is tolerant; no generator, for each step enters two."""
+
+    def __init__(self, breaker: "Breaker") -> None:
+        self._breaker = breaker
+        self._is_outermost = False
+
+    def __enter__(self) -> None:
+        self._is_outermost = self._breaker.phase is Phase.STRICT
+        if self._is_outermost:
+            self._breaker.phase = Phase.TOLERANT
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_outermost and self._breaker.phase is Phase.TOLERANT:
+            self._breaker.phase = Phase.STRICT
+
+
 class Breaker:
     """The state of all groups of this process; thread-safe."""
 
     def __init__(self) -> None:
-        self._phase = Phase.STRICT
+        self.phase = Phase.STRICT
+        """What collectives do when the groups are broken."""
         self._cause: str | None = None
         self._lock = threading.Lock()
         self._listeners: list[Callable[[str], None]] = []
@@ -37,11 +54,6 @@ class Breaker:
         """Called before a collective is refused for that reason; may raise something else, or allow it."""
 
     @property
-    def phase(self) -> Phase:
-        """What collectives do when the groups are broken."""
-        return self._phase
-
-    @property
     def cause(self) -> str | None:
         """Why the groups are broken (the first reason), or None while they are whole."""
         return self._cause
@@ -49,12 +61,12 @@ class Breaker:
     @property
     def is_quiet(self) -> bool:
         """Whether collectives do nothing now."""
-        return self._phase is Phase.DETACHED or (self._cause is not None and self._phase is Phase.TOLERANT)
+        return self.phase is Phase.DETACHED or (self._cause is not None and self.phase is Phase.TOLERANT)
 
     @property
     def is_open(self) -> bool:
         """Whether collectives do not reach the peers now, be it quietly or with an error."""
-        return self._cause is not None or self._phase is Phase.DETACHED
+        return self._cause is not None or self.phase is Phase.DETACHED
 
     def forbid(self, why: str, before: Callable[[], None] = lambda: None) -> None:
         """Let the main thread's collectives raise `LoopError(why)` from now on, after a call of `before`."""
@@ -85,30 +97,21 @@ class Breaker:
 
     def detach(self) -> None:
         """Begin as a newcomer."""
-        self._phase = Phase.DETACHED
+        self.phase = Phase.DETACHED
 
     def part(self) -> None:
         """Go apart from the others after a break: collectives do nothing until the groups are mended."""
-        self._phase = Phase.DETACHED
+        self.phase = Phase.DETACHED
 
     def close(self) -> None:
         """All groups have new connections."""
         with self._lock:
             self._cause = None
-        self._phase = Phase.STRICT
+        self.phase = Phase.STRICT
 
-    @contextmanager
-    def tolerant(self) -> Generator[None]:
+    def tolerant(self) -> "Tolerance":
         """Inside a step. A newcomer stays detached, and a break outlasts the block."""
-        if self._phase is not Phase.STRICT:
-            yield
-            return
-        self._phase = Phase.TOLERANT
-        try:
-            yield
-        finally:
-            if self._phase is Phase.TOLERANT:
-                self._phase = Phase.STRICT
+        return Tolerance(self)
 
 
 breaker = Breaker()

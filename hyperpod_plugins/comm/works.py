@@ -7,8 +7,7 @@ import ctypes
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, cast
 from weakref import WeakSet
@@ -88,17 +87,23 @@ class Waiting:
 waiting = Waiting()
 
 
-@contextmanager
-def waits_for(role: GroupRole) -> Generator[None]:
-    """Say, in the step's thread, that it waits for the peers of a group otherwise than in a collective."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    waiting.since_s, waiting.number, waiting.role = time.monotonic(), 0, role
-    try:
-        yield
-    finally:
-        waiting.role = None
+class WaitsFor:
+    """A block in which the step's thread waits for the peers of a group otherwise than in a collective.
+
+    Another thread says nothing. It is no generator, for each step enters two.
+    """
+
+    def __init__(self, role: GroupRole) -> None:
+        self._role = role
+        self._is_said = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        if self._is_said:
+            waiting.since_s, waiting.number, waiting.role = time.monotonic(), 0, self._role
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_said:
+            waiting.role = None
 
 
 def current_wait() -> tuple[GroupRole, int, float] | None:

@@ -135,12 +135,8 @@ class LoggedMeans:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums by the name under which Lightning has them; what metrics in modules count is theirs."""
-        sums = {
-            (key, name): value
-            for key, each in self._awaited.items()
-            if not self._has_begun(key)
-            for name, value in each.items()
-        }
+        awaited = [(key, each) for key, each in self._awaited.items() if not self._has_begun(key)]
+        sums = {(key, name): value for key, each in awaited for name, value in each.items()}
         for key, result in self._results.items():
             if result.is_tensor and result.meta.on_epoch and not result.has_reset:
                 sums |= {(key, name): vars(result)[name].detach() for name in result._defaults}

@@ -711,6 +711,11 @@ class TrainerRecovery:
         return commit(result)
 
     @property
+    def takes_micro_steps(self) -> bool:
+        """Whether it is given those before the last one of a window."""
+        return self._window is not None and self._window.accumulates
+
+    @property
     def steps_before_vote(self) -> bool:
         """Whether the optimizer's step belongs to what is computed, for it may communicate."""
         return self._window is not None and self._window.steps_before_vote

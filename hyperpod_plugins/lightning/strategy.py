@@ -339,8 +339,9 @@ class HyperPodStrategy(EvaluatingStrategy):
         if self._recovery is not None:
             self._recovery.seed()
             self._recovery.note_batch((args, kwargs))
-            # The step may have to be run again: what the module takes out of the batch must still be there then.
-            args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+            if kwargs or not all(map(_is_leaf, args)):
+                # The step may have to be run again: what the module takes out of the batch must still be there then.
+                args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         if self._drops_gradients and self._begins_window:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -428,13 +429,8 @@ class HyperPodStrategy(EvaluatingStrategy):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        """With recovery the strategy is given every micro-step, for it may have to run the whole window again.
-
-        Not in the last batch of an epoch: there Lightning would leave the step out.
-        """
-        if self._recovery is None or not self._recovery.is_fitting:
-            return False
-        return not self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        """With recovery the strategy is given every micro-step, for it may have to run the whole window again."""
+        return self._recovery is not None and self._recovery.takes_micro_steps
 
     def _unsynchronised(self, closure: Callable[[], Any]) -> Any:
         with self.block_backward_sync():
@@ -550,6 +546,11 @@ class HyperPodStrategy(EvaluatingStrategy):
                 self.local_state = recovery.local_state
                 recovery.leave(None if self.lightning_module is None else self.lightning_module.trainer)
             super().teardown()
+
+
+def _is_leaf(value: object) -> bool:
+    """Whether an argument of `training_step` is no container."""
+    return isinstance(value, Tensor | int)
 
 
 def _nothing() -> None:

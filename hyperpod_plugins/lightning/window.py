@@ -5,7 +5,7 @@
 
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ from hyperpod_plugins.recovery.undo import (
     forget_iteration,
 )
 
+_NO_OTHER = nullcontext()
+"""Where results are weighed by the batch that they have."""
 _Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A batch, and arguments of Lightning's `log` in its hooks."""
 
@@ -140,6 +142,15 @@ class Window:
         return not self._closures
 
     @property
+    def accumulates(self) -> bool:
+        """Whether more micro-steps may follow the present one in its window.
+
+        In the last batch of an epoch none do: Lightning would leave the step out if it were told so.
+        """
+        trainer = self._trainer
+        return trainer.accumulate_grad_batches > 1 and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+    @property
     def is_told_to_end(self) -> bool:
         """Whether this process has got SIGTERM."""
         return self._trainer.received_sigterm
@@ -206,7 +217,8 @@ class Window:
             self.micro_step = self._num_done
             if self._num_logged < self.micro_step:
                 self._log_again()
-            with self._logging_for(self._batches_of[self.micro_step]):
+            batch = self._batches_of[self.micro_step]
+            with _NO_OTHER if batch is self._logged().batch else self._logging_for(batch):
                 result = self._closures[self._num_done]()
             self._num_done += 1
         self._beginning.end()
@@ -279,12 +291,14 @@ class Window:
             self._fresh.begin()
         self._results = {key: _attributes(metric) for key, metric in self._logged().items()}
         self._tables = tables_of(self._trainer)
-        if self._begins_epoch:
+        begins_epoch = self._begins_epoch
+        if begins_epoch:
             self._means.settle()
             self._values.settle()
         self._means.begin()
-        self._zero_grads = self._zero_grad_counts.state_dict()
-        self._local.begin(step, begins_epoch=self._begins_epoch)
+        counts = self._zero_grad_counts
+        self._zero_grads = {"total": dict(vars(counts.total)), "current": dict(vars(counts.current))}
+        self._local.begin(step, begins_epoch=begins_epoch)
 
     @property
     def can_undo(self) -> bool:

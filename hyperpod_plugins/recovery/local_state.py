@@ -21,6 +21,7 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -37,6 +38,7 @@ from hyperpod_plugins.recovery.packing import is_size, packed, unpacked
 from hyperpod_plugins.recovery.undo import as_integers
 
 _log = logging.getLogger(__name__)
+_is_cpu = attrgetter("is_cpu")
 _Name = TypeVar("_Name", str, tuple[str, str])
 LIMIT_BYTES = 2**20
 """Largest state of one rank that is given to its buddy at each step."""
@@ -192,8 +194,11 @@ class BufferStates:
         return tensor.nbytes <= _ALWAYS_KEPT_BYTES or first is not tensor or version != tensor._version
 
     def _present(self) -> dict[str, torch.Tensor]:
-        found = ((name, part._buffers.get(key)) for name, part, key in self._places)
-        return {name: tensor for name, tensor in found if type(tensor) is torch.Tensor}
+        return {
+            name: tensor
+            for name, part, key in self._places
+            if type(tensor := part._buffers.get(key)) is torch.Tensor  # not one that is sharded
+        }
 
 
 def packed_tensors(tensors: Mapping[_Name, torch.Tensor], known: "Forms | None" = None) -> dict[str, Any]:
@@ -225,8 +230,8 @@ class Forms:
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
     """Of all, one after another; from a device in one copy."""
-    if all(each.device.type == "cpu" for each in tensors):
-        return b"".join(_host_values(each).numpy().tobytes() for each in tensors)
+    if all(map(_is_cpu, tensors)):
+        return b"".join([_host_values(each).numpy().tobytes() for each in tensors])
     flat = [as_integers(each).reshape(-1).view(torch.uint8).to(tensors[0].device) for each in tensors]
     return torch.cat(flat).cpu().numpy().tobytes()
 
@@ -289,6 +294,7 @@ class LocalStates:
         self._buddy, self._ward = self._buddy_of[rank], wards(self._buddy_of)[rank]
         self._channel = Channel(None, "local")
         self._states: dict[str, RankLocalState] = {}
+        self._of_program: dict[str, RankLocalState] = {}
         self._repeated: set[str] = set()
         self._at_begin: dict[str, dict[str, Any]] = {}
         self._own: dict[int, bytes] = {}
@@ -310,6 +316,8 @@ class LocalStates:
                 `load_state_dict` does that again, or leaves it to what the source of the parameters has.
         """
         self._states[name] = state
+        if isinstance(state, ProgramState):
+            self._of_program[name] = state
         if is_repeated:
             self._repeated.add(name)
 
@@ -396,9 +404,7 @@ class LocalStates:
             step: how many are committed.
             begins_epoch: whether it is the first of an epoch: what counts in an epoch has begun anew then.
         """
-        self._at_begin = {
-            name: state.state_dict() for name, state in self._states.items() if isinstance(state, ProgramState)
-        }
+        self._at_begin = {name: state.state_dict() for name, state in self._of_program.items()}
         if not self._is_active:
             return
         if self._last is not None and step in self._own and not self._is_written_after:
@@ -549,7 +555,7 @@ class LocalStates:
 
 def _last_two(states: Mapping[int, bytes], step: int, data: bytes) -> dict[int, bytes]:
     """The last of those before a step, and the state of that step; later ones are void."""
-    before = max((at for at in states if at < step), default=step)
+    before = max([at for at in states if at < step], default=step)
     return {before: states.get(before, data), step: data}
 
 

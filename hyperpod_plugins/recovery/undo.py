@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any, cast
 
 import torch
@@ -34,6 +34,8 @@ _TURNS = 8
 _GOLDEN = 0x9E3779B1
 """2**32 over the golden ratio: turns by its multiples have no period that a program's steps may have."""
 _version_of = attrgetter("_version")
+_values_of = methodcaller("values")
+_LEAVES = bool, int, float, str, bytes, type(None)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -180,7 +182,7 @@ class Beginning:
     def _look(self) -> None:
         """Find modules and parameters; what follows from them is found again when there are others."""
         num_owned = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
-        present = chain.from_iterable(table.values() for table in self._tables)
+        present = chain.from_iterable(map(_values_of, self._tables))
         is_known = sum(map(len, self._tables)) == len(self._known) and all(map(is_, present, self._known))
         if is_known and num_owned == self._num_owned:
             return
@@ -282,11 +284,13 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
+    if isinstance(value, _LEAVES):
+        return
     inner: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        inner = cast("Mapping[Any, Any]", value).values()
-    elif isinstance(value, list | tuple):
+    if isinstance(value, list | tuple):
         inner = cast("Sequence[Any]", value)
+    elif isinstance(value, dict | Mapping):  # which is known at once of a dict
+        inner = cast("Mapping[Any, Any]", value).values()
     elif is_dataclass(value) and not isinstance(value, type):
         inner = [attrgetter(field.name)(value) for field in fields(value)]
     for each in inner:
