@@ -270,7 +270,7 @@ class ShownValues:
 
     def _pack_others(self) -> dict[str, Any]:
         """What the tables hold and cached values do not replace at the end of this batch."""
-        is_in_batch, covered = self._is_in_batch and bool(self._tensors), self._covered
+        is_in_batch, covered = bool(self._tensors) and self._is_in_batch, self._covered
         others = [
             {key: value for key, value in table.items() if type(key) is str and not (is_in_batch and key in names)}
             for table, names in zip(self._tables(), covered, strict=True)

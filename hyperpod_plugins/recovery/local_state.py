@@ -408,12 +408,7 @@ class LocalStates:
         if not self._is_active:
             return
         if self._last is not None and step in self._own and not self._is_written_after:
-            looked_at = self._states.keys() - self._repeated
-            names = [each for each in looked_at if not (begins_epoch and each.endswith(OF_EPOCH))]
-            present = {each: self._states[each].state_dict() for each in names}
-            self._is_written_after = any(
-                not are_same(state, self._last.get(each, {})) for each, state in present.items()
-            )
+            self._is_written_after = self._is_written(self._last, begins_epoch=begins_epoch)
         sends = {self._buddy: [self._packed(self._present())]} if self._gives_at == step else {}
         receives = {self._ward: [LIMIT_BYTES]} if self._gets_at == step else {}
         if not (sends or receives):
@@ -529,6 +524,15 @@ class LocalStates:
     def _present(self) -> dict[str, dict[str, Any]]:
         return {name: state.state_dict() for name, state in self._states.items()}
 
+    def _is_written(self, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> bool:
+        """Whether hooks have written to something that is given again for their sake."""
+        for name, state in self._states.items():
+            if name in self._repeated or (begins_epoch and name.endswith(OF_EPOCH)):
+                continue
+            if not are_same(state.state_dict(), since.get(name, {})):
+                return True
+        return False
+
     def _packed(self, present: Mapping[str, dict[str, Any]]) -> bytes:
         """What is there, as it is sent; nothing if that is too much."""
         data = packed({name: state for name, state in present.items() if state})
@@ -555,7 +559,7 @@ class LocalStates:
 
 def _last_two(states: Mapping[int, bytes], step: int, data: bytes) -> dict[int, bytes]:
     """The last of those before a step, and the state of that step; later ones are void."""
-    before = max([at for at in states if at < step], default=step)
+    before = max(filter(step.__gt__, states), default=step)
     return {before: states.get(before, data), step: data}
 
 
@@ -563,6 +567,8 @@ def are_same(one: Any, other: Any) -> bool:
     """Whether plain containers and tensors are equal to the last bit."""
     if one is other:
         return True
+    if isinstance(one, bytes):
+        return isinstance(other, bytes) and one == other
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
             return False

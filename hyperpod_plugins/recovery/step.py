@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import break_groups, breaker, vote
+from hyperpod_plugins.comm.device_queue import RECORDERS
 from hyperpod_plugins.elastic import Incident
 from hyperpod_plugins.elastic.ledger import BEGUN_KEY
 from hyperpod_plugins.errors import DeviceHung, HyperPodError, PeerLost, RecoveryError, StateLost
@@ -258,9 +259,10 @@ class StepTransaction:
 
     def _vote(self) -> bool:
         """Whether every rank has valid gradients. From here on this rank can commit, if anybody else has."""
-        self._member.whereabouts = f"voting for step {self.step}"
+        step = self.step
+        self._member.whereabouts = f"voting for step {step}"
         if self._rehearsal is not None:
-            self._rehearsal.at("vote", self.step)
+            self._rehearsal.at("vote", step)
         if breaker.is_open:
             return False
         if self._snapshots is not None:
@@ -268,10 +270,10 @@ class StepTransaction:
             if breaker.is_open:
                 return False
         try:
-            self._subject.share(self.step + 1)
+            self._subject.share(step + 1)
         except PeerLost:
             return False
-        self._prepared = self.step + 1
+        self._prepared = step + 1
         with breaker.tolerant():
             wish = vote(int(self._member.wants_resize), self._told)
         if breaker.cause is not None:
@@ -299,19 +301,20 @@ class StepTransaction:
         Raises:
             PeerLost: it communicates, against the rule, and somebody was lost meanwhile.
         """
-        self._member.whereabouts = f"committing step {self.step}"
+        step = self.step
+        self._member.whereabouts = f"committing step {step}"
         if self._rehearsal is not None:
-            self._rehearsal.at("commit", self.step)
+            self._rehearsal.at("commit", step)
         try:
             result = commit()
             self._synchronize()
         except PeerLost as error:
             raise self.tear(f"its optimizer was interrupted: {error}") from error
-        self._member.committed, self._prepared = self.step + 1, NO_STATE
+        self._member.committed, self._prepared = step + 1, NO_STATE
         self._member.in_step = False
         self._member.step_times.committed(time.monotonic())
         self._attempts.succeeded()
-        self._member.whereabouts = f"between steps {self.step - 1} and {self.step}"
+        self._member.whereabouts = f"between steps {step} and {step + 1}"
         return result
 
     def tear(self, why: str) -> PeerLost:
@@ -524,7 +527,8 @@ class StepTransaction:
         return nullcontext() if self._rehearsal is None else self._rehearsal.computing(self.step)
 
     def _synchronize(self) -> None:
-        synchronize_or_raise(self._device)
+        if self._device.type in RECORDERS:  # else it works while the host waits
+            synchronize_or_raise(self._device)
 
 
 def _commit_nothing() -> NoReturn:

@@ -152,15 +152,30 @@ def test_writes_that_no_counter_tells_of_are_found_long_after_the_first_steps(wr
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def trained():
+    """Four parameters, and what follows a computed step until it counts: the optimizer writes to all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    beginning = Beginning(model, [optimizer])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def commit():
+        beginning.close()
+        optimizer.step()
+
+    return list(model.parameters()), beginning, commit
+
+
 @pytest.mark.parametrize("every", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("place", range(4))
 def test_counted_writes_to_one_parameter_that_begin_late_are_found(place, every):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    parameter = list(model.parameters())[place]
-    beginning = Beginning(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
-    missed = 0
+    parameters, beginning, commit = trained()
+    parameter, missed = parameters[place], 0
     for step in range(20 + 60 * every):
+        if step:
+            commit()
         beginning.begin()
         before = parameter.detach().clone()
         if step >= 20 and step % every == 0:
