@@ -23,7 +23,7 @@ from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.listener import Listener, limit_waits
 from hyperpod_plugins.comm.listener import connect as open_connection
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup
-from hyperpod_plugins.comm.works import WaitsFor
+from hyperpod_plugins.comm.works import PeerWait
 from hyperpod_plugins.errors import CommError
 
 _SLICE = timedelta(seconds=0.2)
@@ -118,7 +118,7 @@ def vote(mine: int, told: Callable[[], object] | None = None) -> int:
     if group.size() == 1:
         return mine
     try:
-        with WaitsFor(group.role):
+        with PeerWait(group.role):
             ballot = _ballots.get(inner)
             if ballot is None:
                 ballot = _open(group, inner)

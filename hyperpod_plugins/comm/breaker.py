@@ -23,7 +23,10 @@ class Phase(enum.Enum):
 
 
 class Tolerance:
-    """A block in which a breaker is tolerant; no generator, for each step enters two."""
+    """A block in which a breaker is tolerant, as long as it was strict before.
+
+    A class, for a generator costs more, and each step enters two such blocks.
+    """
 
     def __init__(self, breaker: "Breaker") -> None:
         self._breaker = breaker
@@ -44,7 +47,7 @@ class Breaker:
 
     def __init__(self) -> None:
         self.phase = Phase.STRICT
-        """What collectives do when the groups are broken."""
+        """What collectives do when the groups are broken; set here and in `Tolerance` alone."""
         self._cause: str | None = None
         self._lock = threading.Lock()
         self._listeners: list[Callable[[str], None]] = []
@@ -109,7 +112,7 @@ class Breaker:
             self._cause = None
         self.phase = Phase.STRICT
 
-    def tolerant(self) -> "Tolerance":
+    def tolerant(self) -> Tolerance:
         """Inside a step. A newcomer stays detached, and a break outlasts the block."""
         return Tolerance(self)
 

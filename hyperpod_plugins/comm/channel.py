@@ -34,7 +34,7 @@ from hyperpod_plugins.comm import wires
 from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.listener import Listener, begin_connecting, limit_waits
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup
-from hyperpod_plugins.comm.works import WaitsFor, raise_peer_lost
+from hyperpod_plugins.comm.works import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import CommError
 
 _FRAME = struct.Struct("!IIQ")  # type, number of the message, bytes of payload
@@ -157,7 +157,7 @@ class Channel:
             raise_peer_lost(breaker.cause or "it has not joined the others yet")
         patience_s = group.timeout.total_seconds() if self._patience_s is None else self._patience_s
         try:
-            with WaitsFor(group.role):
+            with PeerWait(group.role):
                 return transfer(self._links_of(group, inner), patience_s)
         except (OSError, dist.DistError) as error:
             group.notice(error)

@@ -87,10 +87,10 @@ class Waiting:
 waiting = Waiting()
 
 
-class WaitsFor:
+class PeerWait:
     """A block in which the step's thread waits for the peers of a group otherwise than in a collective.
 
-    Another thread says nothing. It is no generator, for each step enters two.
+    In other threads it does nothing. A class, for a generator costs more, and each step enters two such blocks.
     """
 
     def __init__(self, role: GroupRole) -> None:

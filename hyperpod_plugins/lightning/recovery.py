@@ -712,7 +712,7 @@ class TrainerRecovery:
 
     @property
     def takes_micro_steps(self) -> bool:
-        """Whether it is given those before the last one of a window."""
+        """Whether micro-steps before the last one of a window are run here, and not by Lightning."""
         return self._window is not None and self._window.accumulates
 
     @property

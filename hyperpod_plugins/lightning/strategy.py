@@ -429,7 +429,10 @@ class HyperPodStrategy(EvaluatingStrategy):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        """With recovery the strategy is given every micro-step, for it may have to run the whole window again."""
+        """With recovery the strategy is given every micro-step, for it may have to run the whole window again.
+
+        See `Window.accumulates` for when that is.
+        """
         return self._recovery is not None and self._recovery.takes_micro_steps
 
     def _unsynchronised(self, closure: Callable[[], Any]) -> Any:
@@ -549,7 +552,7 @@ class HyperPodStrategy(EvaluatingStrategy):
 
 
 def _is_leaf(value: object) -> bool:
-    """Whether an argument of `training_step` is no container."""
+    """Whether an argument of `training_step` is surely no container: a tensor, or an integer."""
     return isinstance(value, Tensor | int)
 
 

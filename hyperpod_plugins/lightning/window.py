@@ -5,7 +5,7 @@
 
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,6 @@ from hyperpod_plugins.recovery.undo import (
     forget_iteration,
 )
 
-_NO_OTHER = nullcontext()
-"""Where results are weighed by the batch that they have."""
 _Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A batch, and arguments of Lightning's `log` in its hooks."""
 
@@ -143,12 +141,12 @@ class Window:
 
     @property
     def accumulates(self) -> bool:
-        """Whether more micro-steps may follow the present one in its window.
+        """Whether the strategy must be given every batch, because windows have several micro-steps.
 
-        In the last batch of an epoch none do: Lightning would leave the step out if it were told so.
+        False in the last batch of an epoch: Lightning would skip its step if the strategy claimed to accumulate.
         """
         trainer = self._trainer
-        return trainer.accumulate_grad_batches > 1 and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        return trainer.accumulate_grad_batches != 1 and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
     @property
     def is_told_to_end(self) -> bool:
@@ -217,8 +215,7 @@ class Window:
             self.micro_step = self._num_done
             if self._num_logged < self.micro_step:
                 self._log_again()
-            batch = self._batches_of[self.micro_step]
-            with _NO_OTHER if batch is self._logged().batch else self._logging_for(batch):
+            with _LoggingFor(self._logged(), self._batches_of[self.micro_step]):
                 result = self._closures[self._num_done]()
             self._num_done += 1
         self._beginning.end()
@@ -240,20 +237,9 @@ class Window:
         """Log what hooks have logged between the micro-step before this one and this one."""
         results = self._logged()
         for batch, args, kwargs in self._logged_after[self._num_logged]:
-            with self._logging_for(batch):
+            with _LoggingFor(results, batch):
                 results.log(*args, **kwargs)
         self._num_logged += 1
-
-    @contextmanager
-    def _logging_for(self, batch: Any) -> Generator[None]:
-        """Let results be weighed by the size of that batch, not of the one that came last."""
-        results = self._logged()
-        present = results.batch
-        results.batch, results.batch_size = batch, None
-        try:
-            yield
-        finally:
-            results.batch, results.batch_size = present, None
 
     @property
     def steps_before_vote(self) -> bool:
@@ -436,6 +422,24 @@ class Window:
 
     def _logged(self) -> Any:
         return self._trainer.fit_loop.epoch_loop._results
+
+
+class _LoggingFor:
+    """A block in which Lightning's results are weighed by the size of a batch, not of the one that came last.
+
+    A class, for a generator costs more, and each step enters one such block.
+    """
+
+    def __init__(self, results: Any, batch: Any) -> None:
+        self._results = results
+        self._batch = batch
+        self._present = results.batch
+
+    def __enter__(self) -> None:
+        self._results.batch, self._results.batch_size = self._batch, None
+
+    def __exit__(self, *_: object) -> None:
+        self._results.batch, self._results.batch_size = self._present, None
 
 
 def _attributes(metric: Any) -> dict[str, Any]:

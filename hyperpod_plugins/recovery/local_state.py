@@ -316,6 +316,7 @@ class LocalStates:
                 `load_state_dict` does that again, or leaves it to what the source of the parameters has.
         """
         self._states[name] = state
+        self._of_program.pop(name, None)
         if isinstance(state, ProgramState):
             self._of_program[name] = state
         if is_repeated:
@@ -408,7 +409,7 @@ class LocalStates:
         if not self._is_active:
             return
         if self._last is not None and step in self._own and not self._is_written_after:
-            self._is_written_after = self._is_written(self._last, begins_epoch=begins_epoch)
+            self._is_written_after = self._hooks_have_written(self._last, begins_epoch=begins_epoch)
         sends = {self._buddy: [self._packed(self._present())]} if self._gives_at == step else {}
         receives = {self._ward: [LIMIT_BYTES]} if self._gets_at == step else {}
         if not (sends or receives):
@@ -524,8 +525,8 @@ class LocalStates:
     def _present(self) -> dict[str, dict[str, Any]]:
         return {name: state.state_dict() for name, state in self._states.items()}
 
-    def _is_written(self, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> bool:
-        """Whether hooks have written to something that is given again for their sake."""
+    def _hooks_have_written(self, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> bool:
+        """Whether a state that is given again for the sake of hooks is no longer what was given last."""
         for name, state in self._states.items():
             if name in self._repeated or (begins_epoch and name.endswith(OF_EPOCH)):
                 continue
@@ -567,8 +568,8 @@ def are_same(one: Any, other: Any) -> bool:
     """Whether plain containers and tensors are equal to the last bit."""
     if one is other:
         return True
-    if isinstance(one, bytes):
-        return isinstance(other, bytes) and one == other
+    if type(one) is bytes:
+        return type(other) is bytes and one == other
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
             return False

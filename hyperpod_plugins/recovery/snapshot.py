@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import WORLD, Channel, ResilientProcessGroup, break_groups, breaker
-from hyperpod_plugins.comm.works import WaitsFor, raise_peer_lost
+from hyperpod_plugins.comm.works import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.assign import NO_STATE
@@ -282,7 +282,7 @@ class Snapshots:
         if thread is None:
             return
         broken_s: float | None = None
-        with WaitsFor(self._role):
+        with PeerWait(self._role):
             while thread.is_alive():
                 thread.join(_SLICE_S)
                 if breaker.is_open:
@@ -373,7 +373,7 @@ class Snapshots:
         self._complete = step
         mine = torch.tensor([self._pace.told_steps])
         all_ranks = [torch.empty_like(mine) for _ in range(self._group.size())]
-        with WaitsFor(self._role):
+        with PeerWait(self._role):
             dist.all_gather(all_ranks, mine, group=self._group)
         self._pace.begin_again([int(each) for each in all_ranks])
         self._is_off = self._has_stalled = False
@@ -392,7 +392,7 @@ class Snapshots:
         # Else the next fault could find nothing of a rank whose buddy is new.
         to, source = self.buddy if self.buddy in sources else None, self.ward if self._rank in sources else None
         self._hand_over(step, self._own, to, self._wards, source)
-        with WaitsFor(self._role):  # waits in the group of a thread beside the step are not told by themselves
+        with PeerWait(self._role):  # waits in the group of a thread beside the step are not told by themselves
             dist.all_reduce(torch.zeros(1), group=self._group)
 
     def _hand_over(self, step: int, given: Shelf, to: int | None, taken: Shelf, source: int | None) -> None:

@@ -527,7 +527,7 @@ class StepTransaction:
         return nullcontext() if self._rehearsal is None else self._rehearsal.computing(self.step)
 
     def _synchronize(self) -> None:
-        if self._device.type in RECORDERS:  # else it works while the host waits
+        if self._device.type in RECORDERS:  # without a queue the device is done when the host is
             synchronize_or_raise(self._device)
 
 

@@ -36,6 +36,8 @@ _GOLDEN = 0x9E3779B1
 _version_of = attrgetter("_version")
 _values_of = methodcaller("values")
 _LEAVES = bool, int, float, str, bytes, type(None)
+_MAPPINGS = dict, Mapping
+"""In this order: to ask for the second one takes long."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -284,12 +286,12 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if isinstance(value, _LEAVES):
+    if type(value) in _LEAVES:
         return
     inner: Iterable[Any] = ()
     if isinstance(value, list | tuple):
         inner = cast("Sequence[Any]", value)
-    elif isinstance(value, dict | Mapping):  # which is known at once of a dict
+    elif isinstance(value, _MAPPINGS):
         inner = cast("Mapping[Any, Any]", value).values()
     elif is_dataclass(value) and not isinstance(value, type):
         inner = [attrgetter(field.name)(value) for field in fields(value)]

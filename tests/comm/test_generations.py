@@ -38,7 +38,7 @@ def break_and_reform(generation):
 
 
 def all_have_theirs(generation):
-    """Wait until every rank's groups are connected: one rank's may be while another still connects, and would fail."""
+    """Wait until every rank has connected its groups: a break while another still connects makes its start fail."""
     store = meeting_store()
     store.set(f"before {generation}/{dist.get_rank()}", "")
     store.wait([f"before {generation}/{rank}" for rank in range(dist.get_world_size())])

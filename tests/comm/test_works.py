@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hyperpod_plugins.comm import WORLD, CommOptions, GroupRole, ResilientProcessGroup, current_wait, device_queue
 from hyperpod_plugins.comm.device_queue import QueuedCollective
-from hyperpod_plugins.comm.works import FinishedWork, ResilientWork, WaitsFor, quiet_group, waiting
+from hyperpod_plugins.comm.works import FinishedWork, PeerWait, ResilientWork, quiet_group, waiting
 
 SHARD, SNAPSHOT = GroupRole("shard"), GroupRole("snapshot", is_strict=True)
 
@@ -47,7 +47,7 @@ def wait_for(role, queued_on):
 @pytest.mark.parametrize("queued_on", [None, torch.device("cpu")], ids=["host waits", "queued"])
 @pytest.mark.parametrize("role", [SHARD, SNAPSHOT], ids=["of the step", "strict"])
 def test_a_thread_beside_the_step_leaves_its_wait_alone(role, queued_on):
-    with ThreadPoolExecutor(1) as beside, WaitsFor(WORLD):
+    with ThreadPoolExecutor(1) as beside, PeerWait(WORLD):
         assert beside.submit(wait_for, role, queued_on).result(10) == WORLD
         assert current_wait()[0] == WORLD
     assert current_wait() is None
@@ -63,7 +63,7 @@ def device():
 
 
 def test_the_device_s_older_collective_comes_before_the_one_in_which_the_host_waits(device):
-    with WaitsFor(WORLD):
+    with PeerWait(WORLD):
         assert current_wait() is None  # the device computes, or hangs: the others may wait for this rank
         device.at = 1
         assert current_wait()[:2] == (SHARD, 4)
@@ -96,7 +96,7 @@ def test_only_a_collective_of_the_step_in_which_the_host_waits_is_said():
     assert wait_for(SNAPSHOT, None) is None
     assert wait_for(SHARD, torch.device("cpu")) is None
     assert current_wait() is None
-    with WaitsFor(WORLD):
+    with PeerWait(WORLD):
         assert waiting.number == 0  # not that of the collective before
         assert wait_for(SNAPSHOT, None) == WORLD
         assert current_wait()[0] == WORLD
