@@ -45,8 +45,9 @@ def ended_by_sigterm() -> Generator[None]:
 class SignalInbox:
     """Signals that end the job, and notices to pass on.
 
-    torch's handler raises in the middle of whatever runs. This one does so only outside `deferred`: inside, the
-    signal waits for `raise_pending`, so no conversation with the zygote or the store is cut in two.
+    torch's handler raises in the middle of whatever runs. This one does so only outside `deferred`, and only once:
+    otherwise the signal waits for `raise_pending`, so no conversation with the zygote or the store is cut in two, nor
+    is what follows the first signal.
     """
 
     def __init__(self, ending: Sequence[signal.Signals]) -> None:
@@ -136,6 +137,7 @@ class SignalInbox:
         elif self._is_deferred:
             self._pending.append(arrived)
         else:
+            self._is_deferred = True
             raise _exception(arrived)
 
 
