@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-STRATEGY_NAME = "hyperpod"
+from hyperpod_plugins import _registration
 
 
 def autoload() -> None:
@@ -56,9 +56,7 @@ def announce_backends(c10d: ModuleType) -> None:
 
         return create_smddp_group(options, backend_options)
 
-    for name, create in (("hyperpod", create_hyperpod), ("smddp", create_smddp)):
-        if name.upper() not in c10d.Backend._plugins:
-            c10d.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+    _registration.register_backends(c10d, {"hyperpod": create_hyperpod, "smddp": create_smddp})
 
 
 def register_strategy(strategies: ModuleType) -> None:
@@ -69,9 +67,7 @@ def register_strategy(strategies: ModuleType) -> None:
 
         return HyperPodStrategy(**options)
 
-    registry = strategies.StrategyRegistry
-    if STRATEGY_NAME not in registry:
-        registry.register(STRATEGY_NAME, make, description="Hybrid sharding and tensor parallelism that recover")
+    _registration.register_strategy(strategies, make)
 
 
 def rendezvous_creator() -> Callable[[Any], Any]:

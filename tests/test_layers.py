@@ -1,13 +1,14 @@
 """Imports point down the layers, and each rule of style that a parser can check holds."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "hyperpod_plugins"
 LAYERS = (
-    "errors",
+    "errors _registration",
     "env observability",
     "comm data memory precision planning",
     "parallel elastic",
@@ -54,6 +55,32 @@ def test_imports_point_down(path):
     assert importer in LAYER_OF, f"{importer} belongs to no layer"
     for imported in imported_units(ast.parse(path.read_text())):
         assert imported == importer or LAYER_OF[imported] < LAYER_OF[importer], f"{importer} imports {imported}"
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(tree: ast.AST, modules: set[str]) -> set[str]:
+    """Modules of the package that a file names in its imports, those inside of functions included."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                names.add(inner if inner in modules else str(node.module))
+    return names & modules
+
+
+def test_no_import_leads_back_to_itself():
+    """A late import is a dependency like any other, and no file is exempt."""
+    modules = {module_name(path): path for path in FILES}
+    graph = {name: imported_modules(ast.parse(path.read_text()), modules.keys()) for name, path in modules.items()}
+    assert graph["hyperpod_plugins._autoload"] > {"hyperpod_plugins.comm", "hyperpod_plugins.lightning"}
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names a circle
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

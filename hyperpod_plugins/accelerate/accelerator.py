@@ -6,7 +6,7 @@
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from hyperpod_plugins.accelerate.joining import World, join, tell_accelerate, te
 from hyperpod_plugins.accelerate.library import Accelerator, get_mixed_precision_context_manager
 from hyperpod_plugins.accelerate.parallelism import HyperPodParallelism
 from hyperpod_plugins.accelerate.preparing import compute_in, recompute_blocks, refuse_dropout, shard_with_optimizers
+from hyperpod_plugins.accelerate.spec import AcceleratorSpec
 from hyperpod_plugins.accelerate.stepping import HyperPodOptimizer, HyperPodScheduler, StepCheck
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import (
@@ -35,9 +36,6 @@ from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.former_parameters import give_shards
 from hyperpod_plugins.parallel.shard import sharded_parts, without_replica_sync
 from hyperpod_plugins.parallel.unit_watch import watch_units
-
-if TYPE_CHECKING:
-    from hyperpod_plugins.accelerate.plugin import HyperPodPlugin
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
 _OF_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "dynamo_plugin", "dynamo_backend")
@@ -57,7 +55,7 @@ class HyperPodAccelerator(Accelerator):
         ConfigError: see `HyperPodPlugin.accelerator`.
     """
 
-    def __init__(self, plugin: "HyperPodPlugin", session: World | None = None, **options: Any) -> None:
+    def __init__(self, plugin: AcceleratorSpec, session: World | None = None, **options: Any) -> None:
         self.plugin = plugin
         self._data_group: dist.ProcessGroup | None = None
         if session is not None and plugin.non_finite != "auto":
@@ -273,7 +271,7 @@ def _checked(options: dict[str, Any]) -> list[Any]:
     return list(options.pop("kwargs_handlers", None) or [])
 
 
-def _with_ours(plugin: "HyperPodPlugin", given: list[Any]) -> list[Any]:
+def _with_ours(plugin: AcceleratorSpec, given: list[Any]) -> list[Any]:
     ours = plugin.kwargs_handlers
     twice = [type(each).__name__ for each in given if type(each) in map(type, ours)]
     if twice:

@@ -1,44 +1,29 @@
-"""`HyperPodPlugin`: what a job asks for, in our words, and the objects of Accelerate that say the same."""
+"""`HyperPodPlugin`: what a job asks for, in our words, read from wherever it is written down."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, cast
 
-import torch
-import torch.distributed as dist
 import yaml
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from hyperpod_plugins.accelerate.accelerator import HyperPodAccelerator
 from hyperpod_plugins.accelerate.joining import World
-from hyperpod_plugins.accelerate.library import (
-    AORecipeKwargs,
-    FullyShardedDataParallelPlugin,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    TERecipeKwargs,
-    is_torchao_available,
-    is_transformer_engine_available,
-)
-from hyperpod_plugins.accelerate.parallelism import HyperPodParallelism
 from hyperpod_plugins.accelerate.settings import AccelerateSettings, options_in, variables_in
+from hyperpod_plugins.accelerate.spec import AcceleratorSpec
 from hyperpod_plugins.comm import CommOptions
-from hyperpod_plugins.env import WorkerEnv, accelerate_variables, config_path
-from hyperpod_plugins.errors import ConfigError, MissingExtraError, NotBuiltYetError
-from hyperpod_plugins.parallel import ParallelConfig, Topology
+from hyperpod_plugins.env import accelerate_variables, config_path
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
-from hyperpod_plugins.parallel.shard import mixed_precision_policy
 
 Source = ParallelConfig | Mapping[str, Any] | str | Path
 _SETTINGS = {field.name for field in dataclasses.fields(AccelerateSettings)}
-_PACKAGES = {"torchao": "torchao", "te": "transformer_engine"}
 
 
 @dataclass(frozen=True, init=False)
-class HyperPodPlugin:
+class HyperPodPlugin(AcceleratorSpec):
     """Hybrid sharding, tensor parallelism and the backend `hyperpod` for a program that uses Accelerate.
 
     Args:
@@ -56,17 +41,6 @@ class HyperPodPlugin:
     Raises:
         ConfigError: unknown options, impossible values or combinations.
     """
-
-    config: ParallelConfig
-    """Degrees and policies."""
-    settings: AccelerateSettings
-    """What Accelerate's own parts are asked to do."""
-    comm: CommOptions
-    """Collective library."""
-    timeout_s: float
-    """Seconds after which a collective that does not complete fails."""
-    non_finite: NonFinitePolicy
-    """What is done about a step that is not finite."""
 
     def __init__(
         self,
@@ -104,84 +78,7 @@ class HyperPodPlugin:
         given = {} if config_path() else options_in(accelerate_variables())
         return cls(**(given | options))
 
-    # -- what Accelerate is given -------------------------------------------------------------------------------
-
-    @property
-    def topology(self) -> Topology:
-        """Degrees and rank arithmetic in the world of the process group, or, before it is joined, of the launcher.
-
-        Raises:
-            DegreeError: the degrees do not fit it.
-        """
-        env = WorkerEnv.from_environ()
-        world_size = dist.get_world_size() if dist.is_initialized() else env.world_size
-        return self.config.topology(world_size, ranks_per_node=env.local_world_size)
-
-    @property
-    def mixed_precision(self) -> str:
-        """Accelerate's name of the precision; `bf16-true` is not mixed."""
-        return "fp8" if self.settings.fp8 != "off" else "bf16" if self.config.precision == "bf16-mixed" else "no"
-
-    @property
-    def parallelism_config(self) -> HyperPodParallelism:
-        """Accelerate's sizes of the mesh, and the mesh; its groups can lose members and be built again."""
-        return HyperPodParallelism.of(self.topology)
-
-    @property
-    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin:
-        """FSDP2 as Accelerate configures it; reduces gradients in float32, where Accelerate's default is bfloat16."""
-        return FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=self.config.reshard_after_forward,
-            mixed_precision_policy=mixed_precision_policy(self.config),
-            cpu_offload=self.offload_policy,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=list(self.config.block_classes) or None,
-            state_dict_type=self.settings.state_dict_type,
-            activation_checkpointing=self.settings.activation_checkpointing,
-            activation_checkpointing_offload=self.settings.activation_checkpointing_offload,
-            cpu_ram_efficient_loading=False,  # values come from rank 0 anyway, and only it would have any
-        )
-
-    @property
-    def offload_policy(self) -> OffloadPolicy:
-        """Where parameters live between uses; pinned memory only where there is a device that copies from it."""
-        if not self.settings.offload_params:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-
-    @property
-    def process_group_kwargs(self) -> InitProcessGroupKwargs:
-        """The backend `hyperpod` and its timeout."""
-        return InitProcessGroupKwargs(backend="hyperpod", timeout=timedelta(seconds=self.timeout_s))
-
-    @property
-    def fp8_handler(self) -> AORecipeKwargs | TERecipeKwargs | None:
-        """Accelerate's recipe for fp8, or None.
-
-        Raises:
-            MissingExtraError: the library asked for is not installed.
-            ConfigError: this machine has no matrix units for fp8.
-        """
-        if self.settings.fp8 == "off":
-            return None
-        is_here = is_torchao_available if self.settings.fp8 == "torchao" else is_transformer_engine_available
-        if not is_here():
-            extra = "fp8" if self.settings.fp8 == "torchao" else "te"
-            raise MissingExtraError(_PACKAGES[self.settings.fp8], extra, f"fp8={self.settings.fp8!r}")
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-            what = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-            raise ConfigError(
-                f"fp8={self.settings.fp8!r} needs GPUs of compute capability 8.9 or higher, but there is {what} here. "
-                "Use mixed_precision='bf16' (preset hsdp-1node)."
-            )
-        return AORecipeKwargs() if self.settings.fp8 == "torchao" else TERecipeKwargs()
-
-    @property
-    def kwargs_handlers(self) -> list[KwargsHandler]:
-        """All handlers, for `Accelerator(kwargs_handlers=...)`."""
-        fp8 = self.fp8_handler
-        return [self.process_group_kwargs, *([] if fp8 is None else [fp8])]
+    # -- the Accelerator ---------------------------------------------------------------------------------------------
 
     def accelerator(self, *, session: World | None = None, **options: Any) -> HyperPodAccelerator:
         """Join the process group (one that has been joined already is used) and make the Accelerator.

@@ -1,6 +1,6 @@
 """Communication: the c10d backend `hyperpod`, whose groups outlive their connections, and what moves their bytes."""
 
-from hyperpod_plugins.comm.backend import CommOptions, choose_transport
+from hyperpod_plugins.comm.backend import choose_transport
 from hyperpod_plugins.comm.ballot import vote
 from hyperpod_plugins.comm.breaker import Breaker, Phase, breaker
 from hyperpod_plugins.comm.channel import Channel
@@ -17,7 +17,7 @@ from hyperpod_plugins.comm.groups import (
     register,
 )
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup, generation_of, live_groups, pinned
-from hyperpod_plugins.comm.roles import WORLD, GroupRole
+from hyperpod_plugins.comm.roles import WORLD, CommOptions, GroupRole
 from hyperpod_plugins.comm.traffic import Traffic, reset_traffic, traffic, wire_bytes
 from hyperpod_plugins.comm.works import current_wait
 

@@ -1,38 +1,13 @@
 """Which library moves the bytes of a group: what the user may ask for, and what serves it."""
 
 import warnings
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
 
+from hyperpod_plugins.comm.roles import CommOptions, TransportName
 from hyperpod_plugins.comm.smddp import Smddp
 from hyperpod_plugins.comm.transports import Gloo, Nccl, Transport
 from hyperpod_plugins.env import WorkerEnv
-from hyperpod_plugins.errors import BackendUnavailable, ConfigError
-
-TransportName = Literal["auto", "gloo", "nccl", "smddp"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommOptions:
-    """What a user may ask of the backend: `init_process_group("hyperpod", pg_options=CommOptions(...))`.
-
-    Groups that are made later inherit the options of the default group.
-    """
-
-    transport: TransportName = "auto"
-    """Library that moves the bytes; `auto` takes nccl for CUDA and gloo otherwise, and never smddp."""
-    strict: bool = False
-    """Raise when smddp was asked for and is not available, instead of warning and falling back."""
-
-    def __post_init__(self) -> None:
-        """Check the name."""
-        if self.transport not in get_args(TransportName):
-            raise ConfigError(
-                f"transport={self.transport!r} is not known. Allowed are {', '.join(get_args(TransportName))}; "
-                "'auto' fits every machine."
-            )
-
+from hyperpod_plugins.errors import BackendUnavailable
 
 SMDDP = Smddp()
 IN_HOST_MEMORY: Transport = Gloo()

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from hyperpod_plugins.comm import wires
-from hyperpod_plugins.comm.backend import CommOptions
 from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.groups import connect, inner_spec
 from hyperpod_plugins.comm.resilient import ResilientProcessGroup, cut_all, finish_aborts, live_groups, start_aborts
-from hyperpod_plugins.comm.roles import GroupRole
+from hyperpod_plugins.comm.roles import CommOptions, GroupRole
 from hyperpod_plugins.comm.transports import InnerSpec
 from hyperpod_plugins.comm.works import drop_pending, is_transport_error, let_go
 from hyperpod_plugins.errors import CommError, PeerLost

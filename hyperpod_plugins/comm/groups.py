@@ -1,6 +1,6 @@
 """Making groups: the creators that c10d calls, the groups of mesh axes, and the register of those alive."""
 
-# The options that c10d gives to a backend's creator have no public spelling, and `_autoload` is ours.
+# The options that c10d gives to a backend's creator have no public spelling.
 # pyright: reportPrivateUsage=false
 
 import atexit
@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, _Distrib
 from torch.distributed import distributed_c10d
 
 from hyperpod_plugins import env
-from hyperpod_plugins._autoload import announce_backends
+from hyperpod_plugins._registration import register_backends
 from hyperpod_plugins.comm import smddp, wires
-from hyperpod_plugins.comm.backend import IN_HOST_MEMORY, CommOptions, transport_for_group
+from hyperpod_plugins.comm.backend import IN_HOST_MEMORY, transport_for_group
 from hyperpod_plugins.comm.breaker import Phase, breaker
 from hyperpod_plugins.comm.resilient import BACKEND, ResilientProcessGroup, live_groups, living
-from hyperpod_plugins.comm.roles import WORLD, GroupRole, without_role
+from hyperpod_plugins.comm.roles import WORLD, CommOptions, GroupRole, without_role
 from hyperpod_plugins.comm.transports import InnerSpec, remember_transport
 from hyperpod_plugins.errors import CommError, ConfigError
 
@@ -30,7 +30,7 @@ _uses: Counter[str] = Counter()  # of each role, in this process
 
 def register() -> None:
     """Make `hyperpod` a backend of c10d, and `smddp` one where its library is absent; more calls change nothing."""
-    announce_backends(distributed_c10d)
+    register_backends(distributed_c10d, {BACKEND: create_group, "smddp": create_smddp_group})
 
 
 def join_world(options: CommOptions, *, rank: int, world_size: int, timeout_s: float) -> None:

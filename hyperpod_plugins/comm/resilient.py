@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from hyperpod_plugins.comm import wires
-from hyperpod_plugins.comm.backend import CommOptions
 from hyperpod_plugins.comm.breaker import breaker
 from hyperpod_plugins.comm.delegating import DelegatingGroup
 from hyperpod_plugins.comm.device_queue import device_queue
-from hyperpod_plugins.comm.roles import GroupRole
+from hyperpod_plugins.comm.roles import CommOptions, GroupRole
 from hyperpod_plugins.comm.traffic import Collective, counters
 from hyperpod_plugins.comm.transports import forget_device, transport_of
 from hyperpod_plugins.comm.works import (

@@ -1,7 +1,33 @@
-"""What a process group is for: its axis and coordinates in the mesh, which outlive members and generations."""
+"""What a group of the backend `hyperpod` is given: what a user may ask of it, and what it is for."""
 
 import zlib
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hyperpod_plugins.errors import ConfigError
+
+TransportName = Literal["auto", "gloo", "nccl", "smddp"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommOptions:
+    """What a user may ask of the backend: `init_process_group("hyperpod", pg_options=CommOptions(...))`.
+
+    Groups that are made later inherit the options of the default group.
+    """
+
+    transport: TransportName = "auto"
+    """Library that moves the bytes; `auto` takes nccl for CUDA and gloo otherwise, and never smddp."""
+    strict: bool = False
+    """Raise when smddp was asked for and is not available, instead of warning and falling back."""
+
+    def __post_init__(self) -> None:
+        """Check the name."""
+        if self.transport not in get_args(TransportName):
+            raise ConfigError(
+                f"transport={self.transport!r} is not known. Allowed are {', '.join(get_args(TransportName))}; "
+                "'auto' fits every machine."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """What is known of a worker that failed: one line for the ledger, and the whole story for the console."""
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hyperpod_plugins.elastic.crew import Post
+from hyperpod_plugins.elastic.leash import signal_name
 from hyperpod_plugins.elastic.restarts import is_of_peer
 
 _NUM_LINES = 20
@@ -31,14 +31,6 @@ def error_of(post: Post) -> str:
             return _first_line(message)
         case _:
             return ""
-
-
-def signal_name(number: int) -> str:
-    """Name of a signal, also of one that has none (the real-time ones)."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def failure(post: Post, code: int) -> ProcessFailure:

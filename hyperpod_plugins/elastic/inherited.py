@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hyperpod_plugins.elastic.failures import signal_name
+from hyperpod_plugins.elastic.leash import RESOLVER, signal_name
 from hyperpod_plugins.elastic.slots import Seat
-from hyperpod_plugins.elastic.worker_environ import RESOLVER
 from hyperpod_plugins.env import JobEnv
 
 _GRACE_S = 2.0

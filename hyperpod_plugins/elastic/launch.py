@@ -37,18 +37,18 @@ from torch.distributed.elastic.utils.logging import get_logger
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
-from hyperpod_plugins._autoload import rendezvous_creator
 from hyperpod_plugins.elastic.agent import HyperPodAgent
 from hyperpod_plugins.elastic.crew import Program
 from hyperpod_plugins.elastic.endpoint import CONNECTING
 from hyperpod_plugins.elastic.etcd_gateway import SCHEME
 from hyperpod_plugins.elastic.failures import story
+from hyperpod_plugins.elastic.leash import RESOLVER
 from hyperpod_plugins.elastic.limits import allow_connections
 from hyperpod_plugins.elastic.options import AgentOptions
 from hyperpod_plugins.elastic.rendezvous import NAME as SLOTS
+from hyperpod_plugins.elastic.rendezvous import create_rendezvous
 from hyperpod_plugins.elastic.restarts import RestartPolicy
 from hyperpod_plugins.elastic.snapshot_folder import hand_down_snapshot_folder
-from hyperpod_plugins.elastic.worker_environ import RESOLVER
 from hyperpod_plugins.elastic.zygote_process import ZygoteOptions
 from hyperpod_plugins.errors import ConfigError, HyperPodError, NotBuiltYetError
 
@@ -217,7 +217,8 @@ def rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
 def worker_spec(config: LaunchConfig, program: Program) -> WorkerSpec:
     """What torch wants to know about the workers of this node."""
     parameters = rendezvous_parameters(config)
-    rendezvous_handler_registry.register(SLOTS, rendezvous_creator())  # where torch has not read our entry point
+    with contextlib.suppress(ValueError):  # torch has read our entry point, whose function calls this one
+        rendezvous_handler_registry.register(SLOTS, create_rendezvous)
     host = port = None
     try:
         if parameters.backend == "static":

@@ -1,10 +1,12 @@
-"""How a process ends with the one that started it, however that ends."""
+"""Processes of a job: how one ends with the one that started it, names of signals, and how hosts are resolved."""
 
 import ctypes
 import os
 import signal
 from pathlib import Path
 
+RESOLVER = "timeout:1 attempts:1"
+"""Options of the C library's resolver, for `RES_OPTIONS`."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,3 +33,11 @@ def end_with(agent_pid: int) -> None:
         die_with(agent_pid)
     elif not Path(f"/proc/{agent_pid}").exists():
         raise SystemExit(f"the agent that started this worker (pid {agent_pid}) is gone, so the worker ends.")
+
+
+def signal_name(number: int) -> str:
+    """Name of a signal, also of one that has none (the real-time ones)."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

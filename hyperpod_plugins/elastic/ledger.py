@@ -49,7 +49,7 @@ from typing import Any, Self
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from hyperpod_plugins.elastic import bulk
+from hyperpod_plugins.elastic.bulk import read_key, read_keys
 from hyperpod_plugins.elastic.etcd import EtcdStore
 from hyperpod_plugins.elastic.incident import Incident
 from hyperpod_plugins.elastic.world import World
@@ -225,7 +225,7 @@ class Ledger:
     def arrivals(self, generation: int, ranks: Sequence[int]) -> dict[int, str]:
         """Who has arrived so far; takes more requests where some have not."""
         keys = {f"arrive/{generation}/{rank}": rank for rank in ranks}
-        return {keys[key]: text.decode() for key, text in bulk.read_all(self._store, list(keys)).items()}
+        return {keys[key]: text.decode() for key, text in read_keys(self._store, list(keys)).items()}
 
     def void_plan(self, generation: int) -> None:
         """Say that a generation has ended, so that nobody waits for its plan for ever."""
@@ -239,7 +239,7 @@ class Ledger:
 
     def plan(self, generation: int) -> dict[int, str] | None:
         """The plan of a generation, once there is one: what each member brings."""
-        packed = bulk.read(self._store, f"plan/{generation}")
+        packed = read_key(self._store, f"plan/{generation}")
         return None if packed is None or packed == _VOID else _unpack(packed)
 
     # -- whether the members recover ----------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Ledger:
     def beats(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         """What each process told last."""
         keys = {f"beat/{rank}": rank for rank in ranks}
-        return {keys[key]: json.loads(text) for key, text in bulk.read_all(self._store, list(keys)).items()}
+        return {keys[key]: json.loads(text) for key, text in read_keys(self._store, list(keys)).items()}
 
     def put(self, name: str, value: bytes) -> None:
         """Leave a value for others."""
@@ -320,7 +320,7 @@ class Ledger:
 
     def find_lasting(self, name: str) -> bytes | None:
         """Read a value of this round or an earlier one, if it is there."""
-        return bulk.read(self._lasting, name)
+        return read_key(self._lasting, name)
 
     def take(self, name: str, timeout_s: float) -> bytes:
         """Read a value, waiting until somebody has left it.
@@ -334,7 +334,7 @@ class Ledger:
 
     def find(self, name: str) -> bytes | None:
         """Read a value if it is there."""
-        return bulk.read(self._store, f"value/{name}")
+        return read_key(self._store, f"value/{name}")
 
     def has_all(self, names: Sequence[str]) -> bool:
         """Whether all these values are there."""
@@ -342,7 +342,7 @@ class Ledger:
 
     def find_all(self, names: Sequence[str]) -> dict[str, bytes]:
         """Read those values that are there, and that nobody forgets meanwhile; more requests where some are not."""
-        found = bulk.read_all(self._store, [f"value/{name}" for name in names])
+        found = read_keys(self._store, [f"value/{name}" for name in names])
         return {key.removeprefix("value/"): value for key, value in found.items()}
 
     def count(self, name: str, more: int = 0) -> int:
@@ -371,7 +371,7 @@ class Ledger:
         if self._store.check([f"list/{name}/{len(known) + 1}"]):
             last = max(len(known) + 1, self._store.add(f"listed/{name}", 0))
             keys = [f"list/{name}/{number}" for number in range(len(known) + 1, last + 1)]
-            found = bulk.read_all(self._store, keys)
+            found = read_keys(self._store, keys)
             known += [
                 found[key].decode(errors="replace").partition(" ")[2]
                 for key in itertools.takewhile(found.__contains__, keys)
@@ -385,7 +385,7 @@ class Ledger:
         self._store.delete_key(f"value/{name}")
 
     def _read(self, key: str) -> str | None:
-        value = bulk.read(self._store, key)
+        value = read_key(self._store, key)
         return None if value is None else value.decode(errors="replace")
 
 

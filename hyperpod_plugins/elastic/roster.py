@@ -26,7 +26,7 @@ from typing import Self
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from hyperpod_plugins.elastic import bulk
+from hyperpod_plugins.elastic.bulk import read_key, read_keys
 from hyperpod_plugins.elastic.line import Line
 from hyperpod_plugins.elastic.restarts import JobRestart
 from hyperpod_plugins.elastic.slots import Claim, Holding
@@ -171,7 +171,7 @@ class Roster:
             changed = set(range(len(claims) + 1))
         changed |= set(range(len(claims), max(changed, default=-1) + 1))  # slots are added one after another
         keys = [f"slot/{number}/{slot}" for slot in sorted(changed)]
-        found = bulk.read_all(self._store, keys)
+        found = read_keys(self._store, keys)
         for slot, key in zip(sorted(changed), keys, strict=True):
             if key in found:
                 claims[slot : slot + 1] = [Claim.from_json(found[key])]
@@ -218,7 +218,7 @@ class Roster:
         return self._store.compare_set(key, "", value).decode()
 
     def _read(self, key: str) -> str | None:
-        value = bulk.read(self._store, key)
+        value = read_key(self._store, key)
         return None if value is None else value.decode()
 
     def _append(self, name: str, value: str) -> None:
@@ -231,7 +231,7 @@ class Roster:
         """
         count, known = self._store.add(f"{name}/count", 0), self._lists[name]
         places = {f"{name}/{place}": place for place in range(1, count + 1) if place not in known}
-        found = {places[key]: value.decode() for key, value in bulk.read_all(self._store, list(places)).items()}
+        found = {places[key]: value.decode() for key, value in read_keys(self._store, list(places)).items()}
         known.update(found)
         return list(found.values())
 

@@ -21,7 +21,7 @@ _BATCH = ("train_batch_size", "global_batch_size")
 _MICRO = ("micro_train_batch_size", "micro_batch_size")
 _AS_WRITTEN = {"global_batch_size": _BATCH[0], "micro_batch_size": _MICRO[0]}
 _RATE = ("learning_rate", "lr")
-_UNEVEN = "uneven_batch"
+_UNEVEN_BATCH = "uneven_batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ def read_scales(recipe: Mapping[str, Any]) -> ScaleTable | None:
 
 
 def _scale(num_nodes: int, recipe: Mapping[str, Any]) -> Scale:
-    uneven = _find(recipe, (_UNEVEN,))
+    uneven = _find(recipe, (_UNEVEN_BATCH,))
     if uneven is not None:
         uneven_batch_size({**uneven, "use_uneven_batch": False}, data_degree=1)  # the names of its keys
     return Scale(
@@ -227,10 +227,10 @@ def _check_changes(num_nodes: int, above: Mapping[str, Any], below: Mapping[str,
         if name == "num_nodes" and value != num_nodes:
             raise ConfigError(f"scale_config.{num_nodes} says {path}: {value}. It must be {num_nodes}, or left out.")
         known = (*_BATCH, *_MICRO, *_RATE, "num_nodes")
-        if name not in known and f".{_UNEVEN}." not in f".{path}." and below.get(path) != value:
+        if name not in known and f".{_UNEVEN_BATCH}." not in f".{path}." and below.get(path) != value:
             raise ConfigError(
                 f"scale_config.{num_nodes} sets {path} to {value!r}, which a running job cannot change. It can change "
-                f"{', '.join((_BATCH[0], _MICRO[0], _UNEVEN))}; take the rest out."
+                f"{', '.join((_BATCH[0], _MICRO[0], _UNEVEN_BATCH))}; take the rest out."
             )
 
 
@@ -259,7 +259,7 @@ def _find(recipe: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 def _entries(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in recipe.items():
         yield str(key), value
-        if isinstance(value, Mapping) and key != _UNEVEN:
+        if isinstance(value, Mapping) and key != _UNEVEN_BATCH:
             yield from _entries(cast("Mapping[str, Any]", value))
 
 

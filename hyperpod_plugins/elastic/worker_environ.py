@@ -4,11 +4,9 @@ from collections.abc import Mapping
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 
+from hyperpod_plugins.elastic.leash import RESOLVER
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
-
-RESOLVER = "timeout:1 attempts:1"
-"""Options of the C library's resolver, for `RES_OPTIONS`."""
 
 
 def worker_environ(

@@ -8,7 +8,7 @@ from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.snapshot import Snapshots
 
 
-def take_back(plan: RecoveryPlan, snapshots: Snapshots, member: Member, generation: int) -> None:
+def take_snapshots_back(plan: RecoveryPlan, snapshots: Snapshots, member: Member, generation: int) -> None:
     """Give each rank its snapshot, and load it.
 
     Raises:
@@ -24,7 +24,7 @@ def take_back(plan: RecoveryPlan, snapshots: Snapshots, member: Member, generati
     snapshots.load(plan.step)
 
 
-def end_generation(plan: RecoveryPlan, member: Member, max_losses: int) -> None:
+def end_for_return(plan: RecoveryPlan, member: Member, max_losses: int) -> None:
     """End the generation, since all ranks enter the loops again.
 
     Raises:

@@ -25,7 +25,6 @@ from hyperpod_plugins.elastic.ledger import BEGUN_KEY
 from hyperpod_plugins.errors import DeviceHung, HyperPodError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.observability import record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery import returning
 from hyperpod_plugins.recovery.assembly import Generation, NobodyCame, PeersOutside
 from hyperpod_plugins.recovery.assign import (
     NO_STATE,
@@ -43,6 +42,7 @@ from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, StepFailed, Subject
 from hyperpod_plugins.recovery.resharding import reshard_if_asked, start_again_without
+from hyperpod_plugins.recovery.returning import end_for_return, take_snapshots_back
 from hyperpod_plugins.recovery.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
@@ -385,7 +385,7 @@ class StepTransaction:
         record(repair.event())
         self._on_repair(repair)
         if plan.is_return:
-            returning.end_generation(plan, self._member, self._policy.max_losses)
+            end_for_return(plan, self._member, self._policy.max_losses)
             raise Returned(plan)
         return outcome
 
@@ -471,7 +471,7 @@ class StepTransaction:
             return
         snapshots.keep(newest_snapshot(formed.arrivals, self._topology))
         if plan.is_return:
-            returning.take_back(plan, snapshots, self._member, formed.number)
+            take_snapshots_back(plan, snapshots, self._member, formed.number)
 
     def _check_entry(self, plan: RecoveryPlan, formed: Generation) -> None:
         """The loops were entered where one member stood; it may have been lost since, and what it had done with it.

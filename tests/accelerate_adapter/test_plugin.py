@@ -115,7 +115,7 @@ def test_fp8_without_its_library_says_what_to_install(library):
 
 
 def test_fp8_without_a_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr("hyperpod_plugins.accelerate.plugin.is_torchao_available", lambda: True)
+    monkeypatch.setattr("hyperpod_plugins.accelerate.spec.is_torchao_available", lambda: True)
     with pytest.raises(ConfigError, match="there is no GPU here"):
         HyperPodPlugin(fp8="torchao").accelerator()
 

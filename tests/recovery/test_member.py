@@ -22,7 +22,7 @@ from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints
 from hyperpod_plugins.recovery.ending import Ending
 from hyperpod_plugins.recovery.repair import RetryPolicy
 from hyperpod_plugins.recovery.resharding import start_again_without
-from hyperpod_plugins.recovery.returning import end_generation
+from hyperpod_plugins.recovery.returning import end_for_return
 
 pytestmark = pytest.mark.slow_single
 
@@ -79,7 +79,7 @@ def all_return(member, times, lost_at):
     for _ in range(times):
         member.generation += 1
         for _ in range(member.world.size):
-            end_generation(plan, member, RetryPolicy().max_losses)
+            end_for_return(plan, member, RetryPolicy().max_losses)
 
 
 def test_eight_returns_from_one_step_end_the_job():
