@@ -1,6 +1,6 @@
 """Registering our names with torch and Lightning: the standard library only, and nothing of this package.
 
-Whoever registers passes what the names stand for: `comm` its own functions, `_autoload` ones that import when they are
+The caller passes the functions behind the names: `comm` its own, `_autoload` functions that import ours when they are
 first called.
 """
 
