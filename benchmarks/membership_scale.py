@@ -30,16 +30,15 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import harness, report
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.membership import MembershipPolicy
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryTimeout
-from hyperpod_plugins.recovery.assembly import Assembly, to_text
-from hyperpod_plugins.recovery.assign import Arrival
-from hyperpod_plugins.recovery.doorbell import Doorbell
-from hyperpod_plugins.recovery.halt import Survivors
-from hyperpod_plugins.recovery.worlds import Worlds
+from hyperpod_plugins.recovery.plan import Arrival
+from hyperpod_plugins.recovery.quorum import PlanWatcher, QuorumJoiner, to_text
+from hyperpod_plugins.recovery.resume import Survivors
+from hyperpod_plugins.recovery.world_view import Worlds
 
 THREADS = 128
 SIZES = (16, 64, 256, 1024, 4096)
@@ -51,40 +50,40 @@ ARRIVAL = Arrival(incarnation=0, committed=7)
 class Seat:
     """One simulated member."""
 
-    ledger: Ledger
-    assembly: Assembly
+    job_store: JobStore
+    assembly: QuorumJoiner
     rank: int
     world_size: int
 
     @classmethod
     def of(cls, job: JobEnv, rank: int, world_size: int, limit_s: float) -> "Seat":
-        ledger = Ledger.connect(job)
-        assembly = Assembly(
-            ledger,
-            Worlds(ledger, World.of_founders(world_size)),
-            Doorbell(partial(Ledger.connect, job)),
-            place=rank,
+        job_store = JobStore.connect(job)
+        assembly = QuorumJoiner(
+            job_store,
+            Worlds(job_store, WorldPlan.initial(world_size)),
+            PlanWatcher(partial(JobStore.connect, job)),
+            worker_id=rank,
             policy=MembershipPolicy(replacement_timeout_s=limit_s),
-            survivors=Survivors(ledger, patience_s=lambda: limit_s, outside_s=limit_s),
+            survivors=Survivors(job_store, patience_s=lambda: limit_s, outside_s=limit_s),
         )
-        return cls(ledger=ledger, assembly=assembly, rank=rank, world_size=world_size)
+        return cls(job_store=job_store, assembly=assembly, rank=rank, world_size=world_size)
 
 
-def agree(seat: Seat, generation: int) -> None:
+def agree(assignment: Seat, generation: int) -> None:
     """Meet the others, as `Member.join_next` does."""
-    formed = seat.assembly.meet(generation, ARRIVAL, time.monotonic())
+    formed = assignment.assembly.join(generation, ARRIVAL, time.monotonic())
     assert formed is not None
-    assert len(formed.arrivals) == seat.world_size
+    assert len(formed.arrivals) == assignment.world_size
 
 
-def agree_without_last(seat: Seat, generation: int) -> None:
+def agree_without_last(assignment: Seat, generation: int) -> None:
     """The same, where the last rank comes last, and never looks."""
-    if seat.rank < seat.world_size - 1:
-        agree(seat, generation)
+    if assignment.rank < assignment.world_size - 1:
+        agree(assignment, generation)
         return
-    while seat.ledger.num_arrived(generation) < seat.world_size - 1:
+    while assignment.job_store.num_arrived(generation) < assignment.world_size - 1:
         time.sleep(0.01)
-    seat.ledger.arrive(generation, seat.rank, to_text(ARRIVAL))
+    assignment.job_store.arrive(generation, assignment.rank, to_text(ARRIVAL))
 
 
 CASES: dict[str, Callable[[Seat, int], None]] = {"agreement": agree, "the last is gone": agree_without_last}

@@ -57,7 +57,7 @@ class Way:
 WAYS = (
     Way(
         name="live",
-        argv=(sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--rdzv-conf=last_call_timeout=1"),
+        argv=(sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--rdzv-conf=last_call_timeout=1"),
         program="program_live.py",
         environ={"PYTHONPATH": str(ROOT)},
     ),

@@ -30,7 +30,7 @@ def train(name: str, folder: Path, *options: str, events: Path | None = None) ->
     print(f"\n=== {name}\n", flush=True)
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", str(NUM_RANKS)]
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", str(NUM_RANKS)]
     preload = ["--preload", "default,transformers.models.llama.modeling_llama"]  # what a replacement need not import
     layout = ["--hybrid-shard-degree", "2", "--tensor-parallel-degree", "1"]
     command = [*launcher, *preload, str(TRAIN), *layout, "--folder", str(folder), "--report", str(report), *options]

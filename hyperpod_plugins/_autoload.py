@@ -79,7 +79,7 @@ def rendezvous_creator() -> Callable[[Any], Any]:
 
 
 def _create_rendezvous(parameters: Any) -> Any:
-    from hyperpod_plugins.elastic.rendezvous import create_rendezvous
+    from hyperpod_plugins.elastic.rendezvous.handler import create_rendezvous
 
     return create_rendezvous(parameters)
 

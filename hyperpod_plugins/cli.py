@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from hyperpod_plugins.elastic.control import Request, Ticket, send
-from hyperpod_plugins.elastic.line import printable
+from hyperpod_plugins.elastic.rendezvous.control import Request, Ticket, send
+from hyperpod_plugins.elastic.store.records import printable
 from hyperpod_plugins.errors import ConfigError, HyperPodError
+from hyperpod_plugins.fault_injection.chaos import SIGNALS, ChaosPlan, choose_agents, processes, run_chaos
+from hyperpod_plugins.fault_injection.faults import FaultKind
 from hyperpod_plugins.presets import preset_names, preset_path, preset_summary, write_preset
-from hyperpod_plugins.recovery.chaos import SIGNALS, ChaosPlan, choose_agents, processes, run_chaos
-from hyperpod_plugins.recovery.faults import FaultKind
 from hyperpod_plugins.recovery.rehearsal_jobs import PHASES, Plan, rehearse, table
 
 
@@ -87,13 +87,13 @@ def _scale(arguments: argparse.Namespace) -> int:
         )
     ticket = Ticket.find(arguments.run_id)
     request = Request(kind="scale", value=asked[0], shard_degree=asked[1], tensor_degree=asked[2])
-    _say(send(ticket.ledger(), ticket.token, request, queue=ticket.queue))
+    _say(send(ticket.job_store(), ticket.token, request, queue=ticket.queue))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
     ticket = Ticket.find(arguments.run_id)
-    answer = send(ticket.ledger(), ticket.token, Request(kind="status"), queue=ticket.queue)
+    answer = send(ticket.job_store(), ticket.token, Request(kind="status"), queue=ticket.queue)
     try:
         found = dict(json.loads(answer))
     except (ValueError, TypeError):

@@ -81,7 +81,7 @@ class WorkerEnv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnv:
-    """How a worker reaches the ledger of its job; written by `hyperpodrun` and by the rendezvous `hyperpod`."""
+    """How a worker reaches the job store of its job; written by `hyperpodrun` and by the rendezvous `hyperpod`."""
 
     run_id: str
     """Name of the job."""
@@ -104,7 +104,7 @@ class JobEnv:
     tensor_degree: int = 0
 
     @property
-    def is_newcomer(self) -> bool:
+    def is_joining(self) -> bool:
         """Whether the others may have begun without this process."""
         return self.incarnation > 0
 

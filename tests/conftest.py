@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from launched import Job
 
-from hyperpod_plugins.elastic.leash import RESOLVER
+from hyperpod_plugins.elastic.process import RESOLVER
 
 # torch's store asks for the name of each client; an answer that does not come costs 5 s by default.
 os.environ.setdefault("RES_OPTIONS", RESOLVER)

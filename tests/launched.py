@@ -1,4 +1,4 @@
-"""One `hyperpodrun` with real workers: tiny scripts that know the ledger and nothing else of this package."""
+"""One `hyperpodrun` with real workers: tiny scripts that know the job store and nothing else of this package."""
 
 import contextlib
 import os
@@ -12,27 +12,27 @@ import uuid
 
 from recovery.faults import left_processes
 
-from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.env import JobEnv
 
 START_S = 60.0
 WORKER = """
 import os, signal, sys, time
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.worker_environ import worker_environ
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.launcher.round import worker_environ
 from hyperpod_plugins.env import JobEnv
 began_s = time.time()
 job, rank = JobEnv.from_environ(), int(os.environ["RANK"])
-ledger = Ledger.connect(job)
+job store = JobStore.connect(job)
 if "UNARMED" not in os.environ:
-    ledger.arm()
-    ledger.put("begun", b"1")
+    job_store.arm()
+    job_store.set("begun", b"1")
 def say(*words):
     line = " ".join(map(str, ("@", rank, job.incarnation, *words)))
     os.write(1, (line + chr(10)).encode())  # at once: others write to the same place
 def wait(name, timeout_s=60):
     until_s = time.time() + timeout_s
-    while ledger.find(name) is None:
+    while job_store.try_get(name) is None:
         if time.time() > until_s:
             sys.exit(3)
         time.sleep(0.01)
@@ -49,7 +49,7 @@ class Job:
         self.out = folder / f"{self.mark}.out"
         path = folder / f"{self.mark}.py"
         path.write_text(WORKER + textwrap.dedent(script))
-        command = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--preload", "torch", *options]
+        command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--preload", "torch", *options]
         with self.out.open("w") as out:
             self.agent = subprocess.Popen(
                 [*command, str(path)],
@@ -78,9 +78,9 @@ class Job:
         self.await_(lambda: set(processes) <= set(self.said()))
         return {each: int(said[0]) for each, said in self.said().items()}
 
-    def ledger(self):
+    def job_store(self):
         _, _, store, run_id = next(iter(self.said().values()))
-        return Ledger.connect(JobEnv.from_environ({"HYPERPOD_STORE": store, "HYPERPOD_RUN_ID": run_id}))
+        return JobStore.connect(JobEnv.from_environ({"HYPERPOD_STORE": store, "HYPERPOD_RUN_ID": run_id}))
 
     def code(self, timeout_s=START_S):
         try:

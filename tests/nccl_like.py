@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyperpod_plugins.comm import backend, transports, wires
+from hyperpod_plugins.comm import groups, sockets, transport
 from hyperpod_plugins.comm.device_queue import RECORDERS
-from hyperpod_plugins.comm.scatter import reduce_scatter
-from hyperpod_plugins.comm.works import leave, let_go
+from hyperpod_plugins.comm.work import reduce_scatter, release_group, release_work
 
 ABORT_S = 0.03
 _SLICE = timedelta(seconds=0.1)
@@ -190,13 +189,13 @@ class QueuedGroup:
             pass
         finally:
             if under_way is not None and not under_way.is_completed():
-                leave(gloo, under_way)  # it sleeps on in gloo, and destroying it would wait
+                release_work(gloo, under_way)  # it sleeps on in gloo, and destroying it would wait
         return False
 
     def eager_connect(self):
-        gloo = transports.Gloo().create(self._spec)
+        gloo = transport.Gloo().create(self._spec)
         if self._aborted.is_set():
-            let_go(gloo)
+            release_group(gloo)
             raise RuntimeError("aborted")
         self._gloo = gloo
 
@@ -211,9 +210,9 @@ class QueuedGroup:
             self._queue.put(None)
             works = list(self._works)
         gloo, self._gloo = self._gloo, None
-        wires.cut(self)
+        sockets.shutdown(self)
         if gloo is not None:
-            let_go(gloo)
+            release_group(gloo)
         for work in works:
             work.done.set()
 
@@ -288,9 +287,9 @@ class NcclLike:
 
 def install():
     """Let all groups of this process that are made from now on be queued."""
-    if isinstance(backend.AUTOMATIC[0], NcclLike):
+    if isinstance(groups.AUTOMATIC[0], NcclLike):
         return
-    backend.AUTOMATIC = (NcclLike(), *backend.AUTOMATIC)
-    backend.TRANSPORTS = (NcclLike(), *backend.TRANSPORTS)
+    groups.AUTOMATIC = (NcclLike(), *groups.AUTOMATIC)
+    groups.TRANSPORTS = (NcclLike(), *groups.TRANSPORTS)
     RECORDERS["cpu"] = stream.record
     _mode.__enter__()

@@ -234,7 +234,7 @@ def make_optimizer(case: Case, net: nn.Module) -> torch.optim.Optimizer:
 
 
 def order_of(case: Case, epoch: int) -> list[int]:
-    from hyperpod_plugins.data.order import sample_order
+    from hyperpod_plugins.data.permutation import sample_order
 
     if case.adapter == "accelerate":
         return list(range(case.num_samples))
@@ -267,7 +267,7 @@ def owned_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def train_with_session(case: Case) -> tuple[list[float], nn.Module]:
     from torch.utils.data import DataLoader, TensorDataset
 
-    from hyperpod_plugins.loops import Session
+    from hyperpod_plugins.session import Session
 
     session = Session(
         case.layout, global_batch_size=case.global_batch, random_seed=SEED, allow_empty_shards=True, timeout_s=60
@@ -498,11 +498,11 @@ def put_back(fault: str) -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def units_are_not_watched() -> Iterator[None]:
     """Gradients of a unit that the last micro-step does not use come a step later."""
-    import hyperpod_plugins.loops.session as session
-    from hyperpod_plugins.parallel import shard
+    import hyperpod_plugins.session.session as session
+    from hyperpod_plugins.parallel import hsdp
 
     with (
-        patch.object(shard, "watch_units", lambda model: None),
+        patch.object(hsdp, "watch_units", lambda model: None),
         patch.object(session, "watch_units", lambda model: None),
     ):
         yield
@@ -510,13 +510,13 @@ def units_are_not_watched() -> Iterator[None]:
 
 def every_list_is_a_chain() -> contextlib.AbstractContextManager[Any]:
     """Each element of each list of modules is a unit, also an expert that some ranks do not run."""
-    from hyperpod_plugins.parallel import shard
+    from hyperpod_plugins.parallel import hsdp
 
     def elements(model: nn.Module) -> set[int]:
         lists = (each for each in model.modules() if isinstance(each, nn.ModuleList | nn.ModuleDict))
         return {id(element) for each in lists for element in each.children()}
 
-    return patch.object(shard, "_elements_of_chains", elements)
+    return patch.object(hsdp, "_elements_of_chains", elements)
 
 
 def gradients_without_optimizer_stay() -> contextlib.AbstractContextManager[Any]:

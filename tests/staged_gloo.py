@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import backend, transports
-from hyperpod_plugins.comm.scatter import reduce_scatter
+from hyperpod_plugins.comm import groups, transport
+from hyperpod_plugins.comm.work import reduce_scatter
 
 _FOREVER = timedelta(0)
 _NAMES = """
@@ -136,7 +136,7 @@ class Staged:
         return None
 
     def create(self, spec):
-        return StagedGroup(transports.Gloo().create(spec))
+        return StagedGroup(transport.Gloo().create(spec))
 
     def is_queued(self, device_type):
         return False
@@ -147,6 +147,6 @@ class Staged:
 
 def install():
     """Let all groups of this process that are made from now on be staged."""
-    if not isinstance(backend.AUTOMATIC[0], Staged):
-        backend.AUTOMATIC = (Staged(), *backend.AUTOMATIC)
-        backend.TRANSPORTS = (Staged(), *backend.TRANSPORTS)
+    if not isinstance(groups.AUTOMATIC[0], Staged):
+        groups.AUTOMATIC = (Staged(), *groups.AUTOMATIC)
+        groups.TRANSPORTS = (Staged(), *groups.TRANSPORTS)

@@ -4,9 +4,9 @@ import pytest
 
 from hyperpod_plugins.cli import main
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.recovery.chaos import ChaosPlan, Process, blows, choose_agents, workers_in
+from hyperpod_plugins.fault_injection.chaos import ChaosPlan, Process, blows, choose_agents, workers_in
 
-ZYGOTE = (b"python", b"-m", b"hyperpod_plugins.elastic.zygote", b"7")
+ZYGOTE = (b"python", b"-m", b"hyperpod_plugins.elastic.launcher.fork_server", b"7")
 
 
 def table_of(*lines):

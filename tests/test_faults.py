@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.recovery.causes import CAUSES, draw_cause, random_faults
-from hyperpod_plugins.recovery.faults import (
+from hyperpod_plugins.fault_injection.faults import (
+    CAUSES,
     KINDS,
     PHASES,
     Fault,
     InjectedFault,
     Injector,
+    draw_cause,
     parse_faults,
+    random_faults,
 )
 
 any_fault = st.builds(

@@ -1,4 +1,4 @@
-"""The launcher with real workers: tiny scripts that know the ledger and nothing else of this package."""
+"""The launcher with real workers: tiny scripts that know the job store and nothing else of this package."""
 
 import importlib.util
 import json
@@ -17,13 +17,13 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.launch import get_parser, modules_to_preload, program_of, use_local_rendezvous
-from hyperpod_plugins.elastic.restarts import GAVE_UP, Loss, RestartBudget, RestartPolicy
-from hyperpod_plugins.elastic.worker_environ import worker_environ
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.launcher.main import get_parser, modules_to_preload, program_of, use_local_rendezvous
+from hyperpod_plugins.elastic.launcher.round import worker_environ
+from hyperpod_plugins.elastic.membership.restart_policy import GAVE_UP, Loss, RestartBudget, RestartPolicy
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
-from hyperpod_plugins.recovery.repair import StepFailed
+from hyperpod_plugins.recovery.protocols import StepFailed
 
 
 def founders(count):
@@ -35,38 +35,38 @@ def test_only_the_lost_worker_is_replaced(launch, tmp_path):
     logs = tmp_path / "logs"
     job = launch("wait('finish')", "--nproc-per-node=4", f"--log-dir={logs}", "--tee=3", "--spares=1")
     pids = job.await_here(*founders(4))
-    ledger = job.ledger()
+    job_store = job.job_store()
     for pid in pids.values():  # `ps` and `pgrep -f` show what it runs
         assert f"{job.mark}.py" in Path(f"/proc/{pid}/cmdline").read_text()
 
     os.kill(pids[2, 0], signal.SIGKILL)
     job.await_here((2, 1))
-    assert ledger.incarnations(range(4)) == [0, 0, 1, 0]
-    assert ledger.exit_of(2, 0).cause == "killed by SIGKILL"
-    ended = ledger.ended(0)
+    assert job_store.incarnations(range(4)) == [0, 0, 1, 0]
+    assert job_store.exit_of(2, 0).cause == "killed by SIGKILL"
+    ended = job_store.ended(0)
     assert (ended.kind, ended.rank, ended.incarnation, ended.reporter) == ("process", 2, 0, "agent of node 0")
 
     os.kill(pids[1, 0], signal.SIGKILL)  # generation 1 has not been formed, so there is nothing to end
     job.await_here((1, 1))
-    assert ledger.exit_of(1, 0) is not None
-    assert ledger.generation() == 1
-    ledger.propose(1, {})
+    assert job_store.exit_of(1, 0) is not None
+    assert job_store.generation() == 1
+    job_store.propose(1, {})
     os.kill(pids[0, 0], signal.SIGKILL)
     job.await_here((0, 1))
-    assert ledger.ended(1).rank == 0
-    assert ledger.generation() == 2
+    assert job_store.ended(1).rank == 0
+    assert job_store.generation() == 2
 
-    ledger.ask_to_kill(3, 0)
+    job_store.ask_to_kill(3, 0)
     now = job.await_here((3, 1))
-    ledger.ask_to_kill(3, 0)  # it is gone already
-    ledger.ask_to_kill(2, 0)
+    job_store.ask_to_kill(3, 0)  # it is gone already
+    job_store.ask_to_kill(2, 0)
     os.kill(job.agent.pid, signal.SIGUSR1)
     job.await_(lambda: len(job.said("noticed")) == 4)
     assert set(job.said("noticed")) == {(rank, 1) for rank in range(4)}
     assert job.await_here((2, 1), (3, 1)) == now
-    assert ledger.incarnations(range(4)) == [1, 1, 1, 1]
+    assert job_store.incarnations(range(4)) == [1, 1, 1, 1]
 
-    ledger.put("finish", b"1")
+    job_store.set("finish", b"1")
     assert job.code() == 0, job.text()
     job.await_nobody()
     [attempt] = logs.glob("*/attempt_0")
@@ -226,7 +226,7 @@ def test_a_killed_zygote_costs_the_workers_of_its_node_and_not_the_job(launch):
     [zygote] = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids.values()}
     os.kill(zygote, signal.SIGKILL)
     job.await_here((0, 1), (1, 1))
-    job.ledger().put("finish", b"1")
+    job.job_store().put("finish", b"1")
     assert job.code() == 0, job.text()
 
 
@@ -249,12 +249,12 @@ def test_other_nodes_go_on_until_all_are_done(launch):
     nodes.sort(key=lambda job: min(job.said()))
     first, second = nodes
     pids = {**first.await_here((0, 0), (1, 0)), **second.await_here((2, 0), (3, 0))}
-    ledger = first.ledger()
+    job_store = first.job_store()
     os.kill(pids[3, 0], signal.SIGKILL)
     second.await_here((3, 1))
-    assert ledger.ended(0).reporter == "agent of node 1"
+    assert job_store.ended(0).reporter == "agent of node 1"
     assert set(first.said()) == {(0, 0), (1, 0)}
-    ledger.put("finish", b"1")
+    job_store.set("finish", b"1")
     assert [job.code() for job in nodes] == [0, 0], first.text() + second.text()
 
 
@@ -272,16 +272,16 @@ def test_other_nodes_stop_with_one_that_gave_up(launch, failing):
 def test_a_node_that_joins_a_running_c10d_rendezvous_makes_all_start_again(launch, tmp_path):
     """torch's way for programs that cannot grow in place; its own newcomers wait in vain (torch 2.13)."""
     options = ("--nnodes=1:2", "--rdzv-conf=last_call_timeout=1", *meeting_point(), f"--log-dir={tmp_path}")
-    script = "say('of', os.environ['WORLD_SIZE'], ledger.generation())\nwait('finish')"
+    script = "say('of', os.environ['WORLD_SIZE'], job_store.generation())\nwait('finish')"
     first = launch(script, *options)
     first.await_(lambda: first.said("of") == {(0, 0): ["1", "0"]})
     os.kill(first.await_here((0, 0))[0, 0], signal.SIGKILL)
     first.await_here((0, 1))
     second = launch(script, *options)
-    first.await_(lambda: ["2", "0"] in first.said("of").values())  # a new ledger, in which nothing has happened
+    first.await_(lambda: ["2", "0"] in first.said("of").values())  # a new job store, in which nothing has happened
     second.await_(lambda: ["2", "0"] in second.said("of").values())
     store, run_id = next(iter(second.said().values()))[-2:]
-    Ledger.connect(JobEnv.from_environ({"HYPERPOD_STORE": store, "HYPERPOD_RUN_ID": run_id})).put("finish", b"1")
+    JobStore.connect(JobEnv.from_environ({"HYPERPOD_STORE": store, "HYPERPOD_RUN_ID": run_id})).set("finish", b"1")
     assert [first.code(), second.code()] == [0, 0], first.text() + second.text()
 
 
@@ -319,7 +319,14 @@ def test_other_programs_and_missing_modules(launch, tmp_path):
     shell = tmp_path / "run.sh"
     shell.write_text('#!/bin/sh\necho "@ $RANK $HYPERPOD_INCARNATION $1"\n')
     shell.chmod(0o755)
-    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--no-python", str(shell), "${local_rank}"]
+    command = [
+        sys.executable,
+        "-m",
+        "hyperpod_plugins.elastic.launcher.main",
+        "--no-python",
+        str(shell),
+        "${local_rank}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "@ 0 0 0\n"
@@ -437,7 +444,7 @@ def test_preload_names(monkeypatch):
     ],
 )
 def test_impossible_arguments_end_with_code_2_and_say_why(options, said, capfd):
-    from hyperpod_plugins.elastic.launch import main
+    from hyperpod_plugins.elastic.launcher.main import main
 
     assert main([*options.split(), "train.py"]) == 2
     told = capfd.readouterr().err
@@ -446,7 +453,7 @@ def test_impossible_arguments_end_with_code_2_and_say_why(options, said, capfd):
 
 
 def test_numa_binding_is_refused_rather_than_ignored():
-    from hyperpod_plugins.elastic.launch import run
+    from hyperpod_plugins.elastic.launcher.main import run
 
     with pytest.raises(NotBuiltYetError, match="--numa-binding=node"):
         run(get_parser().parse_args(["--numa-binding=node", "train.py"]))

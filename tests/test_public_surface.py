@@ -16,13 +16,13 @@ PACKAGES = (
     "accelerate",
     "comm",
     "data",
+    "delayed_init",
     "elastic",
+    "fault_injection",
     "lightning",
-    "loops",
-    "memory",
-    "observability",
     "parallel",
     "recovery",
+    "session",
     "smp",
 )
 

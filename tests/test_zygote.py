@@ -13,9 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from hyperpod_plugins.elastic import zygote as zygote_module
-from hyperpod_plugins.elastic.wire import Start
-from hyperpod_plugins.elastic.zygote_process import Ended, Started, ZygoteOptions, ZygoteProcess, wait_readable
+from hyperpod_plugins.elastic.launcher import fork_server as zygote_module
+from hyperpod_plugins.elastic.launcher.fork_client import (
+    Ended,
+    ForkServerOptions,
+    ForkServerProcess,
+    SpawnRequest,
+    Started,
+    wait_readable,
+)
 from hyperpod_plugins.errors import ConfigError
 
 pytestmark = pytest.mark.spawns
@@ -48,8 +54,8 @@ class Children:
     """A zygote and what it has started."""
 
     def __init__(self, folder, preload=(), num_spares=0):
-        options = ZygoteOptions(python=sys.executable, preload=preload, num_spares=num_spares)
-        self.zygote = ZygoteProcess(options, os.environ)
+        options = ForkServerOptions(python=sys.executable, preload=preload, num_spares=num_spares)
+        self.zygote = ForkServerProcess(options, os.environ)
         self.folder = folder
         self.pids, self.codes = {}, {}
         self.last = 0
@@ -60,7 +66,7 @@ class Children:
         files = {stream: str(self.folder / f"{self.last}.{stream}") for stream in ("stdout", "stderr")}
         cwd = str(cwd or self.folder)
         self.zygote.start(
-            Start(ticket=self.last, kind=kind, target=str(target), args=args, environ=environ, cwd=cwd, **files)
+            SpawnRequest(ticket=self.last, kind=kind, target=str(target), args=args, environ=environ, cwd=cwd, **files)
         )
         return self.last
 

@@ -66,8 +66,8 @@ class Watch(pl.Callback):
                 noticed_s=repair.noticed_s,
                 assembled_s=repair.assembled_s,
                 restored_s=repair.restored_s,
-                incident_s=repair.incident.at_s,
-                is_newcomer=log.rank in repair.newcomers,
+                incident_s=repair.failure.at_s,
+                is_joining=log.rank in repair.joiners,
             )
 
 

@@ -98,7 +98,7 @@ def nvrx(python: Path, *, is_fast: bool) -> list[Command]:
 
 def hyperpodrun(_: Path) -> list[Command]:
     """The lost worker is replaced; the other waits, and gives it its state."""
-    argv = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", f"--nproc-per-node={WORLD_SIZE}"]
+    argv = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", f"--nproc-per-node={WORLD_SIZE}"]
     return [Command(argv=[*argv, str(PROGRAMS / "program_hyperpod.py")])]
 
 

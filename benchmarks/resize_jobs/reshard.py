@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyperpod_plugins.elastic.control import Request, Ticket, send
+from hyperpod_plugins.elastic.rendezvous.control import Request, Ticket, send
 
 SHARD_DEGREE = 2
 
@@ -27,7 +27,7 @@ def ask(folder: str) -> None:
     """Do what `hyperpod scale --shard-degree 2` does, without the start of another process in the figure."""
     (path,) = Path(folder, "hyperpod").glob("*.ticket")
     ticket = Ticket.from_json(path.read_text())
-    send(ticket.ledger(), ticket.token, Request(kind="scale", shard_degree=SHARD_DEGREE))
+    send(ticket.job_store(), ticket.token, Request(kind="scale", shard_degree=SHARD_DEGREE))
 
 
 def has_resharded(commits: Sequence[Mapping[str, Any]]) -> bool:

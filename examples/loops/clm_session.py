@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, default_data_collator, get_scheduler
 
 from hyperpod_plugins.accelerate import HyperPodPlugin
-from hyperpod_plugins.loops import Session
+from hyperpod_plugins.session import Session
 
 CONFIG = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
 

@@ -19,7 +19,7 @@ from train_lm import prepare_data
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hyperpod_plugins.data import TokenDataset
-from hyperpod_plugins.loops import Session
+from hyperpod_plugins.session import Session
 
 
 class SessionTrainer(Trainer):

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hyperpod_plugins.data import TokenDataset
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.loops import Session
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.session import Session
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from train_lm import VOCABULARY, prepare_data

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from recipe import Recipe
 from torch import nn
 
-from hyperpod_plugins.parallel.shard import find_blocks
-from hyperpod_plugins.parallel.tensor_plan import plan_for
+from hyperpod_plugins.parallel.hsdp import find_blocks
+from hyperpod_plugins.parallel.tensor_parallel import plan_for
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2

@@ -20,6 +20,7 @@ from memory_plan import GIB, plan_memory
 from recipe import Recipe
 
 from hyperpod_plugins.data import BatchSplit, build_tokens
+from hyperpod_plugins.delayed_init import delayed_init
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.lightning import (
     CheckpointlessRecovery,
@@ -28,7 +29,6 @@ from hyperpod_plugins.lightning import (
     TokenDataConfig,
     TokenDataModule,
 )
-from hyperpod_plugins.memory import delayed_init
 
 
 class CausalLM(L.LightningModule):

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from hyperpod_plugins.accelerate.gathering import are_tensors, gathered, gathered_objects, reduced, without_padding
-from hyperpod_plugins.accelerate.joining import World, join, tell_accelerate, tell_again, uses_cpu
-from hyperpod_plugins.accelerate.library import Accelerator, get_mixed_precision_context_manager
-from hyperpod_plugins.accelerate.parallelism import HyperPodParallelism
-from hyperpod_plugins.accelerate.preparing import compute_in, recompute_blocks, refuse_dropout, shard_with_optimizers
+from hyperpod_plugins.accelerate.collectives import are_tensors, gathered, gathered_objects, reduced, without_padding
+from hyperpod_plugins.accelerate.compat import Accelerator, get_mixed_precision_context_manager
+from hyperpod_plugins.accelerate.mesh import HyperPodParallelism
+from hyperpod_plugins.accelerate.optimizer import HyperPodOptimizer, HyperPodScheduler, StepCheck
+from hyperpod_plugins.accelerate.prepare import compute_in, recompute_blocks, refuse_dropout, shard_with_optimizers
+from hyperpod_plugins.accelerate.process_state import World, join, tell_accelerate, tell_again, uses_cpu
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec
-from hyperpod_plugins.accelerate.stepping import HyperPodOptimizer, HyperPodScheduler, StepCheck
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import (
     Topology,
@@ -34,7 +34,7 @@ from hyperpod_plugins.parallel import (
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.former_parameters import give_shards
-from hyperpod_plugins.parallel.shard import sharded_parts, without_replica_sync
+from hyperpod_plugins.parallel.hsdp import sharded_parts, without_replica_sync
 from hyperpod_plugins.parallel.unit_watch import watch_units
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")

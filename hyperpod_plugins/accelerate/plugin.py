@@ -9,8 +9,8 @@ from typing import Any, Self, cast
 import yaml
 
 from hyperpod_plugins.accelerate.accelerator import HyperPodAccelerator
-from hyperpod_plugins.accelerate.joining import World
-from hyperpod_plugins.accelerate.settings import AccelerateSettings, options_in, variables_in
+from hyperpod_plugins.accelerate.launch_config import AccelerateSettings, options_in, variables_in
+from hyperpod_plugins.accelerate.process_state import World
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.env import accelerate_variables, config_path

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from hyperpod_plugins.accelerate.library import (
+from hyperpod_plugins.accelerate.compat import (
     AORecipeKwargs,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
@@ -16,14 +16,14 @@ from hyperpod_plugins.accelerate.library import (
     is_torchao_available,
     is_transformer_engine_available,
 )
-from hyperpod_plugins.accelerate.parallelism import HyperPodParallelism
-from hyperpod_plugins.accelerate.settings import AccelerateSettings
+from hyperpod_plugins.accelerate.launch_config import AccelerateSettings
+from hyperpod_plugins.accelerate.mesh import HyperPodParallelism
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.errors import ConfigError, MissingExtraError
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.parallel.finite import NonFinitePolicy
-from hyperpod_plugins.parallel.shard import mixed_precision_policy
+from hyperpod_plugins.parallel.hsdp import mixed_precision_policy
 
 _PACKAGES = {"torchao": "torchao", "te": "transformer_engine"}
 

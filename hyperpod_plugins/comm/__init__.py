@@ -1,13 +1,12 @@
 """Communication: the c10d backend `hyperpod`, whose groups outlive their connections, and what moves their bytes."""
 
-from hyperpod_plugins.comm.backend import choose_transport
-from hyperpod_plugins.comm.ballot import vote
-from hyperpod_plugins.comm.breaker import Breaker, Phase, breaker
+from hyperpod_plugins.comm.api import WORLD, CommOptions, GroupKey
 from hyperpod_plugins.comm.channel import Channel
+from hyperpod_plugins.comm.commit_vote import commit_vote
 from hyperpod_plugins.comm.device_queue import device_queue
 from hyperpod_plugins.comm.device_queue import record as record_queue
-from hyperpod_plugins.comm.generations import Reform, abandon_broken, break_groups
 from hyperpod_plugins.comm.groups import (
+    choose_transport,
     connect,
     create_group,
     create_smddp_group,
@@ -16,18 +15,19 @@ from hyperpod_plugins.comm.groups import (
     new_axis_group,
     register,
 )
-from hyperpod_plugins.comm.resilient import ResilientProcessGroup, generation_of, live_groups, pinned
-from hyperpod_plugins.comm.roles import WORLD, CommOptions, GroupRole
+from hyperpod_plugins.comm.health import GroupHealth, Phase, breaker
+from hyperpod_plugins.comm.process_group import ResilientProcessGroup, generation_of, live_groups, pinned
+from hyperpod_plugins.comm.reconfigure import Reconfiguration, abandon_broken, break_groups
 from hyperpod_plugins.comm.traffic import Traffic, reset_traffic, traffic, wire_bytes
-from hyperpod_plugins.comm.works import current_wait
+from hyperpod_plugins.comm.work import current_wait
 
 __all__ = [
-    "Breaker",
     "Channel",
     "CommOptions",
-    "GroupRole",
+    "GroupHealth",
+    "GroupKey",
     "Phase",
-    "Reform",
+    "Reconfiguration",
     "ResilientProcessGroup",
     "Traffic",
     "WORLD",
@@ -35,6 +35,7 @@ __all__ = [
     "break_groups",
     "breaker",
     "choose_transport",
+    "commit_vote",
     "connect",
     "create_group",
     "create_smddp_group",
@@ -50,6 +51,5 @@ __all__ = [
     "register",
     "reset_traffic",
     "traffic",
-    "vote",
     "wire_bytes",
 ]

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from hyperpod_plugins.comm import wires
-from hyperpod_plugins.comm.breaker import breaker
-from hyperpod_plugins.comm.listener import Listener, begin_connecting, limit_waits
-from hyperpod_plugins.comm.resilient import ResilientProcessGroup
-from hyperpod_plugins.comm.works import PeerWait, raise_peer_lost
+from hyperpod_plugins.comm import sockets
+from hyperpod_plugins.comm.health import breaker
+from hyperpod_plugins.comm.process_group import ResilientProcessGroup
+from hyperpod_plugins.comm.sockets import Listener, begin_connecting, limit_waits
+from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import CommError
 
 _FRAME = struct.Struct("!IIQ")  # type, number of the message, bytes of payload
@@ -167,7 +167,7 @@ class Channel:
         links = _links.setdefault(inner, {})
         if self._name not in links:
             store = PrefixStore(f"{group.store_prefix}/channel/{self._name}", group.root_store)
-            links[self._name] = Links(store, group.rank(), wires.own_address(inner), _cut_with(inner))
+            links[self._name] = Links(store, group.rank(), sockets.own_address(inner), _cut_with(inner))
         return links[self._name]
 
 
@@ -182,7 +182,7 @@ def _cut_with(inner: dist.ProcessGroup) -> Callable[[socket.socket], None]:
         present = reference()
         if present is None or breaker.cause is not None:
             raise ConnectionAbortedError(breaker.cause or "the group has ended")
-        wires.add(present, [connection.dup()])
+        sockets.add(present, [connection.dup()])
         if breaker.cause is not None:  # the cut came before
             raise ConnectionAbortedError(breaker.cause)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hyperpod_plugins.comm.roles import GroupRole
+from hyperpod_plugins.comm.api import GroupKey
 
 Query = Callable[[], bool]
 """Whether the device has come to a point of its queue; any thread may ask."""
@@ -42,7 +42,7 @@ def record(device: torch.device) -> Query | None:
 class QueuedCollective:
     """A collective that the host has handed to the device and waited for."""
 
-    role: GroupRole
+    role: GroupKey
     number: int
     """How many collectives of the group this process has issued in this generation, this one included; 0 where that is
     not known.
@@ -78,7 +78,7 @@ class DeviceQueue:
         with self._lock:
             self._collectives.clear()
 
-    def oldest_wait(self, now_s: float | None = None) -> tuple[GroupRole, int, float] | None:
+    def oldest_wait(self, now_s: float | None = None) -> tuple[GroupKey, int, float] | None:
         """The oldest collective in which the device waits: its role, its number, and for how long, in seconds.
 
         The time counts from the first look that found the device there. None where the queue is empty, and where the

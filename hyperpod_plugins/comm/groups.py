@@ -4,6 +4,7 @@
 # pyright: reportPrivateUsage=false
 
 import atexit
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,13 +18,78 @@ from torch.distributed import distributed_c10d
 
 from hyperpod_plugins import env
 from hyperpod_plugins._registration import register_backends
-from hyperpod_plugins.comm import smddp, wires
-from hyperpod_plugins.comm.backend import IN_HOST_MEMORY, transport_for_group
-from hyperpod_plugins.comm.breaker import Phase, breaker
-from hyperpod_plugins.comm.resilient import BACKEND, ResilientProcessGroup, live_groups, living
-from hyperpod_plugins.comm.roles import WORLD, CommOptions, GroupRole, without_role
-from hyperpod_plugins.comm.transports import InnerSpec, remember_transport
-from hyperpod_plugins.errors import CommError, ConfigError
+from hyperpod_plugins.comm import smddp, sockets
+from hyperpod_plugins.comm.api import WORLD, CommOptions, GroupKey, TransportName, without_key
+from hyperpod_plugins.comm.health import Phase, breaker
+from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup, live_groups, living
+from hyperpod_plugins.comm.smddp import Smddp
+from hyperpod_plugins.comm.transport import Gloo, InnerSpec, Nccl, Transport, remember_transport
+from hyperpod_plugins.env import WorkerEnv
+from hyperpod_plugins.errors import BackendUnavailable, CommError, ConfigError
+
+# Which library moves the bytes of a group: what the user may ask for, and what serves it.
+
+SMDDP = Smddp()
+IN_HOST_MEMORY: Transport = Gloo()
+AUTOMATIC: tuple[Transport, ...] = (Nccl(), IN_HOST_MEMORY)
+TRANSPORTS: tuple[Transport, ...] = (SMDDP, *AUTOMATIC)
+
+
+def choose_transport(device_type: str, preferred: TransportName = "auto", *, strict: bool = False) -> Transport:
+    """Return the library asked for, or the first of `AUTOMATIC` that serves the device.
+
+    smddp does what nccl does, only faster: a job that asks for it and cannot have it goes on without, after one
+    warning. A job that asks for nccl or gloo means it.
+
+    Args:
+        device_type: `cpu` or `cuda`.
+        preferred: A name, or `auto`.
+        strict: Raise also where smddp was asked for.
+
+    Raises:
+        BackendUnavailable: the one asked for, or every one, refuses; the message has all reasons.
+    """
+    candidates = [transport for transport in AUTOMATIC if transport.why_not(device_type) is None]
+    if preferred == "auto" and candidates:
+        return candidates[0]
+    asked = [transport for transport in TRANSPORTS if transport.name == preferred]
+    for transport in asked:  # smddp is imported here, so only for those who ask for it
+        reason = transport.why_not(device_type)
+        if reason is None:
+            return transport
+        if transport is SMDDP and not strict and candidates:
+            substitute = candidates[0]
+            _warn_once(f"smddp was asked for, but {reason}. Collectives use {substitute.name} instead.")
+            return substitute
+    raise BackendUnavailable(_refused(device_type, preferred))
+
+
+def transport_for_group(device_type: str, options: CommOptions, group_size: int, world_size: int) -> Transport:
+    """Like `choose_transport`, for a group of which the chosen library must also serve the size.
+
+    Raises:
+        BackendUnavailable: see `choose_transport`.
+    """
+    chosen = choose_transport(device_type, options.transport, strict=options.strict)
+    if chosen.why_not_group(group_size, world_size) is None:
+        return chosen
+    return choose_transport(device_type)
+
+
+def _refused(device_type: str, preferred: str) -> str:
+    refusals = {transport.name: transport.why_not(device_type) for transport in TRANSPORTS}
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items() if reason is not None)
+    usable = [name for name, reason in refusals.items() if reason is None]
+    advice = f"Ask for {' or '.join(usable)}, or for 'auto'" if usable else "Install a torch that has gloo or nccl"
+    return f"transport {preferred!r} cannot serve {device_type} tensors here ({reasons}). {advice}."
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Once in a job: on the first rank."""
+    if WorkerEnv.from_environ().global_rank == 0:
+        warnings.warn(message, UserWarning, stacklevel=3)
+
 
 _uses: Counter[str] = Counter()  # of each role, in this process
 
@@ -54,7 +120,7 @@ def join_world(options: CommOptions, *, rank: int, world_size: int, timeout_s: f
     )
 
 
-def new_axis_group(role: GroupRole, global_ranks: Sequence[int]) -> ResilientProcessGroup:
+def new_axis_group(role: GroupKey, global_ranks: Sequence[int]) -> ResilientProcessGroup:
     """Return the group of a role, made now or living already; only its members call this.
 
     Every axis needs its own group, also one of a single member and one that spans the world: axes change their
@@ -117,7 +183,7 @@ def inner_spec(
     )
 
 
-def connect(spec: InnerSpec, options: CommOptions, world_size: int, role: GroupRole) -> dist.ProcessGroup:
+def connect(spec: InnerSpec, options: CommOptions, world_size: int, role: GroupKey) -> dist.ProcessGroup:
     """Connect to the other members by the library that serves this machine and this group.
 
     Groups for threads beside the step work in host memory, and so need no connections between devices.
@@ -127,26 +193,26 @@ def connect(spec: InnerSpec, options: CommOptions, world_size: int, role: GroupR
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     transport = IN_HOST_MEMORY if role.is_strict else transport_for_group(device_type, options, spec.size, world_size)
-    with wires.recording(spec.store) as found:
+    with sockets.recording(spec.store) as found:
         inner = transport.create(spec)
-    wires.keep(inner, found)
+    sockets.keep(inner, found)
     remember_transport(inner, transport)
     return inner
 
 
 def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientProcessGroup:
     """What c10d calls for `backend="hyperpod"`; `given` is the caller's `pg_options`."""
-    if given is not None and not isinstance(given, CommOptions | GroupRole):
+    if given is not None and not isinstance(given, CommOptions | GroupKey):
         raise ConfigError(
             f"the backend {BACKEND!r} takes pg_options=CommOptions(...), but was given {type(given).__name__}. "
             "Leave pg_options out to let it choose; options of nccl or gloo are not passed on."
         )
     world = _default_group()
-    role = WORLD if world is None else given if isinstance(given, GroupRole) else without_role(c10d.group_id)
+    role = WORLD if world is None else given if isinstance(given, GroupKey) else without_key(c10d.group_id)
     options, root_store = CommOptions(), c10d.store
     if isinstance(world, ResilientProcessGroup):
         options = world.options
-        root_store = world.root_store if isinstance(given, GroupRole) else root_store
+        root_store = world.root_store if isinstance(given, GroupKey) else root_store
     if isinstance(given, CommOptions):
         options = given
     _uses[role.name] += 1
@@ -176,7 +242,7 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
     return group
 
 
-def _first_prefix(role: GroupRole, use: int) -> str:
+def _first_prefix(role: GroupKey, use: int) -> str:
     """Where the founding members meet; apart from the keys that an earlier group of the same role left in the store."""
     return role.store_prefix(0) if use == 1 else f"{role.store_prefix(0)}+{use}"
 

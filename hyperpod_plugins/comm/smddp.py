@@ -30,9 +30,9 @@ from torch._C._distributed_c10d import (
 )
 
 from hyperpod_plugins import env
-from hyperpod_plugins.comm.delegating import DelegatingGroup
+from hyperpod_plugins.comm.process_group import DelegatingGroup
 from hyperpod_plugins.comm.traffic import Collective
-from hyperpod_plugins.comm.transports import InnerSpec, abort_cuda_backend, gloo_backend, whole_group
+from hyperpod_plugins.comm.transport import InnerSpec, abort_cuda_backend, gloo_backend, whole_group
 
 MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 SUPPORTED_INSTANCES = ("p4d", "p4de")

@@ -1,13 +1,13 @@
 """Training data: token files, sample order, resumable samplers and loaders, and batches that outlive their process."""
 
 from hyperpod_plugins.data.batch_cache import MISSING, BatchCache, BatchCacheConfig, cached
+from hyperpod_plugins.data.batch_split import BatchSplit, Cursor, MicroStep, sample_weight, share
 from hyperpod_plugins.data.loader import LoaderOptions, StatefulLoader
-from hyperpod_plugins.data.order import sample_order
+from hyperpod_plugins.data.permutation import sample_order
 from hyperpod_plugins.data.sampler import ElasticSampler
-from hyperpod_plugins.data.steps import BatchSplit, Cursor, MicroStep, sample_weight, share
+from hyperpod_plugins.data.token_dataset import TokenDataset
 from hyperpod_plugins.data.token_file import TokenHeader
 from hyperpod_plugins.data.token_writer import build_tokens, write_tokens
-from hyperpod_plugins.data.tokens import TokenDataset
 
 __all__ = [
     "BatchCache",

@@ -5,18 +5,299 @@ takes the place of a dead one starts with the batches that were made ahead, whil
 """
 
 import hashlib
+import json
 import logging
+import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hyperpod_plugins.data.batch_codec import decode_batch, encode_batch
-from hyperpod_plugins.data.batch_ring import KEY_BYTES, BatchRing, create_ring, open_ring
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
 from hyperpod_plugins.data.locks import file_lock
-from hyperpod_plugins.data.prefetch import prefetched
 from hyperpod_plugins.errors import ConfigError, DataError
+
+# Batches as bytes without pickle: the structure as JSON, then the raw bytes of every tensor.
+#
+# What another process left in shared memory is read as data only; nothing in it can run code.
+
+_LENGTH_BYTES = 8
+_NUMPY_KINDS = "biufc"
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def encode_batch(batch: Any) -> bytes:
+    """Turn a batch into bytes: tensors and arrays in dicts, lists and tuples, with numbers, strings, bytes and None.
+
+    Raises:
+        DataError: naming the part of the batch that is something else.
+    """
+    blobs: list[bytes] = []
+    structure = json.dumps(_describe(batch, "batch", blobs)).encode()
+    return b"".join([len(structure).to_bytes(_LENGTH_BYTES, "little"), structure, *blobs])
+
+
+def decode_batch(payload: bytearray) -> Any:
+    """Rebuild the batch that `encode_batch` turned into `payload`, whose bytes must be sound."""
+    end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "little")
+    return _Reader(payload, end).build(json.loads(payload[_LENGTH_BYTES:end]))
+
+
+def _describe(value: Any, where: str, blobs: list[bytes]) -> list[Any]:
+    """A list for each part: its kind, then what rebuilds it. Exact types only: nothing comes back as another one."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return ["value", value]
+    if kind is bytes:
+        blobs.append(value)
+        return ["bytes", len(value)]
+    if kind in (list, tuple):
+        return [kind.__name__, [_describe(item, f"{where}[{index}]", blobs) for index, item in enumerate(value)]]
+    if kind is dict and all(type(key) in (str, int) for key in value):
+        return ["dict", [[key, _describe(item, f"{where}[{key!r}]", blobs)] for key, item in value.items()]]
+    if kind is Tensor and value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized:
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        blobs.append(flat.view(torch.uint8).numpy().tobytes())
+        return ["tensor", str(value.dtype), list(value.shape), len(blobs[-1])]
+    if kind is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
+        blobs.append(value.tobytes())
+        return ["array", value.dtype.str, list(value.shape), len(blobs[-1])]
+    raise DataError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which the batch cache cannot keep. It keeps plain dicts "
+        "(with string or whole-number keys), lists, tuples, dense CPU tensors, numeric arrays, numbers, strings, "
+        "bytes and None: let collate_fn return these."
+    )
+
+
+class _Reader:
+    """Takes the blobs of a payload one after the other."""
+
+    def __init__(self, payload: bytearray, offset: int) -> None:
+        self._payload = payload
+        self._offset = offset
+
+    def build(self, node: list[Any]) -> Any:
+        """Rebuild the value that `node` describes."""
+        match node:
+            case ["value", value]:
+                return value
+            case ["bytes", size]:
+                return bytes(self._take(size))
+            case ["list", items]:
+                return [self.build(item) for item in items]
+            case ["tuple", items]:
+                return tuple(self.build(item) for item in items)
+            case ["dict", items]:
+                return {key: self.build(item) for key, item in items}
+            case ["tensor", dtype, shape, size]:
+                return self._tensor(_DTYPES[dtype], shape, size)
+            case ["array", dtype, shape, size]:
+                return np.frombuffer(self._take(size), dtype=dtype).reshape(shape).copy()
+            case _:
+                raise DataError(f"a batch in the cache has an unknown part {node!r}. Remove the cache and start again.")
+
+    def _tensor(self, dtype: torch.dtype, shape: list[int], size: int) -> Tensor:
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._take(size), dtype=torch.uint8).view(dtype).reshape(shape)
+
+    def _take(self, size: int) -> bytearray:
+        self._offset += size
+        return self._payload[self._offset - size : self._offset]
+
+
+# A ring of checksummed slots in a mapped file: what a killed process finished stays, what it tore is noticed.
+#
+#     0              header: magic, version, number and size of slots, checksum; then the turn counter
+#     4096           one 64-byte record for each slot: key, index, size, checksums, state
+#     page-aligned   the slots
+#
+# [Note: torn writes] A writer first marks the record as empty, then writes the payload, then the record, and its
+# state last. A reader copies the payload out before it checks it, so that a writer that comes round in between can
+# only cause a miss.
+
+_MAGIC = b"HYPODRNG"
+_VERSION = 1
+_PAGE = 4096
+_FIELDS = struct.Struct("<8sIIQ")  # magic, version, slots, bytes a slot
+_TURN_OFFSET = 64
+_EMPTY, _COMMITTED = 0, 0x1EAF
+_RECORD = np.dtype(
+    [
+        ("key", "<u8", (2,)),
+        ("index", "<u8"),
+        ("size", "<u8"),
+        ("payload_crc", "<u4"),
+        ("record_crc", "<u4"),
+        ("padding", "<u8", (2,)),
+        ("state", "<u8"),
+    ]
+)
+KEY_BYTES = 16
+
+
+class BatchRing:
+    """The slots of one mapped file; `write` and `discard` need the caller's lock, `read` needs none.
+
+    Args:
+        memory: the mapped file, already checked or freshly formatted.
+        num_slots: number of slots.
+        slot_bytes: size of each.
+    """
+
+    def __init__(self, memory: mmap.mmap, num_slots: int, slot_bytes: int) -> None:
+        self._memory = memory
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        self._records: npt.NDArray[np.void] = np.ndarray((num_slots,), _RECORD, memory, _PAGE)
+        self._turn: npt.NDArray[np.uint64] = np.ndarray((1,), "<u8", memory, _TURN_OFFSET)
+
+    def read(self, key: bytes, index: int) -> tuple[bytearray | None, int | None]:
+        """Return a copy of the payload, or None; and the slot that should have held it, if that one is damaged."""
+        for slot in self._slots_of(key, index):
+            record = self._records[slot].copy()
+            if int(record["index"]) != index or record["key"].tobytes() != key:
+                return None, None  # a writer has come round since, and this is another batch
+            size = int(record["size"])
+            if int(record["record_crc"]) == _record_crc(record) and size <= self._slot_bytes:
+                start = self._offset(slot)
+                payload = bytearray(self._memory[start : start + size])
+                if zlib.crc32(payload) == int(record["payload_crc"]):
+                    return payload, None
+            return None, slot
+        return None, None
+
+    def write(self, key: bytes, index: int, payload: bytes) -> None:
+        """Put `payload` in the place of the oldest one, unless it is there already."""
+        if self._slots_of(key, index):
+            return
+        slot = int(self._turn[0]) % self._num_slots
+        self._turn[0] = slot + 1
+        self._records["state"][slot] = _EMPTY
+        start = self._offset(slot)
+        self._memory[start : start + len(payload)] = payload
+        record = np.zeros((), _RECORD)
+        record["key"] = np.frombuffer(key, "<u8")
+        record["index"] = index
+        record["size"] = len(payload)
+        record["payload_crc"] = zlib.crc32(payload)
+        record["record_crc"] = _record_crc(record)
+        self._records[slot] = record
+        self._records["state"][slot] = _COMMITTED
+
+    def discard(self, slot: int) -> None:
+        """Empty a slot that was found damaged."""
+        self._records["state"][slot] = _EMPTY
+
+    def _slots_of(self, key: bytes, index: int) -> list[int]:
+        first, second = np.frombuffer(key, "<u8")
+        records = self._records
+        found = (records["state"] == _COMMITTED) & (records["index"] == index)
+        found &= (records["key"][:, 0] == first) & (records["key"][:, 1] == second)
+        return np.flatnonzero(found).tolist()
+
+    def _offset(self, slot: int) -> int:
+        return _data_offset(self._num_slots) + slot * self._slot_bytes
+
+
+def open_ring(path: Path, num_slots: int, slot_bytes: int) -> tuple[BatchRing | None, str]:
+    """Map an existing file, or say why it cannot be used.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            return None, "other users may write to it"
+        if status.st_size != ring_bytes(num_slots, slot_bytes):
+            return None, f"it has {status.st_size} bytes where {ring_bytes(num_slots, slot_bytes)} belong"
+        memory = mmap.mmap(descriptor, status.st_size)
+    finally:
+        os.close(descriptor)
+    if memory[: _FIELDS.size + 4] != _header(num_slots, slot_bytes):
+        return None, "its header is damaged, or of another kind of file, version or slot size"
+    return BatchRing(memory, num_slots, slot_bytes), ""
+
+
+def create_ring(path: Path, num_slots: int, slot_bytes: int) -> BatchRing:
+    """Make an empty file under `path`, complete or not at all; the caller holds the lock.
+
+    Raises:
+        DataError: the file system has no room for it.
+    """
+    path.unlink(missing_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    size = ring_bytes(num_slots, slot_bytes)
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        # Reserve the room now: in a sparse file a full disk would end the process with SIGBUS at some later write.
+        os.posix_fallocate(descriptor, 0, size)
+        memory = mmap.mmap(descriptor, size)
+    except OSError as error:
+        partial.unlink()
+        free = os.statvfs(path.parent)
+        raise DataError(
+            f"the batch cache needs {size} bytes in {str(path.parent)!r}, which has {free.f_bavail * free.f_frsize} "
+            f"left ({error}). Use a smaller size_bytes, a larger /dev/shm (docker: --shm-size), or another folder."
+        ) from None
+    finally:
+        os.close(descriptor)
+    memory[: _FIELDS.size + 4] = _header(num_slots, slot_bytes)
+    partial.replace(path)
+    return BatchRing(memory, num_slots, slot_bytes)
+
+
+def ring_bytes(num_slots: int, slot_bytes: int) -> int:
+    """Size of the whole file."""
+    return _data_offset(num_slots) + num_slots * slot_bytes
+
+
+def _header(num_slots: int, slot_bytes: int) -> bytes:
+    fields = _FIELDS.pack(_MAGIC, _VERSION, num_slots, slot_bytes)
+    return fields + zlib.crc32(fields).to_bytes(4, "little")
+
+
+def _data_offset(num_slots: int) -> int:
+    table_bytes = num_slots * _RECORD.itemsize
+    return _PAGE + -(-table_bytes // _PAGE) * _PAGE
+
+
+def _record_crc(record: npt.NDArray[np.void] | np.void) -> int:
+    covered = [record[name].tobytes() for name in ("key", "index", "size", "payload_crc")]
+    return zlib.crc32(b"".join(covered))
+
+
+# Work ahead of the consumer in a thread.
+
+_END: Final = object()
+
+
+def prefetched(source: Iterator[Any], depth: int) -> Generator[Any, None, None]:
+    """Yield the items of `source`, which one thread reads up to `depth` items ahead.
+
+    What the source raises is raised here, in its place in the order and with its own traceback.
+    """
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hyperpod-prefetch")
+    try:
+        wanted = deque(pool.submit(next, source, _END) for _ in range(depth))
+        while (item := wanted.popleft().result()) is not _END:
+            wanted.append(pool.submit(next, source, _END))
+            yield item
+    finally:
+        pool.shutdown(cancel_futures=True)
+
 
 _log = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S = 60.0

@@ -6,9 +6,9 @@ from typing import Any, TypedDict, Unpack
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hyperpod_plugins.data.batch_cache import BatchCache, cached
+from hyperpod_plugins.data.batch_split import Cursor
 from hyperpod_plugins.data.random_numbers import LoaderKey, key_random_numbers
 from hyperpod_plugins.data.sampler import ElasticSampler
-from hyperpod_plugins.data.steps import Cursor
 
 
 class LoaderOptions(TypedDict, total=False):

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from hyperpod_plugins.data.order import ORDER_VERSION, sample_order
-from hyperpod_plugins.data.steps import BatchSplit, Cursor, MicroStep, sample_weight
+from hyperpod_plugins.data.batch_split import BatchSplit, Cursor, MicroStep, sample_weight
+from hyperpod_plugins.data.permutation import ORDER_VERSION, sample_order
 from hyperpod_plugins.errors import ConfigError, DatasetChanged
 
 # What must be equal for a saved position to mean the same samples. Batch sizes, drop_last and the world may change.

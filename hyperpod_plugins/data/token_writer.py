@@ -1,17 +1,20 @@
-"""Build a token file once: complete under its name or not there at all, by one process while the others wait."""
+"""A progress bar where tqdm is installed, a quiet line now and then where it is not."""
 
+import importlib
+import importlib.util
 import logging
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from hyperpod_plugins.data.locks import file_lock
-from hyperpod_plugins.data.progress import ProgressBar
 from hyperpod_plugins.data.token_file import (
     BLOCK_BYTES,
     DATA_OFFSET,
@@ -22,10 +25,53 @@ from hyperpod_plugins.data.token_file import (
 )
 from hyperpod_plugins.errors import ConfigError, DataError, DatasetChanged, DatasetDamaged
 
+_LINE_EVERY_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class ProgressBar:
+    """Counts towards an unknown total while used as a context.
+
+    Args:
+        title: what is going on.
+        unit: what is counted.
+        is_shown: False makes it silent.
+    """
+
+    def __init__(self, title: str, unit: str, *, is_shown: bool) -> None:
+        self._title = title
+        self._unit = unit
+        self._is_shown = is_shown
+        self._count = 0
+        self._next_line_s = time.monotonic() + _LINE_EVERY_S
+        self._tqdm: Any = None
+        if is_shown and importlib.util.find_spec("tqdm") is not None:
+            self._tqdm = importlib.import_module("tqdm").tqdm(desc=title, unit=f" {unit}", unit_scale=True)
+
+    def advance(self, count: int) -> None:
+        """Count `count` more."""
+        self._count += count
+        if self._tqdm is not None:
+            self._tqdm.update(count)
+        elif self._is_shown and time.monotonic() >= self._next_line_s:
+            _log.info("%s: %d %s so far", self._title, self._count, self._unit)
+            self._next_line_s = time.monotonic() + _LINE_EVERY_S
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the bar as it is when the work ended or failed."""
+        if self._tqdm is not None:
+            self._tqdm.close()
+
+
+# Build a token file once: complete under its name or not there at all, by one process while the others wait.
+
 TokenType = Literal["auto", "uint16", "uint32"]
 TokenChunks = Iterable[npt.ArrayLike]
-
-_log = logging.getLogger(__name__)
 
 
 def build_tokens(

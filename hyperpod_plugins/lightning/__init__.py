@@ -2,8 +2,8 @@
 
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.datamodule import TokenDataConfig, TokenDataModule, TrainerLoader
-from hyperpod_plugins.lightning.elastic import ElasticTraining
-from hyperpod_plugins.lightning.faults import FaultInjection
+from hyperpod_plugins.lightning.elastic_training import ElasticTraining
+from hyperpod_plugins.lightning.fault_injection import FaultInjection
 from hyperpod_plugins.lightning.strategy import HyperPodStrategy
 
 __all__ = [

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from hyperpod_plugins.elastic.joining import renounce
+from hyperpod_plugins.elastic.membership.admission import renounce
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.lightning.flavour import Callback, Trainer
+from hyperpod_plugins.lightning.compat import Callback, Trainer
 from hyperpod_plugins.recovery import RecoveryOptions, Repair
 
 

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from hyperpod_plugins.lightning.saving import SavingStrategy
 from hyperpod_plugins.parallel import ParallelConfig, loss_parallel_context
-from hyperpod_plugins.parallel.shard import reshard
+from hyperpod_plugins.parallel.hsdp import reshard
 
 
 class EvaluatingStrategy(SavingStrategy):

@@ -11,7 +11,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from hyperpod_plugins.errors import CheckpointMismatch
-from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, CallbackAverage
 from hyperpod_plugins.recovery.local_state import (

@@ -10,21 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.lightning.flavour import CSVLogger, Trainer
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.lightning.compat import CSVLogger, Trainer
 
 _VERSIONS = "loggers"  # value ENTRY: the version of each logger of the first rank, None for one without
 
 
-def name_runs(ledger: Ledger, entry: int, loggers: Sequence[Any]) -> None:
+def name_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> None:
     """Write down which runs the loggers of the first rank write to, in an entry of the program."""
     versions = [logger.version if "_version" in vars(logger) else None for logger in loggers]
-    ledger.put(f"{_VERSIONS}/{entry}", json.dumps(versions).encode())
+    job_store.set(f"{_VERSIONS}/{entry}", json.dumps(versions).encode())
 
 
-def continue_runs(ledger: Ledger, entry: int, loggers: Sequence[Any]) -> None:
+def continue_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> None:
     """Let the loggers of a replacement write to the same runs, before they look for new ones."""
-    versions = json.loads(ledger.find(f"{_VERSIONS}/{entry}") or b"[]")
+    versions = json.loads(job_store.try_get(f"{_VERSIONS}/{entry}") or b"[]")
     for logger, version in zip(loggers, versions, strict=False):
         if "_version" in vars(logger) and vars(logger)["_version"] is None:
             vars(logger)["_version"] = version

@@ -3,21 +3,20 @@
 import warnings
 from typing import Any
 
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.leash import end_with
-from hyperpod_plugins.elastic.resharding import stand_aside
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.membership.reshard import stand_aside
+from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
-from hyperpod_plugins.lightning.degrees import num_founders
-from hyperpod_plugins.lightning.elastic import ElasticTraining
-from hyperpod_plugins.lightning.fits import entries
-from hyperpod_plugins.lightning.flavour import Trainer, TrainerFn
+from hyperpod_plugins.lightning.compat import Trainer, TrainerFn
+from hyperpod_plugins.lightning.elastic_training import ElasticTraining, num_founders
+from hyperpod_plugins.lightning.first_fit import entries
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.parallel import ParallelConfig
 
 
-def take_part(
+def create_recovery(
     trainer: Trainer, config: ParallelConfig, env: WorkerEnv, *, ranks_per_node: int
 ) -> TrainerRecovery | None:
     """Recovery as the trainer's callbacks want it, or None where there is no agent or it is not wanted.
@@ -53,14 +52,14 @@ def take_part(
     if elastic is not None and entries.member is not None:  # one that comes into a job of a certain size only
         entries.member.leave()
         entries.member = None
-    place, world_size = env.global_rank, env.world_size
-    if elastic is not None and not job.is_newcomer:
+    worker_id, world_size = env.global_rank, env.world_size
+    if elastic is not None and not job.is_joining:
         world_size = num_founders(elastic, config, world_size, ranks_per_node)
-        if place >= world_size:
+        if worker_id >= world_size:
             if job.agent_pid:
-                end_with(job.agent_pid)
-            stand_aside(Ledger.connect(job), place, is_replaced=not job.agent_pid)
-    return TrainerRecovery(callback, elastic, job, place=place, world_size=world_size)
+                exit_with_agent(job.agent_pid)
+            stand_aside(JobStore.connect(job), worker_id, is_replaced=not job.agent_pid)
+    return TrainerRecovery(callback, elastic, job, worker_id=worker_id, world_size=world_size)
 
 
 def _has_left(trainer: Trainer) -> bool:

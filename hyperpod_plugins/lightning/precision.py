@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.flavour import HalfPrecision, MixedPrecision, Precision
+from hyperpod_plugins.lightning.compat import HalfPrecision, MixedPrecision, Precision
 from hyperpod_plugins.parallel import clip_grad_norm_, clip_grad_value_
 from hyperpod_plugins.parallel.config import PRECISIONS
 from hyperpod_plugins.parallel.config import Precision as PrecisionName
-from hyperpod_plugins.parallel.local_update import step_locally
+from hyperpod_plugins.parallel.local_optimizer import step_locally
 from hyperpod_plugins.parallel.unit_watch import settle_gradients
 
 

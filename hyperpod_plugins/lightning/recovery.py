@@ -17,27 +17,27 @@ from torch.utils.data import DataLoader
 
 from hyperpod_plugins.comm import abandon_broken, breaker
 from hyperpod_plugins.data.random_numbers import KeyedItems, LoaderKey, key_random_numbers
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.entries import ended_entries
-from hyperpod_plugins.elastic.joining import arm, find_world
-from hyperpod_plugins.elastic.leash import end_with
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.membership.admission import arm, find_world
+from hyperpod_plugins.elastic.process import exit_with_agent
+from hyperpod_plugins.elastic.store.entries import ended_entries
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import PeerLost, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
-from hyperpod_plugins.lightning.elastic import Elasticity, ElasticTraining
-from hyperpod_plugins.lightning.faults import rehearse_faults
-from hyperpod_plugins.lightning.fits import entries
-from hyperpod_plugins.lightning.flavour import LightningModule, SIGTERMException, Trainer, TrainerFn, TrainerStatus
+from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerFn, TrainerStatus
+from hyperpod_plugins.lightning.elastic_training import Elasticity, ElasticTraining
+from hyperpod_plugins.lightning.fault_injection import rehearse_faults
+from hyperpod_plugins.lightning.first_fit import entries
 from hyperpod_plugins.lightning.local_state import LoggedMeans, register_all
 from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, keep_rows, name_runs
-from hyperpod_plugins.lightning.module import (
+from hyperpod_plugins.lightning.module_checks import (
     refuse_own_micro_steps,
     refuse_validation_within_window,
     refuse_validation_within_windows,
 )
 from hyperpod_plugins.lightning.reentry import Reentry, forget_parts, watch_parts
-from hyperpod_plugins.lightning.rest import RestOfEpoch, is_stateful
+from hyperpod_plugins.lightning.rest import SkipBatches, is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.trainer_state import (
@@ -65,9 +65,9 @@ from hyperpod_plugins.lightning.trainer_state import (
     was_asked_to_stop,
 )
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
-from hyperpod_plugins.lightning.window import PartBeginning, Window
+from hyperpod_plugins.lightning.window import AccumulationWindow, PartBeginning
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.parallel.checkpoint_parts import StateParts
+from hyperpod_plugins.parallel.checkpoint.parts import StateParts
 from hyperpod_plugins.recovery import (
     NO_STATE,
     Member,
@@ -80,9 +80,10 @@ from hyperpod_plugins.recovery import (
     seed_micro_step,
 )
 from hyperpod_plugins.recovery.local_state import LocalStates, RankLocalState
-from hyperpod_plugins.recovery.moving import follow
-from hyperpod_plugins.recovery.preview import Preview
-from hyperpod_plugins.recovery.random import (
+from hyperpod_plugins.recovery.moving import move_to_next_world
+from hyperpod_plugins.recovery.preview import StateLayout
+from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.rng import (
     AFTER,
     BATCH,
     COMPUTE,
@@ -93,7 +94,6 @@ from hyperpod_plugins.recovery.random import (
     EVALUATION_BEGIN,
     FIT_END,
 )
-from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 
 log = logging.getLogger(__name__)
@@ -129,23 +129,23 @@ class TrainerRecovery:
         elastic: ElasticTraining | None,
         job: JobEnv,
         *,
-        place: int,
+        worker_id: int,
         world_size: int,
     ) -> None:
         self.options, self._repairs = callback.options, callback.repairs
-        self.elastic = None if elastic is None else Elasticity(elastic, Ledger.connect(job))
+        self.elastic = None if elastic is None else Elasticity(elastic, JobStore.connect(job))
         """How the job changes its size; None for one that does not."""
-        self.member = entries.member or self._become_member(job, place, world_size)
+        self.member = entries.member or self._become_member(job, worker_id, world_size)
         if elastic is None:
             entries.member = self.member
         keeps = self.member.rank == 0 and entries.is_complete  # all would start again with an earlier entry otherwise
-        self.saved = SavedCheckpoints(Ledger.connect(job), entries.number) if keeps else None
+        self.saved = SavedCheckpoints(JobStore.connect(job), entries.number) if keeps else None
         """Where rank 0 writes down which checkpoints there are."""
         self.has_moved = False
         """Whether this process belongs to another world than in the last generation that was formed."""
         self._begins_at, self._owes = NO_STATE, ""
         self._broadcasts = self._skip_batches = 0
-        self._window: Window | None = None
+        self._window: AccumulationWindow | None = None
         self._transaction: StepTransaction | None = None
         self._seed: Callable[[int, int, str], None] | None = None
         self._random_seed = self._data_rank = self._num_evaluated = self._num_loaders = 0
@@ -170,19 +170,19 @@ class TrainerRecovery:
         """Whether this rank leaves the loops where it waited for the others at the end of a part."""
         self._is_armed = False
 
-    def _become_member(self, job: JobEnv, place: int, world_size: int) -> Member:
-        world = World.of_founders(world_size)
+    def _become_member(self, job: JobEnv, worker_id: int, world_size: int) -> Member:
+        world = WorldPlan.initial(world_size)
         if job.agent_pid:
-            end_with(job.agent_pid)  # it may wait for long now
-        if job.is_newcomer:
-            world = find_world(Ledger.connect(job), place, job.incarnation)
-        member = Member(job, place=place, world=world, policy=self.options.membership, hangs=self.options.hangs)
+            exit_with_agent(job.agent_pid)  # it may wait for long now
+        if job.is_joining:
+            world = find_world(JobStore.connect(job), worker_id, job.incarnation)
+        member = Member(job, worker_id=worker_id, world=world, policy=self.options.membership, hangs=self.options.hangs)
         member.is_elastic = self.elastic is not None
         member.start()
         return member
 
     @property
-    def seat(self) -> tuple[int, int]:
+    def rank_and_world_size(self) -> tuple[int, int]:
         """Rank and world size of this process."""
         return self.member.rank, self.member.world.size
 
@@ -196,9 +196,9 @@ class TrainerRecovery:
         return breaker.is_open
 
     @property
-    def is_newcomer(self) -> bool:
+    def is_joining(self) -> bool:
         """Whether this process takes the place of a lost one."""
-        return self.member.is_newcomer
+        return self.member.is_joining
 
     @property
     def is_fitting(self) -> bool:
@@ -244,22 +244,22 @@ class TrainerRecovery:
         state = TrainingState(module, trainer.optimizers, average=averaged, verify=self.options.verify)
         elastic = None if self.elastic is None else self.elastic.options
         others = [elastic.rates] if elastic is not None and elastic.batch.follows_world else []
-        self._window = Window(trainer, state, save, self._hooks, others=others, former=self._window)
+        self._window = AccumulationWindow(trainer, state, save, self._hooks, others=others, former=self._window)
         if self._local is None:
             self._local = LocalStates(topology, self.member.rank)
             self._means, self._values = register_all(self._local, module, trainer, average)
         for name, registered in rank_local.items():
             self._local.register(f"registered {name!r}", registered)
         self._window.keep_local(self._local, self._means, self._values, self._rows)
-        self._window.preview = Preview(self.member, state, topology)
+        self._window.preview = StateLayout(self.member, state, topology)
         if self._snapshots is None and snapshot_group is not None:
             memory = shared_memory(
                 self.member.job,
-                self.member.place,
+                self.member.worker_id,
                 self.member.world,
                 topology,
-                num_ended=len(ended_entries(self.member.ledger)),
-                is_newcomer=self.is_newcomer,
+                num_ended=len(ended_entries(self.member.job_store)),
+                is_joining=self.is_joining,
             )
             self._snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group, memory)
         self._rehearsal = Rehearsal.wanted(
@@ -283,9 +283,9 @@ class TrainerRecovery:
             rehearsal=self._rehearsal,
         )
         self._transaction.owes = self._owes
-        if self.member.rank == 0 and not self.is_newcomer:
-            name_runs(self.member.ledger, entries.number, trainer.loggers)
-        if steps_done(trainer) == 0 or self.is_newcomer:
+        if self.member.rank == 0 and not self.is_joining:
+            name_runs(self.member.job_store, entries.number, trainer.loggers)
+        if steps_done(trainer) == 0 or self.is_joining:
             self._arm()  # a trainer that has trained before is set up again as others find it in its first step only
         if self._metrics:
             self._values.give(self._metrics)  # the trainer forgets them when it begins again
@@ -302,7 +302,7 @@ class TrainerRecovery:
         """
         if entries.is_complete and not self._is_armed:
             window = self._window
-            if not arm(self.member.ledger, lambda: window is not None and window.is_told_to_end):
+            if not arm(self.member.job_store, lambda: window is not None and window.is_told_to_end):
                 raise SIGTERMException
         self._is_armed = True
 
@@ -353,7 +353,7 @@ class TrainerRecovery:
 
     def continue_runs(self, trainer: Trainer) -> None:
         """Let a newcomer log to where the lost process did."""
-        continue_runs(self.member.ledger, entries.number, trainer.loggers)
+        continue_runs(self.member.job_store, entries.number, trainer.loggers)
         if self.member.rank == 0:
             keep_rows(trainer.loggers)
 
@@ -367,14 +367,14 @@ class TrainerRecovery:
         name = f"broadcast/{entries.number}/{self._broadcasts}"
         self._broadcasts += 1
         if breaker.is_open:
-            data = self.member.ledger.find(name)
+            data = self.member.job_store.try_get(name)
             with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
                 return value if data is None else torch.load(io.BytesIO(data), weights_only=True)
         shared = broadcast()
         if self.member.rank == 0:
             buffer = io.BytesIO()
             torch.save(shared, buffer)
-            self.member.ledger.put(name, buffer.getvalue())
+            self.member.job_store.set(name, buffer.getvalue())
         return shared
 
     def leave_loops(self, trainer: Trainer, *, from_checkpoint: bool) -> None:
@@ -389,8 +389,8 @@ class TrainerRecovery:
         """
         assert self._window is not None
         breaker.allow()
-        if from_checkpoint and self._begins_at == NO_STATE and not self.is_newcomer:
-            self.member.begin_again(StateLost("a process was lost while the checkpoint was being loaded"))
+        if from_checkpoint and self._begins_at == NO_STATE and not self.is_joining:
+            self.member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
         self.member.end_generation()
         entered_with = self._reentry.description  # where the loops were about to go on, and still are
         self._reentry.close()
@@ -422,25 +422,25 @@ class TrainerRecovery:
         if has_ended and part is not None:
             self._ended = _Ended(part=part, own=after, metrics=metrics, local=self.local_state)
 
-    def _describe(self, window: Window, entered_with: bytes) -> bytes:
+    def _describe(self, window: AccumulationWindow, entered_with: bytes) -> bytes:
         """What this rank says of where it left the loops, with its step undone."""
         if self._returned is not None:
             return self._returned.trainer
         if self.member.is_torn:
-            window.undo()  # of what it can, gradients above all
+            window.undo_step()  # of what it can, gradients above all
             return b""
         if self._transaction is not None and self._transaction.left_with is not None:
             return self._transaction.left_with  # what it said when it stopped in the step still holds
         if not window.is_empty:
-            window.undo()
+            window.undo_step()
         return entered_with or self._own
 
     def _move(self, trainer: Trainer) -> None:
-        if follow(self.member):
+        if move_to_next_world(self.member):
             self.has_moved, self._snapshots, self._local = True, None, None
             forget_loaders(trainer)
             if self.member.rank == 0 and self.saved is None and entries.is_complete:
-                self.saved = SavedCheckpoints(Ledger.connect(self.member.job), entries.number)
+                self.saved = SavedCheckpoints(JobStore.connect(self.member.job), entries.number)
                 self.continue_runs(trainer)
         if self.has_moved:
             abandon_broken()
@@ -465,9 +465,9 @@ class TrainerRecovery:
 
     def state_of_peers(self, trainer: Trainer) -> dict[str, Any]:
         """What a newcomer resumes from, once the others have stopped at a step: all but the tensors."""
-        self.member.whereabouts = "waiting for the trainer's state"
+        self.member.activity = "waiting for the trainer's state"
         assert self._window is not None
-        self._window.preview.take()
+        self._window.preview.preallocate()
         halt = self.member.wait_for_stops(
             stopped=self._stop_outside if self._is_stopped else None, snapshots=self._snapshots
         )
@@ -616,7 +616,7 @@ class TrainerRecovery:
 
     def forwarded(self, loader: Any, trainer: Trainer) -> Any:
         """A loader for the rest of the epoch, where it cannot be told to start there."""
-        return RestOfEpoch(loader, self._skip_batches, trainer) if self._skip_batches else loader
+        return SkipBatches(loader, self._skip_batches, trainer) if self._skip_batches else loader
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -732,10 +732,10 @@ class TrainerRecovery:
         if has_fitted:
             if self._seed is not None and self._transaction is not None:
                 self._seed(self._transaction.step, entries.number, END)
-            self.member.ledger.disarm()
+            self.member.job_store.disarm()
         if is_interrupted or self.elastic is not None:
             entries.has_left = entries.has_left or self.is_fitting
-            entries.member, entries.places = None, self.member.world.places
+            entries.member, entries.worker_ids = None, self.member.world.worker_ids
             self.member.leave()
         else:
             self.member.end_entry(has_trained=has_fitted)

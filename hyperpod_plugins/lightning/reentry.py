@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hyperpod_plugins.lightning.flavour import Trainer
-from hyperpod_plugins.recovery.random import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
+from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 
 def watch_parts(trainer: Trainer, begin: Callable[[str], None], end: Callable[[str], None]) -> None:

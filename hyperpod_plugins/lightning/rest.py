@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.lightning.compat import Trainer
 
 
 def is_stateful(loader: Any) -> bool:
@@ -16,7 +16,7 @@ def is_stateful(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-class RestOfEpoch:
+class SkipBatches:
     """The rest of a loader's epoch, the first time; whole epochs after that."""
 
     def __init__(self, loader: Any, count: int, trainer: Trainer) -> None:

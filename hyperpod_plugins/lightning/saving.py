@@ -13,18 +13,18 @@ from typing_extensions import override
 
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import CheckpointError, CommError, ConfigError, PeerLost, RecoveryError
-from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
-from hyperpod_plugins.lightning.fits import entries
-from hyperpod_plugins.lightning.flavour import Trainer, TrainerFn
-from hyperpod_plugins.lightning.launch import STATE_OF_PEERS, LaunchedStrategy
+from hyperpod_plugins.lightning.checkpoint_io import TrainerCheckpoints
+from hyperpod_plugins.lightning.compat import Trainer, TrainerFn
+from hyperpod_plugins.lightning.first_fit import entries
+from hyperpod_plugins.lightning.launcher import STATE_OF_PEERS, LaunchedStrategy
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, own_part
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.parallel.checkpoint_parts import StateParts
-from hyperpod_plugins.parallel.checkpoint_ranks import RankSource
-from hyperpod_plugins.parallel.checkpoint_state import model_tensors
-from hyperpod_plugins.recovery.repair import RESHARD
+from hyperpod_plugins.parallel.checkpoint.parts import StateParts
+from hyperpod_plugins.parallel.checkpoint.rank_state import RankSource
+from hyperpod_plugins.parallel.checkpoint.state import model_tensors
+from hyperpod_plugins.recovery.protocols import RESHARD
 
 
 class SavingStrategy(LaunchedStrategy):

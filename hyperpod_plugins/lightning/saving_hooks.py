@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.errors import ConfigError, LoopError, PeerLost
-from hyperpod_plugins.lightning.flavour import (
+from hyperpod_plugins.lightning.compat import (
     Callback,
     Checkpoint,
     LightningDataModule,
@@ -31,8 +31,8 @@ from hyperpod_plugins.lightning.flavour import (
     WeightAveraging,
     is_overridden,
 )
-from hyperpod_plugins.lightning.module import micro_steps_of
-from hyperpod_plugins.recovery.random import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
+from hyperpod_plugins.lightning.module_checks import micro_steps_of
+from hyperpod_plugins.recovery.rng import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 FOR_PEERS = (
     "a collective was called while the state of the trainer is described for a process that replaces a lost one: "

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hyperpod_plugins.errors import CheckpointMismatch
-from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.recovery.local_state import are_same, bytes_of, tensors_in
 
 TABLES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")

@@ -17,20 +17,22 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from hyperpod_plugins.comm import CommOptions, GroupRole, breaker, new_axis_group
+from hyperpod_plugins.comm import CommOptions, GroupKey, breaker, new_axis_group
 from hyperpod_plugins.data import StatefulLoader
-from hyperpod_plugins.elastic.joining import announce
+from hyperpod_plugins.delayed_init import delayed_init, materialize
+from hyperpod_plugins.elastic.membership.admission import announce
 from hyperpod_plugins.env import JobEnv, config_path
 from hyperpod_plugins.errors import ConfigError, PeerLost
-from hyperpod_plugins.lightning.averaging import OwnAveraging, own_averaging
-from hyperpod_plugins.lightning.checkpointing import TrainerCheckpoints
+from hyperpod_plugins.events import AllocatorWatch
+from hyperpod_plugins.lightning.checkpoint_io import TrainerCheckpoints
 from hyperpod_plugins.lightning.collectives import decided, reduced
+from hyperpod_plugins.lightning.compat import LightningModule, Precision, Trainer, TrainerFn, optimizers_to_device
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
-from hyperpod_plugins.lightning.elastic import Elasticity
+from hyperpod_plugins.lightning.elastic_training import Elasticity
 from hyperpod_plugins.lightning.evaluating import EvaluatingStrategy
-from hyperpod_plugins.lightning.fits import entries
-from hyperpod_plugins.lightning.flavour import LightningModule, Precision, Trainer, TrainerFn, optimizers_to_device
-from hyperpod_plugins.lightning.module import (
+from hyperpod_plugins.lightning.first_fit import entries
+from hyperpod_plugins.lightning.grad_averaging import OwnAveraging, own_averaging
+from hyperpod_plugins.lightning.module_checks import (
     forbid_inference_mode,
     looks_at_old_gradients,
     refuse_another_layout,
@@ -40,14 +42,12 @@ from hyperpod_plugins.lightning.module import (
     treat_steps_as_forward,
     warn_of_placement,
 )
-from hyperpod_plugins.lightning.participation import take_part
+from hyperpod_plugins.lightning.participation import create_recovery
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
+from hyperpod_plugins.lightning.preemption import SigtermNews
 from hyperpod_plugins.lightning.saving_hooks import FOR_PEERS
-from hyperpod_plugins.lightning.sigterm import SigtermNews
 from hyperpod_plugins.lightning.trainer_state import prepare_data_alone
 from hyperpod_plugins.lightning.weight_averaging import averaging_callback
-from hyperpod_plugins.memory import delayed_init, materialize
-from hyperpod_plugins.memory.allocator import AllocatorWatch
 from hyperpod_plugins.parallel import (
     ParallelConfig,
     Topology,
@@ -58,12 +58,12 @@ from hyperpod_plugins.parallel import (
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankLosses
 from hyperpod_plugins.parallel.former_parameters import give_shards
-from hyperpod_plugins.parallel.local_update import closure_of, refuse_closures, step_locally
+from hyperpod_plugins.parallel.hsdp import sharded_parts, without_replica_sync
+from hyperpod_plugins.parallel.local_optimizer import closure_of, refuse_closures, step_locally
 from hyperpod_plugins.parallel.mesh import move_groups
-from hyperpod_plugins.parallel.shard import sharded_parts, without_replica_sync
 from hyperpod_plugins.parallel.unit_watch import settle_gradients, watch_units
 from hyperpod_plugins.recovery import SAVING_GROUP
-from hyperpod_plugins.recovery.kept import is_elementwise
+from hyperpod_plugins.recovery.kept_state import is_elementwise
 from hyperpod_plugins.recovery.local_state import ProgramState
 
 log = logging.getLogger(__name__)
@@ -195,13 +195,16 @@ class HyperPodStrategy(EvaluatingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._recovery is None:
-            self._recovery = take_part(trainer, self.config, self._env, ranks_per_node=self.num_processes)
+            self._recovery = create_recovery(trainer, self.config, self._env, ranks_per_node=self.num_processes)
         if self._recovery is not None:
-            self._seat, self._checkpoints.saved = self._recovery.seat, self._recovery.saved
+            self._rank_and_world_size, self._checkpoints.saved = (
+                self._recovery.rank_and_world_size,
+                self._recovery.saved,
+            )
         self._join()
         if self._recovery is not None and self._recovery.is_apart:
             prepare_data_alone(trainer)
-            if self._recovery.is_newcomer:
+            if self._recovery.is_joining:
                 self._recovery.continue_runs(trainer)
         if self._elastic is None:
             self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
@@ -215,10 +218,10 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
         self._data_group = build_data_group(self._topology)
         if self._recovery is not None:  # a group that is made later would be missing in a newcomer
-            role = GroupRole(SAVING_GROUP, is_strict=True)
+            role = GroupKey(SAVING_GROUP, is_strict=True)
             self._checkpoints.group = new_axis_group(role, range(self.world_size))
             if self._recovery.may_snapshot(self._topology):
-                role = GroupRole("snapshot", is_strict=True)
+                role = GroupKey("snapshot", is_strict=True)
                 self._snapshot_group = new_axis_group(role, range(self.world_size))
         self._is_set_up = False
         refuse_another_layout(self.lightning_module, self._device_mesh)

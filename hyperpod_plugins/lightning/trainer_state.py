@@ -19,17 +19,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hyperpod_plugins.errors import ConfigError, few
-from hyperpod_plugins.lightning.flavour import (
+from hyperpod_plugins.lightning.compat import (
     Callback,
     Trainer,
 )
-from hyperpod_plugins.lightning.module import initial_micro_steps
+from hyperpod_plugins.lightning.module_checks import initial_micro_steps
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.shown_values import tables_of
-from hyperpod_plugins.parallel.checkpoint_state import plain
-from hyperpod_plugins.recovery.hyperparameters import hyperparameters
+from hyperpod_plugins.parallel.checkpoint.state import plain
 from hyperpod_plugins.recovery.packing import packed, unpacked
-from hyperpod_plugins.recovery.random import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
+from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
+from hyperpod_plugins.recovery.state import hyperparameters
 
 _PROGRESS = ("total", "current")
 _PART = "hyperpod:part"

@@ -21,11 +21,11 @@ from typing_extensions import override
 
 from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.flavour import LightningModule, Trainer, WeightAveraging
-from hyperpod_plugins.parallel.checkpoint_parts import CURRENT, NUM_AVERAGED
-from hyperpod_plugins.parallel.checkpoint_state import model_tensors
-from hyperpod_plugins.parallel.local_update import LocalUpdate
-from hyperpod_plugins.parallel.shard import reshard
+from hyperpod_plugins.lightning.compat import LightningModule, Trainer, WeightAveraging
+from hyperpod_plugins.parallel.checkpoint.parts import CURRENT, NUM_AVERAGED
+from hyperpod_plugins.parallel.checkpoint.state import model_tensors
+from hyperpod_plugins.parallel.hsdp import reshard
+from hyperpod_plugins.parallel.local_optimizer import LocalUpdate
 from hyperpod_plugins.recovery.local_state import BufferStates
 from hyperpod_plugins.recovery.undo import forget_iteration
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hyperpod_plugins.lightning.flavour import Trainer
+from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.loggers import LoggedRows
 from hyperpod_plugins.lightning.rest import is_stateful
@@ -27,13 +27,13 @@ from hyperpod_plugins.lightning.trainer_state import (
     take_rank_local,
     with_local,
 )
-from hyperpod_plugins.parallel.checkpoint_parts import StateParts
+from hyperpod_plugins.parallel.checkpoint.parts import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
-from hyperpod_plugins.recovery.hyperparameters import give_hyperparameters, make_plain
-from hyperpod_plugins.recovery.kept import FreshGradients, KeptState, Stateful, is_elementwise
+from hyperpod_plugins.recovery.kept_state import FreshGradients, KeptState, Stateful, is_elementwise
 from hyperpod_plugins.recovery.local_state import LocalStates
-from hyperpod_plugins.recovery.preview import Preview
-from hyperpod_plugins.recovery.random import BATCH, EPOCH_END, EVALUATION_BEGIN, FIT_END
+from hyperpod_plugins.recovery.preview import StateLayout
+from hyperpod_plugins.recovery.rng import BATCH, EPOCH_END, EVALUATION_BEGIN, FIT_END
+from hyperpod_plugins.recovery.state import give_hyperparameters, make_plain
 from hyperpod_plugins.recovery.undo import (
     CAN_RESET,
     Beginning,
@@ -59,7 +59,7 @@ class PartBeginning:
     """All of them: `local` has no large ones that nobody has written to."""
 
 
-class Window:
+class AccumulationWindow:
     """The `Subject` of a Trainer's transactions."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Window:
         hooks: SavingHooks,
         *,
         others: Sequence[Stateful] = (),
-        former: "Window | None" = None,
+        former: "AccumulationWindow | None" = None,
     ) -> None:
         """Take hold of what is trained.
 
@@ -127,7 +127,7 @@ class Window:
         self._means: LoggedMeans
         self._values: ShownValues
         self._rows: LoggedRows
-        self.preview: Preview
+        self.preview: StateLayout
         """What newcomers are told of the state that they will get."""
         self.entered_with = b""
         """Description with which the loops were entered, until this rank is among the others."""
@@ -243,7 +243,7 @@ class Window:
 
     @property
     def steps_before_vote(self) -> bool:
-        """Whether optimizers step where a step is computed, for they may communicate; see `recovery.kept`."""
+        """Whether optimizers step where a step is computed, for they may communicate; see `recovery.kept_state`."""
         return self._beginning.kept is not None
 
     def counts(self) -> None:
@@ -257,7 +257,7 @@ class Window:
         self._hooks.end()
         if self._fresh is not None:  # a forward after the last backward leaves parameters gathered
             forget_iteration(self._state.model)
-        self.preview.leave()
+        self.preview.publish()
 
     def keep_local(self, states: LocalStates, means: LoggedMeans, values: ShownValues, rows: LoggedRows) -> None:
         """Say what is of this rank alone."""
@@ -292,7 +292,7 @@ class Window:
         is_with_peers = self.communicates_between and len(self._closures) > 1
         return self._beginning.is_within_reach and not is_with_peers
 
-    def undo(self) -> None:
+    def undo_step(self) -> None:
         """Forget gradients; put what was logged and shown, and everything else, back."""
         drop_gradients(self._state.model, self._state.optimizers)
         self._beginning.put_back()
@@ -321,7 +321,7 @@ class Window:
         """Give buffers, metrics and logged means to the buddy."""
         self._local.share(step)
 
-    def describe(self) -> bytes:
+    def capture_state(self) -> bytes:
         """The Trainer's state at the beginning of this step, or where the loops were entered."""
         if self.entered_with:
             return self.entered_with
@@ -355,9 +355,9 @@ class Window:
         """Steps of which this rank keeps buffers, metrics and means of its ward."""
         return self._local.kept_steps
 
-    def describe_own(self) -> bytes:
+    def capture_own_state(self) -> bytes:
         """That with buffers, metrics and logged means, which are of this rank alone; between two steps."""
-        return with_local(self.describe(), self._local.present())
+        return with_local(self.capture_state(), self._local.present())
 
     @contextmanager
     def _as_it_began(self) -> Generator[None]:
@@ -407,7 +407,7 @@ class Window:
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
         """Write the state at the beginning of this step, or of snapshots, as a checkpoint that `fit` can go on from."""
         if snapshots is None:
-            return self._save(self._checkpoint(self.describe()), path, is_alone, None)
+            return self._save(self._checkpoint(self.capture_state()), path, is_alone, None)
         parts = self._state.parts_of([(each.header, each.data) for each in snapshots.values()], "a snapshot")
         described = {rank: self._checkpoint(each.trainer) for rank, each in snapshots.items()}
         return self._save(next(iter(described.values())), path, is_alone, (parts, described))

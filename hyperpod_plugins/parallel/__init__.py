@@ -1,11 +1,11 @@
 """Shape the model: topology, configuration, tensor plans, hybrid sharding, checkpoints. Begin with `apply.py`."""
 
-from hyperpod_plugins.parallel.apply import copy_from_first_rank, loss_parallel_context, parallelize
-from hyperpod_plugins.parallel.checkpoint import CheckpointWriter, SaveHandle, load_checkpoint
+from hyperpod_plugins.parallel.checkpoint.api import CheckpointWriter, SaveHandle, load_checkpoint
+from hyperpod_plugins.parallel.checkpoint.safetensors import export_safetensors
+from hyperpod_plugins.parallel.clip_grad import clip_grad_norm_, clip_grad_value_, gradient_norm
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.export import export_safetensors
-from hyperpod_plugins.parallel.gradients import clip_grad_norm_, clip_grad_value_, gradient_norm
 from hyperpod_plugins.parallel.mesh import build_data_group, build_mesh
+from hyperpod_plugins.parallel.parallelize import copy_from_first_rank, loss_parallel_context, parallelize
 from hyperpod_plugins.parallel.topology import Coordinates, Topology
 
 __all__ = [

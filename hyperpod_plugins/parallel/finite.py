@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import ConfigError, NonFiniteError
-from hyperpod_plugins.parallel.shard import local_part
+from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.unit_watch import settle_gradients, settle_gradients_of
 
 log = logging.getLogger(__name__)

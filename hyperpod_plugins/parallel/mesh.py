@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyperpod_plugins.comm import GroupRole, live_groups, new_axis_group
+from hyperpod_plugins.comm import GroupKey, live_groups, new_axis_group
 from hyperpod_plugins.errors import CommError
 from hyperpod_plugins.parallel.topology import AXES, Topology
 
@@ -82,9 +82,9 @@ def move_groups(topology: Topology, global_rank: int) -> None:
         group.move(role, members, members.index(global_rank))
 
 
-def _role(topology: Topology, axis: str, place: Mapping[str, int]) -> GroupRole:
+def _role(topology: Topology, axis: str, place: Mapping[str, int]) -> GroupKey:
     """Name a group by where it lies. With the degrees in it the names of another layout's groups differ; the number of
     replicas is not in it, for it may change while the group lives.
     """
     degrees = (("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree))
-    return GroupRole(axis=axis, coordinates=(*place.items(), *degrees))
+    return GroupKey(axis=axis, coordinates=(*place.items(), *degrees))

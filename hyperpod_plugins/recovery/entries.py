@@ -1,7 +1,7 @@
 """The entries of this process: which have ended, what they left, and which of them a restart goes on with.
 
-An entry is a call of the program that trains or evaluates; see `elastic/entries.py`. A process counts its own. Since
-every process runs the same program, the same number stands for the same call on all of them.
+An entry is a call of the program that trains or evaluates; see `elastic/store/entries.py`. A process counts its own.
+Since every process runs the same program, the same number stands for the same call on all of them.
 """
 
 import logging
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from hyperpod_plugins.comm import breaker
-from hyperpod_plugins.comm.breaker import Phase
-from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.entries import (
+from hyperpod_plugins.comm.health import Phase
+from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.store.entries import (
     TRAINING,
     EndedEntry,
     ended_entry,
@@ -30,9 +30,9 @@ from hyperpod_plugins.elastic.entries import (
 )
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryError
-from hyperpod_plugins.recovery.assign import Rung
-from hyperpod_plugins.recovery.farewell import start_again
+from hyperpod_plugins.recovery.abort import start_again
 from hyperpod_plugins.recovery.member import Member
+from hyperpod_plugins.recovery.plan import RecoveryLevel
 
 log = logging.getLogger(__name__)
 _APART = (
@@ -58,14 +58,14 @@ class Entries:
         """This process in the job, from the first entry on that recovers."""
         self.has_left = False
         """Whether it has left the job: later entries are not repaired in place."""
-        self.places: Sequence[int] = ()
+        self.worker_ids: Sequence[int] = ()
         """Of the world in which it was then; empty before."""
         self.description: dict[str, Any] = {}
         """Of an entry that is passed: what this rank's trainer knew at its end, beside tensors."""
         self.resumed_from = ""
         """Checkpoint from which the present entry was started again; empty where it was not."""
         self._job: JobEnv | None = None
-        self._ledger: Ledger | None = None
+        self._job_store: JobStore | None = None
         self._resumes = False
 
     @contextmanager
@@ -75,12 +75,12 @@ class Entries:
         Raises:
             RuntimeError: the program differs from what the processes before this one ran.
         """
-        if self._ledger is None:
-            self._job, self._ledger = job, Ledger.connect(job)
-            self._num_before = num_ended_before(self._ledger, job)
+        if self._job_store is None:
+            self._job, self._job_store = job, JobStore.connect(job)
+            self._num_before = num_ended_before(self._job_store, job)
             self._resumes = bool(job.resume_from)
         self.number += 1
-        record = ended_entry(self._ledger, self.number) if self.is_complete else None
+        record = ended_entry(self._job_store, self.number) if self.is_complete else None
         if record is not None and record.kind != kind:
             raise RuntimeError(
                 f"call {self.number} of the program was `{record.kind}` before, and is `{kind}` now. A program whose "
@@ -97,20 +97,20 @@ class Entries:
                 breaker.forbid(_APART, self._start_all_again)
 
     @property
-    def is_newcomer(self) -> bool:
+    def is_joining(self) -> bool:
         """Whether this process is to join the others in an entry that trains."""
-        return self._job is not None and (self._job.is_newcomer if self.member is None else self.member.is_newcomer)
+        return self._job is not None and (self._job.is_joining if self.member is None else self.member.is_joining)
 
     def _start_all_again(self) -> None:
         """Ask for what a process that is apart from the others cannot do: run what communicates between two entries."""
         breaker.allow()
-        job, ledger = self._job, self._ledger
-        if job is None or ledger is None:
+        job, job_store = self._job, self._job_store
+        if job is None or job_store is None:
             return
-        incident = Incident(kind="request", cause=_APART)
-        restart = restart_from_newest(ledger, job, incident)
-        place = 0 if self.member is None else self.member.place
-        start_again(ledger, place, restart, Rung.CHECKPOINT.event, RecoveryError(_APART))
+        incident = FailureRecord(kind="request", cause=_APART)
+        restart = restart_from_newest(job_store, job, incident)
+        worker_id = 0 if self.member is None else self.member.worker_id
+        start_again(job_store, worker_id, restart, RecoveryLevel.CHECKPOINT.event, RecoveryError(_APART))
 
     def resume_from(self, kind: str) -> str:
         """Checkpoint from which all processes were started again, where it belongs to the entry that begins."""
@@ -124,13 +124,13 @@ class Entries:
 
     def folder(self, parent: Path) -> Path:
         """Folder in which all ranks keep the state after entries; in `parent`, if no rank has chosen another."""
-        assert self._ledger is not None
-        return folder_for(self._ledger, str((parent / f"hyperpod-ended-{uuid.uuid4().hex[:12]}").absolute()))
+        assert self._job_store is not None
+        return folder_for(self._job_store, str((parent / f"hyperpod-ended-{uuid.uuid4().hex[:12]}").absolute()))
 
     def record(self, kind: str, results: Any) -> None:
         """Say that the present entry has ended and its state is kept; after all ranks have kept theirs."""
-        assert self._ledger is not None
-        record_end(self._ledger, EndedEntry(number=self.number, kind=kind, results=results))
+        assert self._job_store is not None
+        record_end(self._job_store, EndedEntry(number=self.number, kind=kind, results=results))
 
     def lose(self, why: object) -> None:
         """Go on without the state after the present entry: whoever starts again runs it again."""
@@ -138,26 +138,26 @@ class Entries:
         self.is_complete = False
 
 
-def keep_of_rank(folder: Path, number: int, place: int, values: dict[str, Any]) -> None:
+def keep_of_rank(folder: Path, number: int, worker_id: int, values: dict[str, Any]) -> None:
     """Keep values of this rank, and its random streams, as they are after an entry."""
-    path = _path_of_rank(folder, number, place)
+    path = _path_of_rank(folder, number, worker_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{uuid.uuid4().hex[:8]}")
     torch.save({"values": values, "random": _random_state()}, draft)
     draft.replace(path)
 
 
-def unseen(folder: Path, number: int, places: Iterable[int]) -> list[int]:
+def unseen(folder: Path, number: int, worker_ids: Iterable[int]) -> list[int]:
     """Places whose values after an entry are not to be seen from here, though all have kept them."""
-    return [place for place in places if not _path_of_rank(folder, number, place).exists()]
+    return [worker_id for worker_id in worker_ids if not _path_of_rank(folder, number, worker_id).exists()]
 
 
-def read_of_rank(folder: Path, number: int, place: int) -> tuple[dict[str, Any], Callable[[], None]]:
+def read_of_rank(folder: Path, number: int, worker_id: int) -> tuple[dict[str, Any], Callable[[], None]]:
     """The values that `keep_of_rank` kept, and what sets this rank's random streams as they were then.
 
     A rank that was not there takes what the first one kept.
     """
-    path = _path_of_rank(folder, number, place)
+    path = _path_of_rank(folder, number, worker_id)
     with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
         kept = torch.load(path if path.exists() else _path_of_rank(folder, number, 0), weights_only=True)
     return kept["values"], partial(_set_random_state, kept["random"])
@@ -168,8 +168,8 @@ def state_folder(folder: Path, number: int) -> Path:
     return folder / f"{number}.ckpt"
 
 
-def _path_of_rank(folder: Path, number: int, place: int) -> Path:
-    return folder / f"{number}.rank-{place}.pt"
+def _path_of_rank(folder: Path, number: int, worker_id: int) -> Path:
+    return folder / f"{number}.rank-{worker_id}.pt"
 
 
 def _random_state() -> dict[str, Any]:

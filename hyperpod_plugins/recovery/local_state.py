@@ -31,10 +31,10 @@ from torch.utils._pytree import tree_map_only
 
 from hyperpod_plugins.comm import Channel
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, PeerLost, few
-from hyperpod_plugins.observability import Event, record
+from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.buddies import buddies, wards
 from hyperpod_plugins.recovery.packing import is_size, packed, unpacked
+from hyperpod_plugins.recovery.plan import buddies, sources_of
 from hyperpod_plugins.recovery.undo import as_integers
 
 _log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class LocalStates:
         """Keep nothing yet."""
         self._rank = rank
         self._buddy_of = buddies(topology)
-        self._buddy, self._ward = self._buddy_of[rank], wards(self._buddy_of)[rank]
+        self._buddy, self._ward = self._buddy_of[rank], sources_of(self._buddy_of)[rank]
         self._channel = Channel(None, "local")
         self._states: dict[str, RankLocalState] = {}
         self._of_program: dict[str, RankLocalState] = {}

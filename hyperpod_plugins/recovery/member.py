@@ -15,26 +15,33 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hyperpod_plugins.comm import Reform, abandon_broken, break_groups, breaker, current_wait
-from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.incident import IncidentKind
-from hyperpod_plugins.elastic.joining import await_turn, found, wanted_world
-from hyperpod_plugins.elastic.leash import end_with
-from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
-from hyperpod_plugins.elastic.membership import BETWEEN_CALLS, MembershipPolicy, RoundBudget
-from hyperpod_plugins.elastic.resharding import heed_all
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.comm import Reconfiguration, abandon_broken, break_groups, breaker, current_wait
+from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.membership.admission import await_turn, pending_world, publish_initial_world
+from hyperpod_plugins.elastic.membership.quorum import BETWEEN_CALLS, MembershipPolicy, RoundBudget
+from hyperpod_plugins.elastic.membership.reshard import heed_all
+from hyperpod_plugins.elastic.process import exit_with_agent
+from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
+from hyperpod_plugins.elastic.store.records import IncidentKind
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, events_folder
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
-from hyperpod_plugins.observability import EventFile, listen
-from hyperpod_plugins.recovery.assembly import Assembly, Generation, WorldChanged
-from hyperpod_plugins.recovery.assign import NO_STATE, Arrival
-from hyperpod_plugins.recovery.detect import Beat, BeatAges, HangPolicy, StepTimes, diagnose, is_loading, look_every_s
-from hyperpod_plugins.recovery.doorbell import Doorbell
-from hyperpod_plugins.recovery.farewell import begin_again, follow
-from hyperpod_plugins.recovery.halt import Halt, Stops, Survivors
+from hyperpod_plugins.events import EventFile, listen
+from hyperpod_plugins.recovery.abort import follow_final_save, restart_all
+from hyperpod_plugins.recovery.plan import NO_STATE, Arrival
+from hyperpod_plugins.recovery.quorum import Generation, PlanWatcher, QuorumJoiner, WorldChanged
+from hyperpod_plugins.recovery.resume import ResumePoint, StopReports, Survivors
 from hyperpod_plugins.recovery.snapshot import Snapshots
-from hyperpod_plugins.recovery.worlds import Worlds
+from hyperpod_plugins.recovery.watchdog import (
+    BeatAges,
+    HangPolicy,
+    Heartbeat,
+    StepTimes,
+    diagnose,
+    is_loading,
+    look_every_s,
+)
+from hyperpod_plugins.recovery.world_view import Worlds
 
 log = logging.getLogger(__name__)
 _REFORM_TIMEOUT_S = 20.0
@@ -53,65 +60,70 @@ class Member:
         self,
         job: JobEnv,
         *,
-        place: int,
-        world: World,
+        worker_id: int,
+        world: WorldPlan,
         policy: MembershipPolicy,
         hangs: HangPolicy,
     ) -> None:
         self.job = job
-        self.place = place
-        """Number under which the ledger knows this process, whatever its rank."""
+        self.worker_id = worker_id
+        """Number under which the job store knows this process, whatever its rank."""
         self.policy = policy
         self.hangs = hangs
         self.step_times = StepTimes()
         self.generation = self._heeded = 0
         self.committed = NO_STATE
-        self.is_newcomer = job.is_newcomer
+        self.is_joining = job.is_joining
         """Whether this process takes the place of a lost one, until the call in which it joined the others ends."""
         self.is_torn = False
         """Whether this process has no state because a step was interrupted while it wrote; not as a newcomer."""
-        self.whereabouts = "setting up"
+        self.activity = "setting up"
         """Where the main thread is, in words; the others hear it once a second."""
         self.in_step = False
         """Whether that is inside a step."""
-        self.ledger = Ledger.connect(job)
-        self._reports = Ledger.connect(job)
+        self.job_store = JobStore.connect(job)
+        self._reports = JobStore.connect(job)
         self._reporting = threading.Lock()
         self._rounds = RoundBudget()
         self._num_beats = 0
         self._ages = BeatAges()
         self._next_look_s = 0.0
         self._entered_s: float | None = None  # when this process became a member of its present world
-        self._told: Incident | None = None
-        self._worlds = Worlds(self.ledger, world)
+        self._told: FailureRecord | None = None
+        self._worlds = Worlds(self.job_store, world)
         self.is_elastic = False
         """Whether the job may change its size: only then does anybody ask about it."""
         self.wants_resize = False
         """Whether the next world is ready to take over, as far as this process has heard."""
-        survivors = Survivors(self.ledger, patience_s=self._patience_s, outside_s=hangs.outside_s)
-        self._stops = Stops(
-            self.ledger, self._worlds, place=place, incarnation=job.incarnation, policy=policy, survivors=survivors
-        )
-        self._assembly = Assembly(
-            self.ledger,
+        survivors = Survivors(self.job_store, patience_s=self._patience_s, outside_s=hangs.outside_s)
+        self._stops = StopReports(
+            self.job_store,
             self._worlds,
-            Doorbell(lambda: Ledger.connect(job)),
-            place=place,
+            worker_id=worker_id,
+            incarnation=job.incarnation,
+            policy=policy,
+            survivors=survivors,
+        )
+        self._assembly = QuorumJoiner(
+            self.job_store,
+            self._worlds,
+            PlanWatcher(lambda: JobStore.connect(job)),
+            worker_id=worker_id,
             policy=policy,
             survivors=survivors,
         )
         self._changed = threading.Condition()
         self._is_leaving = self._is_joining = False
-        self._attempt: Reform | None = None
-        self._meeting = Ledger.connect(job)
+        self._attempt: Reconfiguration | None = None
+        self._meeting = JobStore.connect(job)
         self._end_listening: Callable[[], None] = lambda: None
         self._threads = [
             threading.Thread(target=target, name=f"hyperpod{target.__name__}", daemon=True)
-            for target in (self._listen, self._tell)
+            for target in (self._watch_generation, self._heartbeat_loop)
         ]
 
     @property
-    def world(self) -> World:
+    def world(self) -> WorldPlan:
         """The world for which this process has been set up."""
         return self._worlds.now
 
@@ -122,24 +134,24 @@ class Member:
         Raises:
             RecoveryError: this process is no part of it.
         """
-        rank = self.world.rank_of(self.place)
+        rank = self.world.rank_of(self.worker_id)
         if rank is None:
-            raise RecoveryError(f"the process in place {self.place} is no part of world {self.world}")
+            raise RecoveryError(f"the process in place {self.worker_id} is no part of world {self.world}")
         return rank
 
     def start(self) -> None:
         """Begin to listen. A newcomer's groups stay detached until it has joined."""
         if self.job.agent_pid:
-            end_with(self.job.agent_pid)
-        if self.is_newcomer:
+            exit_with_agent(self.job.agent_pid)
+        if self.is_joining:
             breaker.detach()
         else:
-            found(self.ledger, self.world)
+            publish_initial_world(self.job_store, self.world)
             self._entered_s = time.monotonic()
         breaker.when_broken(self._report)
         folder = events_folder()
         if folder is not None:
-            self._end_listening = listen(EventFile(Path(folder, f"rank-{self.place}.jsonl")))
+            self._end_listening = listen(EventFile(Path(folder, f"rank-{self.worker_id}.jsonl")))
         for thread in self._threads:
             thread.start()
         atexit.register(self.leave)
@@ -156,45 +168,45 @@ class Member:
     def end_entry(self, *, has_trained: bool) -> None:
         """Go on between two entries of the program; what this process has committed there does not count any more."""
         if has_trained:
-            self.is_newcomer = False
+            self.is_joining = False
         self.committed, self.is_torn, self.in_step = NO_STATE, False, False
-        self.whereabouts = BETWEEN_CALLS
+        self.activity = BETWEEN_CALLS
 
     def fail(self, kind: IncidentKind, cause: str) -> None:
         """End the generation because of something that this rank did, and break its groups."""
-        self._told = Incident(
-            kind=kind, cause=cause, rank=self.place, incarnation=self.job.incarnation, step=self.committed
+        self._told = FailureRecord(
+            kind=kind, cause=cause, worker_id=self.worker_id, incarnation=self.job.incarnation, step=self.committed
         )
         if not breaker.is_open:  # say so before a peer can notice
             self._end(self.generation, self._told)
         break_groups(cause)
 
-    def make_way(self) -> None:
+    def yield_to_next_world(self) -> None:
         """End the generation for the next world, if its newcomers are ready."""
-        number = wanted_world(self._reports)
+        number = pending_world(self._reports)
         self.wants_resize = False
-        planned = self.ledger.world(number) if number > self.world.number else None
+        planned = self.job_store.world(number) if number > self.world.number else None
         if planned is not None:
-            incident = Incident(kind="resize", cause=planned.cause, step=self.committed, world=number)
+            incident = FailureRecord(kind="resize", cause=planned.cause, step=self.committed, world=number)
             break_groups(str(self._end(self.generation, incident)))
 
-    def next_world(self) -> World:
+    def next_world(self) -> WorldPlan:
         """The world for which the generation is formed that comes next, or is being formed."""
-        return self._worlds.at(self.ledger.generation(at_least=self.generation))
+        return self._worlds.at(self.job_store.generation(at_least=self.generation))
 
-    def move(self, world: World) -> None:
+    def move(self, world: WorldPlan) -> None:
         """Belong to another world from now on: with another rank, perhaps."""
         self._worlds.now, self._entered_s = world, None
 
     def give_up(self, cause: str) -> None:
         """Tell the agents that nobody is to be replaced any more: the job ends with the first error that is told."""
         log.error("rank %d gives up: %s", self.rank, cause)
-        mine = Incident(kind="exception", cause=cause, rank=self.place, incarnation=self.job.incarnation)
-        self.ledger.put_first(GAVE_UP_KEY, mine.to_json().encode())
+        mine = FailureRecord(kind="exception", cause=cause, worker_id=self.worker_id, incarnation=self.job.incarnation)
+        self.job_store.set_if_absent(GAVE_UP_KEY, mine.to_json().encode())
 
     def follow(self, patience_s: float = 10.0) -> NoReturn:
         """End after the process that gives up, which may take it `patience_s` seconds."""
-        follow(self.ledger, patience_s)
+        follow_final_save(self.job_store, patience_s)
 
     def gather(self, number: int, group: str, ranks: Sequence[int]) -> None:
         """Connect some members of one group, by the name of its role, for a last save; all others stay apart.
@@ -202,7 +214,7 @@ class Member:
         Raises:
             PeerLost: one of them did not come.
         """
-        Reform(
+        Reconfiguration(
             number,
             store=self.meeting_store(),
             timeout_s=_REFORM_TIMEOUT_S,
@@ -210,9 +222,9 @@ class Member:
             is_last=True,
         ).run()
 
-    def begin_again(self, lost: StateLost) -> NoReturn:
+    def restart_all(self, lost: StateLost) -> NoReturn:
         """Have all processes started again from the last checkpoint."""
-        begin_again(self.ledger, self.job, self.rank, lost)
+        restart_all(self.job_store, self.job, self.rank, lost)
 
     def join_next(self, arrival: Arrival, stopped: Callable[[int], None]) -> Generation:
         """Wait for all members of the next generation, connect to them, and mend the groups.
@@ -236,19 +248,19 @@ class Member:
         with self._changed:
             self._is_joining = True  # from here on an old generation's end is no news
         while True:
-            number = self.ledger.generation(at_least=self.generation)
+            number = self.job_store.generation(at_least=self.generation)
             why_not = self._rounds.refusal(self.committed, number, time.monotonic(), self.policy)
             if why_not is not None:
-                self.begin_again(StateLost(why_not))
+                self.restart_all(StateLost(why_not))
             stopped(number)
             abandon_broken()
             world = self._worlds.at(number)
             if world.number != self.world.number:
                 raise WorldChanged(number, world)
-            formed = self._assembly.meet(number, arrival, began_s)
+            formed = self._assembly.join(number, arrival, began_s)
             if formed is None:
                 continue
-            attempt = Reform(number, store=self.meeting_store(), timeout_s=_REFORM_TIMEOUT_S)
+            attempt = Reconfiguration(number, store=self.meeting_store(), timeout_s=_REFORM_TIMEOUT_S)
             with self._changed:
                 self._heeded, self._attempt = number, attempt
                 self._changed.notify_all()
@@ -257,8 +269,8 @@ class Member:
             except PeerLost:
                 self.generation = number
                 self._report(breaker.cause or "")
-                if attempt.is_abandoned:  # with this connection to the store
-                    self._meeting = Ledger.connect(self.job)
+                if attempt.is_cancelled:  # with this connection to the store
+                    self._meeting = JobStore.connect(self.job)
                 num_failures += 1
                 self._refuse_more(num_failures, time.monotonic() - began_s)
                 continue
@@ -293,7 +305,7 @@ class Member:
         number: int | None = None,
         stopped: Callable[[int], None] | None = None,
         snapshots: Snapshots | None = None,
-    ) -> Halt:
+    ) -> ResumePoint:
         """Wait until every process that has state has stopped; one that is to grow the job waits for its turn first.
 
         Args:
@@ -309,72 +321,76 @@ class Member:
             PeerLost: the generation ended meanwhile (where `number` was given).
             StateLost: all processes are new, none has state, and no agent starts them again.
         """
-        if self.is_newcomer and number is None:
-            await_turn(self.ledger, self.world, self.place, self.job.incarnation)
+        if self.is_joining and number is None:
+            await_turn(self.job_store, self.world, self.worker_id, self.job.incarnation)
         try:
             return self._stops.wait(number, self.generation, stopped, snapshots)
         except StateLost as lost:
-            self.begin_again(lost)
+            self.restart_all(lost)
 
     def meeting_store(self) -> Store:
         """Where members of a generation find each other."""
         return self._meeting.store("groups")
 
-    def end_generation(self) -> Incident:
+    def end_generation(self) -> FailureRecord:
         """Make sure that the present generation has ended, and tell what ended it."""
-        if self.committed == NO_STATE and self.generation == 0 and self.is_newcomer:
-            known = self.ledger.exit_of(self.place, self.job.incarnation - 1)  # why this process is here
-            return known or Incident(kind="request", cause="a newcomer joins", reporter=f"rank {self.rank}")
-        return self._end(self.generation, Incident(kind="collective", cause=breaker.cause or "", step=self.committed))
+        if self.committed == NO_STATE and self.generation == 0 and self.is_joining:
+            known = self.job_store.exit_of(self.worker_id, self.job.incarnation - 1)  # why this process is here
+            return known or FailureRecord(kind="request", cause="a newcomer joins", reporter=f"rank {self.rank}")
+        return self._end(
+            self.generation, FailureRecord(kind="collective", cause=breaker.cause or "", step=self.committed)
+        )
 
-    def first_cause(self, incident: Incident, lost: Iterable[int]) -> Incident:
+    def first_cause(self, incident: FailureRecord, lost: Iterable[int]) -> FailureRecord:
         """What an agent says of a process that is gone, rather than what a peer saw of it."""
         if incident.kind != "collective":
             return incident
-        places = [self.world.places[rank] for rank in sorted(lost)]
-        exits = [self.ledger.exit_of(place, self.ledger.incarnation(place) - 1) for place in places]
+        worker_ids = [self.world.worker_ids[rank] for rank in sorted(lost)]
+        exits = [
+            self.job_store.exit_of(worker_id, self.job_store.incarnation(worker_id) - 1) for worker_id in worker_ids
+        ]
         return next((replace(known, at_s=min(known.at_s, incident.at_s)) for known in exits if known), incident)
 
     def _report(self, cause: str) -> None:
         """Tell the others; called in whatever thread noticed the break."""
-        told = self._told or Incident(kind="collective", cause=cause, step=self.committed)
+        told = self._told or FailureRecord(kind="collective", cause=cause, step=self.committed)
         with contextlib.suppress(dist.DistError):  # the store may be what is lost
             self._end(self.generation, told)
 
-    def _end(self, generation: int, incident: Incident) -> Incident:
+    def _end(self, generation: int, incident: FailureRecord) -> FailureRecord:
         with self._reporting:
             return self._reports.end(generation, replace(incident, reporter=f"rank {self.rank}"))
 
-    def _listen(self) -> None:
+    def _watch_generation(self) -> None:
         """Wait for the end of each generation in turn; break the groups then, or leave off forming them."""
         try:
-            ledger = Ledger.connect(self.job)
+            job_store = JobStore.connect(self.job)
             while not self._is_leaving:
                 generation = self._heeded
-                incident = ledger.wait_ended(generation, timeout_s=_LISTEN_S)
+                incident = job_store.wait_ended(generation, timeout_s=_LISTEN_S)
                 if incident is not None:
                     self._hear(generation, incident)
         except dist.DistError as error:
             self._lost_store(error)
 
-    def _hear(self, generation: int, incident: Incident) -> None:
+    def _hear(self, generation: int, incident: FailureRecord) -> None:
         """Of the end of a generation; returns when there is something else to listen to."""
         with self._changed:
             heard = generation, self._attempt
             if generation == self._heeded:
                 if self._attempt is not None:
-                    self._attempt.abandon(str(incident))
+                    self._attempt.cancel(str(incident))
                 elif not self._is_joining:
                     self._told = self._told or incident
                     break_groups(str(incident))
             self._changed.wait_for(lambda: self._is_leaving or (self._heeded, self._attempt) != heard)
 
-    def _tell(self) -> None:
+    def _heartbeat_loop(self) -> None:
         """Say about once a second where this process is, and look whether somebody keeps it waiting."""
         try:
             while not self._is_leaving:
                 own = self._beat()
-                self._reports.beat(self.place, own.to_dict())
+                self._reports.heartbeat(self.worker_id, own.to_dict())
                 self._look_after(own)
                 if self.is_elastic:
                     self._look_for_worlds()
@@ -384,16 +400,16 @@ class Member:
 
     def _look_for_worlds(self) -> None:
         is_asked = self.rank == 0 and heed_all(self._reports, self.world)
-        self.wants_resize = is_asked or wanted_world(self._reports) > self.world.number
+        self.wants_resize = is_asked or pending_world(self._reports) > self.world.number
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         wait, entered_s = current_wait(), self._entered_s
         self._num_beats += 1
-        return Beat(
+        return Heartbeat(
             incarnation=self.job.incarnation,
             generation=self.generation,
             committed=self.committed,
-            place=self.whereabouts,
+            activity=self.activity,
             in_step=self.in_step,
             is_loading=not self.in_step and is_loading(_main_frame()),
             waits_for="" if wait is None else wait[0].name,
@@ -404,7 +420,7 @@ class Member:
             in_world_s=0.0 if entered_s is None else time.monotonic() - entered_s,
         )
 
-    def _look_after(self, own: Beat) -> None:
+    def _look_after(self, own: Heartbeat) -> None:
         """End the generation, and the process that hangs, if this rank has waited for it too long."""
         if not own.waits_for:
             return
@@ -415,12 +431,16 @@ class Member:
         if not is_late and (own.waited_s < between_s or now_s < self._next_look_s):
             return
         self._next_look_s = now_s + between_s
-        heard = self._reports.beats(self.world.places)
-        beats = {place: Beat.from_dict(each) for place, each in heard.items()}
+        heard = self._reports.heartbeats(self.world.worker_ids)
+        beats = {worker_id: Heartbeat.from_dict(each) for worker_id, each in heard.items()}
         silent_s = self._ages.look(beats, time.monotonic())
         for suspect in diagnose(beats, own, limit_s, self.hangs, silent_s) if is_late else ():
-            incident = Incident(
-                kind="hang", cause=suspect.cause, rank=suspect.rank, incarnation=suspect.incarnation, step=own.committed
+            incident = FailureRecord(
+                kind="hang",
+                cause=suspect.cause,
+                worker_id=suspect.rank,
+                incarnation=suspect.incarnation,
+                step=own.committed,
             )
             if self._end(own.generation, incident).reporter == f"rank {self.rank}":
                 self._reports.ask_to_kill(suspect.rank, suspect.incarnation)

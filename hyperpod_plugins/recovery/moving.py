@@ -2,13 +2,13 @@
 
 import logging
 
-from hyperpod_plugins.elastic.restarts import NOT_NEEDED
+from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.recovery.member import NO_STATE, Member
 
 log = logging.getLogger(__name__)
 
 
-def follow(member: Member) -> bool:
+def move_to_next_world(member: Member) -> bool:
     """Belong to the next world; returns whether it is another one than until now.
 
     Raises:
@@ -17,10 +17,10 @@ def follow(member: Member) -> bool:
     world = member.next_world()
     if world.number == member.world.number:
         return False
-    if member.is_newcomer and member.committed == NO_STATE:
+    if member.is_joining and member.committed == NO_STATE:
         log.warning("the world has changed before this process was part of it: another begins in its place")
         raise SystemExit(NOT_NEEDED)
-    if world.rank_of(member.place) is None:
+    if world.rank_of(member.worker_id) is None:
         log.warning("%s, and goes on without this process", world.cause)
         member.leave()
         raise SystemExit(NOT_NEEDED)

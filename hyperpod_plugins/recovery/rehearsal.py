@@ -37,12 +37,12 @@ from typing_extensions import override
 from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import RecoveryError, few
-from hyperpod_plugins.parallel.shard import local_part
+from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.kept import owned_by
+from hyperpod_plugins.recovery.kept_state import owned_by
 from hyperpod_plugins.recovery.packing import unpacked
 from hyperpod_plugins.recovery.replicas import ReplicasDiffer, compare_replicas
-from hyperpod_plugins.recovery.restore import TrainingState
+from hyperpod_plugins.recovery.state import TrainingState
 
 Digests = Mapping[str, int]
 """Name of each thing, beginning with its kind (`gradient`, `parameter`, `buffer`, `optimizer`, ...), and its CRC-32."""

@@ -230,7 +230,7 @@ def _run(plan: Plan, folder: Path, faults: Sequence[ScheduledFault]) -> str:
     environ = RehearsalEnv(
         folder=str(folder), last_step=plan.num_steps, faults=",".join(fault.to_text() for fault in faults)
     )
-    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", str(plan.num_ranks)]
+    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", str(plan.num_ranks)]
     with (folder / "output").open("w+") as output:
         job = subprocess.Popen(
             [*command, *plan.launcher, *plan.program],

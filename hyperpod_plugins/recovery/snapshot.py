@@ -13,25 +13,156 @@ interrupted in it keeps both, and says so when the members of the next generatio
 """
 
 import logging
+import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import WORLD, Channel, ResilientProcessGroup, break_groups, breaker
-from hyperpod_plugins.comm.works import PeerWait, raise_peer_lost
+from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.assign import NO_STATE
-from hyperpod_plugins.recovery.buddies import buddies, wards
-from hyperpod_plugins.recovery.restore import TrainingState
+from hyperpod_plugins.recovery.plan import NO_STATE, buddies, sources_of
 from hyperpod_plugins.recovery.snapshot_memory import SharedMemory, SharedSlots, Snapshot
-from hyperpod_plugins.recovery.snapshot_pace import SnapshotPace
+from hyperpod_plugins.recovery.state import TrainingState
+
+# How often to take snapshots: as often as they cost little; measured on each rank, and the same on all.
+
+COST = 0.005
+"""Part of the time of a step that snapshots may cost."""
+_NUM_STEPS = 20
+_NUM_BEFORE = 3
+_CHANGE = 2
+"""How many times more or less often they must be wanted before the interval changes again."""
+
+
+class SnapshotPace:
+    """Steps from one snapshot to the next, of one rank.
+
+    Each rank says in an exchange what it wants, and all hear the same numbers. What follows from them holds from the
+    next snapshot that is due on, when the exchange is known to have ended on all ranks. After a fault, of which some
+    may have heard before it ended and some not, all tell each other where they are, and begin with the first interval
+    again where that is not the same.
+    """
+
+    def __init__(self, every_steps: int, *, is_measured: bool) -> None:
+        """Begin with an interval, 0 for no snapshots; keep it where nothing `is_measured`."""
+        self.every_steps = every_steps
+        self._first, self._is_measured = every_steps, is_measured
+        self._agreed = every_steps
+        self._is_known = self._is_told = False
+        self._last: tuple[int, float] | None = None
+        self._num_before = _NUM_BEFORE
+        self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._copies_s: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._exchanges_s: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._busy_s: deque[float] = deque(maxlen=_NUM_STEPS)
+
+    def is_due(self, step: int) -> bool:
+        """Whether there is to be a snapshot of a step."""
+        return self.every_steps > 0 and step % self.every_steps == 0
+
+    @property
+    def is_every_step(self) -> bool:
+        """Whether it is known that a snapshot of every step costs little, or somebody asked for that."""
+        return self.every_steps == 1 and (self._is_told or not self._is_measured)
+
+    @property
+    def told_steps(self) -> int:
+        """The interval that all agreed upon and with which this rank goes on; 0 while it knows of none."""
+        return self.every_steps if self._is_told else 0
+
+    def tick(self, step: int, now_s: float) -> None:
+        """A step begins."""
+        last, self._last = self._last, (step, now_s)
+        if last is not None and last[0] == step - 1:
+            if self._num_before:
+                self._num_before -= 1
+            else:
+                self._steps_s.append(now_s - last[1])
+
+    def copied(self, duration_s: float) -> None:
+        """Training has waited so long for a copy."""
+        self._copies_s.append(duration_s)
+
+    def exchanged(self, duration_s: float, busy_s: float) -> None:
+        """An exchange took so long, and its thread computed for a part of it."""
+        self._exchanges_s.append(duration_s)
+        self._busy_s.append(busy_s)
+
+    def wanted_steps(self) -> int:
+        """What this rank wants; 0 while it does not know."""
+        if not (self._is_measured and self._steps_s and self._exchanges_s):
+            return 0
+        cost_s = median(self._copies_s) + median(self._busy_s)
+        return interval(cost_s, median(self._exchanges_s), median(self._steps_s))
+
+    def hear(self, wanted: Sequence[int]) -> None:
+        """What all ranks want, in the order of the ranks; called when the exchange has ended."""
+        if self._is_measured and any(wanted):
+            self._is_known = True
+            self._agreed = agree(self.every_steps, wanted, is_first=self.every_steps == self._first)
+
+    def adopt(self) -> bool:
+        """Go on with what was agreed upon; whether that is news."""
+        former, self.every_steps = self.every_steps, self._agreed
+        is_news = self._is_known and (former != self.every_steps or not self._is_told)
+        self._is_told |= is_news
+        return is_news
+
+    def begin_again(self, told: Sequence[int]) -> None:
+        """After a fault; all ranks hear the same.
+
+        Args:
+            told: `told_steps` of each rank. Those that are new know of none, and go on with that of the others.
+        """
+        known = set(told) - {0}
+        self._is_known = self._is_told = len(known) == 1
+        self.every_steps = self._agreed = known.pop() if self._is_told else self._first
+
+    def __str__(self) -> str:
+        """One line for people."""
+        if not (self._steps_s and self._copies_s and self._busy_s):
+            return f"buddy snapshots: every {self.every_steps} steps"
+        cost_ms, step_ms = 1000 * (median(self._copies_s) + median(self._busy_s)), 1000 * median(self._steps_s)
+        return (
+            f"buddy snapshots: every {self.every_steps} steps, so that they cost less than {100 * COST:g} % (one takes "
+            f"{cost_ms:.1f} ms, a step {step_ms:.1f} ms); set snapshot_every_steps for another interval"
+        )
+
+
+def interval(cost_s: float, exchange_s: float, step_s: float) -> int:
+    """Steps from one snapshot to the next at which they cost less than `COST` of a step, and no exchange is waited for.
+
+    Args:
+        cost_s: what one snapshot takes from training.
+        exchange_s: how long its exchange lasts beside the training.
+        step_s: how long a step takes.
+    """
+    return max(1, math.ceil(cost_s / (COST * step_s)), math.ceil(exchange_s / step_s))
+
+
+def agree(now: int, wanted: Sequence[int], *, is_first: bool) -> int:
+    """The interval of all ranks: what the slowest wants; as it is now where that is about the same.
+
+    Args:
+        now: the present interval.
+        wanted: by each rank, 0 if it does not know.
+        is_first: whether `now` was not agreed upon, so that any other one takes its place.
+    """
+    most = max(wanted, default=0)
+    if most == 0 or (not is_first and now / _CHANGE < most < now * _CHANGE):
+        return now
+    return most
+
 
 log = logging.getLogger(__name__)
 COPIES = 4
@@ -65,7 +196,7 @@ class SnapshotPolicy:
             raise ConfigError(f"snapshot_memory_fraction must lie in 0 .. 1, but is {self.memory_fraction}")
 
 
-class Shelf:
+class SnapshotBuffer:
     """Room for two snapshots of one rank, whose memory is used again and again.
 
     In shared memory, they outlive this process once they are recorded.
@@ -174,7 +305,7 @@ class Snapshots:
         self._num_stalls = 0
         self._rank = dist.get_rank()
         buddy_of = buddies(topology)
-        self._ward_of = wards(buddy_of)
+        self._ward_of = sources_of(buddy_of)
         self.buddy, self.ward = buddy_of[self._rank], self._ward_of[self._rank]
         ranks_here = topology.ranks_per_node or topology.world_size
         self._limit_bytes = int(policy.memory_fraction * host_memory_bytes() / ranks_here)
@@ -183,8 +314,8 @@ class Snapshots:
             (None, None) if memory is None else (memory.slots("own", self._rank), memory.slots("ward", self.ward))
         )
         self._pace = SnapshotPace(policy.every_steps, is_measured=policy.is_measured)
-        self._own = Shelf(is_pinned=is_pinned, slots=own)
-        self._wards = Shelf(is_pinned=is_pinned, slots=of_ward)
+        self._own = SnapshotBuffer(is_pinned=is_pinned, slots=own)
+        self._wards = SnapshotBuffer(is_pinned=is_pinned, slots=of_ward)
         for shelf in (self._own, self._wards):
             shelf.take_over(is_good=memory is not None and memory.is_replacement)
         self._complete = NO_STATE
@@ -216,7 +347,7 @@ class Snapshots:
 
     # -- taking ---------------------------------------------------------------------------------------------------
 
-    def offer(self, step: int, describe: Callable[[], bytes]) -> None:
+    def maybe_snapshot(self, step: int, describe: Callable[[], bytes]) -> None:
         """Take a snapshot if one is due; all ranks call this when they have committed `step` steps.
 
         Training waits for the copy, and for the exchange before if that has not ended.
@@ -381,7 +512,7 @@ class Snapshots:
 
     # -- going back -----------------------------------------------------------------------------------------------
 
-    def deliver(self, step: int, sources: Mapping[int, int]) -> None:
+    def redistribute(self, step: int, sources: Mapping[int, int]) -> None:
         """Give those who lost theirs their snapshots of a step, and those of their wards; all have them afterwards.
 
         Raises:
@@ -395,7 +526,9 @@ class Snapshots:
         with PeerWait(self._role):  # waits in the group of a thread beside the step are not told by themselves
             dist.all_reduce(torch.zeros(1), group=self._group)
 
-    def _hand_over(self, step: int, given: Shelf, to: int | None, taken: Shelf, source: int | None) -> None:
+    def _hand_over(
+        self, step: int, given: SnapshotBuffer, to: int | None, taken: SnapshotBuffer, source: int | None
+    ) -> None:
         """Give a snapshot of a step to one rank, and take one from another; None for nobody."""
         mine = None if to is None else given.find(step)
         assert (mine is None) == (to is None)

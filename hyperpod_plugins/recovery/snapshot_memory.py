@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, snapshot_folder
 from hyperpod_plugins.parallel.topology import Topology
 
@@ -56,7 +56,7 @@ class SharedMemory:
 
     folder: Path
     """Of this node's agent, for this user alone."""
-    place: int
+    worker_id: int
     """Which process of the job this is, whatever its rank."""
     whose: Callable[[int], str]
     """What identifies the state of a rank: job, world, layout and rank. A snapshot of anything else is not used."""
@@ -65,31 +65,31 @@ class SharedMemory:
 
     def slots(self, name: str, rank: int) -> "SharedSlots":
         """Two slots for the snapshots of a rank."""
-        return SharedSlots(self.folder, f"{self.place}-{name}", self.whose(rank))
+        return SharedSlots(self.folder, f"{self.worker_id}-{name}", self.whose(rank))
 
 
 def shared_memory(
-    job: JobEnv, place: int, world: World, topology: Topology, *, num_ended: int, is_newcomer: bool
+    job: JobEnv, worker_id: int, world: WorldPlan, topology: Topology, *, num_ended: int, is_joining: bool
 ) -> SharedMemory | None:
     """Where the snapshots of a process outlive it; None where no agent has made a folder for that.
 
     Args:
         job: of the process.
-        place: of the process, whatever its rank.
+        worker_id: of the process, whatever its rank.
         world: that it belongs to.
         topology: of that world.
         num_ended: how many fits of the program have come to their end: their snapshots are of no use to the next.
-        is_newcomer: whether this process takes the place of a lost one, and has not trained since (see `Member`).
+        is_joining: whether this process takes the place of a lost one, and has not trained since (see `Member`).
     """
     folder = snapshot_folder()
     if folder is None or not folder.is_dir():
         return None
-    layout = f"{job.run_id} fit={num_ended} world={world.number} places={world.places} {topology}"
+    layout = f"{job.run_id} fit={num_ended} world={world.number} places={world.worker_ids} {topology}"
     return SharedMemory(
         folder=folder,
-        place=place,
+        worker_id=worker_id,
         whose=lambda rank: f"{layout} rank={rank}",
-        is_replacement=is_newcomer,
+        is_replacement=is_joining,
     )
 
 

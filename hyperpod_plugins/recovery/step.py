@@ -3,7 +3,7 @@
     compute -> vote -> commit                       the healthy step
     compute -> fault -> re-form -> restore -> retry  the same step, again
 
-Inside a step the groups are tolerant (see `comm.breaker`): once one is broken, collectives do nothing, the rest of
+Inside a step the groups are tolerant (see `comm.health`): once one is broken, collectives do nothing, the rest of
 the step runs on garbage, and no exception crosses autograd or a hook of FSDP2. The vote at the end, one small
 all-reduce, completes only if every rank got that far with valid gradients. Only then does the optimizer write.
 """
@@ -11,6 +11,7 @@ all-reduce, completes only if every rank got that far with valid gradients. Only
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn, TypeVar
@@ -18,32 +19,110 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import break_groups, breaker, vote
+from hyperpod_plugins.comm import break_groups, breaker, commit_vote
 from hyperpod_plugins.comm.device_queue import RECORDERS
-from hyperpod_plugins.elastic import Incident
-from hyperpod_plugins.elastic.ledger import BEGUN_KEY
+from hyperpod_plugins.elastic import FailureRecord
+from hyperpod_plugins.elastic.store.entries import ended_entries
+from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY
 from hyperpod_plugins.errors import DeviceHung, HyperPodError, PeerLost, RecoveryError, StateLost
-from hyperpod_plugins.observability import record
+from hyperpod_plugins.events import record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.assembly import Generation, NobodyCame, PeersOutside
-from hyperpod_plugins.recovery.assign import (
+from hyperpod_plugins.recovery.abort import refuse_older
+from hyperpod_plugins.recovery.device_sync import synchronize_or_raise
+from hyperpod_plugins.recovery.member import Member
+from hyperpod_plugins.recovery.plan import (
     NO_STATE,
     Arrival,
     RecoveryPlan,
     newest_snapshot,
-    plan_farewell,
+    plan_final_save,
     plan_recovery,
 )
-from hyperpod_plugins.recovery.attempts import Attempts
-from hyperpod_plugins.recovery.checkpoints import refuse_older
-from hyperpod_plugins.recovery.ending import Ending
-from hyperpod_plugins.recovery.gpu import synchronize_or_raise
-from hyperpod_plugins.recovery.member import Member
+from hyperpod_plugins.recovery.protocols import Repair, RetryPolicy, Returned, StepFailed, TrainingLoop
+from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop, ReplacementTimeout
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
-from hyperpod_plugins.recovery.repair import Repair, RetryPolicy, Returned, StepFailed, Subject
-from hyperpod_plugins.recovery.resharding import reshard_if_asked, start_again_without
-from hyperpod_plugins.recovery.returning import end_for_return, take_snapshots_back
+from hyperpod_plugins.recovery.shutdown import JobShutdown, reshard_if_asked, start_again_without
 from hyperpod_plugins.recovery.snapshot import Snapshots
+
+# How often the same step has failed. Where that goes on it is the program, not the machine, and the job is to end.
+
+
+class Attempts:
+    """What one process has seen fail since the last commit."""
+
+    def __init__(self, policy: RetryPolicy, worker_id: int) -> None:
+        self._policy = policy
+        self._own = ("exception", worker_id)
+        self._failures: Counter[tuple[str, int]] = Counter()
+
+    def failed(self) -> None:
+        """This process's own `compute` raised."""
+        self._failures[self._own] += 1
+
+    def succeeded(self) -> None:
+        """A step was committed."""
+        self._failures.clear()
+
+    def why_end(self, incident: FailureRecord, error: Exception | None, step: int) -> str:
+        """Count what ended a generation; why the job is to end, or nothing.
+
+        Args:
+            incident: what ended it.
+            error: what this process's own `compute` raised.
+            step: number of the step.
+        """
+        if (incident.kind, incident.worker_id) != self._own:  # that one has been counted, whoever was first to report
+            self._failures[incident.kind, incident.worker_id] += 1
+        if error is not None and self._failures[self._own] >= self._policy.max_attempts:
+            return f"{type(error).__name__} in step {step}, {self._policy.max_attempts} times"
+        if incident.kind == "process" and self._failures["process", incident.worker_id] >= self._policy.max_losses:
+            return (
+                f"rank {incident.worker_id} was lost {self._policy.max_losses} times in step {step}, the last time "
+                f"because: {incident.cause}"
+            )
+        return ""
+
+
+# All ranks return to a snapshot: each gets its own, and then enters the loops again where that was taken.
+
+
+def take_snapshots_back(plan: RecoveryPlan, snapshots: Snapshots, member: Member, generation: int) -> None:
+    """Give each rank its snapshot, and load it.
+
+    Raises:
+        PeerLost: somebody was lost before all had theirs.
+    """
+    try:
+        snapshots.redistribute(plan.step, plan.sources)
+    except PeerLost:
+        # Whoever ends the generation for the return knows that all ranks have their snapshots.
+        ended = member.job_store.ended(generation)
+        if ended is None or ended.cause != _cause(plan):
+            raise
+    snapshots.load(plan.step)
+
+
+def end_for_return(plan: RecoveryPlan, member: Member, max_losses: int) -> None:
+    """End the generation, since all ranks enter the loops again.
+
+    Raises:
+        RecoveryError: the same state was lost `max_losses` times: another return would not help.
+    """
+    lost_at = plan.step + plan.steps_lost
+    # Counted by all ranks together, and where it outlives them: each return may be of new processes alone. A program
+    # with several fits comes to a step of the same number in each.
+    number = len(ended_entries(member.job_store))
+    if member.job_store.count(f"returns/{number}/{lost_at}", 1) >= max_losses * member.world.size:
+        cause = f"the state after step {lost_at} was lost {max_losses} times"
+        member.give_up(cause)
+        raise RecoveryError(f"{cause}. Look at the logs of the lost ranks; the step itself may kill them.")
+    wish = FailureRecord(kind="request", cause=_cause(plan), step=plan.step, reporter=f"rank {member.rank}")
+    member.job_store.end(member.generation, wish)
+
+
+def _cause(plan: RecoveryPlan) -> str:
+    return f"all ranks return to the snapshot of step {plan.step}"
+
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,7 +135,7 @@ class StepTransaction:
     def __init__(
         self,
         member: Member,
-        subject: Subject,
+        subject: TrainingLoop,
         topology: Topology,
         *,
         policy: RetryPolicy,
@@ -73,10 +152,10 @@ class StepTransaction:
         self._device = device
         self._on_repair = on_repair
         self._snapshots = snapshots
-        self._ending = Ending(member, subject)
+        self._ending = JobShutdown(member, subject)
         self._prepared = NO_STATE
         self._has_begun = self._has_told = self._must_resize = False
-        self._attempts = Attempts(policy, member.place)
+        self._attempts = Attempts(policy, member.worker_id)
         self._has_reentered = member.committed != NO_STATE
         self.left_with: bytes | None = None
         """What describes the trainer, where this rank gave up its place in a step, for others were outside of one."""
@@ -86,7 +165,7 @@ class StepTransaction:
         """Place of the part of the program at which it did so; see `Note.part`."""
         self.owes = ""
         """Path of a checkpoint of this step that was interrupted; it is written when all ranks are there again."""
-        if member.committed == NO_STATE and not (member.is_newcomer or member.is_torn):
+        if member.committed == NO_STATE and not (member.is_joining or member.is_torn):
             member.committed = 0
 
     @property
@@ -107,7 +186,7 @@ class StepTransaction:
         if has_recovered:
             self._recover(None)
         if not self._has_told:
-            self._member.ledger.put(BEGUN_KEY, b"1")
+            self._member.job_store.set(BEGUN_KEY, b"1")
             self._has_told = True
         if self._rehearsal is not None:
             self._begin_rehearsal(self._rehearsal, is_compared=not has_recovered)
@@ -156,9 +235,9 @@ class StepTransaction:
         """
         if breaker.is_open:
             self.join()  # nothing that was run here since the loops were entered has communicated
-        self._member.whereabouts = f"waiting for the others between steps {self.step - 1} and {self.step}"
+        self._member.activity = f"waiting for the others between steps {self.step - 1} and {self.step}"
         with breaker.tolerant():
-            vote(0)
+            commit_vote(0)
         if breaker.cause is not None:
             raise PeerLost(f"a rank was lost outside of a step: {breaker.cause}")
 
@@ -168,7 +247,7 @@ class StepTransaction:
         Args:
             compute: forward, backward, clipping; may be called again. What `Subject` cannot undo makes this
                 rank's state count as lost if a fault comes then.
-            commit: the optimizer's step; local. One that communicates belongs to `compute`; see `recovery.kept`.
+            commit: the optimizer's step; local. One that communicates belongs to `compute`; see `recovery.kept_state`.
 
         Raises:
             RecoveryError: no rung of the ladder worked.
@@ -197,11 +276,11 @@ class StepTransaction:
     def _offer(self) -> None:
         """Offer a snapshot, once in each generation: where a newcomer takes one, those that try again do so too."""
         if self._snapshots is not None:
-            self._snapshots.offer(self.step, self._subject.describe_own)
+            self._snapshots.maybe_snapshot(self.step, self._subject.capture_own_state)
 
     def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Compute in tolerant mode; an exception in healthy groups is this rank's own."""
-        self._member.whereabouts, self._member.in_step = f"computing step {self.step}", True
+        self._member.activity, self._member.in_step = f"computing step {self.step}", True
         try:
             with breaker.tolerant(), self._computing():
                 result = compute()
@@ -231,7 +310,7 @@ class StepTransaction:
         """Let what a step begins with be compared; not after a fault: ranks within the step do not compare."""
         while True:
             try:
-                rehearsal.begin(self.step, self._subject.describe, is_compared=is_compared)
+                rehearsal.begin(self.step, self._subject.capture_state, is_compared=is_compared)
             except PeerLost:
                 self._recover(None)
                 is_compared = False
@@ -245,7 +324,7 @@ class StepTransaction:
         outcome: list[tuple[T | None, Exception | None]] = [(result, None)]
 
         def again() -> bool:
-            self._subject.undo()
+            self._subject.undo_step()
             self._subject.end_iteration()
             rehearsal.undone(self.step, is_compared=True)
             outcome.append(self._attempt(compute))
@@ -260,7 +339,7 @@ class StepTransaction:
     def _vote(self) -> bool:
         """Whether every rank has valid gradients. From here on this rank can commit, if anybody else has."""
         step = self.step
-        self._member.whereabouts = f"voting for step {step}"
+        self._member.activity = f"voting for step {step}"
         if self._rehearsal is not None:
             self._rehearsal.at("vote", step)
         if breaker.is_open:
@@ -275,7 +354,7 @@ class StepTransaction:
             return False
         self._prepared = step + 1
         with breaker.tolerant():
-            wish = vote(int(self._member.wants_resize), self._told)
+            wish = commit_vote(int(self._member.wants_resize), self._told)
         if breaker.cause is not None:
             return False
         self._must_resize = self._member.is_elastic and bool(wish)
@@ -293,7 +372,7 @@ class StepTransaction:
             dist.all_reduce(torch.zeros(1, device=self._device))  # nobody is in the hooks of the step before any more
             self._synchronize()
             reshard_if_asked(self._member, self._ending, self.step)
-            self._member.make_way()
+            self._member.yield_to_next_world()
 
     def _finish(self, commit: Callable[[], R]) -> R:
         """Let the optimizer write. Between its first write and the count this rank holds no step's state.
@@ -302,7 +381,7 @@ class StepTransaction:
             PeerLost: it communicates, against the rule, and somebody was lost meanwhile.
         """
         step = self.step
-        self._member.whereabouts = f"committing step {step}"
+        self._member.activity = f"committing step {step}"
         if self._rehearsal is not None:
             self._rehearsal.at("commit", step)
         try:
@@ -314,7 +393,7 @@ class StepTransaction:
         self._member.in_step = False
         self._member.step_times.committed(time.monotonic())
         self._attempts.succeeded()
-        self._member.whereabouts = f"between steps {step} and {step + 1}"
+        self._member.activity = f"between steps {step} and {step + 1}"
         return result
 
     def tear(self, why: str) -> PeerLost:
@@ -371,11 +450,11 @@ class StepTransaction:
         self._has_reentered, self._must_resize, self.owes = False, False, ""
         self.entered_at = self.entered_part = None
         repair = Repair(
-            incident=incident,
+            failure=incident,
             step=plan.step,
             generation=formed.number,
-            rung=plan.rung,
-            newcomers=tuple(plan.sources),
+            level=plan.level,
+            joiners=tuple(plan.sources),
             rolled_forward=outcome is not None,
             noticed_s=max(0.0, began_s - incident.at_s),
             assembled_s=assembled_s - began_s,
@@ -393,34 +472,34 @@ class StepTransaction:
         """What this rank brings into the next generation."""
         snapshots = self._snapshots
         if snapshots is not None:
-            self._member.whereabouts = "waiting for an exchange of snapshots to end"
+            self._member.activity = "waiting for an exchange of snapshots to end"
             snapshots.settle()
-            self._member.whereabouts = f"waiting for the members of the next generation, at step {self.step}"
+            self._member.activity = f"waiting for the members of the next generation, at step {self.step}"
         return Arrival(
             incarnation=self._member.job.incarnation,
             committed=self._member.committed,
-            prepared=NO_STATE if commit is None else self._prepared,
+            voted_step=NO_STATE if commit is None else self._prepared,
             in_step=not self._has_reentered,
             entered_part=self.entered_part,
             snapshots=() if snapshots is None else snapshots.own_steps,
             ward_snapshots=() if snapshots is None else snapshots.ward_steps,
             local_steps=self._subject.local_steps,
             needs_local=self._policy.needs_local,
-            ends=ends,
-            owes=self.owes,
+            abort_reason=ends,
+            pending_checkpoint=self.owes,
         )
 
     def _adopt(self, plan: RecoveryPlan, formed: Generation, commit: Callable[[], R] | None) -> tuple[R] | None:
         """Commit the step that was computed, or undo it, as the plan says; the result of `commit` if it was called."""
         if not plan.hooks_first:
             self._check_entry(plan, formed)
-        self._member.whereabouts = f"restoring step {plan.step}"
+        self._member.activity = f"restoring step {plan.step}"
         outcome = None
         if self._member.rank in plan.roll_forward:
             assert commit is not None
             outcome = (self._finish(commit),)
         elif commit is not None:
-            self._subject.undo()
+            self._subject.undo_step()
         self._prepared = NO_STATE
         return outcome
 
@@ -432,11 +511,11 @@ class StepTransaction:
         Where the others have committed the step and are outside of one, this rank commits it, too, and gets the result:
         what follows a step must follow it here, before this rank is outside of one as well.
         """
-        self._member.whereabouts = f"waiting for the members of the next generation, at step {self.step}"
-        description = self._subject.describe() if arrival.has_state else b""
+        self._member.activity = f"waiting for the members of the next generation, at step {self.step}"
+        description = self._subject.capture_state() if arrival.has_state else b""
         try:
             return self._member.join_next(arrival, lambda number: self._tell(number, description))
-        except PeersOutside as outside:
+        except MustReenterLoop as outside:
             try:
                 halt = self._member.wait_for_stops(outside.number)
             except PeerLost:
@@ -445,17 +524,17 @@ class StepTransaction:
                 return (self._finish(commit),)
             self.left_with = description
             if commit is not None:
-                self._subject.undo()
+                self._subject.undo_step()
             raise
-        except NobodyCame as late:
+        except ReplacementTimeout as late:
             self._part(late, error, commit)
 
     def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
         """Bring this rank to the plan's step. A `PeerLost` leaves it where it was."""
         if plan.hooks_first:
             cause = f"the ranks {list(plan.roll_forward)} run the hooks of the step that they have just committed"
-            wish = Incident(kind="request", cause=cause, step=plan.step, reporter=f"rank {self._member.rank}")
-            self._member.ledger.end(formed.number, wish)
+            wish = FailureRecord(kind="request", cause=cause, step=plan.step, reporter=f"rank {self._member.rank}")
+            self._member.job_store.end(formed.number, wish)
             break_groups(str(wish))
             raise PeerLost(cause)
         snapshots = self._snapshots
@@ -499,28 +578,28 @@ class StepTransaction:
         try:
             plan = plan_recovery(formed.arrivals, self._topology)
             if plan.is_return and not any(each.has_state for each in formed.arrivals.values()):
-                refuse_older(plan.step, self._member.ledger)
+                refuse_older(plan.step, self._member.job_store)
             return plan
         except StateLost as lost:
-            self._member.begin_again(lost)
+            self._member.restart_all(lost)
 
-    def _part(self, late: NobodyCame, error: Exception | None, commit: Callable[[], R] | None) -> NoReturn:
+    def _part(self, late: ReplacementTimeout, error: Exception | None, commit: Callable[[], R] | None) -> NoReturn:
         """End, since nobody comes for those that are lost; those that are left have their common step before."""
-        plan = plan_farewell(late.formed.arrivals, self._topology)
+        plan = plan_final_save(late.formed.arrivals, self._topology)
         if self._member.rank in plan.roll_forward:
             assert commit is not None
             self._finish(commit)
         elif commit is not None:
-            self._subject.undo()
+            self._subject.undo_step()
         if late.starts_again:
             start_again_without(late, plan, self._member, self._ending, self._topology, self._snapshots)
         self._ending.part(late, plan, error)
 
     def _settle(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> None:
         """Write the checkpoint that was interrupted, and end where the job must not go on."""
-        if plan.owes and not plan.is_return:
-            self._ending.save(plan.step, plan.owes)
-        if plan.ends:
+        if plan.pending_checkpoint and not plan.is_return:
+            self._ending.save(plan.step, plan.pending_checkpoint)
+        if plan.abort_reason:
             self._ending.end(plan, ends, error)
 
     def _computing(self) -> AbstractContextManager[None]:

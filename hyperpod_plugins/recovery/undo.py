@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hyperpod_plugins.parallel.shard import reshard
+from hyperpod_plugins.parallel.hsdp import reshard
 from hyperpod_plugins.parallel.unit_watch import check_next_step, forget_step
-from hyperpod_plugins.recovery.kept import KeptState, memory_of, owned_by
+from hyperpod_plugins.recovery.kept_state import KeptState, memory_of, owned_by
 
 CAN_RESET = "reset_iter_state" in vars(FSDPModule)
 """Whether this torch (2.13 does) can put FSDP2's modules back after an exception."""

@@ -12,14 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from hyperpod_plugins import parallel
+from hyperpod_plugins.delayed_init.materialize import allocate
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.memory.materialize import allocate
-from hyperpod_plugins.parallel.shard import without_replica_sync
-from hyperpod_plugins.smp.delayed import ParamInit
+from hyperpod_plugins.parallel.hsdp import without_replica_sync
+from hyperpod_plugins.smp.delayed_param import ParamInit
 from hyperpod_plugins.smp.fsdp_arguments import FsdpArguments, translate
-from hyperpod_plugins.smp.job import Job, current_job, lay_out
-from hyperpod_plugins.smp.notes import note
-from hyperpod_plugins.smp.transforming import take_transformed
+from hyperpod_plugins.smp.job import Job, current_job, lay_out, note
+from hyperpod_plugins.smp.transform import take_transformed
 
 _ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.checkpoint_storage import CheckedWriter, SafeReader
-from hyperpod_plugins.smp import checkpoints, fsdp_class, job, state_dicts
-from hyperpod_plugins.smp.delayed import DelayedParamIniter
+from hyperpod_plugins.parallel.checkpoint.storage import CheckedWriter, SafeReader
+from hyperpod_plugins.smp import checkpoint, fsdp_class, job, state_dicts
+from hyperpod_plugins.smp.delayed_param import DelayedParamIniter
 from hyperpod_plugins.smp.fsdp import clip_grad_norm_, wrap
-from hyperpod_plugins.smp.transforming import MoEConfig, transform
+from hyperpod_plugins.smp.transform import MoEConfig, transform
 
 _ROOT = "torch.sagemaker"
 _ABSENT = {
@@ -71,9 +71,9 @@ def _contents() -> dict[str, dict[str, Any]]:
         "state": job.state,
     }
     saving = {
-        "save": checkpoints.save,
-        "async_save": checkpoints.async_save,
-        "maybe_finalize_async_calls": checkpoints.maybe_finalize_async_calls,
+        "save": checkpoint.save,
+        "async_save": checkpoint.async_save,
+        "maybe_finalize_async_calls": checkpoint.maybe_finalize_async_calls,
     }
     kinds = {"SMStateDictType": state_dicts.SMStateDictType, "sm_state_dict_type": state_dicts.sm_state_dict_type}
     files = {"DistributedFileSystemReader": SafeReader, "DistributedFileSystemWriter": CheckedWriter}
@@ -82,11 +82,11 @@ def _contents() -> dict[str, dict[str, Any]]:
         "distributed": {},
         "distributed.checkpoint": {},
         "distributed.checkpoint.filesystem": files,
-        "distributed.checkpoint.state_dict_loader": {"load": checkpoints.load},
+        "distributed.checkpoint.state_dict_loader": {"load": checkpoint.load},
         "distributed.checkpoint.state_dict_saver": saving,
         "distributed.checkpoint.state_dict_utils": kinds,
         "checkpoint": {},
-        "checkpoint.state_dict_loader": {"load": checkpoints.load},
+        "checkpoint.state_dict_loader": {"load": checkpoint.load},
         "checkpoint.state_dict_saver": saving,
         "grad_norm": {"clip_grad_norm_": clip_grad_norm_},
         "logger": {"get_logger": get_logger},

@@ -1,7 +1,9 @@
 """`init`, and `state`: what this process is in the job, and the mesh that models are sharded over."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hyperpod_plugins.comm.resilient import BACKEND, ResilientProcessGroup
+from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup
 from hyperpod_plugins.env import WorkerEnv, config_path
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
 from hyperpod_plugins.parallel.topology import AXES
 from hyperpod_plugins.smp import fsdp_class
-from hyperpod_plugins.smp.notes import note
+
+# Say once, on the first rank, what is done otherwise than an SMP v2 script may expect.
+
+
+@cache
+def note(text: str) -> None:
+    """Warn of it, once in this process and on the first rank only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

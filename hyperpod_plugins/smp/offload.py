@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadW
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hyperpod_plugins.parallel.shard import laid_out_like, local_part
+from hyperpod_plugins.parallel.hsdp import laid_out_like, local_part
 
 _Packed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

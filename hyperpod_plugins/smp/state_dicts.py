@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.smp.notes import note
+from hyperpod_plugins.smp.job import note
 
 
 class SMStateDictType(enum.Enum):

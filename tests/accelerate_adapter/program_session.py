@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recovery"))
 from faults import Faults
 
 from hyperpod_plugins.accelerate import HyperPodPlugin
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.loops import Session
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.session import Session
 
 WIDTH, NUM_EVALUATED = 8, 11
 torch.set_num_threads(1)

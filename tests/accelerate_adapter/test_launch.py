@@ -152,7 +152,7 @@ def test_the_line_of_the_readme(tmp_path):
 def test_other_launchers_run_the_same_script_with_the_same_file(launched, tmp_path):
     """torchrun ran it with the others; `hyperpodrun` is started as users start it."""
     environ = os.environ | {"HYPERPOD_CONFIG": str(preset_path("checkpointless"))}
-    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2"]
     command += [str(SCRIPT), str(tmp_path / "report.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]

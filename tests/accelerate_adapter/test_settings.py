@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from hyperpod_plugins.accelerate.settings import AccelerateSettings, options_in, variables_in
+from hyperpod_plugins.accelerate.launch_config import AccelerateSettings, options_in, variables_in
 from hyperpod_plugins.errors import ConfigError, MissingExtraError, NotBuiltYetError
 from hyperpod_plugins.presets import FOLDER, preset_names, preset_path, preset_summary, write_preset
 

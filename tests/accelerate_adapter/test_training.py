@@ -194,7 +194,7 @@ def train_plainly(options, micro_batches):
 
     from hyperpod_plugins.lightning.collectives import reduced
     from hyperpod_plugins.parallel import ParallelConfig, build_data_group, build_mesh, clip_grad_norm_, parallelize
-    from hyperpod_plugins.parallel.shard import without_replica_sync
+    from hyperpod_plugins.parallel.hsdp import without_replica_sync
 
     config = ParallelConfig.of(options)
     topology = config.topology(dist.get_world_size())

@@ -81,7 +81,7 @@ def recomputed_dropout():
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 
     from hyperpod_plugins.accelerate import HyperPodPlugin
-    from hyperpod_plugins.accelerate.preparing import recompute_blocks
+    from hyperpod_plugins.accelerate.prepare import recompute_blocks
 
     class Block(nn.Sequential):
         pass

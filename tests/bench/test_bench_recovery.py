@@ -104,7 +104,7 @@ def test_simulated_members_see_one_plan(case):
     seats = [Seat.of(job, rank, 3, 60.0) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda seat: CASES[case](seat, 1), seats, timeout=90))
-    plans = [seat.ledger.plan(1) for seat in seats]
+    plans = [seat.job_store.plan(1) for seat in seats]
     assert plans[0] is not None
     assert plans[0].keys() == set(range(3))
     assert plans == [plans[0]] * 3

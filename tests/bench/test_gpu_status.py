@@ -116,7 +116,7 @@ def test_entry_points_are_found_without_an_installation(tmp_path):
     [found] = importlib.metadata.distributions(name="hyperpod_plugins", path=[str(tmp_path)])
     names = {(each.group, each.name): each.value for each in found.entry_points}
     assert names["torch.backends", "hyperpod"] == "hyperpod_plugins._autoload:autoload"
-    assert names["console_scripts", "hyperpodrun"] == "hyperpod_plugins.elastic.launch:main"
+    assert names["console_scripts", "hyperpodrun"] == "hyperpod_plugins.elastic.launcher.main:main"
 
 
 @pytest.mark.slow_single

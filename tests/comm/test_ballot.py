@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
-from hyperpod_plugins.comm.ballot import connect
+from hyperpod_plugins.comm.commit_vote import connect
 
 PATIENCE = timedelta(seconds=20)
 
@@ -22,7 +22,7 @@ def votes_of(size, numbers):
     def take_part(rank):
         ballot = connect(store, rank, size, "127.0.0.1", PATIENCE)
         for said in numbers:
-            found[rank].append(ballot.largest(said[rank]))
+            found[rank].append(ballot.all_max(said[rank]))
 
     threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -44,7 +44,7 @@ def test_whoever_calls_without_the_token_is_not_counted():
     found = {}
 
     def root():
-        found[0] = connect(store, 0, 2, "127.0.0.1", PATIENCE).largest(1)
+        found[0] = connect(store, 0, 2, "127.0.0.1", PATIENCE).all_max(1)
 
     thread = threading.Thread(target=root)
     thread.start()
@@ -54,7 +54,7 @@ def test_whoever_calls_without_the_token_is_not_counted():
         hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it closes with a reset
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"x" * 16)
-        found[1] = connect(store, 1, 2, "127.0.0.1", PATIENCE).largest(5)
+        found[1] = connect(store, 1, 2, "127.0.0.1", PATIENCE).all_max(5)
     thread.join(30)
     assert found == {0: 5, 1: 5}
 
@@ -67,18 +67,18 @@ def test_a_neighbour_that_does_not_come_is_not_waited_for_long():
 
 
 def vote_until_one_is_gone():
-    from hyperpod_plugins.comm import break_groups, breaker, vote
+    from hyperpod_plugins.comm import break_groups, breaker, commit_vote
 
     dist.init_process_group("hyperpod")
     rank = dist.get_rank()
     with breaker.tolerant():
-        results = [vote(rank * (step % 2)) for step in range(4)]
+        results = [commit_vote(rank * (step % 2)) for step in range(4)]
         if rank == 3:
             time.sleep(0.3)
             break_groups("a test cuts the connections")
-        last = vote(1)
+        last = commit_vote(1)
     is_broken, began_s = breaker.cause is not None, time.monotonic()
-    again = vote(1)
+    again = commit_vote(1)
     return results, last, is_broken, again, time.monotonic() - began_s < 1
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from hyperpod_plugins.comm.breaker import Breaker, Phase
+from hyperpod_plugins.comm.health import GroupHealth, Phase
 
 
 def cut_nothing():
@@ -12,10 +12,10 @@ def cut_nothing():
 
 
 def broken(phase):
-    breaker = Breaker()
+    breaker = GroupHealth()
     if phase is Phase.DETACHED:
         breaker.detach()
-    breaker.trip("a test", cut_nothing)
+    breaker.mark_broken("a test", cut_nothing)
     return breaker
 
 
@@ -31,14 +31,14 @@ def broken(phase):
     ],
 )
 def test_phases(phase, is_broken, is_quiet, is_open):
-    breaker = Breaker()
+    breaker = GroupHealth()
     if phase is Phase.DETACHED:
         breaker.detach()
 
     def check():
         if is_broken:
-            breaker.trip("a test", cut_nothing)
-        assert (breaker.phase, breaker.is_quiet, breaker.is_open) == (phase, is_quiet, is_open)
+            breaker.mark_broken("a test", cut_nothing)
+        assert (breaker.phase, breaker.suppresses_collectives, breaker.is_open) == (phase, is_quiet, is_open)
 
     if phase is Phase.TOLERANT:
         with breaker.tolerant():
@@ -49,31 +49,31 @@ def test_phases(phase, is_broken, is_quiet, is_open):
 
 
 def test_a_break_outlasts_the_step():
-    breaker = Breaker()
+    breaker = GroupHealth()
     with breaker.tolerant():
-        breaker.trip("first", cut_nothing)
-        breaker.trip("second", cut_nothing)
+        breaker.mark_broken("first", cut_nothing)
+        breaker.mark_broken("second", cut_nothing)
     assert breaker.cause == "first"
-    assert not breaker.is_quiet
-    breaker.close()
+    assert not breaker.suppresses_collectives
+    breaker.reset()
     assert breaker.cause is None
     assert not breaker.is_open
 
 
 def test_an_exception_ends_the_tolerance():
-    breaker = Breaker()
+    breaker = GroupHealth()
     with pytest.raises(ZeroDivisionError), breaker.tolerant():
         raise ZeroDivisionError
     assert breaker.phase is Phase.STRICT
 
 
 def test_a_process_that_is_apart_stays_so_in_a_step():
-    breaker = Breaker()
+    breaker = GroupHealth()
     breaker.detach()
     with breaker.tolerant():
         assert breaker.phase is Phase.DETACHED
     assert breaker.phase is Phase.DETACHED
-    breaker.close()
+    breaker.reset()
     assert breaker.phase is Phase.STRICT
 
 
@@ -82,43 +82,43 @@ def test_parting_in_a_step_outlasts_it():
     with breaker.tolerant():
         breaker.part()
     assert breaker.phase is Phase.DETACHED
-    assert breaker.is_quiet
+    assert breaker.suppresses_collectives
 
 
 def test_mending_in_a_step_ends_its_tolerance():
-    breaker = Breaker()
+    breaker = GroupHealth()
     with breaker.tolerant():
-        breaker.trip("a test", cut_nothing)
-        breaker.close()
+        breaker.mark_broken("a test", cut_nothing)
+        breaker.reset()
         assert breaker.phase is Phase.STRICT
-        breaker.trip("another", cut_nothing)
-        assert not breaker.is_quiet
+        breaker.mark_broken("another", cut_nothing)
+        assert not breaker.suppresses_collectives
 
 
 def test_listeners_hear_of_each_break_once_and_after_the_cut():
-    breaker, heard = Breaker(), []
+    breaker, heard = GroupHealth(), []
 
     def listen(cause):
         heard.append(cause)
 
     breaker.when_broken(listen)
-    assert breaker.trip("one", lambda: heard.append("cut"))
-    assert not breaker.trip("two", lambda: heard.append("cut"))
+    assert breaker.mark_broken("one", lambda: heard.append("cut"))
+    assert not breaker.mark_broken("two", lambda: heard.append("cut"))
     assert heard == ["cut", "one"]
-    breaker.close()
+    breaker.reset()
     breaker.forget(listen)
-    assert breaker.trip("three", cut_nothing)
+    assert breaker.mark_broken("three", cut_nothing)
     assert heard == ["cut", "one"]
 
 
 def test_many_threads_break_it_once():
-    breaker, heard, results = Breaker(), [], []
+    breaker, heard, results = GroupHealth(), [], []
     breaker.when_broken(heard.append)
     barrier = threading.Barrier(16)
 
     def trip(number):
         barrier.wait(10)
-        results.append(breaker.trip(str(number), cut_nothing))
+        results.append(breaker.mark_broken(str(number), cut_nothing))
 
     threads = [threading.Thread(target=trip, args=(number,)) for number in range(16)]
     for thread in threads:

@@ -117,7 +117,7 @@ def test_limits():
 
     def stand_still():
         store.wait(["1"])
-        from hyperpod_plugins.comm.listener import connect
+        from hyperpod_plugins.comm.sockets import connect
 
         with connect(store.get("1").decode(), 0, 5.0) as connection:
             connection.sendall(b"\0" * 7)

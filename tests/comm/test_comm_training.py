@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperpod_plugins import comm
-from hyperpod_plugins.comm import GroupRole, ResilientProcessGroup
+from hyperpod_plugins.comm import GroupKey, ResilientProcessGroup
 from hyperpod_plugins.errors import CommError
 
 SHARD_RANKS = {0: [0, 1], 1: [2, 3]}
@@ -35,7 +35,7 @@ def mesh_2x2(make_group):
 
 
 def ours(axis, where, ranks):
-    return comm.new_axis_group(GroupRole(axis, (where,)), ranks)
+    return comm.new_axis_group(GroupKey(axis, (where,)), ranks)
 
 
 def gloo(axis, where, ranks):
@@ -137,17 +137,17 @@ def check_axis_groups(mesh):
     assert set(comm.live_groups()) == {"world"} | names
     assert mesh_2x2(ours).get_group("shard") is mesh.get_group("shard")
     rank = dist.get_rank()
-    alone = comm.new_axis_group(GroupRole("tensor", (("at", rank),)), [rank])
-    alike = comm.new_axis_group(GroupRole("expert", (("at", rank),)), [rank])
-    everybody = comm.new_axis_group(GroupRole("context"), [0, 1, 2, 3])
+    alone = comm.new_axis_group(GroupKey("tensor", (("at", rank),)), [rank])
+    alike = comm.new_axis_group(GroupKey("expert", (("at", rank),)), [rank])
+    everybody = comm.new_axis_group(GroupKey("context"), [0, 1, 2, 3])
     assert alone is not alike
     assert (alone.size(), everybody.size(), everybody.rank()) == (1, 4, rank)
     assert everybody is not dist.group.WORLD
     assert everybody.group_desc == "context"
     with pytest.raises(CommError, match="already exists with ranks"):
-        comm.new_axis_group(GroupRole("context"), [rank])
+        comm.new_axis_group(GroupKey("context"), [rank])
     with pytest.raises(CommError, match="no member"):
-        comm.new_axis_group(GroupRole("other"), [(rank + 1) % 4])
+        comm.new_axis_group(GroupKey("other"), [(rank + 1) % 4])
     assert comm.live_groups()["context"] is everybody
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=everybody)
@@ -155,7 +155,7 @@ def check_axis_groups(mesh):
     assert "context" not in comm.live_groups()
     with pytest.raises(CommError, match="after it was destroyed"):
         everybody.allreduce([tensor])
-    again = comm.new_axis_group(GroupRole("context"), [0, 1, 2, 3])  # the store still holds the keys of the first
+    again = comm.new_axis_group(GroupKey("context"), [0, 1, 2, 3])  # the store still holds the keys of the first
     dist.all_reduce(tensor, group=again)
     assert tensor.item() == 16
     for group in (again, alone, alike):
@@ -282,10 +282,10 @@ def grown_from_two():
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address, is_master=False)
 
-    is_newcomer = rank >= 2
+    is_joining = rank >= 2
     alone = dist.PrefixStore(f"newcomer {rank}", store)
     founders = dist.PrefixStore("founders", store)
-    if is_newcomer:
+    if is_joining:
         dist.init_process_group("hyperpod", store=alone, rank=0, world_size=1)
         groups = [comm.new_axis_group(role, [0]) for role in roles(rank)]
     else:
@@ -308,7 +308,7 @@ def grown_from_two():
     assert [group.size() for group in groups] == [2, 2]
     assert dist.get_process_group_ranks(groups[0]) == REPLICATE_RANKS[index]
 
-    if is_newcomer:
+    if is_joining:
         subject = Training(
             DeviceMesh.from_group(
                 groups, DEVICE, mesh=torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard")
@@ -323,7 +323,7 @@ def grown_from_two():
 
 def roles(rank):
     replica, shard = divmod(rank, 2)
-    return GroupRole("replicate", (("shard", shard),)), GroupRole("shard", (("replicate", replica),))
+    return GroupKey("replicate", (("shard", shard),)), GroupKey("shard", (("replicate", replica),))
 
 
 @pytest.mark.spawns

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hyperpod_plugins import comm
-from hyperpod_plugins.comm import Reform, break_groups, generations
+from hyperpod_plugins.comm import Reconfiguration, break_groups, reconfigure
 from hyperpod_plugins.errors import CommError, PeerLost
 
 pytestmark = pytest.mark.spawns
@@ -34,7 +34,7 @@ def break_and_reform(generation):
         break_groups("a test")
     with pytest.raises(PeerLost):
         dist.barrier()
-    Reform(generation, store=meeting_store(), timeout_s=20.0).run()
+    Reconfiguration(generation, store=meeting_store(), timeout_s=20.0).run()
 
 
 def all_have_theirs(generation):
@@ -100,7 +100,7 @@ def compiled_training():
                 compute(step, breaks=True)
                 dist.all_reduce(torch.zeros(1))  # the vote
                 assert comm.breaker.cause is not None
-            Reform(1, store=meeting_store(), timeout_s=20.0).run()
+            Reconfiguration(1, store=meeting_store(), timeout_s=20.0).run()
             optimizer.zero_grad()
         losses.append(compute(step, breaks=False).item())
         optimizer.step()
@@ -174,10 +174,10 @@ def waits_that_end():
     ):
         with comm.breaker.tolerant():
             work = begin()
-            threading.Timer(0.1, comm.breaker.trip, ["a test", lambda: None]).start()
+            threading.Timer(0.1, comm.breaker.mark_broken, ["a test", lambda: None]).start()
             work.wait()
         ended.append(work.is_completed())
-        comm.breaker.close()
+        comm.breaker.reset()
     store.set("all waits have ended", "")
     return ended
 
@@ -272,7 +272,7 @@ def stale_generation():
     start()
     break_and_reform(3)
     with pytest.raises(CommError, match="numbers only grow"):
-        Reform(2, store=meeting_store(), timeout_s=5.0).run()
+        Reconfiguration(2, store=meeting_store(), timeout_s=5.0).run()
     return True
 
 
@@ -287,16 +287,16 @@ def abandoned_attempt():
     all_have_theirs(1)
     if dist.get_rank() == 0:
         break_groups("a test")
-        attempt = Reform(1, store=dist.PrefixStore("meeting", store), timeout_s=50.0)
-        threading.Timer(0.5, attempt.abandon, ["a test says so"]).start()
+        attempt = Reconfiguration(1, store=dist.PrefixStore("meeting", store), timeout_s=50.0)
+        threading.Timer(0.5, attempt.cancel, ["a test says so"]).start()
         with pytest.raises(PeerLost, match="generation 1 ended while it was formed: a test says so"):
             attempt.run()
-        assert attempt.is_abandoned
+        assert attempt.is_cancelled
         assert comm.breaker.is_open
     else:
         with pytest.raises(PeerLost):
             dist.barrier()
-    Reform(2, store=meeting_store(), timeout_s=20.0).run()
+    Reconfiguration(2, store=meeting_store(), timeout_s=20.0).run()
     total = torch.ones(1)
     dist.all_reduce(total)
     return total.item()
@@ -320,7 +320,7 @@ def attempts_that_fail(transport):
         nccl_like.install()
     start()
     rank, second, found = dist.get_rank(), dist.new_group([0, 1]), []
-    connect = generations.connect
+    connect = reconfigure.connect
 
     def connect_first(spec, options, world_size, role):
         if role.axis != "world":
@@ -336,14 +336,14 @@ def attempts_that_fail(transport):
             store.set(f"{generation}/{rank}", "")
             store.wait([f"{generation}/0", f"{generation}/1"])
             break_groups("a test")
-        generations.connect = connect_first if rank == 1 else connect
-        attempt = Reform(generation, store=dist.PrefixStore("meeting", store.clone()), timeout_s=1.0)
-        threading.Timer(0.3, attempt.abandon, ["a test says so"]).start()
+        reconfigure.connect = connect_first if rank == 1 else connect
+        attempt = Reconfiguration(generation, store=dist.PrefixStore("meeting", store.clone()), timeout_s=1.0)
+        threading.Timer(0.3, attempt.cancel, ["a test says so"]).start()
         with pytest.raises(PeerLost):
             attempt.run()
-        generations.connect = connect
+        reconfigure.connect = connect
         comm.abandon_broken()
-        Reform(generation + 1, store=meeting_store(), timeout_s=20.0).run()
+        Reconfiguration(generation + 1, store=meeting_store(), timeout_s=20.0).run()
         total = torch.ones(1)
         dist.all_reduce(total, group=second)
         assert total.item() == 2.0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness import run_ranks
 
 from hyperpod_plugins.comm import CommOptions, break_groups, current_wait, join_world
-from hyperpod_plugins.comm.resilient import finish_aborts
+from hyperpod_plugins.comm.process_group import finish_aborts
 
 pytestmark = pytest.mark.spawns
 

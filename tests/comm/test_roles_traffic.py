@@ -5,20 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.comm import WORLD, GroupRole, reset_traffic, traffic, wire_bytes
-from hyperpod_plugins.comm.delegating import num_bytes
-from hyperpod_plugins.comm.roles import without_role
+from hyperpod_plugins.comm import WORLD, GroupKey, reset_traffic, traffic, wire_bytes
+from hyperpod_plugins.comm.api import without_key
+from hyperpod_plugins.comm.process_group import num_bytes
 from hyperpod_plugins.comm.traffic import counters
 
 
 def test_roles_have_readable_names():
     assert WORLD.name == "world"
-    assert GroupRole("shard", (("replicate", 1), ("tensor", 0))).name == "shard[replicate=1,tensor=0]"
-    assert without_role("3").name == "other#3"
+    assert GroupKey("shard", (("replicate", 1), ("tensor", 0))).name == "shard[replicate=1,tensor=0]"
+    assert without_key("3").name == "other#3"
 
 
 AXES = st.sampled_from(["replicate", "shard", "tensor", "expert"])
-ROLES = st.builds(GroupRole, AXES, st.lists(st.tuples(AXES, st.integers(0, 20)), max_size=3).map(tuple))
+ROLES = st.builds(GroupKey, AXES, st.lists(st.tuples(AXES, st.integers(0, 20)), max_size=3).map(tuple))
 
 
 @given(ROLES, ROLES, st.integers(0, 30), st.integers(0, 30))
@@ -78,8 +78,8 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(payload, size):
 @pytest.mark.parametrize("generation", [0, 7, 99, 9999])
 def test_short_names_stay_short_and_tell_roles_apart(generation):
     """Longer ones cost a step 15 % on gloo: see [Note: short names]."""
-    roles = [WORLD, without_role("3"), without_role("a" * 40)]
-    roles += [GroupRole(a, (("replicate", r), ("of_shards", 2))) for a in ("shard", "tensor") for r in range(64)]
+    roles = [WORLD, without_key("3"), without_key("a" * 40)]
+    roles += [GroupKey(a, (("replicate", r), ("of_shards", 2))) for a in ("shard", "tensor") for r in range(64)]
     names = {role.short_name(generation) for role in roles}
     assert len(names) == len(roles)
     assert all(len(name) <= 15 for name in names)

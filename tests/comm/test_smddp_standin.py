@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from hyperpod_plugins import comm
-from hyperpod_plugins.comm import CommOptions, GroupRole, smddp
+from hyperpod_plugins.comm import CommOptions, GroupKey, smddp
 from hyperpod_plugins.comm.smddp import SumForMean
 from hyperpod_plugins.errors import BackendUnavailable
 
@@ -127,9 +127,9 @@ def through_hyperpod(folder):
     future = dist.all_reduce(torch.tensor([rank + 1.0]), dist.ReduceOp.AVG, async_op=True).get_future()
     assert future.wait()[0].item() == 1.5
 
-    alone = comm.new_axis_group(GroupRole("tensor", (("shard", rank),)), [rank])
+    alone = comm.new_axis_group(GroupKey("tensor", (("shard", rank),)), [rank])
     assert not isinstance(alone.inner, SumForMean)
-    everybody = comm.new_axis_group(GroupRole("shard"), [0, 1])
+    everybody = comm.new_axis_group(GroupKey("shard"), [0, 1])
     assert isinstance(everybody.inner, SumForMean)
     ours = parameters_after_training(everybody)
     gloo = parameters_after_training(dist.new_group(backend="gloo"))

@@ -6,9 +6,9 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from hyperpod_plugins.comm import CommOptions, choose_transport
-from hyperpod_plugins.comm.backend import TRANSPORTS, transport_for_group
+from hyperpod_plugins.comm.groups import TRANSPORTS, transport_for_group
 from hyperpod_plugins.comm.smddp import Smddp, instance_refusal
-from hyperpod_plugins.comm.transports import Gloo, Nccl
+from hyperpod_plugins.comm.transport import Gloo, Nccl
 from hyperpod_plugins.errors import BackendUnavailable, ConfigError
 
 

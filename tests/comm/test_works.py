@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import WORLD, CommOptions, GroupRole, ResilientProcessGroup, current_wait, device_queue
+from hyperpod_plugins.comm import WORLD, CommOptions, GroupKey, ResilientProcessGroup, current_wait, device_queue
 from hyperpod_plugins.comm.device_queue import QueuedCollective
-from hyperpod_plugins.comm.works import FinishedWork, PeerWait, ResilientWork, quiet_group, waiting
+from hyperpod_plugins.comm.work import FinishedWork, PeerWait, ResilientWork, no_op_group, waiting
 
-SHARD, SNAPSHOT = GroupRole("shard"), GroupRole("snapshot", is_strict=True)
+SHARD, SNAPSHOT = GroupKey("shard"), GroupKey("snapshot", is_strict=True)
 
 
 class Seen(FinishedWork):
@@ -39,7 +39,7 @@ class Handle(dist.Work):
 def wait_for(role, queued_on):
     """The role that is said while this thread waits for a collective."""
     inner = Seen()
-    work = ResilientWork(inner, quiet_group(), pytest.fail, role, number=7, in_slices=False, queued_on=queued_on)
+    work = ResilientWork(inner, no_op_group(), pytest.fail, role, number=7, in_slices=False, queued_on=queued_on)
     work.wait()
     return inner.wait_said and inner.wait_said[0]
 
@@ -72,7 +72,7 @@ def test_the_device_s_older_collective_comes_before_the_one_in_which_the_host_wa
 
 
 def test_only_what_all_members_issue_alike_is_numbered():
-    inner = quiet_group()
+    inner = no_op_group()
     group = ResilientProcessGroup(
         inner,
         rank=0,

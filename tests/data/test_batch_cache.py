@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyperpod_plugins.data import MISSING, BatchCache, BatchCacheConfig, cached
-from hyperpod_plugins.data.batch_ring import BatchRing, ring_bytes
+from hyperpod_plugins.data.batch_cache import BatchRing, ring_bytes
 from hyperpod_plugins.errors import ConfigError, DataError
 
 SLOT = 1 << 12

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyperpod_plugins.data.batch_codec import decode_batch, encode_batch
+from hyperpod_plugins.data.batch_cache import decode_batch, encode_batch
 from hyperpod_plugins.errors import DataError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8,

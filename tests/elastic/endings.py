@@ -3,7 +3,7 @@
     python tests/elastic/endings.py [--count 200] [--seed 0] [--parallel 4]
 
 A schedule is a function of its seed. `test_endings.py` runs a few of them; a failure prints the seed and every log.
-The workers import nothing: they wait for a file. This process writes into the ledger what a program would.
+The workers import nothing: they wait for a file. This process writes into the job store what a program would.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["hyperpod_plugins.elastic.launch"])
+_context.set_forkserver_preload(["hyperpod_plugins.elastic.launcher.main"])
 
 END_S = 5.0
 """From the end of the job, or a signal, to the end of an agent."""
@@ -84,7 +84,7 @@ def _agent(argv: list[str], log: str, mark: str) -> None:
     os.dup2(descriptor, 2)
     os.environ["JOB_MARK"] = mark
     faulthandler.dump_traceback_later(15.0)  # where each thread is, of an agent that does not end
-    from hyperpod_plugins.elastic.launch import main
+    from hyperpod_plugins.elastic.launcher.main import main
 
     code = main(argv)
     sys.stdout.flush()
@@ -128,11 +128,11 @@ class Run:
 
     def begin(self) -> None:
         """Wait for the first workers, and write down what a program that recovers would."""
-        from hyperpod_plugins.elastic import Ledger
-        from hyperpod_plugins.elastic.joining import found
-        from hyperpod_plugins.elastic.policy import ElasticPolicy
-        from hyperpod_plugins.elastic.terms import Terms, leave_terms
-        from hyperpod_plugins.elastic.world import World
+        from hyperpod_plugins.elastic import JobStore
+        from hyperpod_plugins.elastic.membership.admission import publish_initial_world
+        from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
+        from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+        from hyperpod_plugins.elastic.store.world import WorldPlan
         from hyperpod_plugins.env import JobEnv
 
         founders = self.schedule.num_founders
@@ -142,12 +142,12 @@ class Run:
         while not all((self.folder / f"rank{rank}").exists() for rank in range(founders)):
             assert time.monotonic() < until_s, "the founders do not begin"
             time.sleep(0.02)
-        ledger = Ledger.connect(JobEnv(store_host="127.0.0.1", store_port=self.port, run_id="endings"))
-        found(ledger, World.of_founders(founders))
+        job_store = JobStore.connect(JobEnv(store_host="127.0.0.1", store_port=self.port, run_id="endings"))
+        publish_initial_world(job_store, WorldPlan.initial(founders))
         if self.schedule.grows:
-            leave_terms(ledger, Terms(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3, 4)))
-        ledger.arm()
-        ledger.put("begun", b"1")
+            publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3, 4)))
+        job_store.arm()
+        job_store.set("begun", b"1")
 
     def follow(self) -> None:
         """Let everything happen, and check that all end in time."""

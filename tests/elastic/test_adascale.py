@@ -8,18 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.adascale import Gains, Noise, Spread
-from hyperpod_plugins.elastic.course import Course, RateRule
+from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState, GradientNoise, Noise
+from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState
 
 REFERENCE = 8
-ADASCALE = RateRule(scaling="adascale")
+ADASCALE = LRScalingRule(scaling="adascale")
 
 
 def spread_of(gradients, sizes):
     """Of the mean gradients of parts, over so many samples each."""
     shares = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
     gradients = gradients.double()
-    return Spread(
+    return GradientNoise(
         squared_norms=tuple(gradients.square().sum(1).tolist()),
         shares=tuple(shares.tolist()),
         mean_squared_norm=float((shares[:, None] * gradients).sum(0).square().sum()),
@@ -27,7 +27,7 @@ def spread_of(gradients, sizes):
 
 
 def gain_of(spread, scale):
-    return Gains().measured(spread.noise(int(scale * REFERENCE), REFERENCE), scale).gain
+    return AdaScaleState().measured(spread.noise(int(scale * REFERENCE), REFERENCE), scale).gain
 
 
 @pytest.mark.parametrize("scale", [2, 3, 8])
@@ -61,7 +61,9 @@ def test_the_paper_s_formula(scale):
 )
 def test_limits(squared_norms, of_mean, gain):
     scale = len(squared_norms)
-    spread = Spread(squared_norms=tuple(squared_norms), shares=tuple([1 / scale] * scale), mean_squared_norm=of_mean)
+    spread = GradientNoise(
+        squared_norms=tuple(squared_norms), shares=tuple([1 / scale] * scale), mean_squared_norm=of_mean
+    )
     assert gain_of(spread, scale) == pytest.approx(gain)
 
 
@@ -71,9 +73,9 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
 @given(st.lists(st.tuples(numbers, numbers), max_size=5), numbers, st.integers(1, 80))
 def test_any_values_give_a_gain_between_the_limits(parts, of_mean, num_samples):
     norms, shares = zip(*parts, strict=True) if parts else ((), ())
-    spread = Spread(squared_norms=norms, shares=shares, mean_squared_norm=of_mean)
+    spread = GradientNoise(squared_norms=norms, shares=shares, mean_squared_norm=of_mean)
     scale = num_samples / REFERENCE
-    course = Course.beginning(REFERENCE, ADASCALE).measured(spread, num_samples).after(num_samples)
+    course = LRState.beginning(REFERENCE, ADASCALE).measured(spread, num_samples).after(num_samples)
     assert min(1.0, scale) <= course.factor <= max(1.0, scale)
     assert course.schedule_step == int(course.factor)
 
@@ -94,7 +96,7 @@ def test_estimates_are_right_in_the_mean(sizes):
 
 
 def test_averages_are_means_first_and_then_forget():
-    gains, variances = Gains(), [float(number % 7) for number in range(1, 400)]
+    gains, variances = AdaScaleState(), [float(number % 7) for number in range(1, 400)]
     for count, variance in enumerate(variances, 1):
         before = gains
         gains = gains.measured(Noise(variance=variance, signal=1.0), 4.0)
@@ -106,35 +108,35 @@ def test_averages_are_means_first_and_then_forget():
 
 
 def test_a_step_that_tells_nothing_goes_by_what_is_known():
-    gains = Gains().measured(Noise(variance=9.0, signal=1.0), 2.0)
+    gains = AdaScaleState().measured(Noise(variance=9.0, signal=1.0), 2.0)
     alone = gains.measured(None, 3.0)
     assert alone.gain == pytest.approx(10.0 / (9.0 / 3.0 + 1.0))
     assert (alone.variance, alone.signal, alone.num_estimates) == (9.0, 1.0, 1)
     smaller = gains.measured(None, 0.5)
     assert smaller.gain == pytest.approx(10.0 / 19.0)
-    assert Gains().measured(None, 4.0).gain == 1.0
-    assert Gains().measured(None, 0.5).gain == 0.5
+    assert AdaScaleState().measured(None, 4.0).gain == 1.0
+    assert AdaScaleState().measured(None, 0.5).gain == 0.5
 
 
 def test_the_clock_counts_what_steps_are_worth():
-    course, worth = Course.beginning(REFERENCE, ADASCALE), 0.0
+    course, worth = LRState.beginning(REFERENCE, ADASCALE), 0.0
     for number in range(50):
         before = course
-        spread = Spread(squared_norms=(3.0 + number, 3.0), shares=(0.5, 0.5), mean_squared_norm=2.0)
+        spread = GradientNoise(squared_norms=(3.0 + number, 3.0), shares=(0.5, 0.5), mean_squared_norm=2.0)
         course = course.toward(2 * REFERENCE, ADASCALE).measured(spread, 2 * REFERENCE)
         assert course.schedule_step == before.schedule_step  # a step counts when it is committed
         course = course.after(2 * REFERENCE)
         worth += course.factor
         assert course.schedule_step == int(worth)
-        assert course == Course.of(json.loads(json.dumps(course.to_dict())))
+        assert course == LRState.of(json.loads(json.dumps(course.to_dict())))
     assert 50 < worth < 100
     assert course.num_samples == 100 * REFERENCE
 
 
 def test_a_course_from_before_there_was_adascale():
-    state = Course.beginning(REFERENCE, RateRule()).to_dict()
+    state = LRState.beginning(REFERENCE, LRScalingRule()).to_dict()
     del state["gains"]
-    assert Course.of(state) == Course.beginning(REFERENCE, RateRule())
+    assert LRState.of(state) == LRState.beginning(REFERENCE, LRScalingRule())
 
 
 # -- what it is for ---------------------------------------------------------------------------------------------------
@@ -146,12 +148,12 @@ def logistic(scale, scaling, seed):
     """SGD with momentum on noisy logistic regression, for as many steps of the schedule; loss, and steps made."""
     generator = torch.Generator().manual_seed(seed)
     true = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    size, rule = scale * REFERENCE, RateRule(scaling=scaling)
+    size, rule = scale * REFERENCE, LRScalingRule(scaling=scaling)
     weights = torch.nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
     optimizer = torch.optim.SGD([weights], lr=0.2, momentum=0.5, foreach=False)
     (group,) = optimizer.param_groups
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
-    course, num_steps = Course.beginning(REFERENCE, rule), 0
+    course, num_steps = LRState.beginning(REFERENCE, rule), 0
     while course.schedule_step < NUM_STEPS:
         x = torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)
         y = torch.rand(size, generator=generator, dtype=torch.float64) < torch.sigmoid(x @ true)

@@ -11,34 +11,33 @@ import torch.distributed as dist
 from elastic.stores import Cut, Lost
 
 from hyperpod_plugins.cli import main
-from hyperpod_plugins.elastic.control import Controller, Request, Ticket, send
-from hyperpod_plugins.elastic.joining import describe, found
-from hyperpod_plugins.elastic.layouts import Layout
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.elastic.resharding import asked_degrees
-from hyperpod_plugins.elastic.terms import Terms, leave_terms
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic.membership.admission import describe, publish_initial_world
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, publish_elastic_spec
+from hyperpod_plugins.elastic.membership.reshard import asked_degrees
+from hyperpod_plugins.elastic.rendezvous.control import Controller, Request, Ticket, send
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """(its controller, its ticket, a ledger), and a thread that answers."""
+    """(its controller, its ticket, a job store), and a thread that answers."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     controller = Controller(JobEnv(store_host="127.0.0.1", store_port=server.port, run_id="job/1"))
     ticket, over = Ticket.find("job/1"), threading.Event()
-    ledger = ticket.ledger()
+    job_store = ticket.job_store()
 
     def answer():
-        own = ticket.ledger()
+        own = ticket.job_store()
         while not over.wait(0.02):
             controller.heed("job/1", own)
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
-    yield controller, ticket, ledger
+    yield controller, ticket, job_store
     over.set()
     thread.join(5)
     controller.close()
@@ -50,60 +49,60 @@ def write(ticket, mode=0o600):
 
 
 def test_a_job_that_does_not_change_its_size_refuses(job):
-    _, ticket, ledger = job
+    _, ticket, job_store = job
     with pytest.raises(ConfigError, match="it has no ElasticTraining"):
-        send(ledger, ticket.token, Request(kind="scale", value=2))
+        send(job_store, ticket.token, Request(kind="scale", value=2))
 
 
 def test_sizes_that_are_possible_are_taken(job):
-    _, ticket, ledger = job
-    found(ledger, World.of_founders(4))
-    leave_terms(ledger, Terms(policy=ElasticPolicy(max_replicas=4), replica_size=2, sizes=(1, 2, 4)))
+    _, ticket, job_store = job
+    publish_initial_world(job_store, WorldPlan.initial(4))
+    publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(max_replicas=4), replica_size=2, sizes=(1, 2, 4)))
     with pytest.raises(ConfigError, match=r"3 replicas are not possible in this job; \[1, 2, 4\] are"):
-        send(ledger, ticket.token, Request(kind="scale", value=3))
-    assert "goes to 4 replicas" in send(ledger, ticket.token, Request(kind="scale", value=4))
+        send(job_store, ticket.token, Request(kind="scale", value=3))
+    assert "goes to 4 replicas" in send(job_store, ticket.token, Request(kind="scale", value=4))
     size = {"ranks": 4, "replicas": 2, "shard_degree": 2, "tensor_degree": 1}
-    assert describe(ledger) == {**size, "waiting": 0, "asked": 4, "generation": 0}
-    assert json.loads(send(ledger, ticket.token, Request(kind="status"))) == describe(ledger)
+    assert describe(job_store) == {**size, "waiting": 0, "asked": 4, "generation": 0}
+    assert json.loads(send(job_store, ticket.token, Request(kind="status"))) == describe(job_store)
 
 
 def test_one_who_is_interrupted_while_asking_stands_in_nobodys_way(job):
     """By Ctrl-C, at each request of the store that it makes."""
     _, ticket, _ = job
     for fuse in range(1, 4):
-        asking = ticket.ledger()
+        asking = ticket.job_store()
         asking._store = Cut(asking._store, fuse)
         with pytest.raises(Lost):
             send(asking, ticket.token, Request(kind="status"))
-    assert json.loads(send(ticket.ledger(), ticket.token, Request(kind="status"), timeout_s=5.0))["ranks"] == 0
+    assert json.loads(send(ticket.job_store(), ticket.token, Request(kind="status"), timeout_s=5.0))["ranks"] == 0
 
 
 def test_other_degrees(job):
-    _, ticket, ledger = job
-    found(ledger, World.of_founders(4))
+    _, ticket, job_store = job
+    publish_initial_world(job_store, WorldPlan.initial(4))
     layouts = tuple(Layout(shard_degree=degree, sizes=(1, 2, 4)) for degree in (2, 4))
-    leave_terms(ledger, Terms(policy=ElasticPolicy(), replica_size=2, sizes=(1, 2), layouts=layouts))
+    publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(), replica_size=2, sizes=(1, 2), layouts=layouts))
     with pytest.raises(ConfigError, match="shard degree 3 with tensor degree 1 is not possible"):
-        send(ledger, ticket.token, Request(kind="scale", shard_degree=3))
-    assert asked_degrees(ledger) is None
+        send(job_store, ticket.token, Request(kind="scale", shard_degree=3))
+    assert asked_degrees(job_store) is None
     changed = replace(Request(kind="scale", shard_degree=4).signed(ticket.token, 2), shard_degree=2)
     assert not changed.is_genuine(ticket.token, 2)
-    said = send(ledger, ticket.token, Request(kind="scale", shard_degree=4))
+    said = send(job_store, ticket.token, Request(kind="scale", shard_degree=4))
     assert said == "all ranks save the next step, and start again with shard degree 4 and tensor degree 1"
-    assert asked_degrees(ledger) == (4, 1)
+    assert asked_degrees(job_store) == (4, 1)
 
 
 def test_requests_without_the_token_are_refused_and_none_can_be_repeated(job):
-    _, ticket, ledger = job
+    _, ticket, job_store = job
     with pytest.raises(ConfigError, match="not made with this job's ticket"):
-        send(ledger, "guessed", Request(kind="status"))
-    [seen] = ledger.listed("control/request")
+        send(job_store, "guessed", Request(kind="status"))
+    [seen] = job_store.listed("control/request")
     genuine = Request(kind="status").signed(ticket.token, 2)
     assert genuine.is_genuine(ticket.token, 2)
     assert not genuine.is_genuine(ticket.token, 3)
     assert ticket.token not in seen
-    number = ledger.append("control/request", lambda _: "no json")
-    assert b"refused" in ledger.take(f"control/answer/{number}", timeout_s=5.0)
+    number = job_store.append("control/request", lambda _: "no json")
+    assert b"refused" in job_store.wait_get(f"control/answer/{number}", timeout_s=5.0)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +124,12 @@ def test_requests_without_the_token_are_refused_and_none_can_be_repeated(job):
     ],
 )
 def test_whatever_is_asked_the_answer_is_a_refusal(job, text):
-    _, ticket, ledger = job
-    number = ledger.append("control/request", lambda _: text)
-    assert b"refused" in ledger.take(f"control/answer/{number}", timeout_s=5.0)
-    ledger.store("list").set(f"control/request/{number + 1}", b"\xff \xff")
-    assert b"refused" in ledger.take(f"control/answer/{number + 1}", timeout_s=5.0)
-    assert send(ledger, ticket.token, Request(kind="status"))
+    _, ticket, job_store = job
+    number = job_store.append("control/request", lambda _: text)
+    assert b"refused" in job_store.wait_get(f"control/answer/{number}", timeout_s=5.0)
+    job_store.store("list").set(f"control/request/{number + 1}", b"\xff \xff")
+    assert b"refused" in job_store.wait_get(f"control/answer/{number + 1}", timeout_s=5.0)
+    assert send(job_store, ticket.token, Request(kind="status"))
 
 
 def test_only_tickets_of_this_user_are_read_and_a_bad_one_blocks_no_command(job, tmp_path, capsys):
@@ -177,4 +176,4 @@ def test_the_ticket_of_an_agent_that_was_killed_does_not_count(job):
     with pytest.raises(ConfigError, match=r"job/1 \(port 1\), job/1 \(port \d+\)"):
         Ticket.find("job/1")
     with pytest.raises(ConfigError, match=r"nobody answers at 127\.0\.0\.1:1 any more"):
-        elsewhere.ledger()
+        elsewhere.job_store()

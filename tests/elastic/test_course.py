@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.course import Course, RateRule, scaled_adam
+from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState, scaled_adam
 from hyperpod_plugins.errors import ConfigError
 
 REFERENCE = 100
@@ -28,7 +28,7 @@ REFERENCE = 100
 )
 def test_rules_that_make_no_sense(options, words):
     with pytest.raises(ConfigError, match=words):
-        RateRule(**options)
+        LRScalingRule(**options)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_rules_that_make_no_sense(options, words):
     ],
 )
 def test_factors_of_the_learning_rate(scaling, warmup, batches, factors):
-    rule, found = RateRule(scaling=scaling, warmup_samples=warmup), []
-    course = Course.beginning(REFERENCE, rule)
+    rule, found = LRScalingRule(scaling=scaling, warmup_samples=warmup), []
+    course = LRState.beginning(REFERENCE, rule)
     for batch in batches:
         course = course.toward(batch, rule)
         found.append(course.factor)
@@ -54,19 +54,19 @@ def test_factors_of_the_learning_rate(scaling, warmup, batches, factors):
 
 
 def test_a_reference_other_than_the_first_batch():
-    rule = RateRule(scaling="linear", reference_batch_size=50, warmup_samples=200)
-    course = Course.beginning(50, rule).toward(100, rule)
+    rule = LRScalingRule(scaling="linear", reference_batch_size=50, warmup_samples=200)
+    course = LRState.beginning(50, rule).toward(100, rule)
     assert course.factor == 1.0
     assert course.after(200).factor == 2.0
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.booleans()), max_size=30), st.sampled_from([0, 150, 1000]))
 def test_whoever_is_given_the_course_goes_on_as_those_who_gave_it(steps, warmup):
-    rule = RateRule(scaling="sqrt", warmup_samples=warmup)
-    old = new = Course.beginning(REFERENCE, rule)
+    rule = LRScalingRule(scaling="sqrt", warmup_samples=warmup)
+    old = new = LRState.beginning(REFERENCE, rule)
     for batch, is_passed_on in steps:
         if is_passed_on:
-            new = Course.of(json.loads(json.dumps(old.to_dict())))
+            new = LRState.of(json.loads(json.dumps(old.to_dict())))
         old, new = old.toward(batch, rule), new.toward(batch, rule)
         assert old == new
         assert 0.0 < old.factor <= math.sqrt(900 / REFERENCE)

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from elastic import endings
 
-from hyperpod_plugins.elastic.joining import found
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.elastic.terms import Terms, leave_terms
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic.membership.admission import publish_initial_world
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.store.world import WorldPlan
 
 pytestmark = pytest.mark.spawns
 
@@ -85,9 +85,9 @@ def test_a_broken_node_that_joins_leaves_the_job_alone(launch):
     first, second = start(good, is_host=True), start(good)
     for job in (first, second):
         job.await_(lambda job=job: job.said())
-    ledger = first.ledger()
-    found(ledger, World.of_founders(2))
-    leave_terms(ledger, Terms(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3)))
+    job_store = first.job_store()
+    publish_initial_world(job_store, WorldPlan.initial(2))
+    publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3)))
 
     joins = start(broken)
     assert joins.code() == 1
@@ -101,7 +101,7 @@ def test_a_broken_node_that_joins_leaves_the_job_alone(launch):
     assert {rank for rank, _ in replaces.said()} == {lost}
     last = start(good)
     last.await_(lambda: lost in {rank for rank, _ in last.said()})
-    ledger.put("finish", b"1")
+    job_store.set("finish", b"1")
     assert [first.code(), last.code()] == [0, 0], first.text() + last.text()
 
 
@@ -125,7 +125,7 @@ def test_a_stall_of_the_store_is_ridden_out_and_signals_are_heard_in_it(launch):
     assert "for 60 s at most (read_timeout of --rdzv-conf)" in patient.text()
     serves.agent.send_signal(signal.SIGCONT)
     patient.await_(lambda: "the store answers again" in patient.text())
-    serves.ledger().put("finish", b"1")
+    serves.job_store().put("finish", b"1")
     assert [serves.code(), patient.code()] == [0, 0], serves.text() + patient.text()
 
 

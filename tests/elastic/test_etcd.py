@@ -18,12 +18,12 @@ from recovery.faults import HYPERPODRUN, TORCHRUN, left_processes
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from hyperpod_plugins import cli
-from hyperpod_plugins.comm import wires
-from hyperpod_plugins.elastic import Ledger, etcd_endpoint
-from hyperpod_plugins.elastic.etcd import EtcdStore
-from hyperpod_plugins.elastic.etcd_gateway import EtcdUrl
-from hyperpod_plugins.elastic.launch import main
-from hyperpod_plugins.elastic.rendezvous import create_rendezvous
+from hyperpod_plugins.comm import sockets
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.launcher.main import main
+from hyperpod_plugins.elastic.rendezvous import backends
+from hyperpod_plugins.elastic.rendezvous.handler import create_rendezvous
+from hyperpod_plugins.elastic.store.etcd import EtcdStore, EtcdUrl
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 
@@ -293,7 +293,7 @@ def test_wrong_urls_are_refused(text):
 
 def test_its_connections_are_no_wires_of_a_group(etcd):
     store = EtcdStore(f"{etcd.url},127.0.0.1:7/test/wires")
-    assert wires.server_ports(dist.PrefixStore("a", dist.PrefixStore("b", store))) == {etcd.port, 7}
+    assert sockets.server_ports(dist.PrefixStore("a", dist.PrefixStore("b", store))) == {etcd.port, 7}
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------
@@ -374,12 +374,12 @@ def test_founders_share_a_store_of_torch_and_newcomers_need_none_of_others(etcd)
             assert infos[0].bootstrap_store_info == infos[1].bootstrap_store_info
             assert not any(handler.serves_store for handler in handlers)
             assert JobEnv.from_environ() == replace(handlers[0].job, agent_pid=os.getpid())
-            ledger = Ledger.connect(handlers[0].job)
-            ledger.arm()
+            job_store = JobStore.connect(handlers[0].job)
+            job_store.arm()
             handlers[0]._keeper.stop()  # as if its machine had been unplugged
             info = pool.submit(begin, handlers[2]).result(PATIENCE_S)
             assert info.rank == infos[0].rank
-            assert ledger.incarnations(range(2)) == [int(rank == info.rank) for rank in range(2)]
+            assert job_store.incarnations(range(2)) == [int(rank == info.rank) for rank in range(2)]
             found = info.bootstrap_store_info
             assert found != infos[0].bootstrap_store_info
             dist.TCPStore(found.master_addr, found.master_port, is_master=False, wait_for_workers=False).set("a", "b")
@@ -394,7 +394,7 @@ def test_founders_share_a_store_of_torch_and_newcomers_need_none_of_others(etcd)
 
 
 def test_nobody_answers_there(capfd, monkeypatch):
-    monkeypatch.setattr(etcd_endpoint, "_FIRST_ANSWER_S", 0.5)
+    monkeypatch.setattr(backends, "_FIRST_ANSWER_S", 0.5)
     port = free_ports(1)[0]
     assert main([f"--rdzv-endpoint=etcd://127.0.0.1:{port}", "--preload=torch", "a_program.py"]) == 1
     told = capfd.readouterr().err
@@ -404,7 +404,7 @@ def test_nobody_answers_there(capfd, monkeypatch):
 
 
 def test_something_else_answers_there(monkeypatch):
-    monkeypatch.setattr(etcd_endpoint, "_FIRST_ANSWER_S", 0.5)
+    monkeypatch.setattr(backends, "_FIRST_ANSWER_S", 0.5)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:
         thread = threading.Thread(target=http.serve_forever)

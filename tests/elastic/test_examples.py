@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hyperpod_plugins.elastic.launch import get_parser
-from hyperpod_plugins.elastic.slots import policy_from
+from hyperpod_plugins.elastic.launcher.main import get_parser
+from hyperpod_plugins.elastic.rendezvous.slots import policy_from
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SCRIPT = EXAMPLES / "slurm" / "elastic.sbatch"

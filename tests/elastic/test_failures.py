@@ -2,7 +2,7 @@
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from hyperpod_plugins.elastic.failures import causes, story
+from hyperpod_plugins.elastic.launcher.local_workers import causes, story
 
 
 def failure(pid, message):

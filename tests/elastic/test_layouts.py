@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpod_plugins.elastic.layouts import Layout, choose, first_that_fits, in_order
+from hyperpod_plugins.elastic.membership.elastic_spec import Layout, choose, first_that_fits, in_order
 from hyperpod_plugins.errors import DegreeError
 
 SIZES = (1, 2, 3, 4)

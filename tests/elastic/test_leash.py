@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 import hyperpod_plugins
-from hyperpod_plugins.elastic.leash import end_with
+from hyperpod_plugins.elastic.process import exit_with_agent
 
-LEASH = Path(hyperpod_plugins.__file__).parent / "elastic" / "leash.py"
+PROCESS = Path(hyperpod_plugins.__file__).parent / "elastic" / "process.py"
 WORKER = f"""
 import importlib.util, os, sys, time
-spec = importlib.util.spec_from_file_location("leash", {str(LEASH)!r})  # without torch, which takes seconds
-leash = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(leash)
-leash.end_with(int(sys.argv[1]))
+spec = importlib.util.spec_from_file_location("process", {str(PROCESS)!r})  # without torch, which takes seconds
+process = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(process)
+process.exit_with_agent(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
@@ -56,8 +56,8 @@ def test_a_worker_whose_agent_is_gone_does_not_begin():
     agent = subprocess.Popen([sys.executable, "-c", ""])
     agent.wait(10)
     with pytest.raises(SystemExit, match="is gone"):
-        end_with(agent.pid)
+        exit_with_agent(agent.pid)
 
 
 def test_a_worker_behind_another_program_goes_on():
-    end_with(os.getpid())  # an agent that lives, and is not the parent
+    exit_with_agent(os.getpid())  # an agent that lives, and is not the parent

@@ -1,4 +1,4 @@
-"""The ledger on a real store: what is written once stays, and many writers agree."""
+"""The job store on a real store: what is written once stays, and many writers agree."""
 
 import itertools
 import threading
@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 from elastic.stores import Counted, Cut, Lost
 
-from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.joining import candidates, stand
-from hyperpod_plugins.elastic.succession import write_up_node
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.membership.admission import add_candidate, candidates
+from hyperpod_plugins.elastic.rendezvous.expiry import record_node_exit
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 
 
@@ -24,70 +24,70 @@ def job():
 
 
 @pytest.fixture
-def ledger(job):
-    return Ledger.connect(job)
+def job_store(job):
+    return JobStore.connect(job)
 
 
 def incident(cause, rank=0):
-    return Incident(kind="process", cause=cause, rank=rank)
+    return FailureRecord(kind="process", cause=cause, worker_id=rank)
 
 
 def test_the_first_word_on_a_generation_counts(job):
     def end(number):
-        return Ledger.connect(job).end(3, incident(f"cause {number}", number))
+        return JobStore.connect(job).end(3, incident(f"cause {number}", number))
 
     with ThreadPoolExecutor(8) as pool:
         said = list(pool.map(end, range(8)))
     assert len(set(said)) == 1
-    assert Ledger.connect(job).ended(3) == said[0]
+    assert JobStore.connect(job).ended(3) == said[0]
 
 
 def test_the_first_plan_counts(job):
     def propose(number):
-        return Ledger.connect(job).propose(1, {0: f"proposed by {number}", 1: "proposed by all"})
+        return JobStore.connect(job).propose(1, {0: f"proposed by {number}", 1: "proposed by all"})
 
     with ThreadPoolExecutor(8) as pool:
         plans = list(pool.map(propose, range(8)))
     assert all(plan == plans[0] for plan in plans)
     assert plans[0].keys() == {0, 1}
-    assert Ledger.connect(job).plan(1) == plans[0]
+    assert JobStore.connect(job).plan(1) == plans[0]
 
 
-def test_a_generation_lasts_until_its_end(ledger):
-    assert ledger.ended(0) is None
-    assert ledger.generation() == 0
+def test_a_generation_lasts_until_its_end(job_store):
+    assert job_store.ended(0) is None
+    assert job_store.generation() == 0
     for number in range(3):
-        ledger.end(number, incident("gone"))
-    assert ledger.generation() == 3
-    assert ledger.generation(at_least=2) == 3
-    assert ledger.generation(at_least=5) == 5
-    assert ledger.plan(3) is None
+        job_store.end(number, incident("gone"))
+    assert job_store.generation() == 3
+    assert job_store.generation(at_least=2) == 3
+    assert job_store.generation(at_least=5) == 5
+    assert job_store.plan(3) is None
 
 
-def test_waiting_for_an_end(job, ledger):
+def test_waiting_for_an_end(job, job_store):
     began_s = time.monotonic()
-    assert ledger.wait_ended(0, timeout_s=0.2) is None
+    assert job_store.wait_ended(0, timeout_s=0.2) is None
     assert time.monotonic() - began_s < 5
-    writer = Ledger.connect(job)
+    writer = JobStore.connect(job)
     threading.Timer(0.2, lambda: writer.end(0, incident("gone", 2))).start()
-    ended = ledger.wait_ended(0, timeout_s=20)
+    ended = job_store.wait_ended(0, timeout_s=20)
     assert ended is not None
-    assert (ended.rank, ended.cause) == (2, "gone")
+    assert (ended.worker_id, ended.cause) == (2, "gone")
 
 
-def test_incarnations_and_exits(ledger):
-    assert ledger.incarnations(range(3)) == [0, 0, 0]
-    assert ledger.next_incarnation(1) == 1
-    assert ledger.next_incarnation(1) == 2
-    assert ledger.incarnations(range(3)) == [0, 2, 0]
-    gone = Incident(kind="process", cause="killed by SIGKILL", rank=1, incarnation=1)
-    ledger.record_exit(gone)
-    assert ledger.exit_of(1, 1) == gone
-    assert ledger.exit_of(1, 2) is None
+def test_incarnations_and_exits(job_store):
+    assert job_store.incarnations(range(3)) == [0, 0, 0]
+    assert job_store.next_incarnation(1) == 1
+    assert job_store.next_incarnation(1) == 2
+    assert job_store.incarnations(range(3)) == [0, 2, 0]
+    gone = FailureRecord(kind="process", cause="killed by SIGKILL", worker_id=1, incarnation=1)
+    job_store.record_exit(gone)
+    assert job_store.exit_of(1, 1) == gone
+    assert job_store.exit_of(1, 2) is None
 
 
 def test_every_reader_learns_of_each_replacement(job):
-    agent, readers = Ledger.connect(job), [Ledger.connect(job) for _ in range(2)]
+    agent, readers = JobStore.connect(job), [JobStore.connect(job) for _ in range(2)]
     assert readers[0].incarnations(range(4)) == [0, 0, 0, 0]
     agent.next_incarnation(2)
     assert readers[0].incarnations([2, 3]) == [1, 0]
@@ -98,158 +98,158 @@ def test_every_reader_learns_of_each_replacement(job):
         assert reader.incarnations([2]) == [2]
 
 
-def write(ledger, kind, number):
+def write(job_store, kind, number):
     if kind == "kills":
-        ledger.ask_to_kill(number, 0)
+        job_store.ask_to_kill(number, 0)
     elif kind == "replaced":
-        ledger.next_incarnation(number)
+        job_store.next_incarnation(number)
     else:
-        stand(ledger, number, 0, World.of_founders(1))
+        add_candidate(job_store, number, 0, WorldPlan.initial(1))
 
 
-def read(ledger, kind):
+def read(job_store, kind):
     if kind == "kills":
-        return {rank for rank, _ in ledger.new_kills()}
+        return {rank for rank, _ in job_store.new_kills()}
     if kind == "replaced":
-        return {rank for rank, number in enumerate(ledger.incarnations(range(9))) if number}
-    return set(candidates(ledger, World.of_founders(1)))
+        return {rank for rank, number in enumerate(job_store.incarnations(range(9))) if number}
+    return set(candidates(job_store, WorldPlan.initial(1)))
 
 
 @pytest.mark.parametrize("kind", ["kills", "replaced", "candidates"])
-def test_a_writer_that_is_lost_at_any_request_leaves_no_hole(job, ledger, kind):
-    early, told = Ledger.connect(job), set()
-    write(ledger, kind, 1)
+def test_a_writer_that_is_lost_at_any_request_leaves_no_hole(job, job_store, kind):
+    early, told = JobStore.connect(job), set()
+    write(job_store, kind, 1)
     told |= read(early, kind)
     for fuse in (1, 2, 3):
-        writer = Ledger.connect(job)
+        writer = JobStore.connect(job)
         writer._store = Cut(writer._store, fuse)
         with pytest.raises(Lost):
             write(writer, kind, 1 + fuse)
         told |= read(early, kind)
-    write(ledger, kind, 7)
+    write(job_store, kind, 7)
     told |= read(early, kind)
-    assert {1, 7} <= told == read(Ledger.connect(job), kind)
+    assert {1, 7} <= told == read(JobStore.connect(job), kind)
 
 
 def test_many_write_one_list_at_once(job):
     def append(number):
-        mine = Ledger.connect(job)
+        mine = JobStore.connect(job)
         return [mine.append("list", lambda at: f"{number} at {at}") for _ in range(20)]
 
     with ThreadPoolExecutor(8) as pool:
         numbers = list(pool.map(append, range(8)))
     assert sorted(itertools.chain(*numbers)) == list(range(1, 161))
-    entries = Ledger.connect(job).listed("list")
+    entries = JobStore.connect(job).listed("list")
     assert [int(text.rpartition(" ")[2]) for text in entries] == list(range(1, 161))
     assert [text for text in entries if text.startswith("3 at")] == [f"3 at {number}" for number in numbers[3]]
 
 
-def test_equal_entries_are_two(job, ledger):
-    for writer in (ledger, Ledger.connect(job)):
+def test_equal_entries_are_two(job, job_store):
+    for writer in (job_store, JobStore.connect(job)):
         writer.append("list", lambda _: "the same")
-    assert ledger.listed("list") == ["the same", "the same"]
+    assert job_store.listed("list") == ["the same", "the same"]
 
 
-def test_looks_at_what_has_not_changed_take_one_request_however_many_ranks_there_are(job, ledger):
-    writer = Ledger.connect(job)
+def test_looks_at_what_has_not_changed_take_one_request_however_many_ranks_there_are(job, job_store):
+    writer = JobStore.connect(job)
     writer._store = Cut(writer._store, 3)
     with pytest.raises(Lost):
         writer.next_incarnation(1)
-    ledger.incarnations(range(1024))
-    ledger._store = Counted(ledger._store)
-    ledger.incarnations(range(1024))
-    ledger.new_kills()
-    assert ledger._store.num_requests == 2
+    job_store.incarnations(range(1024))
+    job_store._store = Counted(job_store._store)
+    job_store.incarnations(range(1024))
+    job_store.new_kills()
+    assert job_store._store.num_requests == 2
 
 
 def test_a_number_only_grows(job):
-    assert Ledger.connect(job).raise_to("wanted", 2) == 2
-    assert Ledger.connect(job).raise_to("wanted", 1) == 2
+    assert JobStore.connect(job).raise_to("wanted", 2) == 2
+    assert JobStore.connect(job).raise_to("wanted", 1) == 2
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: Ledger.connect(job).raise_to("wanted", number), [3, 9, 4, 8, 5, 7, 6, 1]))
-    assert Ledger.connect(job).find("wanted") == b"9"
+        list(pool.map(lambda number: JobStore.connect(job).raise_to("wanted", number), [3, 9, 4, 8, 5, 7, 6, 1]))
+    assert JobStore.connect(job).try_get("wanted") == b"9"
 
 
-def test_a_plan_can_be_awaited(job, ledger):
-    assert not ledger.wait_planned(1, timeout_s=0.1)
-    writer = Ledger.connect(job)
+def test_a_plan_can_be_awaited(job, job_store):
+    assert not job_store.wait_planned(1, timeout_s=0.1)
+    writer = JobStore.connect(job)
     threading.Timer(0.2, lambda: writer.propose(1, {0: "here"})).start()
-    assert ledger.wait_planned(1, timeout_s=20)
-    assert ledger.plan(1) == {0: "here"}
+    assert job_store.wait_planned(1, timeout_s=20)
+    assert job_store.plan(1) == {0: "here"}
 
 
-def test_arrivals_are_counted(ledger):
-    assert ledger.arrive(4, 0, "first") == 1
-    assert ledger.arrive(4, 2, "other") == 2
-    assert ledger.arrivals(4, range(4)) == {0: "first", 2: "other"}
-    assert not ledger.all_arrived(4, range(3))
-    ledger.withdraw(4, 0, "gone")
-    assert ledger.num_arrived(4) == 1
-    assert ledger.arrive(4, 0, "again") == 2
-    assert ledger.arrive(4, 1, "late") == 3
-    assert ledger.arrivals(4, range(3)) == {0: "again", 1: "late", 2: "other"}
-    assert ledger.all_arrived(4, range(3))
-    assert ledger.arrivals(5, range(3)) == {}
-    assert ledger.num_arrived(5) == 0
+def test_arrivals_are_counted(job_store):
+    assert job_store.arrive(4, 0, "first") == 1
+    assert job_store.arrive(4, 2, "other") == 2
+    assert job_store.arrivals(4, range(4)) == {0: "first", 2: "other"}
+    assert not job_store.all_arrived(4, range(3))
+    job_store.withdraw(4, 0, "gone")
+    assert job_store.num_arrived(4) == 1
+    assert job_store.arrive(4, 0, "again") == 2
+    assert job_store.arrive(4, 1, "late") == 3
+    assert job_store.arrivals(4, range(3)) == {0: "again", 1: "late", 2: "other"}
+    assert job_store.all_arrived(4, range(3))
+    assert job_store.arrivals(5, range(3)) == {}
+    assert job_store.num_arrived(5) == 0
 
 
-def test_many_keys_are_read_at_once(ledger):
+def test_many_keys_are_read_at_once(job_store):
     kept = [f"name {number}" for number in range(40) if number % 7 and number not in range(20, 30)]
     for name in kept:
-        ledger.put(name, name.encode())
-    assert ledger.find_all([f"name {number}" for number in range(40)]) == {name: name.encode() for name in kept}
-    assert ledger.has_all(kept)
-    assert not ledger.has_all([*kept, "name 0"])
-    assert ledger.find_all([]) == {}
+        job_store.set(name, name.encode())
+    assert job_store.try_get_all([f"name {number}" for number in range(40)]) == {name: name.encode() for name in kept}
+    assert job_store.has_all(kept)
+    assert not job_store.has_all([*kept, "name 0"])
+    assert job_store.try_get_all([]) == {}
 
 
-def test_counters(job, ledger):
-    assert ledger.count("name") == 0
-    assert ledger.count("name", 2) == 2
-    assert Ledger.connect(job).count("name", -3) == -1
-    assert ledger.count("other") == 0
+def test_counters(job, job_store):
+    assert job_store.count("name") == 0
+    assert job_store.count("name", 2) == 2
+    assert JobStore.connect(job).count("name", -3) == -1
+    assert job_store.count("other") == 0
 
 
-def test_beats(ledger):
-    ledger.beat(1, {"place": "here"})
-    ledger.beat(1, {"place": "there"})
-    assert ledger.beats(range(3)) == {1: {"place": "there"}}
+def test_beats(job_store):
+    job_store.heartbeat(1, {"place": "here"})
+    job_store.heartbeat(1, {"place": "there"})
+    assert job_store.heartbeats(range(3)) == {1: {"place": "there"}}
 
 
-def test_each_reader_sees_each_kill_once(job, ledger):
-    other = Ledger.connect(job)
-    ledger.ask_to_kill(2, 0)
-    assert ledger.new_kills() == [(2, 0)]
-    ledger.ask_to_kill(1, 4)
-    assert ledger.new_kills() == [(1, 4)]
-    assert ledger.new_kills() == []
+def test_each_reader_sees_each_kill_once(job, job_store):
+    other = JobStore.connect(job)
+    job_store.ask_to_kill(2, 0)
+    assert job_store.new_kills() == [(2, 0)]
+    job_store.ask_to_kill(1, 4)
+    assert job_store.new_kills() == [(1, 4)]
+    assert job_store.new_kills() == []
     assert other.new_kills() == [(2, 0), (1, 4)]
 
 
-def test_values(ledger):
-    assert ledger.find("name") is None
+def test_values(job_store):
+    assert job_store.try_get("name") is None
     for value in (b"", b"\x00\xff" * 1000):
-        ledger.put("name", value)
-        assert ledger.find("name") == value
-        assert ledger.take("name", timeout_s=5) == value
-    ledger.forget("name")
-    assert ledger.find("name") is None
+        job_store.set("name", value)
+        assert job_store.try_get("name") == value
+        assert job_store.wait_get("name", timeout_s=5) == value
+    job_store.delete("name")
+    assert job_store.try_get("name") is None
     with pytest.raises(dist.DistError):
-        ledger.take("name", timeout_s=0.1)
+        job_store.wait_get("name", timeout_s=0.1)
 
 
-def test_jobs_do_not_see_each_other(job, ledger):
-    other = Ledger.connect(JobEnv(store_host=job.store_host, store_port=job.store_port, run_id="another"))
-    ledger.end(0, incident("gone"))
-    ledger.put("name", b"value")
+def test_jobs_do_not_see_each_other(job, job_store):
+    other = JobStore.connect(JobEnv(store_host=job.store_host, store_port=job.store_port, run_id="another"))
+    job_store.end(0, incident("gone"))
+    job_store.set("name", b"value")
     assert other.ended(0) is None
-    assert other.find("name") is None
+    assert other.try_get("name") is None
 
 
-def test_successors_on_a_node_have_the_number_that_the_ledger_expects(ledger, monkeypatch):
+def test_successors_on_a_node_have_the_number_that_the_ledger_expects(job_store, monkeypatch):
     """Also where the node that was lost counted one more process of its own just now, which the reader did not see."""
-    ledger.next_incarnation(1)
-    monkeypatch.setattr(ledger, "incarnations", lambda ranks: [0] * len(ranks))
-    number = write_up_node(ledger, range(2), Incident(kind="agent", cause="silent", rank=0))
-    assert [ledger.incarnation(rank) for rank in range(2)] == [number, number] == [2, 2]
-    assert ledger.exit_of(0, 1) is not None
+    job_store.next_incarnation(1)
+    monkeypatch.setattr(job_store, "incarnations", lambda ranks: [0] * len(ranks))
+    number = record_node_exit(job_store, range(2), FailureRecord(kind="agent", cause="silent", worker_id=0))
+    assert [job_store.incarnation(rank) for rank in range(2)] == [number, number] == [2, 2]
+    assert job_store.exit_of(0, 1) is not None

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from hyperpod_plugins.elastic.limits import OPEN_FILES, allow_connections
+from hyperpod_plugins.elastic.process import OPEN_FILES, allow_connections
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 import io
 
-from hyperpod_plugins.elastic.logs import ProcessLogs, Sink, Tee
+from hyperpod_plugins.elastic.launcher.logs import ProcessLogs, Sink, Tee
 
 
 class Broken(io.StringIO):

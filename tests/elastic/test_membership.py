@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.membership import (
+from hyperpod_plugins.elastic.membership.quorum import (
     BETWEEN_CALLS,
     Action,
     ExitWait,
     MembershipPolicy,
+    QuorumView,
     RoundBudget,
-    View,
     next_action,
 )
 from hyperpod_plugins.errors import ConfigError
@@ -31,7 +31,7 @@ POLICY = MembershipPolicy(replacement_timeout_s=10.0)
     ],
 )
 def test_next_action(expected, arrived, waited_s, action):
-    assert next_action(View(expected=expected, arrived=arrived, waited_s=waited_s), POLICY) is action
+    assert next_action(QuorumView(expected=expected, arrived=arrived, waited_s=waited_s), POLICY) is action
 
 
 INCARNATIONS = st.integers(0, 3)
@@ -41,10 +41,10 @@ INCARNATIONS = st.integers(0, 3)
     st.dictionaries(st.integers(0, 5), st.tuples(INCARNATIONS, st.none() | INCARNATIONS), min_size=1),
     st.floats(0, 20),
 )
-def test_a_generation_is_formed_of_exactly_the_present_processes(places, waited_s):
-    expected = {rank: present for rank, (present, _) in places.items()}
-    arrived = {rank: came for rank, (_, came) in places.items() if came is not None}
-    view = View(expected=expected, arrived=arrived, waited_s=waited_s)
+def test_a_generation_is_formed_of_exactly_the_present_processes(worker_ids, waited_s):
+    expected = {rank: present for rank, (present, _) in worker_ids.items()}
+    arrived = {rank: came for rank, (_, came) in worker_ids.items() if came is not None}
+    view = QuorumView(expected=expected, arrived=arrived, waited_s=waited_s)
     assert (next_action(view, POLICY) is Action.FORM) == (arrived == expected)
     assert set(view.missing) == {rank for rank in expected if arrived.get(rank) != expected[rank]}
 
@@ -71,8 +71,8 @@ def test_a_job_does_not_come_together_for_ever(rounds, is_refused):
     assert [budget.refusal(*each, MembershipPolicy()) is not None for each in rounds][-1] == is_refused
 
 
-def beat(number, place=BETWEEN_CALLS):
-    return {8: {"number": number, "place": place}}
+def beat(number, worker_id=BETWEEN_CALLS):
+    return {8: {"number": number, "activity": worker_id}}
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hyperpod_plugins.elastic import Ledger, elastic_event_detected, notices
-from hyperpod_plugins.elastic.joining import found, give_notice
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic import JobStore, elastic_event_detected
+from hyperpod_plugins.elastic.membership import preemption
+from hyperpod_plugins.elastic.membership.admission import announce_preemption, publish_initial_world
+from hyperpod_plugins.elastic.store.world import WorldPlan
 
 
 @pytest.mark.spawns
@@ -26,40 +27,40 @@ def test_all_ranks_hear_what_one_was_told_after_the_same_step(tmp_path):
 
 
 @pytest.fixture
-def ledger(monkeypatch):
+def job_store(monkeypatch):
     """Of a job with two members, as this process finds it."""
-    ledger = Ledger(dist.HashStore())
+    job_store = JobStore(dist.HashStore())
     monkeypatch.setenv("HYPERPOD_STORE", "localhost:1")
-    monkeypatch.setattr(Ledger, "connect", lambda job: ledger)
-    monkeypatch.setattr(notices, "_notices", notices._Notices())
-    monkeypatch.setattr(notices, "_ASK_EVERY_S", 0.0)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, *notices.NOTICES)}
-    yield ledger
+    monkeypatch.setattr(JobStore, "connect", lambda job: job_store)
+    monkeypatch.setattr(preemption, "_notices", preemption._Notices())
+    monkeypatch.setattr(preemption, "_ASK_EVERY_S", 0.0)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, *preemption.NOTICES)}
+    yield job_store
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_a_job_that_does_not_recover_in_place_says_nothing(ledger):
+def test_a_job_that_does_not_recover_in_place_says_nothing(job_store):
     assert not elastic_event_detected()
 
 
-def test_a_planned_world(ledger):
-    found(ledger, World.of_founders(2))
+def test_a_planned_world(job_store):
+    publish_initial_world(job_store, WorldPlan.initial(2))
     assert not elastic_event_detected()
-    ledger.put("wanted_world", b"1")
+    job_store.set("wanted_world", b"1")
     assert elastic_event_detected()
 
 
-def test_a_node_that_got_notice(ledger):
-    found(ledger, World.of_founders(2))
+def test_a_node_that_got_notice(job_store):
+    publish_initial_world(job_store, WorldPlan.initial(2))
     assert not elastic_event_detected()
-    give_notice(ledger, 1, 0)
+    announce_preemption(job_store, 1, 0)
     assert elastic_event_detected()
 
 
-def test_a_store_that_is_gone(ledger, monkeypatch):
+def test_a_store_that_is_gone(job_store, monkeypatch):
     def lost(_):
         raise dist.DistNetworkError("connection reset")
 
-    monkeypatch.setattr(notices, "world_or_none", lost)
+    monkeypatch.setattr(preemption, "world_or_none", lost)
     assert elastic_event_detected()

@@ -22,20 +22,20 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.store import barrier
 
-from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.endpoint import ServedEndpoint, connect_served, serve_store
-from hyperpod_plugins.elastic.entries import EndedEntry, record_end
-from hyperpod_plugins.elastic.inherited import Brood
-from hyperpod_plugins.elastic.joining import arm, found
-from hyperpod_plugins.elastic.ledger import RESTART_KEY
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.elastic.rendezvous import SlotRendezvous, create_rendezvous
-from hyperpod_plugins.elastic.restarts import JobRestart
-from hyperpod_plugins.elastic.roster import Roster, RoundEnd
-from hyperpod_plugins.elastic.slots import Claim, Holding, Seat, SlotPolicy
-from hyperpod_plugins.elastic.succession import renew
-from hyperpod_plugins.elastic.terms import Terms, leave_terms
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.membership.admission import arm, publish_initial_world
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
+from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
+from hyperpod_plugins.elastic.rendezvous.backends import ServedStoreBackend, connect_served, serve_store
+from hyperpod_plugins.elastic.rendezvous.expiry import request_new_round
+from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler, create_rendezvous
+from hyperpod_plugins.elastic.rendezvous.slots import LeaseState, NodeAssignment, SlotLease, SlotPolicy
+from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore, RoundEnd
+from hyperpod_plugins.elastic.rendezvous.torchrun_workers import WorkerMonitor
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.store.entries import EndedEntry, record_end
+from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.recovery import SavedCheckpoints
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow_single  # threads that wait for each other
 PATIENCE_S = 30.0
 
 
-class SharedStore(ServedEndpoint):
+class SharedStore(ServedStoreBackend):
     """A store of this process, which needs no connections."""
 
     def connect(self):
@@ -62,7 +62,9 @@ class Nodes:
 
     def node(self, min_nodes=2, max_nodes=2, run_id="job", **policy):
         policy = {"last_call_s": 0.1, "beat_s": 0.03, "max_missed_beats": 10, "join_timeout_s": PATIENCE_S, **policy}
-        handler = SlotRendezvous(self.endpoint, SlotPolicy(min_nodes=min_nodes, max_nodes=max_nodes, **policy), run_id)
+        handler = HyperPodRendezvousHandler(
+            self.endpoint, SlotPolicy(min_nodes=min_nodes, max_nodes=max_nodes, **policy), run_id
+        )
         self.handlers.append(handler)
         return handler
 
@@ -99,7 +101,7 @@ def begin(handler, size):
 
 
 def ledger_of(store, run_id="job"):
-    return Ledger.of(run_id, store)
+    return JobStore.of(run_id, store)
 
 
 def await_(condition):
@@ -118,12 +120,12 @@ def nodes():
 
 @pytest.fixture
 def pair(nodes):
-    """Two nodes of two workers that have begun, in the order of their slots, and the ledger of a job that recovers."""
+    """Two nodes of two workers that have begun, in the order of their slots, and the store of a job that recovers."""
     handlers = [nodes.node(), nodes.node()]
     found = nodes.enter(*handlers)
-    ledger = ledger_of(nodes.store)
-    ledger.arm()
-    return [handler for _, handler in sorted(zip(found, handlers, strict=True), key=lambda each: each[0][0])], ledger
+    job_store = ledger_of(nodes.store)
+    job_store.arm()
+    return [handler for _, handler in sorted(zip(found, handlers, strict=True), key=lambda each: each[0][0])], job_store
 
 
 def test_ranks_follow_from_slots(nodes):
@@ -153,75 +155,75 @@ def test_too_few_nodes_are_no_job(nodes):
 
 
 def test_a_spare_takes_over_the_slot_of_a_node_that_fell_silent(nodes, pair):
-    (_, lost), ledger = pair
-    ledger.end(0, Incident(kind="request", cause="a test"))
-    ledger.propose(1, {rank: "" for rank in range(4)})
+    (_, lost), job_store = pair
+    job_store.end(0, FailureRecord(kind="request", cause="a test"))
+    job_store.propose(1, {rank: "" for rank in range(4)})
     spare = nodes.submit(nodes.node())
     time.sleep(0.3)
     assert not spare.done()
     assert [handler.num_nodes_waiting() for handler in pair[0]] == [0, 0]
     nodes.vanish(lost)
     assert spare.result(PATIENCE_S) == (1, 2, 2, 4)
-    assert ledger.incarnations(range(4)) == [0, 0, 1, 1]
+    assert job_store.incarnations(range(4)) == [0, 0, 1, 1]
     assert os.environ["HYPERPOD_INCARNATION"] == "1"
-    assert {ledger.exit_of(rank, 0).kind for rank in (2, 3)} == {"agent"}
-    assert (ledger.ended(1).kind, ledger.ended(1).rank) == ("agent", 2)
-    assert ledger.generation() == 2
+    assert {job_store.exit_of(rank, 0).kind for rank in (2, 3)} == {"agent"}
+    assert (job_store.ended(1).kind, job_store.ended(1).rank) == ("agent", 2)
+    assert job_store.generation() == 2
     assert pair[0][0].num_nodes_waiting() == 0
 
 
 def test_a_vacancy_is_made_known_before_anybody_fills_it(nodes, pair):
-    (_, lost), ledger = pair
+    (_, lost), job_store = pair
     nodes.vanish(lost)
-    await_(lambda: ledger.ended(0) is not None)
-    assert ledger.ended(0).kind == "agent"
-    assert ledger.incarnations(range(4)) == [0, 0, 0, 0]  # they are void when somebody comes for them
+    await_(lambda: job_store.ended(0) is not None)
+    assert job_store.ended(0).kind == "agent"
+    assert job_store.incarnations(range(4)) == [0, 0, 0, 0]  # they are void when somebody comes for them
     assert nodes.enter(nodes.node()) == [(1, 2, 2, 4)]
-    assert ledger.incarnations(range(4)) == [0, 0, 1, 1]
+    assert job_store.incarnations(range(4)) == [0, 0, 1, 1]
 
 
 def test_a_node_that_leaves_gives_its_slot_back_at_once(nodes, pair):
-    (_, left), ledger = pair
+    (_, left), job_store = pair
     left._release()
-    assert ledger.ended(0).cause == "its agent has left"
+    assert job_store.ended(0).cause == "its agent has left"
     assert nodes.enter(nodes.node()) == [(1, 2, 2, 4)]
 
 
 def test_an_agent_whose_workers_died_keeps_its_slot(nodes, pair):
-    (_, torchrun), ledger = pair
+    (_, torchrun), job_store = pair
     for number in (1, 2):
         assert nodes.enter(torchrun) == [(1, 2, 2, 4)]
-        assert ledger.incarnations(range(4)) == [0, 0, number, number]
-        assert ledger.exit_of(2, number - 1).kind == "process"
+        assert job_store.incarnations(range(4)) == [0, 0, number, number]
+        assert job_store.exit_of(2, number - 1).kind == "process"
     assert torchrun.job.incarnation == 2
-    assert ledger.generation() == 1  # nobody has formed generation 1 yet
+    assert job_store.generation() == 1  # nobody has formed generation 1 yet
     assert pair[0][0].num_nodes_waiting() == 0
 
 
 def test_successors_are_newer_than_all_that_were_there(nodes, pair):
-    (_, torchrun), ledger = pair
-    ledger.next_incarnation(3)  # our own agent has replaced this one before
+    (_, torchrun), job_store = pair
+    job_store.next_incarnation(3)  # our own agent has replaced this one before
     nodes.enter(torchrun)
-    assert ledger.incarnations(range(4)) == [0, 0, 2, 2]
-    assert [ledger.exit_of(rank, number) is not None for rank, number in ((2, 0), (2, 1), (3, 1))] == [True] * 3
+    assert job_store.incarnations(range(4)) == [0, 0, 2, 2]
+    assert [job_store.exit_of(rank, number) is not None for rank, number in ((2, 0), (2, 1), (3, 1))] == [True] * 3
 
 
 def test_a_node_that_was_only_slow_loses_nothing_but_a_step(nodes, pair):
-    (_, slow), ledger = pair
-    claim = slow._keeper.seat.claim
+    (_, slow), job_store = pair
+    claim = slow._keeper.assignment.claim
     look = slow._keeper._look
     slow._keeper._look = lambda: None
-    await_(lambda: ledger.ended(0) is not None)
+    await_(lambda: job_store.ended(0) is not None)
     slow._keeper._look = look
-    roster = slow._application.roster
-    await_(lambda: roster.claims(0)[1] == claim)
+    rdzv_store = slow._application.rdzv_store
+    await_(lambda: rdzv_store.claims(0)[1] == claim)
     time.sleep(0.1)
     assert slow.num_nodes_waiting() == 0
-    assert ledger.incarnations(range(4)) == [0, 0, 0, 0]
+    assert job_store.incarnations(range(4)) == [0, 0, 0, 0]
 
 
 def test_a_node_that_was_replaced_ends_its_workers(nodes, pair):
-    (_, slow), ledger = pair
+    (_, slow), job_store = pair
     look = slow._keeper._look
     slow._keeper._look = lambda: None
     assert nodes.enter(nodes.node()) == [(1, 2, 2, 4)]
@@ -232,7 +234,7 @@ def test_a_node_that_was_replaced_ends_its_workers(nodes, pair):
     assert not again.done()  # it is the spare now
     nodes.vanish(nodes.handlers[-1])
     assert again.result(PATIENCE_S) == (1, 2, 2, 4)
-    assert ledger.incarnations(range(4)) == [0, 0, 2, 2]
+    assert job_store.incarnations(range(4)) == [0, 0, 2, 2]
 
 
 def test_programs_that_do_not_recover_begin_again_together(nodes):
@@ -245,7 +247,7 @@ def test_programs_that_do_not_recover_begin_again_together(nodes):
     assert {handler.round_number for handler in handlers} == {1}
     assert {handler.job.run_id for handler in handlers} == {"job.1"}
     assert {handler.job.incarnation for handler in handlers} == {0}
-    ports = {handler._application.roster.port(number) for handler in handlers for number in (0, 1)}
+    ports = {handler._application.rdzv_store.port(number) for handler in handlers for number in (0, 1)}
     assert len(ports) == 2
     assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0]
 
@@ -261,18 +263,18 @@ def test_a_newcomer_makes_them_begin_again_with_more(nodes):
 def test_nobody_begins_again_once_a_member_has_something_to_recover(nodes):
     """Whoever comes first decides: the node that wants to take part, or the member that begins to train."""
     nodes.enter(nodes.node(1, 2))
-    ledger, roster = ledger_of(nodes.store), Roster(nodes.store)
-    assert arm(ledger)
-    renew(roster, ledger, 0, "b")
-    assert roster.round_end(0) is None
-    ledger.disarm()  # the first fit is over
-    assert not ledger.is_armed
-    assert ledger.was_armed
-    assert arm(ledger)  # the second has begun
-    ledger.disarm()
-    renew(roster, ledger, 0, "b")
-    assert roster.round_end(0) is not None
-    ledger.disarm()  # which changes nothing
+    job_store, rdzv_store = ledger_of(nodes.store), RendezvousStore(nodes.store)
+    assert arm(job_store)
+    request_new_round(rdzv_store, job_store, 0, "b")
+    assert rdzv_store.round_end(0) is None
+    job_store.disarm()  # the first fit is over
+    assert not job_store.is_armed
+    assert job_store.was_armed
+    assert arm(job_store)  # the second has begun
+    job_store.disarm()
+    request_new_round(rdzv_store, job_store, 0, "b")
+    assert rdzv_store.round_end(0) is not None
+    job_store.disarm()  # which changes nothing
     handlers = [signal.getsignal(signal.SIGTERM)]
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)  # as a program does that wants to hear of it
@@ -281,28 +283,28 @@ def test_nobody_begins_again_once_a_member_has_something_to_recover(nodes):
             handlers.append(signal.getsignal(signal.SIGTERM))
             return len(handlers) > 2
 
-        assert not arm(ledger, look)
+        assert not arm(job_store, look)
         assert handlers[1:] == [signal.SIG_DFL, signal.SIG_DFL]  # its agent's SIGTERM ends it
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, handlers[0])
-    ledger.arm_again()  # nothing has come of it
-    assert arm(ledger)
+    job_store.arm_again()  # nothing has come of it
+    assert arm(job_store)
 
 
 def test_what_has_ended_is_not_run_again_for_one_more_node(nodes):
     """It waits for the next thing that is trained, or for the end of the job."""
     first = nodes.node(1, 2)
     nodes.enter(first)
-    ledger = ledger_of(nodes.store)
-    leave_terms(ledger, Terms(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2)))
-    assert arm(ledger)
-    ledger.disarm()
+    job_store = ledger_of(nodes.store)
+    publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2)))
+    assert arm(job_store)
+    job_store.disarm()
     second = nodes.submit(nodes.node(1, 2))
     time.sleep(0.5)
     assert first.num_nodes_waiting() == 0
     assert not second.done()
-    assert arm(ledger)
+    assert arm(job_store)
     assert second.result(PATIENCE_S)[:2] == (1, 2)
     assert first.num_nodes_waiting() == 0
 
@@ -323,10 +325,10 @@ def test_members_can_have_all_begin_again_from_a_checkpoint_of_this_user(nodes, 
     if whose == "a link to ours":
         named = tmp_path / "last"
         named.symlink_to(checkpoint)
-    handlers, ledger = pair
-    incident = Incident(kind="process", cause="all copies of a shard are gone")
+    handlers, job_store = pair
+    incident = FailureRecord(kind="process", cause="all copies of a shard are gone")
     restart = JobRestart(incident=incident, resume_from=str(named), step=7)
-    ledger.put(RESTART_KEY, restart.to_json().encode())
+    job_store.set(RESTART_KEY, restart.to_json().encode())
     await_(lambda: all(handler.num_nodes_waiting() == 1 for handler in handlers))
     if not whose.endswith("ours"):
         for entered in [nodes.submit(handler) for handler in handlers]:
@@ -355,19 +357,19 @@ def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes, tmp_pat
     """They go on from the newest checkpoint of those."""
     trained = [nodes.node(1, 3, last_call_s=0.3), nodes.node(1, 3, last_call_s=0.3)]
     nodes.enter(*trained)
-    ledger = ledger_of(nodes.store)
-    ledger.arm()
-    found(ledger, World.of_founders(4))
-    leave_terms(ledger, Terms(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3, 4)))
+    job_store = ledger_of(nodes.store)
+    job_store.arm()
+    publish_initial_world(job_store, WorldPlan.initial(4))
+    publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3, 4)))
     waiting = nodes.node(1, 3)
     assert nodes.enter(waiting) == [(2, 3, 4, 6)]
     nodes.vanish(trained[0])
-    await_(lambda: Holding.VACANT in [claim.holding for claim in waiting._application.roster.claims(0)])
+    await_(lambda: LeaseState.VACANT in [claim.holding for claim in waiting._application.rdzv_store.claims(0)])
     time.sleep(0.2)
     assert waiting.num_nodes_waiting() == 0  # one is left that can take it in
     for step in (3, 7):
         (tmp_path / str(step)).mkdir()
-        SavedCheckpoints(ledger).add(str(tmp_path / str(step)), step)
+        SavedCheckpoints(job_store).add(str(tmp_path / str(step)), step)
     nodes.vanish(trained[1])
     await_(lambda: waiting.num_nodes_waiting() == 1)
     assert nodes.enter(waiting) == [(0, 1, 0, 2)]
@@ -378,17 +380,17 @@ def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes, tmp_pat
 def test_a_round_that_ends_before_its_first_step_is_followed_by_one_from_the_same_checkpoint(tmp_path):
     """A node that comes while models are set up: what was restored is restored again, with the same degrees."""
     store = dist.HashStore()
-    roster, ledger = Roster(store), ledger_of(store, "job.1")
+    rdzv_store, job_store = RendezvousStore(store), ledger_of(store, "job.1")
     asked = RoundEnd(cause="a shard is gone", resume_from=str(tmp_path), step=7, shard_degree=2, tensor_degree=4)
-    roster.end_round(0, asked)
-    renew(roster, ledger, 1, "b")
-    end = roster.round_end(1)
+    rdzv_store.end_round(0, asked)
+    request_new_round(rdzv_store, job_store, 1, "b")
+    end = rdzv_store.round_end(1)
     assert (end.resume_from, end.shard_degree, end.tensor_degree) == (str(tmp_path), 2, 4)
     assert str(tmp_path) in end.cause
     later = ledger_of(store, "job.2")
     record_end(later, EndedEntry(number=0, kind="fit"))  # to which that checkpoint belonged
-    renew(roster, later, 2, "b")
-    assert roster.round_end(2).resume_from == ""
+    request_new_round(rdzv_store, later, 2, "b")
+    assert rdzv_store.round_end(2).resume_from == ""
 
 
 def test_an_unequal_newcomer_does_not_harm_the_others(nodes, pair):
@@ -403,7 +405,7 @@ def test_an_unequal_newcomer_does_not_harm_the_others(nodes, pair):
 def test_the_end_of_a_job(nodes, pair):
     handlers, _ = pair
     spare = nodes.submit(nodes.node())
-    infos = [handler._application.roster.claims(0) for handler in handlers]
+    infos = [handler._application.rdzv_store.claims(0) for handler in handlers]
     assert infos[0] == infos[1]
     for handler in handlers:
         handler.finish()
@@ -427,19 +429,19 @@ def test_a_node_that_is_done_and_leaves_early_does_not_end_the_job(nodes, pair):
 
 
 def test_nobody_takes_over_when_others_are_done(nodes, pair):
-    (first, lost), ledger = pair
+    (first, lost), job_store = pair
     first.finish()
     nodes.vanish(lost)
     with pytest.raises(RendezvousClosedError, match="are done"):
         begin(nodes.node(), 2)
-    assert ledger.incarnations(range(4)) == [0, 0, 0, 0]
+    assert job_store.incarnations(range(4)) == [0, 0, 0, 0]
 
 
 def test_workers_that_are_not_started_again_end_the_job(nodes, pair):
-    (first, failed), ledger = pair
+    (first, failed), job_store = pair
     ended = nodes.pool.submit(failed.shutdown)
     await_(lambda: first.num_nodes_waiting() == 1)
-    assert ledger.exit_of(2, 0).kind == "agent"
+    assert job_store.exit_of(2, 0).kind == "agent"
     with pytest.raises(RendezvousClosedError, match="workers of node 1 failed"):
         first.next_rendezvous()
     assert first.shutdown()
@@ -451,7 +453,7 @@ def test_the_last_meeting_of_torch_agents_is_overheard(nodes):
     info = handler.next_rendezvous()
     info.store.set("torchelastic/role_info/0", json.dumps({"local_world_size": 1}).encode())
     barrier(info.store, 1, "torchelastic/agent/terminal_state", PATIENCE_S)
-    assert [claim.holding for claim in handler._application.roster.claims(0)] == [Holding.DONE]
+    assert [claim.holding for claim in handler._application.rdzv_store.claims(0)] == [LeaseState.DONE]
 
 
 def test_an_endpoint_serves_one_job(nodes):
@@ -528,8 +530,8 @@ def test_wrong_options_are_refused(wrong):
 
 def test_the_workers_of_torchrun_are_watched():
     """The handler's process is their parent; torchrun learns from the kernel itself."""
-    seat = Seat(number=0, slot=0, num_slots=1, claim=Claim(node="a"), ranks=range(4), incarnation=3)
-    brood = Brood()
+    assignment = NodeAssignment(number=0, slot=0, num_slots=1, claim=SlotLease(node="a"), ranks=range(4), incarnation=3)
+    brood = WorkerMonitor()
     program = "import sys, time; print(flush=True); sys.stdin.read(); sys.exit({})"
     workers = []
     try:
@@ -540,19 +542,19 @@ def test_the_workers_of_torchrun_are_watched():
                 subprocess.Popen(command, env=environ, stdin=-1, stdout=subprocess.PIPE, start_new_session=True)
             )
             assert workers[rank].stdout.readline()
-        brood.adopt(seat)
-        brood.adopt(seat)
+        brood.adopt(assignment)
+        brood.adopt(assignment)
 
         workers[0].stdin.close()
         assert brood.watch(time.monotonic() + 0.3) is None  # a good end is none of its business
         workers[1].stdin.close()
         failed = brood.watch(time.monotonic() + PATIENCE_S)
-        assert (failed.rank, failed.how, failed.seat) == (1, "ended with exit code 7", seat)
-        brood.kill(replace(seat), 2)  # of another seat
-        brood.kill(seat, 2)
+        assert (failed.rank, failed.how, failed.assignment) == (1, "ended with exit code 7", assignment)
+        brood.kill(replace(assignment), 2)  # of another seat
+        brood.kill(assignment, 2)
         failed = brood.watch(time.monotonic() + PATIENCE_S)
         assert (failed.rank, failed.how) == (2, "was killed by SIGKILL")
-        brood.doom()
+        brood.kill_after_grace()
         assert brood.watch(time.monotonic() + PATIENCE_S) is None
         assert brood.watch(time.monotonic() + PATIENCE_S).rank == 3
         # All this took no news from torchrun, which waits for the same processes.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.rescale import (
+from hyperpod_plugins.elastic.scaling.lr import (
     Ramp,
     SampleClock,
     fits,

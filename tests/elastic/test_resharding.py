@@ -1,15 +1,14 @@
-"""When all processes start again with other degrees, and what may be asked for: decided from the ledger."""
+"""When all processes start again with other degrees, and what may be asked for: decided from the job store."""
 
 from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
-from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.joining import found, give_notice, stand
-from hyperpod_plugins.elastic.layouts import Layout
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.elastic.resharding import (
+from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.membership.admission import add_candidate, announce_preemption, publish_initial_world
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, elastic_spec_of, publish_elastic_spec
+from hyperpod_plugins.elastic.membership.reshard import (
     ask_for_degrees,
     asked_degrees,
     forget_asked,
@@ -18,19 +17,19 @@ from hyperpod_plugins.elastic.resharding import (
     refusal,
     stand_aside,
 )
-from hyperpod_plugins.elastic.restarts import NOT_NEEDED, JobRestart
-from hyperpod_plugins.elastic.roster import RoundEnd
-from hyperpod_plugins.elastic.terms import Terms, leave_terms, terms_of
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED, JobRestart
+from hyperpod_plugins.elastic.rendezvous.store import RoundEnd
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.store.world import WorldPlan
 
 POLICY = ElasticPolicy(max_replicas=4, faulty_scale_down_timeout_s=30.0)
 LAYOUTS = tuple(Layout(shard_degree=shard, sizes=(1, 2, 3, 4)) for shard in (4, 2, 1))
-TERMS = Terms(policy=POLICY, replica_size=4, sizes=(1, 2, 3, 4), layouts=LAYOUTS)
+TERMS = ElasticSpec(policy=POLICY, replica_size=4, sizes=(1, 2, 3, 4), layouts=LAYOUTS)
 
 
 @pytest.fixture
-def ledger():
-    return Ledger(dist.HashStore())
+def job_store():
+    return JobStore(dist.HashStore())
 
 
 @pytest.mark.parametrize(
@@ -48,27 +47,27 @@ def ledger():
         pytest.param(4, (3,), 30.0, replace(TERMS, layouts=LAYOUTS[:1]), None, id="no other degree is allowed"),
     ],
 )
-def test_when_a_world_cannot_go_on(ledger, world_size, missing, waited_s, terms, degree):
-    world = World.of_founders(world_size)
-    found(ledger, world)
-    layout = layout_without(ledger, terms, world, dict.fromkeys(missing, 0), waited_s)
+def test_when_a_world_cannot_go_on(job_store, world_size, missing, waited_s, terms, degree):
+    world = WorldPlan.initial(world_size)
+    publish_initial_world(job_store, world)
+    layout = layout_without(job_store, terms, world, dict.fromkeys(missing, 0), waited_s)
     assert (None if layout is None else layout.shard_degree) == degree
 
 
-def test_nobody_waits_for_those_that_have_left(ledger):
-    world = World.of_founders(4)
-    found(ledger, world)
-    for place in (2, 3):
-        give_notice(ledger, place, incarnation=0)
-    assert layout_without(ledger, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).shard_degree == 2
+def test_nobody_waits_for_those_that_have_left(job_store):
+    world = WorldPlan.initial(4)
+    publish_initial_world(job_store, world)
+    for worker_id in (2, 3):
+        announce_preemption(job_store, worker_id, incarnation=0)
+    assert layout_without(job_store, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).shard_degree == 2
 
 
-def test_those_that_wait_take_part_in_a_start_of_all(ledger):
-    world = World.of_founders(4)
-    found(ledger, world)
-    for place in (4, 5):
-        stand(ledger, place, ledger.next_incarnation(place), world)
-    assert layout_without(ledger, TERMS, world, {2: 0, 3: 0}, waited_s=30.0).shard_degree == 4
+def test_those_that_wait_take_part_in_a_start_of_all(job_store):
+    world = WorldPlan.initial(4)
+    publish_initial_world(job_store, world)
+    for worker_id in (4, 5):
+        add_candidate(job_store, worker_id, job_store.next_incarnation(worker_id), world)
+    assert layout_without(job_store, TERMS, world, {2: 0, 3: 0}, waited_s=30.0).shard_degree == 4
 
 
 @pytest.mark.parametrize(
@@ -81,48 +80,50 @@ def test_those_that_wait_take_part_in_a_start_of_all(ledger):
         pytest.param((8, 0), "shard degree 8 with 8 ranks or more: there are 4", id="too few"),
     ],
 )
-def test_what_may_be_asked_for(ledger, asked, words):
-    world = World.of_founders(4)
-    found(ledger, world)
+def test_what_may_be_asked_for(job_store, asked, words):
+    world = WorldPlan.initial(4)
+    publish_initial_world(job_store, world)
     terms = replace(TERMS, layouts=(*LAYOUTS, Layout(shard_degree=8, sizes=(1,))))
-    why_not = refusal(ledger, terms, world, *asked)
+    why_not = refusal(job_store, terms, world, *asked)
     assert why_not is None if words is None else words in why_not
 
 
-def test_the_first_request_of_a_round_counts(ledger):
-    world = World.of_founders(4)
-    found(ledger, world)
-    leave_terms(ledger, TERMS)
-    assert not heed_all(ledger, world)
-    ask_for_degrees(ledger, (2, 1))
-    ask_for_degrees(ledger, (1, 1))
-    assert asked_degrees(ledger) == (2, 1)
-    assert heed_all(ledger, world)
-    assert refusal(ledger, TERMS, world, 2, 0) is None
-    assert "about to start again with shard degree 2" in refusal(ledger, TERMS, world, 1, 0)
-    forget_asked(ledger)
-    assert refusal(ledger, TERMS, world, 1, 0) is None
+def test_the_first_request_of_a_round_counts(job_store):
+    world = WorldPlan.initial(4)
+    publish_initial_world(job_store, world)
+    publish_elastic_spec(job_store, TERMS)
+    assert not heed_all(job_store, world)
+    ask_for_degrees(job_store, (2, 1))
+    ask_for_degrees(job_store, (1, 1))
+    assert asked_degrees(job_store) == (2, 1)
+    assert heed_all(job_store, world)
+    assert refusal(job_store, TERMS, world, 2, 0) is None
+    assert "about to start again with shard degree 2" in refusal(job_store, TERMS, world, 1, 0)
+    forget_asked(job_store)
+    assert refusal(job_store, TERMS, world, 1, 0) is None
 
 
-def test_terms_travel(ledger):
+def test_terms_travel(job_store):
     terms = replace(TERMS, tensor_degree=2)
-    leave_terms(ledger, terms)
-    assert terms_of(ledger) == terms
+    publish_elastic_spec(job_store, terms)
+    assert elastic_spec_of(job_store) == terms
     assert terms.degrees == (2, 2)
 
 
 def test_what_was_asked_for_reaches_the_next_round():
-    restart = JobRestart(incident=Incident(kind="request", cause="x", reporter="y"), shard_degree=2, tensor_degree=1)
+    restart = JobRestart(
+        incident=FailureRecord(kind="request", cause="x", reporter="y"), shard_degree=2, tensor_degree=1
+    )
     end = RoundEnd.of(JobRestart.from_json(restart.to_json()), before=None)
     assert (end.shard_degree, end.tensor_degree) == (2, 1)
     assert RoundEnd.from_json(end.to_json()) == end
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_a_founder_that_is_one_too_many(ledger, is_replaced):
-    leave_terms(ledger, TERMS)
+def test_a_founder_that_is_one_too_many(job_store, is_replaced):
+    publish_elastic_spec(job_store, TERMS)
     if is_replaced:
-        ledger.arm()
+        job_store.arm()
     with pytest.raises(SystemExit) as ended:
-        stand_aside(ledger, 2, is_replaced=is_replaced)
+        stand_aside(job_store, 2, is_replaced=is_replaced)
     assert ended.value.code == (NOT_NEEDED if is_replaced else 0)

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hyperpod_plugins.data import ElasticSampler
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.elastic.policy_sources import read_policy
-from hyperpod_plugins.elastic.scales import read_scales
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.scaling.policy_io import read_policy, read_scales
 from hyperpod_plugins.errors import ConfigError, UnknownKeyError
 
 UNEVEN = {

@@ -6,7 +6,7 @@ import signal
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from hyperpod_plugins.elastic.signals import SignalInbox
+from hyperpod_plugins.elastic.launcher.signal_queue import SignalInbox
 
 
 @pytest.fixture

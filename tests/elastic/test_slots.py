@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.slots import (
-    Claim,
+from hyperpod_plugins.elastic.rendezvous.slots import (
     Decision,
-    Holding,
-    Pulse,
+    JoinStep,
+    LeaseState,
+    LivenessTracker,
+    RendezvousView,
+    SlotLease,
     SlotPolicy,
-    Step,
-    View,
-    founders,
+    initial_nodes,
     next_step,
     policy_from,
     watched,
@@ -23,37 +23,37 @@ POLICY = SlotPolicy(min_nodes=2, max_nodes=3, last_call_s=10.0)
 
 
 def held(*nodes):
-    return tuple(Claim(node=node) for node in nodes)
+    return tuple(SlotLease(node=node) for node in nodes)
 
 
 def vacant(claims, *slots):
-    return tuple(claim.become(Holding.VACANT) if slot in slots else claim for slot, claim in enumerate(claims))
+    return tuple(claim.become(LeaseState.VACANT) if slot in slots else claim for slot, claim in enumerate(claims))
 
 
 def done(claims, *slots):
-    return tuple(claim.become(Holding.DONE) if slot in slots else claim for slot, claim in enumerate(claims))
+    return tuple(claim.become(LeaseState.DONE) if slot in slots else claim for slot, claim in enumerate(claims))
 
 
 @pytest.mark.parametrize(
     ("here", "called_s", "step"),
     [
-        pytest.param("a", 0.0, Step.WAIT, id="too few"),
-        pytest.param("ab", 0.0, Step.WAIT, id="enough, and more may come"),
-        pytest.param("ab", 9.9, Step.WAIT, id="last call"),
-        pytest.param("ab", 10.0, Step.PROPOSE, id="nobody else came"),
-        pytest.param("abc", 0.0, Step.PROPOSE, id="no more are wanted"),
-        pytest.param("abcd", 0.0, Step.PROPOSE, id="more than wanted"),
-        pytest.param("a", 99.0, Step.WAIT, id="there were enough, and one was lost"),
+        pytest.param("a", 0.0, JoinStep.WAIT, id="too few"),
+        pytest.param("ab", 0.0, JoinStep.WAIT, id="enough, and more may come"),
+        pytest.param("ab", 9.9, JoinStep.WAIT, id="last call"),
+        pytest.param("ab", 10.0, JoinStep.PROPOSE, id="nobody else came"),
+        pytest.param("abc", 0.0, JoinStep.PROPOSE, id="no more are wanted"),
+        pytest.param("abcd", 0.0, JoinStep.PROPOSE, id="more than wanted"),
+        pytest.param("a", 99.0, JoinStep.WAIT, id="there were enough, and one was lost"),
     ],
 )
 def test_the_beginning_of_a_round(here, called_s, step):
-    view = View(node="a", candidates=tuple(here), called_s=called_s)
+    view = RendezvousView(node="a", candidates=tuple(here), called_s=called_s)
     assert next_step(view, POLICY) == Decision(step)
 
 
-@pytest.mark.parametrize(("here", "step"), [("a", Step.WAIT), ("ab", Step.PROPOSE)])
+@pytest.mark.parametrize(("here", "step"), [("a", JoinStep.WAIT), ("ab", JoinStep.PROPOSE)])
 def test_a_round_of_those_that_were_in_the_last_one(here, step):
-    view = View(node="a", candidates=tuple(here), are_all_back=True)
+    view = RendezvousView(node="a", candidates=tuple(here), are_all_back=True)
     assert next_step(view, POLICY) == Decision(step)
 
 
@@ -63,90 +63,98 @@ ALL = held("a", "b", "c")
 @pytest.mark.parametrize(
     ("node", "claims", "has_entered", "can_absorb", "decision"),
     [
-        pytest.param("b", ALL, False, False, Decision(Step.ENTER, 1), id="founder"),
-        pytest.param("b", ALL, True, True, Decision(Step.CLAIM, 1), id="its workers were lost"),
-        pytest.param("b", ALL, True, False, Decision(Step.RENEW, 1), id="its workers were lost, nobody recovers"),
-        pytest.param("b", done(ALL, 0), True, True, Decision(Step.REFUSE, 1), id="its workers were lost at the end"),
-        pytest.param("b", done(ALL, 0), True, False, Decision(Step.REFUSE, 1), id="the same, nobody recovers"),
-        pytest.param("d", ALL, False, True, Decision(Step.WAIT), id="spare"),
-        pytest.param("d", ALL, False, False, Decision(Step.WAIT), id="spare, nobody recovers"),
-        pytest.param("d", vacant(ALL, 1, 2), False, True, Decision(Step.CLAIM, 1), id="vacancies"),
-        pytest.param("d", vacant(ALL, 2), False, False, Decision(Step.RENEW, 2), id="a vacancy, nobody recovers"),
-        pytest.param("d", vacant(done(ALL, 0), 2), False, True, Decision(Step.REFUSE, 2), id="a vacancy at the end"),
-        pytest.param("d", done(ALL, 0, 1, 2), False, True, Decision(Step.WAIT), id="all is done"),
-        pytest.param("d", held("a", "b"), False, True, Decision(Step.WAIT), id="the job may grow, but not yet"),
-        pytest.param("d", held("a", "b"), False, False, Decision(Step.RENEW, -1), id="all begin again with more"),
-        pytest.param("d", done(held("a", "b"), 0), False, False, Decision(Step.WAIT), id="too late for that"),
-        pytest.param("c", vacant(ALL, 2), True, True, Decision(Step.CLAIM, 2), id="it was taken for lost"),
-        pytest.param("c", held("a", "b", "d"), True, True, Decision(Step.WAIT), id="and replaced"),
+        pytest.param("b", ALL, False, False, Decision(JoinStep.ENTER, 1), id="founder"),
+        pytest.param("b", ALL, True, True, Decision(JoinStep.CLAIM, 1), id="its workers were lost"),
+        pytest.param("b", ALL, True, False, Decision(JoinStep.RENEW, 1), id="its workers were lost, nobody recovers"),
+        pytest.param(
+            "b", done(ALL, 0), True, True, Decision(JoinStep.REFUSE, 1), id="its workers were lost at the end"
+        ),
+        pytest.param("b", done(ALL, 0), True, False, Decision(JoinStep.REFUSE, 1), id="the same, nobody recovers"),
+        pytest.param("d", ALL, False, True, Decision(JoinStep.WAIT), id="spare"),
+        pytest.param("d", ALL, False, False, Decision(JoinStep.WAIT), id="spare, nobody recovers"),
+        pytest.param("d", vacant(ALL, 1, 2), False, True, Decision(JoinStep.CLAIM, 1), id="vacancies"),
+        pytest.param("d", vacant(ALL, 2), False, False, Decision(JoinStep.RENEW, 2), id="a vacancy, nobody recovers"),
+        pytest.param(
+            "d", vacant(done(ALL, 0), 2), False, True, Decision(JoinStep.REFUSE, 2), id="a vacancy at the end"
+        ),
+        pytest.param("d", done(ALL, 0, 1, 2), False, True, Decision(JoinStep.WAIT), id="all is done"),
+        pytest.param("d", held("a", "b"), False, True, Decision(JoinStep.WAIT), id="the job may grow, but not yet"),
+        pytest.param("d", held("a", "b"), False, False, Decision(JoinStep.RENEW, -1), id="all begin again with more"),
+        pytest.param("d", done(held("a", "b"), 0), False, False, Decision(JoinStep.WAIT), id="too late for that"),
+        pytest.param("c", vacant(ALL, 2), True, True, Decision(JoinStep.CLAIM, 2), id="it was taken for lost"),
+        pytest.param("c", held("a", "b", "d"), True, True, Decision(JoinStep.WAIT), id="and replaced"),
     ],
 )
 def test_a_running_round(node, claims, has_entered, can_absorb, decision):
-    view = View(node=node, claims=claims, has_entered=has_entered, can_absorb=can_absorb)
+    view = RendezvousView(node=node, claims=claims, has_entered=has_entered, can_absorb=can_absorb)
     found = next_step(view, POLICY)
     assert found.step is decision.step
-    assert found.slot == decision.slot or decision.step is Step.RENEW
+    assert found.slot == decision.slot or decision.step is JoinStep.RENEW
 
 
 @pytest.mark.parametrize(
     ("claims", "can_absorb", "decision"),
     [
-        pytest.param(held("a", "b"), True, Decision(Step.ADD, 2), id="a new slot"),
-        pytest.param(vacant(held("a", "b"), 1), True, Decision(Step.CLAIM, 1), id="a vacant one first"),
-        pytest.param(ALL, True, Decision(Step.WAIT), id="no more nodes are wanted"),
-        pytest.param(held("a", "b"), False, Decision(Step.RENEW), id="not yet, or no more"),
-        pytest.param(done(held("a", "b"), 0), True, Decision(Step.WAIT), id="at the end"),
+        pytest.param(held("a", "b"), True, Decision(JoinStep.ADD, 2), id="a new slot"),
+        pytest.param(vacant(held("a", "b"), 1), True, Decision(JoinStep.CLAIM, 1), id="a vacant one first"),
+        pytest.param(ALL, True, Decision(JoinStep.WAIT), id="no more nodes are wanted"),
+        pytest.param(held("a", "b"), False, Decision(JoinStep.RENEW), id="not yet, or no more"),
+        pytest.param(done(held("a", "b"), 0), True, Decision(JoinStep.WAIT), id="at the end"),
     ],
 )
 def test_a_round_that_grows(claims, can_absorb, decision):
-    assert next_step(View(node="d", claims=claims, can_absorb=can_absorb, can_grow=True), POLICY) == decision
+    assert next_step(RendezvousView(node="d", claims=claims, can_absorb=can_absorb, can_grow=True), POLICY) == decision
 
 
 @pytest.mark.parametrize(
     ("claims", "decision"),
     [
-        pytest.param(held("a", "b"), Decision(Step.WAIT), id="what has ended is not run again for one more"),
-        pytest.param(vacant(ALL, 2), Decision(Step.RENEW, 2), id="without the one that was lost nobody goes on"),
+        pytest.param(held("a", "b"), Decision(JoinStep.WAIT), id="what has ended is not run again for one more"),
+        pytest.param(vacant(ALL, 2), Decision(JoinStep.RENEW, 2), id="without the one that was lost nobody goes on"),
     ],
 )
 def test_a_round_that_has_trained(claims, decision):
     for can_grow in (False, True):
-        assert next_step(View(node="d", claims=claims, has_trained=True, can_grow=can_grow), POLICY) == decision
+        assert (
+            next_step(RendezvousView(node="d", claims=claims, has_trained=True, can_grow=can_grow), POLICY) == decision
+        )
 
 
 @pytest.mark.parametrize("claims", [ALL, vacant(ALL, 1), done(ALL, 0), done(ALL, 1, 2)])
 @pytest.mark.parametrize("node", ["a", "d"])
 def test_all_begin_again_where_a_member_wants_it_those_that_are_done_too(claims, node):
     for has_entered in (False, True):
-        view = View(node=node, claims=claims, has_entered=has_entered, is_ending=True)
-        assert next_step(view, POLICY).step is Step.RENEW
+        view = RendezvousView(node=node, claims=claims, has_entered=has_entered, is_ending=True)
+        assert next_step(view, POLICY).step is JoinStep.RENEW
 
 
-HOLDINGS = st.sampled_from(Holding)
+HOLDINGS = st.sampled_from(LeaseState)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), HOLDINGS), min_size=1, max_size=3), st.booleans(), st.booleans())
 def test_no_slot_is_taken_from_a_living_node(slots, has_entered, can_absorb):
-    claims = tuple(Claim(node=node, holding=holding) for node, holding in slots)
-    decision = next_step(View(node="a", claims=claims, has_entered=has_entered, can_absorb=can_absorb), POLICY)
-    if decision.step in (Step.ENTER, Step.CLAIM):
+    claims = tuple(SlotLease(node=node, holding=holding) for node, holding in slots)
+    decision = next_step(
+        RendezvousView(node="a", claims=claims, has_entered=has_entered, can_absorb=can_absorb), POLICY
+    )
+    if decision.step in (JoinStep.ENTER, JoinStep.CLAIM):
         claim = claims[decision.slot]
-        assert claim.node == "a" or claim.holding is Holding.VACANT
-        assert claim.holding is not Holding.DONE
-        assert can_absorb or decision.step is Step.ENTER
+        assert claim.node == "a" or claim.holding is LeaseState.VACANT
+        assert claim.holding is not LeaseState.DONE
+        assert can_absorb or decision.step is JoinStep.ENTER
 
 
 def test_claims_are_counted_and_written_down():
-    first = Claim(node="a")
-    second = first.become(Holding.VACANT).next("b")
-    assert (second.node, second.number, second.holding) == ("b", 1, Holding.HELD)
-    for claim in (first, second, second.become(Holding.DONE)):
-        assert Claim.from_json(claim.to_json()) == claim
+    first = SlotLease(node="a")
+    second = first.become(LeaseState.VACANT).next("b")
+    assert (second.node, second.number, second.holding) == ("b", 1, LeaseState.HELD)
+    for claim in (first, second, second.become(LeaseState.DONE)):
+        assert SlotLease.from_json(claim.to_json()) == claim
 
 
 def test_founders_are_those_who_came_first_in_the_order_of_their_hosts():
     came = ("n2/7/x", "n1/9/y", "n1/3/z", "n0/1/w")
-    assert founders(came, POLICY) == ("n1/9/y", "n1/3/z", "n2/7/x")
+    assert initial_nodes(came, POLICY) == ("n1/9/y", "n1/3/z", "n2/7/x")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +196,7 @@ def test_every_lost_node_is_found_out_by_one_that_is_left(num_nodes, data):
     ],
 )
 def test_silence_is_counted_in_looks(beats, lost):
-    pulse = Pulse(max_missed=3)
+    pulse = LivenessTracker(max_missed=3)
     for count in beats:
         pulse.look({"a": count})
     assert pulse.is_lost("a") is lost

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.world import World, num_setbacks, regroup
+from hyperpod_plugins.elastic.store.world import WorldPlan, num_setbacks, replan_world
 from hyperpod_plugins.errors import ConfigError, StateLost
 
-FOUR = World.of_founders(4)
+FOUR = WorldPlan.initial(4)
 
 
 @pytest.mark.parametrize(
-    ("world", "healthy", "joining", "num_replicas", "replica_size", "places"),
+    ("world", "healthy", "joining", "num_replicas", "replica_size", "worker_ids"),
     [
         pytest.param(FOUR, {0, 1, 2, 3}, [4, 5], 3, 2, (0, 1, 2, 3, 4, 5), id="growth"),
-        pytest.param(World.of_founders(1), {0}, [3, 7], 3, 1, (0, 3, 7), id="growth of single ranks"),
+        pytest.param(WorldPlan.initial(1), {0}, [3, 7], 3, 1, (0, 3, 7), id="growth of single ranks"),
         pytest.param(FOUR, {0, 1}, [], 1, 2, (0, 1), id="a replica is lost"),
         pytest.param(FOUR, {2, 3}, [], 1, 2, (2, 3), id="the first replica is lost"),
         pytest.param(FOUR, {0, 3}, [], 1, 2, (0, 3), id="one of each replica is lost: the rest make one"),
@@ -24,24 +24,36 @@ FOUR = World.of_founders(4)
         pytest.param(FOUR, {0, 1, 3}, [9], 2, 2, (0, 1, 9, 3), id="a spare for a lost one, in its place"),
         pytest.param(FOUR, {0, 1, 2, 3}, [], 1, 2, (0, 1), id="somebody asked for fewer"),
         pytest.param(
-            World(places=(5, 1, 2, 7, 0, 3), number=4), {5, 1, 7, 0, 3}, [], 2, 2, (5, 1, 0, 3), id="a later world"
+            WorldPlan(worker_ids=(5, 1, 2, 7, 0, 3), number=4),
+            {5, 1, 7, 0, 3},
+            [],
+            2,
+            2,
+            (5, 1, 0, 3),
+            id="a later world",
         ),
         pytest.param(
-            World(places=(5, 1, 2, 7, 0, 3), number=4), {5, 1, 7, 0}, [], 2, 2, (5, 1, 0, 7), id="two half replicas"
+            WorldPlan(worker_ids=(5, 1, 2, 7, 0, 3), number=4),
+            {5, 1, 7, 0},
+            [],
+            2,
+            2,
+            (5, 1, 0, 7),
+            id="two half replicas",
         ),
     ],
 )
-def test_regroup(world, healthy, joining, num_replicas, replica_size, places):
-    found = regroup(
+def test_regroup(world, healthy, joining, num_replicas, replica_size, worker_ids):
+    found = replan_world(
         world, healthy=healthy, joining=joining, num_replicas=num_replicas, replica_size=replica_size, cause="a test"
     )
-    assert found == World(places=places, number=world.number + 1, cause="a test")
-    assert World.from_json(found.to_json()) == found
+    assert found == WorldPlan(worker_ids=worker_ids, number=world.number + 1, cause="a test")
+    assert WorldPlan.from_json(found.to_json()) == found
 
 
 def world_of(size, lasted_s=math.inf, num_lost=0):
     """A world, and how long the one before it had lasted."""
-    return World(places=tuple(range(size)), num_lost=num_lost, lasted_s=lasted_s)
+    return WorldPlan(worker_ids=tuple(range(size)), num_lost=num_lost, lasted_s=lasted_s)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +82,12 @@ def test_setbacks(worlds, setbacks):
 
 def test_a_part_that_nobody_holds_is_named():
     with pytest.raises(StateLost, match=r"no healthy rank holds the part \[1\]"):
-        regroup(FOUR, healthy={0, 2}, joining=[8, 9], num_replicas=1, replica_size=2)
+        replan_world(FOUR, healthy={0, 2}, joining=[8, 9], num_replicas=1, replica_size=2)
 
 
 def test_too_few_places_are_refused():
-    with pytest.raises(ConfigError, match="3 replicas of 2 ranks need 6 places, but only 4 are healthy and 1 join"):
-        regroup(FOUR, healthy={0, 1, 2, 3}, joining=[8], num_replicas=3, replica_size=2)
+    with pytest.raises(ConfigError, match="3 replicas of 2 ranks need 6 workers, but only 4 are healthy and 1 join"):
+        replan_world(FOUR, healthy={0, 1, 2, 3}, joining=[8], num_replicas=3, replica_size=2)
 
 
 @given(
@@ -85,23 +97,23 @@ def test_too_few_places_are_refused():
     num_replicas=st.integers(1, 5),
 )
 def test_survivors_keep_their_index(replica_size, lost, num_joining, num_replicas):
-    world = World.of_founders(4 * replica_size)
-    healthy = set(world.places) - lost
+    world = WorldPlan.initial(4 * replica_size)
+    healthy = set(world.worker_ids) - lost
     joining = list(range(100, 100 + num_joining))
     try:
-        after = regroup(
+        after = replan_world(
             world, healthy=healthy, joining=joining, num_replicas=num_replicas, replica_size=replica_size
-        ).places
+        ).worker_ids
     except (StateLost, ConfigError):
         return
     assert len(after) == len(set(after)) == num_replicas * replica_size
     assert set(after) <= healthy | set(joining)
-    for rank, place in enumerate(after):
-        if place in healthy:
-            assert world.places.index(place) % replica_size == rank % replica_size
+    for rank, worker_id in enumerate(after):
+        if worker_id in healthy:
+            assert world.worker_ids.index(worker_id) % replica_size == rank % replica_size
     needed = num_replicas * replica_size
-    assert sum(place in joining for place in after) >= needed - len(healthy)
+    assert sum(worker_id in joining for worker_id in after) >= needed - len(healthy)
     for index in range(replica_size):  # nobody receives a part while somebody who holds it is left over
-        holders = {place for place in world.places[index::replica_size] if place in healthy}
-        newcomers = [place for place in after[index::replica_size] if place in joining]
-        assert not newcomers or holders <= set(after)
+        holders = {worker_id for worker_id in world.worker_ids[index::replica_size] if worker_id in healthy}
+        joiners = [worker_id for worker_id in after[index::replica_size] if worker_id in joining]
+        assert not joiners or holders <= set(after)

@@ -12,11 +12,11 @@ from device import DEVICE, own_device, why_not_cuda
 from harness import run_ranks
 
 from hyperpod_plugins import comm
-from hyperpod_plugins.comm import CommOptions, Reform, break_groups, join_world
-from hyperpod_plugins.comm.resilient import finish_aborts
+from hyperpod_plugins.comm import CommOptions, Reconfiguration, break_groups, join_world
+from hyperpod_plugins.comm.process_group import finish_aborts
 from hyperpod_plugins.errors import DeviceHung, PeerLost
-from hyperpod_plugins.recovery import gpu
-from hyperpod_plugins.recovery.random import seed_micro_step
+from hyperpod_plugins.recovery import device_sync
+from hyperpod_plugins.recovery.rng import seed_micro_step
 
 pytestmark = [pytest.mark.spawns, pytest.mark.gpu]
 
@@ -36,7 +36,7 @@ def broken_and_rebuilt():
             dist.all_reduce(value)
         del work
         store = dist.PrefixStore("meeting", dist.distributed_c10d._get_default_store())
-        Reform(generation, store=store, timeout_s=20.0).run()
+        Reconfiguration(generation, store=store, timeout_s=20.0).run()
         dist.all_reduce(value)
         num_threads.append(len(os.listdir("/proc/self/task")))
     return float(value.sum()), libraries, num_threads
@@ -67,13 +67,13 @@ def gated():
     device = own_device(0)
     is_done = keep_busy(device, 0.5)
     was_done = is_done()
-    gpu.synchronize_or_raise(device)
+    device_sync.synchronize_or_raise(device)
     outcomes = [was_done, is_done()]
-    gpu._LIMIT_S = 0.2
+    device_sync._LIMIT_S = 0.2
     is_done = keep_busy(device, 2.0)
-    threading.Timer(0.1, comm.breaker.trip, ["a test", lambda: None]).start()
+    threading.Timer(0.1, comm.breaker.mark_broken, ["a test", lambda: None]).start()
     with pytest.raises(DeviceHung, match=f"queue of {device}"):
-        gpu.synchronize_or_raise(device)
+        device_sync.synchronize_or_raise(device)
     return [*outcomes, is_done()]
 
 

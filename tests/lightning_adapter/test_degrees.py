@@ -2,12 +2,11 @@
 
 import pytest
 
-from hyperpod_plugins.elastic.layouts import Layout
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.elastic.terms import Terms
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.lightning import ElasticTraining
-from hyperpod_plugins.lightning.degrees import layouts_of, num_founders, with_degrees
+from hyperpod_plugins.lightning.elastic_training import layouts_of, num_founders, with_degrees
 from hyperpod_plugins.parallel import ParallelConfig
 
 
@@ -77,7 +76,7 @@ def test_a_job_begins_with_what_is_there(world_size, founders, degree):
 
 def test_who_comes_later_is_told():
     layouts = (Layout(shard_degree=4, sizes=(1,)), Layout(shard_degree=1, tensor_degree=2, sizes=(1, 2)))
-    terms = Terms(policy=ElasticPolicy(), replica_size=2, sizes=(1, 2), tensor_degree=2, layouts=layouts)
+    terms = ElasticSpec(policy=ElasticPolicy(), replica_size=2, sizes=(1, 2), tensor_degree=2, layouts=layouts)
     config = with_degrees(ParallelConfig(), terms, layouts, world_size=4)
     assert (config.hybrid_shard_degree, config.tensor_parallel_degree) == (1, 2)
 

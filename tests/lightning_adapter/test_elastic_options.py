@@ -9,15 +9,14 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from hyperpod_plugins.data import BatchSplit, ElasticSampler
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.elastic.terms import terms_of
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning import ElasticTraining
-from hyperpod_plugins.lightning.batching import batch_split
-from hyperpod_plugins.lightning.datamodule import TrainerLoader
-from hyperpod_plugins.lightning.elastic import Elasticity
-from hyperpod_plugins.lightning.module import refuse_own_micro_steps, refuse_validation_within_windows
+from hyperpod_plugins.lightning.datamodule import TrainerLoader, batch_split
+from hyperpod_plugins.lightning.elastic_training import Elasticity
+from hyperpod_plugins.lightning.module_checks import refuse_own_micro_steps, refuse_validation_within_windows
 from hyperpod_plugins.parallel import ParallelConfig
 
 
@@ -69,17 +68,17 @@ def test_no_worker_dies_of_a_notice(handlers, monkeypatch):
 
 
 @pytest.fixture
-def ledger():
-    return Ledger(torch.distributed.HashStore())
+def job_store():
+    return JobStore(torch.distributed.HashStore())
 
 
-def lay_out(ledger, world_size, **options):
+def lay_out(job_store, world_size, **options):
     epoch_loop = type("Loop", (), {"update_lr_schedulers": lambda *_: None})()
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=epoch_loop), optimizers=[])
     if "samples_per_replica" not in options and "policy" not in options:
         options["global_batch_size"] = 8
     options = {"micro_batch_size": 2} | options
-    elasticity = Elasticity(ElasticTraining(**options), ledger)
+    elasticity = Elasticity(ElasticTraining(**options), job_store)
     config = ParallelConfig(hybrid_shard_degree=2)
     _, topology = elasticity.lay_out(config, world_size, ranks_per_node=world_size, trainer=trainer)
     return elasticity, topology, trainer
@@ -90,21 +89,21 @@ def open_with(elasticity, trainer, *loaders):
     elasticity.open(trainer)
 
 
-def test_the_batch_is_shared_out_over_the_ranks_that_there_are(ledger):
+def test_the_batch_is_shared_out_over_the_ranks_that_there_are(job_store):
     for world_size, micro_steps in ((2, 2), (4, 1), (6, 1)):
-        _, topology, trainer = lay_out(ledger, world_size)
+        _, topology, trainer = lay_out(job_store, world_size)
         assert topology.replicate_degree == world_size // 2
         assert trainer.accumulate_grad_batches == micro_steps
 
 
-def test_a_number_of_processes_that_the_limits_do_not_allow(ledger):
+def test_a_number_of_processes_that_the_limits_do_not_allow(job_store):
     with pytest.raises(ConfigError, match=r"has 3 replicas of 2 ranks, and ElasticTraining allows \[1, 2\]"):
-        lay_out(ledger, 6, max_replicas=2)
+        lay_out(job_store, 6, max_replicas=2)
 
 
-def test_a_batch_that_no_allowed_size_can_share(ledger):
+def test_a_batch_that_no_allowed_size_can_share(job_store):
     with pytest.raises(ConfigError, match=r"a global batch of 8 .* can be spread over none of"):
-        lay_out(ledger, 12, min_replicas=5, max_replicas=6)
+        lay_out(job_store, 12, min_replicas=5, max_replicas=6)
 
 
 def loader(global_batch_size, pads=False):
@@ -119,18 +118,18 @@ def loader(global_batch_size, pads=False):
         (lambda: [loader(16)], "its own global batch of 8, but found a global batch of 16"),
     ],
 )
-def test_loaders_that_do_not_count_samples(ledger, loaders, words):
-    elasticity, _, trainer = lay_out(ledger, 4)
+def test_loaders_that_do_not_count_samples(job_store, loaders, words):
+    elasticity, _, trainer = lay_out(job_store, 4)
     with pytest.raises(ConfigError, match=words):
         open_with(elasticity, trainer, *loaders())
-    assert terms_of(ledger) is None
+    assert elastic_spec_of(job_store) is None
 
 
-def test_what_fits_lets_others_come_in(ledger):
-    elasticity, _, trainer = lay_out(ledger, 4, max_replicas=4)
+def test_what_fits_lets_others_come_in(job_store):
+    elasticity, _, trainer = lay_out(job_store, 4, max_replicas=4)
     open_with(elasticity, trainer, loader(8))
-    assert terms_of(ledger).replica_size == 2
-    assert terms_of(ledger).sizes == (1, 2, 3, 4)
+    assert elastic_spec_of(job_store).replica_size == 2
+    assert elastic_spec_of(job_store).sizes == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +143,8 @@ def test_what_fits_lets_others_come_in(ledger):
         (0.5, 6, "every 3 batches"),
     ],
 )
-def test_validation_within_a_step_of_a_smaller_world(ledger, interval, limit, refused):
-    elasticity, _, trainer = lay_out(ledger, 4)
+def test_validation_within_a_step_of_a_smaller_world(job_store, interval, limit, refused):
+    elasticity, _, trainer = lay_out(job_store, 4)
     assert elasticity.options.counts == {1, 2}
     open_with(elasticity, trainer, loader(8))
     worlds = elasticity.worlds(trainer)
@@ -165,8 +164,8 @@ def test_validation_within_a_step_of_a_smaller_world(ledger, interval, limit, re
         refuse_validation_within_windows(trainer, worlds)
 
 
-def test_validation_counted_over_sizes_with_different_numbers_of_micro_steps(ledger):
-    elasticity, _, trainer = lay_out(ledger, 4)
+def test_validation_counted_over_sizes_with_different_numbers_of_micro_steps(job_store):
+    elasticity, _, trainer = lay_out(job_store, 4)
     open_with(elasticity, trainer, loader(8))
     vars(trainer).update(
         callbacks=[elasticity.options],
@@ -183,24 +182,24 @@ def test_validation_counted_over_sizes_with_different_numbers_of_micro_steps(led
 
 
 @pytest.mark.parametrize(("mode", "length"), [("max_size_cycle", 8), ("max_size", 8), ("min_size", 4)])
-def test_the_epoch_of_several_loaders(ledger, mode, length):
-    elasticity, _, trainer = lay_out(ledger, 4)
+def test_the_epoch_of_several_loaders(job_store, mode, length):
+    elasticity, _, trainer = lay_out(job_store, 4)
     split = BatchSplit(global_batch_size=8, micro_batch_size=2, data_world_size=4)
     short = TrainerLoader(SimpleNamespace(), list(range(32)), ElasticSampler(32, split, drop_last=True))
     trainer.fit_loop._combined_loader = SimpleNamespace(flattened=[loader(8), short], _mode=mode)
     assert elasticity.worlds(trainer)[2] == (1, length)
 
 
-def test_sizes_that_cannot_share_the_parts_of_a_reproducible_batch(ledger):
+def test_sizes_that_cannot_share_the_parts_of_a_reproducible_batch(job_store):
     """Four logical shards for 1, 2 or 4 replicas: a world of 3 is never planned."""
-    elasticity, _, trainer = lay_out(ledger, 4, max_replicas=4, reproducible=True)
+    elasticity, _, trainer = lay_out(job_store, 4, max_replicas=4, reproducible=True)
     assert trainer.accumulate_grad_batches == 2
     split = elasticity.options.split
     loader = TrainerLoader(SimpleNamespace(), list(range(64)), ElasticSampler(64, split, drop_last=True))
     open_with(elasticity, trainer, loader)
-    assert terms_of(ledger).sizes == (1, 2, 4)
+    assert elastic_spec_of(job_store).sizes == (1, 2, 4)
     with pytest.raises(ConfigError, match=r"has 3 replicas of 2 ranks, and ElasticTraining allows \[1, 2, 4\]"):
-        lay_out(Ledger(torch.distributed.HashStore()), 6, max_replicas=4, reproducible=True)
+        lay_out(JobStore(torch.distributed.HashStore()), 6, max_replicas=4, reproducible=True)
 
 
 @pytest.mark.parametrize(
@@ -225,39 +224,39 @@ def split_for(elasticity, world_size):
     return batch_split(trainer, world_size, global_batch_size=0, micro_batch_size=0)
 
 
-def test_a_batch_that_follows_the_world(ledger):
+def test_a_batch_that_follows_the_world(job_store):
     for world_size, batch in ((2, 4), (4, 8), (8, 16)):
-        elasticity, _, trainer = lay_out(ledger, world_size, **FOLLOWS)
+        elasticity, _, trainer = lay_out(job_store, world_size, **FOLLOWS)
         assert trainer.accumulate_grad_batches == 1
         split = split_for(elasticity, world_size)
         assert (split.global_batch_size, split.data_world_size, split.pads) == (batch, world_size, True)
 
 
-def test_the_first_world_says_what_the_schedule_counts_in(ledger):
-    elasticity, _, trainer = lay_out(ledger, 4, **FOLLOWS)
+def test_the_first_world_says_what_the_schedule_counts_in(job_store):
+    elasticity, _, trainer = lay_out(job_store, 4, **FOLLOWS)
     open_with(elasticity, trainer, loader(8, pads=True))
-    later, _, _ = lay_out(ledger, 8, **FOLLOWS)
+    later, _, _ = lay_out(job_store, 8, **FOLLOWS)
     for each in (elasticity, later):
         assert each.options.state_dict()["course"]["reference_batch_size"] == 8
-    told, _, _ = lay_out(ledger, 8, **FOLLOWS, reference_batch_size=6)
+    told, _, _ = lay_out(job_store, 8, **FOLLOWS, reference_batch_size=6)
     assert told.options.state_dict()["course"]["reference_batch_size"] == 6
 
 
-def test_loaders_whose_batch_does_not_follow(ledger):
-    elasticity, _, trainer = lay_out(ledger, 4, **FOLLOWS)
+def test_loaders_whose_batch_does_not_follow(job_store):
+    elasticity, _, trainer = lay_out(job_store, 4, **FOLLOWS)
     with pytest.raises(ConfigError, match="a global batch of 8 that does not follow the world"):
         open_with(elasticity, trainer, loader(8))
 
 
-def test_adam_is_looked_at_before_training(ledger):
-    elasticity, _, trainer = lay_out(ledger, 2, **FOLLOWS, lr_scaling="sqrt", scale_adam=True)
+def test_adam_is_looked_at_before_training(job_store):
+    elasticity, _, trainer = lay_out(job_store, 2, **FOLLOWS, lr_scaling="sqrt", scale_adam=True)
     trainer.optimizers = [torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], betas=(0.6, 0.9))]
     with pytest.raises(ConfigError, match=r"up to 2\.5 times is possible"):
         open_with(elasticity, trainer, loader(4, pads=True))
 
 
-def test_adascale_warns_of_adam_and_leaves_sgd_alone(ledger, caplog):
-    elasticity, _, trainer = lay_out(ledger, 4, **FOLLOWS, lr_scaling="adascale")
+def test_adascale_warns_of_adam_and_leaves_sgd_alone(job_store, caplog):
+    elasticity, _, trainer = lay_out(job_store, 4, **FOLLOWS, lr_scaling="adascale")
     assert elasticity.options.averages_replicas
     parameters = [torch.nn.Parameter(torch.ones(1))]
     trainer.global_rank, trainer.optimizers = 0, [torch.optim.SGD(parameters, lr=0.1, momentum=0.9)]
@@ -271,40 +270,40 @@ def test_adascale_warns_of_adam_and_leaves_sgd_alone(ledger, caplog):
     assert len(caplog.records) == 1
 
 
-def test_samples_of_a_replica_that_its_ranks_cannot_share(ledger):
+def test_samples_of_a_replica_that_its_ranks_cannot_share(job_store):
     with pytest.raises(ConfigError, match=r"over the 2 data-parallel ranks of a replica\. Use a multiple of 2"):
-        lay_out(ledger, 4, samples_per_replica=1, max_replicas=4)
+        lay_out(job_store, 4, samples_per_replica=1, max_replicas=4)
 
 
-def test_a_policy_that_counts_nodes(ledger):
+def test_a_policy_that_counts_nodes(job_store):
     block = {"minReplicas": 1, "maxReplicas": 2}
-    elasticity, _, _ = lay_out(ledger, 4, policy=block, global_batch_size=8)
+    elasticity, _, _ = lay_out(job_store, 4, policy=block, global_batch_size=8)
     assert elasticity._sizes == (2, 4)  # of nodes of four ranks, in replicas of two
 
 
-def test_deepspeed_says_the_sizes(ledger):
+def test_deepspeed_says_the_sizes(job_store):
     block = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2, 3], "min_gpus": 2, "max_gpus": 8}
-    elasticity, _, trainer = lay_out(ledger, 4, policy=block, micro_batch_size=0)
+    elasticity, _, trainer = lay_out(job_store, 4, policy=block, micro_batch_size=0)
     split = split_for(elasticity, 4)
     assert (split.global_batch_size, split.micro_batch_size) == (24, 3)
     assert trainer.accumulate_grad_batches == 2
     assert elasticity._sizes == (1, 2, 3, 4)
 
 
-def test_a_recipe_says_the_sizes_by_nodes(ledger):
+def test_a_recipe_says_the_sizes_by_nodes(job_store):
     recipe = {
         "elastic_policy": {"min_nodes": 1, "max_nodes": 2},
         "training": {"train_batch_size": 16, "micro_train_batch_size": 4},
         "scale_config": {1: {}, 2: {"training": {"micro_train_batch_size": 2}}},
     }
-    elasticity, _, trainer = lay_out(ledger, 2, policy=recipe, micro_batch_size=0)
+    elasticity, _, trainer = lay_out(job_store, 2, policy=recipe, micro_batch_size=0)
     split = split_for(elasticity, 2)
     assert (split.global_batch_size, split.micro_batch_size) == (16, 4)
     assert trainer.accumulate_grad_batches == 2
     with pytest.raises(ConfigError, match="Leave out samples_per_replica"):
         ElasticTraining(policy=recipe, samples_per_replica=8)
     recipe["scale_config"][2] = {"training": {"train_batch_size": 32}}
-    elasticity, _, _ = lay_out(ledger, 4, policy=recipe, micro_batch_size=0, lr_scaling="linear")
+    elasticity, _, _ = lay_out(job_store, 4, policy=recipe, micro_batch_size=0, lr_scaling="linear")
     assert elasticity._sizes == (2, 4)  # of nodes of four ranks, in replicas of two
     assert elasticity.options.batch.at(4) == 32
     with pytest.raises(ConfigError, match="adascale"):

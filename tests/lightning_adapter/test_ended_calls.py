@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from device import ACCELERATOR, devices
 
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.entries import EndedEntry, EntryRecords, record_end
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.store.entries import EndedEntry, EntryRecords, record_end
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.lightning import fits
+from hyperpod_plugins.lightning import first_fit
 from hyperpod_plugins.recovery.entries import Entries
 
 LIMIT_BYTES = 10_000
@@ -31,8 +31,8 @@ class Prediction:
     ],
 )
 def test_what_can_be_kept_of_results(monkeypatch, results, kind, can_be_kept):
-    monkeypatch.setattr(fits, "_MAX_PREDICTIONS_BYTES", LIMIT_BYTES)
-    assert fits.can_keep(results, kind) is can_be_kept
+    monkeypatch.setattr(first_fit, "_MAX_PREDICTIONS_BYTES", LIMIT_BYTES)
+    assert first_fit.can_keep(results, kind) is can_be_kept
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def job():
 
 
 def test_a_call_of_another_kind_than_before_is_told_so(job):
-    record_end(Ledger.connect(job), EndedEntry(number=0, kind="validate"))
+    record_end(JobStore.connect(job), EndedEntry(number=0, kind="validate"))
     words = "call 0 of the program was `validate` before, and is `fit` now"
     with pytest.raises(RuntimeError, match=words), Entries().enter(job, "fit"):
         pass
@@ -53,7 +53,7 @@ def test_a_call_of_another_kind_than_before_is_told_so(job):
 
 def test_no_call_is_passed_after_one_whose_end_is_not_kept(job):
     for number in range(3):
-        record_end(Ledger.connect(job), EndedEntry(number=number, kind="test"))
+        record_end(JobStore.connect(job), EndedEntry(number=number, kind="test"))
     entries, passed = Entries(), []
     for number in range(3):
         with entries.enter(job, "test") as record:
@@ -87,7 +87,7 @@ def predict_and_validate(root, returns):
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("hyperpod_plugins.recovery.entries").addHandler(handler)
     if returns == "much":
-        fits._MAX_PREDICTIONS_BYTES = 100
+        first_fit._MAX_PREDICTIONS_BYTES = 100
     torch.manual_seed(0)
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(hybrid_shard_degree=1),
@@ -127,10 +127,10 @@ def test_what_is_not_kept_is_run_again_with_all_that_follows(run_ranks, tmp_path
     rounds, records = [], EntryRecords()
     for restart_count, run_id in enumerate(("first", "second")):
         variables = job.to_environ() | {"HYPERPOD_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
-        ledger = Ledger.connect(JobEnv.from_environ(variables))
-        records.hand_over(ledger, len(records.ended))
+        job_store = JobStore.connect(JobEnv.from_environ(variables))
+        records.hand_over(job_store, len(records.ended))
         rounds.append(run_ranks(predict_and_validate, str(root), case, world_size=2, environ=variables))
-        records = EntryRecords.of(ledger)
+        records = EntryRecords.of(job_store)
     is_kept = not told
     assert [entry.kind for entry in records.ended] == (["predict", "validate"] if is_kept else [])
     for first, second in zip(*rounds, strict=True):

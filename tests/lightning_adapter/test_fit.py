@@ -375,7 +375,7 @@ def fit_told_to_end(options, every):
     """One rank gets SIGTERM in batch 1; the ranks ask each other in each batch whose number `every` divides."""
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-    from hyperpod_plugins.lightning import sigterm
+    from hyperpod_plugins.lightning import preemption
 
     class Told(make_module_class()):
         def on_train_batch_start(self, batch, index):
@@ -383,12 +383,12 @@ def fit_told_to_end(options, every):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     module = Told()
-    rule, sigterm.batches_until_next = sigterm.batches_until_next, lambda batch_s: every
+    rule, preemption.batches_until_next = preemption.batches_until_next, lambda batch_s: every
     try:
         with pytest.raises(SIGTERMException):
             make_trainer(options).fit(module)
     finally:
-        sigterm.batches_until_next = rule
+        preemption.batches_until_next = rule
     return len(module.losses)
 
 
@@ -504,7 +504,7 @@ def test_all_ranks_end_after_the_same_batch_when_one_is_told_to(results, layout)
 
 @pytest.mark.parametrize(("batch_s", "num_batches"), [(30.0, 1), (3.0, 1), (1.2, 2), (0.01, 300), (0.0, 1000)])
 def test_they_are_told_about_every_three_seconds(batch_s, num_batches):
-    from hyperpod_plugins.lightning.sigterm import batches_until_next
+    from hyperpod_plugins.lightning.preemption import batches_until_next
 
     assert batches_until_next(batch_s) == num_batches
 

@@ -8,12 +8,12 @@ import lightning.pytorch.callbacks.weight_averaging as weight_averaging
 import pytest
 
 from hyperpod_plugins.errors import MissingExtraError, OutdatedExtraError
-from hyperpod_plugins.lightning import flavour
+from hyperpod_plugins.lightning import compat
 
 
 def load_anew():
     """Run flavour.py once more, as another module: what it finds now is what a new process would find."""
-    spec = importlib.util.spec_from_file_location("flavour_anew", flavour.__file__)
+    spec = importlib.util.spec_from_file_location("flavour_anew", compat.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -32,11 +32,11 @@ def load_anew():
     ],
 )
 def test_versions(version, wanted):
-    assert flavour.is_too_old(version) is wanted
+    assert compat.is_too_old(version) is wanted
 
 
 def test_it_can_be_loaded_anew():
-    assert load_anew().Trainer is flavour.Trainer
+    assert load_anew().Trainer is compat.Trainer
 
 
 @pytest.mark.parametrize("version", ["2.5.6", "1.9.5"])

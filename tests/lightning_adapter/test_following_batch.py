@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyperpod_plugins.data import ElasticSampler, sample_order
-from hyperpod_plugins.elastic.batch import StepBatch
+from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.datamodule import TrainerLoader
 

@@ -6,13 +6,13 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 
-from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.lightning.loggers import continue_runs, keep_rows, name_runs
 
 
 @pytest.fixture
-def ledger():
-    return Ledger(dist.HashStore())
+def job_store():
+    return JobStore(dist.HashStore())
 
 
 def rows(logger):
@@ -20,16 +20,16 @@ def rows(logger):
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-def test_a_replacement_adds_to_the_rows_of_the_run(ledger, tmp_path):
+def test_a_replacement_adds_to_the_rows_of_the_run(job_store, tmp_path):
     lost = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    name_runs(ledger, 0, [lost])
+    name_runs(job_store, 0, [lost])
     lost.log_metrics({"loss": 3.0}, step=0)
     lost.log_metrics({"loss": 2.0}, step=1)
     with open(f"{lost.log_dir}/metrics.csv", "a") as file:
         file.write("1.5,")  # killed while it wrote
 
     replacement = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    continue_runs(ledger, 0, [replacement])
+    continue_runs(job_store, 0, [replacement])
     keep_rows([replacement])
     assert replacement.log_dir == lost.log_dir
     replacement.log_metrics({"loss": 1.0}, step=2)
@@ -43,24 +43,24 @@ def test_a_replacement_adds_to_the_rows_of_the_run(ledger, tmp_path):
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
 
 
-def test_a_run_without_rows_is_gone_on_with_too(ledger, tmp_path):
-    name_runs(ledger, 0, [CSVLogger(tmp_path)])
+def test_a_run_without_rows_is_gone_on_with_too(job_store, tmp_path):
+    name_runs(job_store, 0, [CSVLogger(tmp_path)])
     replacement = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    continue_runs(ledger, 0, [replacement])
+    continue_runs(job_store, 0, [replacement])
     keep_rows([replacement])
     replacement.log_metrics({"loss": 1.0}, step=0)
     assert rows(replacement) == [{"loss": 1.0, "step": 0.0}]
 
 
-def test_a_version_that_the_program_chose_stays(ledger, tmp_path):
-    name_runs(ledger, 0, [CSVLogger(tmp_path, version=7)])
+def test_a_version_that_the_program_chose_stays(job_store, tmp_path):
+    name_runs(job_store, 0, [CSVLogger(tmp_path, version=7)])
     replacement = CSVLogger(tmp_path, version=8)
-    continue_runs(ledger, 0, [replacement])
+    continue_runs(job_store, 0, [replacement])
     assert replacement.version == 8
 
 
-def test_nothing_to_go_on_with(ledger, tmp_path):
+def test_nothing_to_go_on_with(job_store, tmp_path):
     logger = CSVLogger(tmp_path)
-    continue_runs(ledger, 0, [logger])
+    continue_runs(job_store, 0, [logger])
     keep_rows([logger])
     assert logger.version == 0

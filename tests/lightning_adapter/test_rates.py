@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from hyperpod_plugins.elastic.adascale import Spread
-from hyperpod_plugins.elastic.course import Course, RateRule
+from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
+from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.rates import Rates, scaled
-from hyperpod_plugins.observability import listen
+from hyperpod_plugins.events import listen
+from hyperpod_plugins.lightning.lr_scaling import Rates, scaled
 
 REFERENCE = 10
 SCHEDULERS = {
@@ -64,7 +64,7 @@ def trainer_with(scheduler, frequency=1, **options):
 
 
 def rates_of(**options):
-    rates = Rates(rule=RateRule(**options))
+    rates = Rates(rule=LRScalingRule(**options))
     rates.begin(REFERENCE)
     return rates
 
@@ -180,14 +180,14 @@ def test_optimizers_that_the_rule_is_not_for():
 def test_a_checkpoint_with_another_reference():
     state = rates_of().state_dict()
     with pytest.raises(ConfigError, match="reference batch of 10 samples"):
-        Rates(rule=RateRule(reference_batch_size=20)).load_state_dict(state)
-    rates = Rates(rule=RateRule(reference_batch_size=10))
+        Rates(rule=LRScalingRule(reference_batch_size=20)).load_state_dict(state)
+    rates = Rates(rule=LRScalingRule(reference_batch_size=10))
     rates.load_state_dict(state)
-    assert rates.course == Course.beginning(10, rates.rule)
+    assert rates.course == LRState.beginning(10, rates.rule)
 
 
-NOISE = Spread(squared_norms=(4.0, 4.0), shares=(0.5, 0.5), mean_squared_norm=2.0)
-AGREEMENT = Spread(squared_norms=(4.0, 4.0), shares=(0.5, 0.5), mean_squared_norm=4.0)
+NOISE = GradientNoise(squared_norms=(4.0, 4.0), shares=(0.5, 0.5), mean_squared_norm=2.0)
+AGREEMENT = GradientNoise(squared_norms=(4.0, 4.0), shares=(0.5, 0.5), mean_squared_norm=4.0)
 
 
 def test_adascale_goes_by_what_each_step_has_told():

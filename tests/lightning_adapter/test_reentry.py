@@ -10,7 +10,7 @@ from torchmetrics import MeanMetric
 
 from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.reentry import Reentry, forget_parts, watch_parts
-from hyperpod_plugins.recovery.random import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
+from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 
 class Module(pl.LightningModule):

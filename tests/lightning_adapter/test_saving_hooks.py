@@ -12,7 +12,7 @@ from hyperpod_plugins.comm import breaker
 from hyperpod_plugins.errors import ConfigError, LoopError, PeerLost
 from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
-from hyperpod_plugins.recovery.random import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
+from hyperpod_plugins.recovery.rng import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 
 class Count(pl.Callback):

@@ -10,7 +10,7 @@ from device import ACCELERATOR
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, UnknownKeyError
 from hyperpod_plugins.lightning import HyperPodStrategy
-from hyperpod_plugins.lightning.module import ends_steps, refuse_validation_by_clock, warn_of_placement
+from hyperpod_plugins.lightning.module_checks import ends_steps, refuse_validation_by_clock, warn_of_placement
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 
 

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).parent.parent / "recovery"))
 from faults import Faults
 
-from hyperpod_plugins.elastic.policy import ElasticPolicy
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.loops import Session
 from hyperpod_plugins.recovery import RecoveryOptions
+from hyperpod_plugins.session import Session
 
 NUM_SAMPLES, WIDTH = int(os.environ.get("SAMPLES", "120")), 8
 torch.set_num_threads(1)

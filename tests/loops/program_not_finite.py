@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hyperpod_plugins.loops import Session
+from hyperpod_plugins.session import Session
 
 torch.set_num_threads(1)
 

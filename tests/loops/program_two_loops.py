@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.entries import all_checkpoints
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.store.entries import all_checkpoints
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.loops import Session
+from hyperpod_plugins.session import Session
 
 
 def main(folder):
@@ -27,7 +27,7 @@ def main(folder):
                 print("loop", number, "step", step.index, flush=True)
                 if number == 1 and step.index == 2:
                     session.save(Path(folder, "second.ckpt"))
-                    print("known", all_checkpoints(Ledger.connect(JobEnv.from_environ())), flush=True)
+                    print("known", all_checkpoints(JobStore.connect(JobEnv.from_environ())), flush=True)
                 if (number, step.index) == (1, 3) and not Path(folder, "died").exists():
                     Path(folder, "died").touch()
                     os.kill(os.getpid(), signal.SIGKILL)

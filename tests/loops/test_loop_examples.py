@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from recovery.faults import HYPERPODRUN, left_processes
 
-from hyperpod_plugins.recovery.chaos import processes, workers_in
+from hyperpod_plugins.fault_injection.chaos import processes, workers_in
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "loops"
 pytestmark = pytest.mark.spawns

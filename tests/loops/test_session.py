@@ -7,11 +7,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from hyperpod_plugins.comm import breaker
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.elastic.restarts import NOT_NEEDED
+from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError, DeviceHung, LoopError, NonFiniteError, RecoveryError
-from hyperpod_plugins.loops import Session
-from hyperpod_plugins.loops.transaction import ends_alone
+from hyperpod_plugins.session import Session
+from hyperpod_plugins.session.transaction import ends_alone
 
 NUM_SAMPLES, WIDTH = 20, 4
 pytestmark = pytest.mark.slow_single

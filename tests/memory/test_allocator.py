@@ -2,7 +2,7 @@
 
 import torch
 
-from hyperpod_plugins.memory.allocator import AllocatorWatch
+from hyperpod_plugins.events import AllocatorWatch
 
 
 def test_only_new_retries_are_news():

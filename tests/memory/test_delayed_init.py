@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from hyperpod_plugins.delayed_init import delayed_init, materialize, tapes_of
 from hyperpod_plugins.errors import InitializationError
-from hyperpod_plugins.memory import delayed_init, materialize, tapes_of
 
 
 def named_tensors(model):

@@ -16,7 +16,7 @@ def materialize_on_mesh(shape, kind):
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    from hyperpod_plugins.memory import delayed_init, materialize
+    from hyperpod_plugins.delayed_init import delayed_init, materialize
 
     def named_tensors(model):
         return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -119,7 +119,7 @@ def reset_on_mesh():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from hyperpod_plugins.memory import materialize
+    from hyperpod_plugins.delayed_init import materialize
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("shard",))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from hyperpod_plugins.delayed_init import materialize
 from hyperpod_plugins.errors import InitializationError
-from hyperpod_plugins.memory import materialize
 
 
 def on_meta(build):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hyperpod_plugins.delayed_init.materialize import slice_at
 from hyperpod_plugins.errors import InitializationError
-from hyperpod_plugins.memory.materialize import slice_at
 
 
 def rows(size, mesh, coordinate, placements):

@@ -40,7 +40,7 @@ def values(model):
 
 
 def build_delayed():
-    from hyperpod_plugins.memory import delayed_init
+    from hyperpod_plugins.delayed_init import delayed_init
     from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 
     dist.init_process_group("hyperpod")

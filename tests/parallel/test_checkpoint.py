@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from hyperpod_plugins.parallel import checkpoint, checkpoint_files, checkpoint_storage
-from hyperpod_plugins.parallel.checkpoint import CheckpointWriter, SaveHandle, load_checkpoint
-from hyperpod_plugins.parallel.checkpoint_storage import SafeReader
-from hyperpod_plugins.parallel.checkpoint_sums import write_sums
-from hyperpod_plugins.parallel.local_update import step_locally
+from hyperpod_plugins.parallel.checkpoint import api as checkpoint
+from hyperpod_plugins.parallel.checkpoint import files as checkpoint_files
+from hyperpod_plugins.parallel.checkpoint import storage as checkpoint_storage
+from hyperpod_plugins.parallel.checkpoint.api import CheckpointWriter, SaveHandle, load_checkpoint
+from hyperpod_plugins.parallel.checkpoint.checksums import write_sums
+from hyperpod_plugins.parallel.checkpoint.storage import SafeReader
+from hyperpod_plugins.parallel.local_optimizer import step_locally
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch
 from hyperpod_plugins.parallel import CheckpointWriter, Topology, load_checkpoint
-from hyperpod_plugins.parallel.checkpoint_ranks import RankSource, load_rank_state, saved_ranks
+from hyperpod_plugins.parallel.checkpoint.rank_state import RankSource, load_rank_state, saved_ranks
 
 
 def save(folder):

@@ -7,11 +7,11 @@ from device import DEVICE
 from torch import nn
 
 from hyperpod_plugins.data import BatchSplit, sample_weight
-from hyperpod_plugins.data.steps import Cursor, share
+from hyperpod_plugins.data.batch_split import Cursor, share
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.averaging import spread_of
+from hyperpod_plugins.lightning.grad_averaging import spread_of
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.parallel.compared_mean import ComparedMean
+from hyperpod_plugins.parallel.replica_mean.noise import ComparedMean
 
 LAYOUTS = {
     "2 replicas of 2 shards": {"hybrid_shard_degree": 2},

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import CheckpointError, MissingExtraError
-from hyperpod_plugins.parallel.export import export_safetensors, plan_files
+from hyperpod_plugins.parallel.checkpoint.safetensors import export_safetensors, plan_files
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
 
-from hyperpod_plugins.parallel.fixed_order import FixedOrderMean, nodes_of, total
+from hyperpod_plugins.parallel.replica_mean.reproducible import FixedOrderMean, nodes_of, total
 
 
 def shared(num_leaves, num_replicas):

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyperpod_plugins.parallel.local_update import LocalUpdate, step_locally
+from hyperpod_plugins.parallel.local_optimizer import LocalUpdate, step_locally
 
 SHAPES = ((6, 4), (5,), (3, 2, 2), (1,))
 OPTIMIZERS = [

@@ -10,7 +10,7 @@ from torch import nn
 
 from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.parallel.shard import find_blocks, leaves_a_rank_empty, mixed_precision_policy, shard_placement
+from hyperpod_plugins.parallel.hsdp import find_blocks, leaves_a_rank_empty, mixed_precision_policy, shard_placement
 
 
 class Leaf(nn.Module):

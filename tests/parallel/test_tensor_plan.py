@@ -21,8 +21,7 @@ from transformers import (
 
 from hyperpod_plugins.errors import DegreeError, NotBuiltYetError, PlanError
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.parallel.tensor import shard_tensors
-from hyperpod_plugins.parallel.tensor_plan import STYLES, plan_for, tied_parameters
+from hyperpod_plugins.parallel.tensor_parallel import STYLES, plan_for, shard_tensors, tied_parameters
 
 SIZES = dict(
     vocab_size=32,

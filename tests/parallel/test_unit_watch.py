@@ -70,7 +70,7 @@ def train(model, share, *, micro_steps=1):
     """Losses of some steps, each of whose micro-steps gets a half of `share` of the batch; plain loop, AdamW."""
     from contextlib import nullcontext
 
-    from hyperpod_plugins.parallel.shard import without_replica_sync
+    from hyperpod_plugins.parallel.hsdp import without_replica_sync
 
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), []
     for step in range(NUM_STEPS):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from harness import run_ranks
 
-from hyperpod_plugins.elastic.policy_sources import read_policy
-from hyperpod_plugins.parallel.shard import local_part
+from hyperpod_plugins.elastic.scaling.policy_io import read_policy
+from hyperpod_plugins.parallel.hsdp import local_part
 
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
 PATHS = sorted(FOLDER.glob("*.yaml"))

@@ -31,7 +31,7 @@ from device import install_transport
 from device import own_device as own_device
 
 install_transport()
-HYPERPODRUN = "hyperpod_plugins.elastic.launch"
+HYPERPODRUN = "hyperpod_plugins.elastic.launcher.main"
 TORCHRUN = "torch.distributed.run"
 PRELOAD = ("--preload", "torch,torch.distributed.fsdp")
 """For programs without Lightning, which takes seconds to import."""

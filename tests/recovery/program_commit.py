@@ -127,7 +127,7 @@ def save_result(model, optimizers, rank, repairs):
 
 
 def session_main():
-    from hyperpod_plugins.loops import Session
+    from hyperpod_plugins.session import Session
 
     commits, data = Commits(), torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(1))
     session = Session(**DEGREES, recovery=RecoveryOptions(**RECOVERY, snapshot_every_steps=0))

@@ -17,9 +17,9 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from hyperpod_plugins.fault_injection.faults import Injector
 from hyperpod_plugins.lightning import CheckpointlessRecovery, FaultInjection, HyperPodStrategy
 from hyperpod_plugins.recovery import TrainingState
-from hyperpod_plugins.recovery.faults import Injector
 
 torch.set_num_threads(1)
 sys.path.append(str(Path(__file__).parents[1]))
@@ -129,7 +129,7 @@ def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeo
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
         "val": float(trainer.callback_metrics["val"]),
         "losses": [(*key, loss) for key, loss in sorted(module.losses.items())],
-        "repairs": [repair.incident.kind for repair in recovery.repairs],
+        "repairs": [repair.failure.kind for repair in recovery.repairs],
     }
     if trainer.is_global_zero:
         with open(f"{trainer.logger.log_dir}/metrics.csv", newline="") as file:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyperpod_plugins.elastic import Ledger
+from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.recovery import TrainingState
@@ -47,9 +47,9 @@ class Faults:
                 continue
             mark.touch()
             if kind == "late":
-                ledger = Ledger.connect(JobEnv.from_environ())
+                job_store = JobStore.connect(JobEnv.from_environ())
                 for first in range(int(os.environ["LOCAL_WORLD_SIZE"])):
-                    ledger.take(f"agent/finished/{first}", 60.0)
+                    job_store.wait_get(f"agent/finished/{first}", 60.0)
                 time.sleep(1.0)  # its agent says so to the others
             if kind in ("kill", "late"):
                 os.kill(os.getpid(), signal.SIGKILL)

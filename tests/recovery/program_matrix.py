@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric
 from hyperpod_plugins.comm.channel import Channel
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.recovery import RecoveryOptions, StepTransaction
-from hyperpod_plugins.recovery.detect import HangPolicy
+from hyperpod_plugins.recovery.watchdog import HangPolicy
 
 torch.set_num_threads(1)
 PROGRAM = os.environ["PROGRAM"]

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from hyperpod_plugins.comm.ballot import Ballot
+from hyperpod_plugins.comm.commit_vote import CommitVote
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
-from hyperpod_plugins.recovery.halt import Stops
+from hyperpod_plugins.recovery.resume import StopReports
 from hyperpod_plugins.recovery.step import StepTransaction
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -190,7 +190,7 @@ class Faults(pl.Callback):
 
 def die_in_votes(wanted, folder, trainer):
     """`vote:rank:place:epoch`: a rank that knows that all have ended a part dies before it tells others."""
-    meet, send, is_meeting = StepTransaction.meet, Ballot._send, []
+    meet, send, is_meeting = StepTransaction.meet, CommitVote._send, []
 
     def meet_or_die(transaction):
         is_meeting.append(True)
@@ -208,14 +208,14 @@ def die_in_votes(wanted, folder, trainer):
             os.kill(os.getpid(), signal.SIGKILL)
         send(ballot, to, value)
 
-    StepTransaction.meet, Ballot._send = meet_or_die, send_or_die
+    StepTransaction.meet, CommitVote._send = meet_or_die, send_or_die
 
 
 def die_as_the_only_one_that_knows(folder, trainer):
     """Rank 0 alone hears that all have ended the second validation; it dies when the others enter its part."""
     receive, wait, first, mark = (
-        Ballot._receive,
-        Stops.wait,
+        CommitVote._receive,
+        StopReports.wait,
         Path(folder, "done-vote-1-val-1"),
         Path(folder, "done-only"),
     )
@@ -237,9 +237,9 @@ def die_as_the_only_one_that_knows(folder, trainer):
         return halt
 
     if RANK == 2:
-        Ballot._receive = receive_late
+        CommitVote._receive = receive_late
     if RANK == 0:
-        Stops.wait = wait_and_die
+        StopReports.wait = wait_and_die
 
 
 class Module(pl.LightningModule):

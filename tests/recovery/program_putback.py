@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import LBFGS, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-import hyperpod_plugins.loops.trained as trained
-from hyperpod_plugins.recovery import assign, local_state, undo
+import hyperpod_plugins.session.state as trained
+from hyperpod_plugins.recovery import local_state, undo
+from hyperpod_plugins.recovery import plan as assign
 from hyperpod_plugins.recovery.step import StepTransaction
 
 torch.set_num_threads(1)
@@ -151,8 +152,8 @@ def owned(net):
 
 
 def train_with_session():
-    from hyperpod_plugins.loops import Session
     from hyperpod_plugins.recovery import RecoveryOptions
+    from hyperpod_plugins.session import Session
 
     shard_degree = 2 if NUM_RANKS > 2 else 1
     options = RecoveryOptions(rehearse=REHEARSE)

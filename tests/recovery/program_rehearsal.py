@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hyperpod_plugins.loops import Session, transaction
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.session import Session, transaction
 
 torch.set_num_threads(1)
 FAULT, REHEARSE = os.environ.get("FAULT", ""), os.environ.get("REHEARSE", "")

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyperpod_plugins.loops import Session
 from hyperpod_plugins.recovery import TrainingState
+from hyperpod_plugins.session import Session
 
 torch.set_num_threads(1)
 RANK = int(os.environ["RANK"])

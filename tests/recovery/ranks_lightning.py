@@ -17,7 +17,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
-from hyperpod_plugins.lightning.window import Window
+from hyperpod_plugins.lightning.window import AccumulationWindow
 from hyperpod_plugins.recovery import StepTransaction, TrainingState, undo
 
 torch.set_num_threads(1)
@@ -285,7 +285,12 @@ class Bar(pl.callbacks.TQDMProgressBar):
 
 def instrument():
     """Points inside the transaction, which has no hooks."""
-    vote, restore, send, receive = StepTransaction._vote, Window.restore, TrainingState.send, TrainingState.receive
+    vote, restore, send, receive = (
+        StepTransaction._vote,
+        AccumulationWindow.restore,
+        TrainingState.send,
+        TrainingState.receive,
+    )
     step = 0
 
     def voting(self):
@@ -311,7 +316,7 @@ def instrument():
         receive(self, rank)
         faults.at("received", step)
 
-    StepTransaction._vote, Window.restore = voting, restoring
+    StepTransaction._vote, AccumulationWindow.restore = voting, restoring
     TrainingState.send, TrainingState.receive = sending, receiving
 
 
@@ -364,7 +369,7 @@ def main():
         gradient_clip_val=0.5,
         accumulate_grad_batches=accumulate,
     )
-    Window.can_undo_exceptions = option("CAN_RESET", 1) == 1  # 0: as with a torch older than 2.13,
+    AccumulationWindow.can_undo_exceptions = option("CAN_RESET", 1) == 1  # 0: as with a torch older than 2.13,
     undo.CAN_RESET = option("CAN_RESET", 1) >= 0  # -1: which puts FSDP2's modules back by hand, too
     trainer.fit(module)
     assert isinstance(module.net.output.weight, torch.distributed.tensor.DTensor)
@@ -388,7 +393,7 @@ def main():
         "early": (early.wait_count, float(early.best_score)),
         "validated": validated,
         "repairs": len(recovery.repairs),
-        "causes": [repair.incident.kind for repair in recovery.repairs],
+        "causes": [repair.failure.kind for repair in recovery.repairs],
         "lasted_s": [repair.total_s for repair in recovery.repairs],
     }
     torch.save(result, faults.folder / f"result-{faults.rank}.pt")

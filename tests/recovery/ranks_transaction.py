@@ -10,11 +10,11 @@ from faults import DEVICE, Faults, own_device
 from torch import nn
 
 from hyperpod_plugins.comm import breaker
-from hyperpod_plugins.elastic.membership import MembershipPolicy
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
-from hyperpod_plugins.parallel.shard import local_part
+from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.unit_watch import settle_gradients
 from hyperpod_plugins.recovery import (
     HangPolicy,
@@ -106,8 +106,8 @@ def main():
     faults.note(kind="process", pid=os.getpid(), incarnation=job.incarnation)
     member = Member(
         job,
-        place=env.global_rank,
-        world=World.of_founders(env.world_size),
+        worker_id=env.global_rank,
+        world=WorldPlan.initial(env.world_size),
         policy=MembershipPolicy(replacement_timeout_s=30.0),
         hangs=HangPolicy(floor_s=3.0),
     )
@@ -132,9 +132,9 @@ def main():
         device=device,
         on_repair=repairs.append,
     )
-    if job.is_newcomer:
+    if job.is_joining:
         subject.load(member.wait_for_stops().trainer)
-    member.ledger.arm()
+    member.job_store.arm()
     attempts = 0
     while True:
         transaction.begin()

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hyperpod_plugins.comm import channel
-from hyperpod_plugins.loops import Session
-from hyperpod_plugins.loops.trained import Trained
 from hyperpod_plugins.recovery import RecoveryOptions, Snapshots
+from hyperpod_plugins.session import Session
+from hyperpod_plugins.session.state import TrainedState
 
 torch.set_num_threads(1)
 WIDTH, MIDDLE = 256, 10
@@ -21,7 +21,7 @@ faults = Faults()
 def instrument():
     """Ranks that meet a fault in a transfer take their time in it, so that the fault meets its payload under way."""
     channel._CHUNK_BYTES = 2**16
-    swap, restore, steps = Snapshots._swap, Trained.restore, {}
+    swap, restore, steps = Snapshots._swap, TrainedState.restore, {}
 
     def swapping(self, step, own):
         steps["snapshot"] = step
@@ -43,7 +43,7 @@ def instrument():
 
         return advancing
 
-    Snapshots._swap, Trained.restore = swapping, restoring
+    Snapshots._swap, TrainedState.restore = swapping, restoring
     for each in (channel._Sending, channel._Receiving):
         each.advance = slowly(each.advance)
 
@@ -55,7 +55,7 @@ def local(tensor):
 
 def main():
     instrument()
-    Trained.can_undo_exceptions = os.environ.get("CAN_RESET") != "0"  # 0: as with a torch older than 2.13
+    TrainedState.can_undo_exceptions = os.environ.get("CAN_RESET") != "0"  # 0: as with a torch older than 2.13
     shards, every = int(os.environ["SHARDS"]), os.environ.get("SNAPSHOT_EVERY", "auto")
     session = Session(
         hybrid_shard_degree=shards,

@@ -113,7 +113,7 @@ def main():
     args = parser.parse_args()
     environ = {"STEPS": str(200 + 8 * args.kills), "STEP_S": str(SLOW_STEP_S), "REPLACEMENT_S": "120"}
     environ["PATIENCE"] = environ["STEPS"]  # early stopping has no part in this
-    environ["TIMEOUT_S"] = str(TIMEOUT_S)  # of what gloo leaves asleep, see the note on slices in comm/works.py
+    environ["TIMEOUT_S"] = str(TIMEOUT_S)  # of what gloo leaves asleep, see the note on slices in comm/work.py
     failed = False
 
     def check(name, is_good, detail=""):

@@ -6,8 +6,8 @@ from recovery.elastic_nodes import NUM_SAMPLES
 from recovery.faults import run_job
 
 from hyperpod_plugins.data import sample_order
-from hyperpod_plugins.data.steps import Cursor
-from hyperpod_plugins.elastic.batch import StepBatch
+from hyperpod_plugins.data.batch_split import Cursor
+from hyperpod_plugins.elastic.scaling.batch import StepBatch
 
 pytestmark = pytest.mark.spawns
 PER_REPLICA, REFERENCE, MICRO_BATCH, NUM_STEPS = 13, 8, 4, 30

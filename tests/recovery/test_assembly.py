@@ -9,36 +9,35 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY
-from hyperpod_plugins.elastic.membership import MembershipPolicy
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
+from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryError, RecoveryTimeout
-from hyperpod_plugins.recovery import NO_STATE, Arrival, PeersOutside
-from hyperpod_plugins.recovery.assembly import Assembly, from_texts, to_text
-from hyperpod_plugins.recovery.detect import Beat
-from hyperpod_plugins.recovery.doorbell import Doorbell
-from hyperpod_plugins.recovery.halt import Stops, Survivors
-from hyperpod_plugins.recovery.worlds import Worlds
+from hyperpod_plugins.recovery import NO_STATE, Arrival, MustReenterLoop
+from hyperpod_plugins.recovery.quorum import PlanWatcher, QuorumJoiner, from_texts, to_text
+from hyperpod_plugins.recovery.resume import StopReports, Survivors
+from hyperpod_plugins.recovery.watchdog import Heartbeat
+from hyperpod_plugins.recovery.world_view import Worlds
 
 pytestmark = pytest.mark.slow_single  # threads that wait for each other
 
-SURVIVOR = Arrival(incarnation=0, committed=7, prepared=8)
+SURVIVOR = Arrival(incarnation=0, committed=7, voted_step=8)
 NEWCOMER = Arrival(incarnation=1)
 DEADLINE_S = 60.0
 
 
 @pytest.fixture(params=["tcp", "hash"])
 def connect(request):
-    """Makes one more connection to the ledger of one job."""
+    """Makes one more connection to the job store of one job."""
     if request.param == "hash":
         shared = dist.HashStore()
-        yield lambda: Ledger(shared)
+        yield lambda: JobStore(shared)
     else:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job = JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job")
-        yield lambda: Ledger.connect(job)
+        yield lambda: JobStore.connect(job)
         del store
 
 
@@ -48,23 +47,23 @@ def play(connect):
     with ThreadPoolExecutor(16) as pool:
 
         def begin(rank, arrival=SURVIVOR, *, world_size=3, timeout_s=DEADLINE_S, patience_s=DEADLINE_S, outside_s=0.0):
-            ledger = connect()
-            assembly = Assembly(
-                ledger,
-                Worlds(ledger, World.of_founders(world_size)),
-                Doorbell(connect),
-                place=rank,
+            job_store = connect()
+            assembly = QuorumJoiner(
+                job_store,
+                Worlds(job_store, WorldPlan.initial(world_size)),
+                PlanWatcher(connect),
+                worker_id=rank,
                 policy=MembershipPolicy(replacement_timeout_s=timeout_s),
-                survivors=Survivors(ledger, patience_s=lambda: patience_s, outside_s=outside_s),
+                survivors=Survivors(job_store, patience_s=lambda: patience_s, outside_s=outside_s),
             )
-            return pool.submit(assembly.meet, 1, arrival, time.monotonic())
+            return pool.submit(assembly.join, 1, arrival, time.monotonic())
 
         yield begin
 
 
-def idle(ledger):
+def idle(job_store):
     """Of one that only says where it stopped."""
-    return Survivors(ledger, patience_s=lambda: DEADLINE_S, outside_s=DEADLINE_S)
+    return Survivors(job_store, patience_s=lambda: DEADLINE_S, outside_s=DEADLINE_S)
 
 
 def until(condition):
@@ -94,9 +93,9 @@ def test_all_arrive(play):
 
 
 def test_whoever_arrives_after_the_plan_finds_it(play, connect):
-    ledger = connect()
+    job_store = connect()
     for rank in (0, 2):
-        ledger.arrive(1, rank, to_text(SURVIVOR))
+        job_store.arrive(1, rank, to_text(SURVIVOR))
     plan = plan_of([play(1)])
     assert plan_of([play(0)]) == plan
 
@@ -143,35 +142,35 @@ def test_all_look_at_once(play, connect):
 
 def test_survivors_in_a_step_come_again_where_one_is_outside(play, connect):
     waiting = [play(0), play(1)]
-    ledger = connect()
-    until(lambda: ledger.num_arrived(1) == 2)
-    worlds = Worlds(ledger, World.of_founders(3))
-    Stops(ledger, worlds, place=2, incarnation=0, policy=MembershipPolicy(), survivors=idle(ledger)).tell(
-        1, committed=7, in_step=False, trainer=b""
-    )
+    job_store = connect()
+    until(lambda: job_store.num_arrived(1) == 2)
+    worlds = Worlds(job_store, WorldPlan.initial(3))
+    StopReports(
+        job_store, worlds, worker_id=2, incarnation=0, policy=MembershipPolicy(), survivors=idle(job_store)
+    ).tell(1, committed=7, in_step=False, trainer=b"")
     for each in waiting:
-        with pytest.raises(PeersOutside) as caught:
+        with pytest.raises(MustReenterLoop) as caught:
             each.result(DEADLINE_S)
         assert caught.value.number == 1
-    assert ledger.num_arrived(1) == 0
-    assert {each.incarnation for each in from_texts(ledger.arrivals(1, range(3))).values()} == {NO_STATE}
-    outside = replace(SURVIVOR, in_step=False, prepared=NO_STATE)
+    assert job_store.num_arrived(1) == 0
+    assert {each.incarnation for each in from_texts(job_store.arrivals(1, range(3))).values()} == {NO_STATE}
+    outside = replace(SURVIVOR, in_step=False, voted_step=NO_STATE)
     assert plan_of([play(rank, outside) for rank in range(3)]) == dict.fromkeys(range(3), outside)
 
 
 def test_a_newcomer_does_not_mind_who_is_outside(play, connect):
-    ledger = connect()
-    ledger.next_incarnation(2)
-    ledger.put("outside/1", b"1")
+    job_store = connect()
+    job_store.next_incarnation(2)
+    job_store.set("outside/1", b"1")
     outside = replace(SURVIVOR, in_step=False)
     assert plan_of([play(0, outside), play(1, outside), play(2, NEWCOMER)])[2] == NEWCOMER
 
 
 def test_a_plan_that_names_what_a_process_was_ends_the_generation(play, connect):
-    ledger = connect()
-    ledger.propose(1, dict.fromkeys(range(3), to_text(replace(SURVIVOR, committed=5))))
+    job_store = connect()
+    job_store.propose(1, dict.fromkeys(range(3), to_text(replace(SURVIVOR, committed=5))))
     assert play(0).result(DEADLINE_S) is None
-    assert ledger.ended(1).reporter == "rank 0"
+    assert job_store.ended(1).reporter == "rank 0"
 
 
 def test_a_process_whose_place_was_taken_ends_alone(play, connect):
@@ -190,17 +189,17 @@ def test_a_process_whose_place_was_taken_ends_alone(play, connect):
 def test_a_generation_that_ends_is_left(play, connect):
     waiting = [play(0), play(1)]
     until(lambda: connect().num_arrived(1) == 2)
-    connect().end(1, Incident(kind="request", cause="test"))
+    connect().end(1, FailureRecord(kind="request", cause="test"))
     assert [each.result(DEADLINE_S) for each in waiting] == [None, None]
 
 
 def test_a_job_that_has_given_up_is_left(play, connect):
     waiting = [play(0), play(1)]
-    ledger = connect()
-    until(lambda: ledger.num_arrived(1) == 2)
-    giver = Incident(kind="exception", cause="it is hopeless", rank=2)
-    ledger.record_exit(giver)
-    ledger.put(GAVE_UP_KEY, giver.to_json().encode())
+    job_store = connect()
+    until(lambda: job_store.num_arrived(1) == 2)
+    giver = FailureRecord(kind="exception", cause="it is hopeless", worker_id=2)
+    job_store.record_exit(giver)
+    job_store.set(GAVE_UP_KEY, giver.to_json().encode())
     for each in waiting:
         with pytest.raises(RecoveryError, match="it is hopeless"):
             each.result(DEADLINE_S)
@@ -214,56 +213,56 @@ def test_who_did_not_come_is_named(play, connect):
 
 
 def test_only_survivors_that_do_not_come_are_chased(play, connect):
-    ledger = connect()
+    job_store = connect()
     policy = MembershipPolicy()
-    worlds = Worlds(ledger, World.of_founders(4))
-    stopped = Stops(ledger, worlds, place=1, incarnation=0, policy=policy, survivors=idle(ledger))
+    worlds = Worlds(job_store, WorldPlan.initial(4))
+    stopped = StopReports(job_store, worlds, worker_id=1, incarnation=0, policy=policy, survivors=idle(job_store))
     stopped.tell(1, committed=7, in_step=True, trainer=b"")
-    ledger.next_incarnation(2)
+    job_store.next_incarnation(2)
     waiting = play(0, world_size=4, patience_s=0.1)
     wanted = []
-    until(lambda: wanted.extend(ledger.new_kills()) or wanted)
-    ledger.end(1, Incident(kind="request", cause="test"))
+    until(lambda: wanted.extend(job_store.new_kills()) or wanted)
+    job_store.end(1, FailureRecord(kind="request", cause="test"))
     assert waiting.result(DEADLINE_S) is None
-    assert set(wanted + ledger.new_kills()) == {(3, 0)}
+    assert set(wanted + job_store.new_kills()) == {(3, 0)}
 
 
 def test_a_survivor_that_is_busy_outside_of_a_step_is_waited_for(play, connect):
     """Longer than for lost ones to be replaced, as hang detection grants it; then it is stuck like any other."""
-    ledger = connect()
-    beat = Beat(
+    job_store = connect()
+    beat = Heartbeat(
         incarnation=0,
         generation=0,
         committed=7,
-        place="saving a checkpoint",
+        activity="saving a checkpoint",
         in_step=False,
         is_loading=False,
         waits_for="",
         waited_s=0.0,
         number=1,
     )
-    ledger.beat(1, beat.to_dict())
+    job_store.heartbeat(1, beat.to_dict())
     began_s = time.monotonic()
     waiting = play(0, world_size=2, timeout_s=0.5, patience_s=0.2, outside_s=4.0)
-    until(lambda: ledger.new_kills() == [(1, 0)])
+    until(lambda: job_store.new_kills() == [(1, 0)])
     assert time.monotonic() - began_s >= 4.0
     with pytest.raises(RecoveryTimeout, match=r"ranks \[1\]"):
         waiting.result(DEADLINE_S)
 
 
 def test_the_bell_rings_when_there_is_a_plan(connect):
-    bell, ledger = Doorbell(connect), connect()
+    bell, job_store = PlanWatcher(connect), connect()
     bell.wait(1, timeout_s=0.05)  # nobody rings
     threading.Timer(0.2, lambda: connect().propose(1, {})).start()
     began_s = time.monotonic()
     bell.wait(1, timeout_s=DEADLINE_S)
     assert time.monotonic() - began_s < DEADLINE_S
-    assert ledger.plan(1) == {}
+    assert job_store.plan(1) == {}
     bell.wait(1, timeout_s=DEADLINE_S)  # it has rung, so this is no wait
 
 
 def test_the_bell_rings_after_a_generation_that_was_never_formed(connect):
-    bell = Doorbell(connect)
+    bell = PlanWatcher(connect)
     bell.wait(1, timeout_s=0.2)
     for number in (2, 3):
         bell.wait(number, timeout_s=0.05)
@@ -276,5 +275,5 @@ def test_the_bell_rings_after_a_generation_that_was_never_formed(connect):
 def test_equal_arrivals_are_told_once():
     texts = {rank: to_text(SURVIVOR) for rank in range(100)}
     store = dist.HashStore()
-    assert Ledger(store).propose(1, texts) == texts
+    assert JobStore(store).propose(1, texts) == texts
     assert len(store.get("plan/1")) < 2 * len(json.dumps(list(range(100))))

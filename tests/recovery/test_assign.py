@@ -12,7 +12,7 @@ HSDP = Topology(world_size=4, shard_degree=2)
 
 
 def arrived(committed, prepared=NO_STATE, incarnation=0):
-    return Arrival(incarnation=incarnation, committed=committed, prepared=prepared)
+    return Arrival(incarnation=incarnation, committed=committed, voted_step=prepared)
 
 
 NEW = arrived(NO_STATE, incarnation=1)
@@ -136,7 +136,7 @@ def test_all_end_at_one_step_and_nobody_goes_back(case):
             assert source not in plan.sources
             assert not each.has_state  # a survivor of a commit never throws its state away
         elif rank in plan.roll_forward:
-            assert each.prepared == plan.step == each.committed + 1
+            assert each.voted_step == plan.step == each.committed + 1
         else:
             assert each.committed == plan.step
     for peers in covered:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.recovery.detect import (
-    Beat,
+from hyperpod_plugins.recovery.watchdog import (
     BeatAges,
     HangPolicy,
+    Heartbeat,
     StepTimes,
     Suspicion,
     diagnose,
@@ -22,11 +22,11 @@ from hyperpod_plugins.recovery.detect import (
 
 LIMIT_S = 40.0
 POLICY = HangPolicy(floor_s=30.0, factor=10.0, early_s=120.0, outside_s=900.0)
-COMPUTES = Beat(
+COMPUTES = Heartbeat(
     incarnation=0,
     generation=3,
     committed=7,
-    place="computing step 7",
+    activity="computing step 7",
     in_step=True,
     is_loading=False,
     waits_for="",
@@ -35,7 +35,7 @@ COMPUTES = Beat(
 )
 WAITS = replace(COMPUTES, waits_for="shard", waited_s=41.0)
 WAITS_OUTSIDE = replace(WAITS, in_step=False)
-IS_OUTSIDE = replace(COMPUTES, in_step=False, place="between steps 6 and 7")
+IS_OUTSIDE = replace(COMPUTES, in_step=False, activity="between steps 6 and 7")
 LOADS = replace(IS_OUTSIDE, is_loading=True)
 
 
@@ -70,7 +70,7 @@ def test_a_rank_that_does_not_come_is_suspected(own, other, silent_s, cause):
 def test_a_rank_that_is_silent_is_suspected_wherever_it_was(own, other):
     limit_s = LIMIT_S if own.in_step else POLICY.outside_s
     assert causes(own, other, limit_s + 1.0) == [
-        f"has not been heard of for {limit_s + 1.0:.0f} s; it was {other.place}"
+        f"has not been heard of for {limit_s + 1.0:.0f} s; it was {other.activity}"
     ]
     assert causes(own, other, limit_s) == []
 
@@ -193,7 +193,7 @@ def test_impossible_limits_are_refused(name, value):
 
 
 def test_a_beat_survives_the_ledger():
-    assert Beat.from_dict(json.loads(json.dumps(WAITS.to_dict()))) == WAITS
+    assert Heartbeat.from_dict(json.loads(json.dumps(WAITS.to_dict()))) == WAITS
 
 
 class WhereItIsRead(torch.utils.data.Dataset):

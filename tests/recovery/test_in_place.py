@@ -30,7 +30,15 @@ pytestmark = pytest.mark.spawns
 
 def run(folder, degrees, micro_steps, faults, *more, timeout_s=120, meanwhile=lambda: None, transport="gloo"):
     """Run a job and return its exit code and what it printed; whatever happens, no process is left."""
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "4", "--preload", PRELOAD]
+    launcher = [
+        sys.executable,
+        "-m",
+        "hyperpod_plugins.elastic.launcher.main",
+        "--nproc-per-node",
+        "4",
+        "--preload",
+        PRELOAD,
+    ]
     command = [*launcher, str(PROGRAM), str(folder), degrees, str(micro_steps), faults, *more]
     with tempfile.TemporaryFile("w+") as out:
         job = subprocess.Popen(

@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.local_update import closure_of, refuse_closures
-from hyperpod_plugins.recovery.hyperparameters import hyperparameters, make_plain
-from hyperpod_plugins.recovery.kept import FreshGradients, KeptState, is_elementwise
+from hyperpod_plugins.parallel.local_optimizer import closure_of, refuse_closures
+from hyperpod_plugins.recovery.kept_state import FreshGradients, KeptState, is_elementwise
+from hyperpod_plugins.recovery.state import hyperparameters, make_plain
 from hyperpod_plugins.recovery.undo import Beginning
 
 

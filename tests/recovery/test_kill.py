@@ -11,8 +11,8 @@ import pytest
 import torch
 from recovery.faults import run_job
 
-from hyperpod_plugins.parallel.checkpoint_files import read_document
-from hyperpod_plugins.recovery.chaos import ChaosPlan, blows
+from hyperpod_plugins.fault_injection.chaos import ChaosPlan, blows
+from hyperpod_plugins.parallel.checkpoint.files import read_document
 
 EVERYWHERE = [
     ["sanity", 0, 1, "kill"],

@@ -5,22 +5,22 @@ import json
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from hyperpod_plugins.elastic import Incident, Ledger
-from hyperpod_plugins.elastic.entries import EndedEntry, record_end
-from hyperpod_plugins.elastic.restarts import JobRestart, JobRestartBudget
+from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.membership.restart_policy import JobRestart, JobRestartBudget
+from hyperpod_plugins.elastic.store.entries import EndedEntry, record_end
 from hyperpod_plugins.errors import StateLost
-from hyperpod_plugins.observability import Event, EventFile, listen, record
+from hyperpod_plugins.events import Event, EventFile, listen, record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery import Arrival, Rung, plan_recovery
-from hyperpod_plugins.recovery.attempts import Attempts
-from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints, known_checkpoints, newest_checkpoint, refuse_older
-from hyperpod_plugins.recovery.repair import RetryPolicy
+from hyperpod_plugins.recovery import Arrival, RecoveryLevel, plan_recovery
+from hyperpod_plugins.recovery.abort import SavedCheckpoints, known_checkpoints, newest_checkpoint, refuse_older
+from hyperpod_plugins.recovery.protocols import RetryPolicy
+from hyperpod_plugins.recovery.step import Attempts
 
 HSDP = Topology(world_size=4, shard_degree=2)
 
 
 def restart(step, path="/ckpt"):
-    return JobRestart(incident=Incident(kind="process", cause="all died"), resume_from=path, step=step)
+    return JobRestart(incident=FailureRecord(kind="process", cause="all died"), resume_from=path, step=step)
 
 
 def test_a_job_that_gets_further_may_begin_again_as_often_as_it_likes():
@@ -42,26 +42,26 @@ def test_a_restart_survives_the_ledger_and_says_where_it_begins(path, words):
 
 
 def test_who_asks_first_for_a_restart_is_heard():
-    ledger = Ledger(HashStore())
-    ledger.put_first("restart", b"first")
-    ledger.put_first("restart", b"second")
-    assert ledger.find("restart") == b"first"
+    job_store = JobStore(HashStore())
+    job_store.set_if_absent("restart", b"first")
+    job_store.set_if_absent("restart", b"second")
+    assert job_store.try_get("restart") == b"first"
 
 
 def test_the_newest_checkpoint_is_the_last_that_is_still_there(tmp_path):
-    ledger = Ledger(HashStore())
-    saved = SavedCheckpoints(ledger)
-    assert newest_checkpoint(known_checkpoints(ledger)) == ("", 0)
+    job_store = JobStore(HashStore())
+    saved = SavedCheckpoints(job_store)
+    assert newest_checkpoint(known_checkpoints(job_store)) == ("", 0)
     paths = [tmp_path / name for name in ("a", "b", "c")]
     for step, path in enumerate(paths):
         path.mkdir()
         saved.add(str(path), step)
-    assert newest_checkpoint(known_checkpoints(ledger)) == (str(paths[2]), 2)
+    assert newest_checkpoint(known_checkpoints(job_store)) == (str(paths[2]), 2)
     paths[2].rmdir()  # by somebody else
-    assert newest_checkpoint(known_checkpoints(ledger)) == (str(paths[1]), 1)
+    assert newest_checkpoint(known_checkpoints(job_store)) == (str(paths[1]), 1)
     saved.discard(str(paths[1]))
     saved.add(str(paths[0]), 8)  # overwritten
-    assert newest_checkpoint(known_checkpoints(ledger)) == (str(paths[0]), 8)
+    assert newest_checkpoint(known_checkpoints(job_store)) == (str(paths[0]), 8)
 
 
 @pytest.mark.parametrize(
@@ -74,42 +74,42 @@ def test_the_newest_checkpoint_is_the_last_that_is_still_there(tmp_path):
     ],
 )
 def test_a_checkpoint_that_is_newer_than_all_snapshots_wins(tmp_path, saved, num_ended, is_refused):
-    ledger = Ledger(HashStore())
+    job_store = JobStore(HashStore())
     if saved is not None:
-        SavedCheckpoints(ledger).add(str(tmp_path), saved)
+        SavedCheckpoints(job_store).add(str(tmp_path), saved)
     for number in range(num_ended):
-        record_end(ledger, EndedEntry(number=number, kind="fit"))
+        record_end(job_store, EndedEntry(number=number, kind="fit"))
     if not is_refused:
-        refuse_older(5, ledger)
+        refuse_older(5, job_store)
         return
     with pytest.raises(StateLost, match=f"checkpoint {tmp_path} is newer than the snapshots of step 5"):
-        refuse_older(5, ledger)
+        refuse_older(5, job_store)
 
 
 def test_a_rank_that_is_lost_eight_times_in_one_step_ends_the_job():
-    attempts = Attempts(RetryPolicy(), place=0)
+    attempts = Attempts(RetryPolicy(), worker_id=0)
 
     def lose(rank, kind="process"):
-        return attempts.why_end(Incident(kind=kind, cause="killed by SIGKILL", rank=rank), None, step=5)
+        return attempts.why_end(FailureRecord(kind=kind, cause="killed by SIGKILL", worker_id=rank), None, step=5)
 
     assert {lose(rank) for rank in (1, 2, 3) for _ in range(7)} == {""}  # each has its own budget
     assert {lose(1, kind="collective") for _ in range(20)} == {""}  # no rank was lost
     why = lose(2)
     assert why == "rank 2 was lost 8 times in step 5, the last time because: killed by SIGKILL"
-    arrivals = {0: Arrival(incarnation=0, committed=5, ends=why), 1: Arrival(incarnation=7, committed=5)}
+    arrivals = {0: Arrival(incarnation=0, committed=5, abort_reason=why), 1: Arrival(incarnation=7, committed=5)}
     plan = plan_recovery(arrivals | {2: Arrival(incarnation=8), 3: Arrival(incarnation=7, committed=5)}, HSDP)
-    assert (plan.rung, plan.ends) == (Rung.STOP, why)
+    assert (plan.level, plan.abort_reason) == (RecoveryLevel.STOP, why)
     attempts.succeeded()
     assert lose(2) == ""  # in another step
 
 
 def test_one_process_that_must_end_ends_the_job_after_all_have_their_state():
-    arrivals = {rank: Arrival(incarnation=0, committed=7, prepared=-1) for rank in range(3)}
+    arrivals = {rank: Arrival(incarnation=0, committed=7, voted_step=-1) for rank in range(3)}
     arrivals[3] = Arrival(incarnation=1)
-    arrivals[1] = Arrival(incarnation=0, committed=7, ends="ValueError in step 7, 3 times")
+    arrivals[1] = Arrival(incarnation=0, committed=7, abort_reason="ValueError in step 7, 3 times")
     plan = plan_recovery({rank: Arrival.from_dict(each.to_dict()) for rank, each in arrivals.items()}, HSDP)
-    assert (plan.rung, plan.step, dict(plan.sources)) == (Rung.STOP, 7, {3: 1})
-    assert plan.ends == "ValueError in step 7, 3 times"
+    assert (plan.level, plan.step, dict(plan.sources)) == (RecoveryLevel.STOP, 7, {3: 1})
+    assert plan.abort_reason == "ValueError in step 7, 3 times"
 
 
 def test_events_reach_listeners_and_files_until_they_stop_listening(tmp_path):

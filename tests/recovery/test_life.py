@@ -15,8 +15,17 @@ import pytest
 from recovery.test_in_place import PRELOAD
 from torch._C._distributed_c10d import HashStore
 
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.entries import (
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.membership.admission import is_known, publish_initial_world
+from hyperpod_plugins.elastic.membership.restart_policy import (
+    GAVE_UP,
+    NOT_NEEDED,
+    JobRestart,
+    JobRestartBudget,
+    Loss,
+    Remedy,
+)
+from hyperpod_plugins.elastic.store.entries import (
     EndedEntry,
     EntryRecords,
     ended_entries,
@@ -25,13 +34,11 @@ from hyperpod_plugins.elastic.entries import (
     record_end,
     restart_from_newest,
 )
-from hyperpod_plugins.elastic.incident import Incident
-from hyperpod_plugins.elastic.joining import found, is_known
-from hyperpod_plugins.elastic.restarts import GAVE_UP, NOT_NEEDED, JobRestart, JobRestartBudget, Loss, Remedy
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic.store.records import FailureRecord
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints
+from hyperpod_plugins.recovery.abort import SavedCheckpoints
 from hyperpod_plugins.recovery.entries import keep_of_rank, unseen
 
 TRAINER = """
@@ -44,7 +51,7 @@ SESSION = """
     2:third:3 1:after-third:0 3:evaluation-two:0 0:end:0
 """
 JOB = JobEnv(run_id="test", store_host="localhost", store_port=1)
-LOST = Incident(kind="process", cause="killed by SIGKILL")
+LOST = FailureRecord(kind="process", cause="killed by SIGKILL")
 
 
 def run(program, folder, faults, timeout_s, num_nodes=1):
@@ -54,7 +61,7 @@ def run(program, folder, faults, timeout_s, num_nodes=1):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             options += ["--nnodes", str(num_nodes), "--rdzv-endpoint", f"localhost:{free.getsockname()[1]}"]
-    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", *options]
+    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", *options]
     command += [str(Path(__file__).with_name(program)), str(folder), faults]
     until_s, code = time.monotonic() + timeout_s, None
     with tempfile.TemporaryFile("w+") as out:
@@ -174,27 +181,27 @@ def test_restarts_are_counted_by_place():
 
 def test_a_restart_goes_on_past_what_has_ended(tmp_path):
     store = HashStore()
-    ledger = Ledger.of("first", store)
+    job_store = JobStore.of("first", store)
     paths = [tmp_path / name for name in ("a", "b")]
     for path in paths:
         path.mkdir()
-    began = restart_from_newest(ledger, replace(JOB, resume_from="user"), LOST)
+    began = restart_from_newest(job_store, replace(JOB, resume_from="user"), LOST)
     assert (began.resume_from, began.entry) == ("user", 0)
-    SavedCheckpoints(ledger, 0).add(str(paths[0]), 4)
-    assert restart_from_newest(ledger, JOB, LOST).resume_from == str(paths[0])
-    record_end(ledger, EndedEntry(number=0, kind="fit"))
-    after = restart_from_newest(ledger, replace(JOB, resume_from="user"), LOST)
+    SavedCheckpoints(job_store, 0).add(str(paths[0]), 4)
+    assert restart_from_newest(job_store, JOB, LOST).resume_from == str(paths[0])
+    record_end(job_store, EndedEntry(number=0, kind="fit"))
+    after = restart_from_newest(job_store, replace(JOB, resume_from="user"), LOST)
     assert (after.resume_from, after.step, after.entry) == ("", 0, 1)  # both belonged to the fit that has ended
-    record_end(ledger, EndedEntry(number=1, kind="test", results=[{"loss": 0.1}]))
-    SavedCheckpoints(ledger, 2).add(str(paths[1]), 2)
-    folder = folder_for(ledger, str(tmp_path / "hyperpod-ended-0123456789ab"))
+    record_end(job_store, EndedEntry(number=1, kind="test", results=[{"loss": 0.1}]))
+    SavedCheckpoints(job_store, 2).add(str(paths[1]), 2)
+    folder = folder_for(job_store, str(tmp_path / "hyperpod-ended-0123456789ab"))
     folder.rmdir()
-    restart = restart_from_newest(ledger, JOB, LOST)
+    restart = restart_from_newest(job_store, JOB, LOST)
     assert (restart.resume_from, restart.step, restart.entry) == (str(paths[1]), 2, 2)
 
-    again = Ledger.of("second", store)
-    EntryRecords.of(ledger).hand_over(again, restart.entry)
-    assert ended_entries(again) == ended_entries(ledger)
+    again = JobStore.of("second", store)
+    EntryRecords.of(job_store).hand_over(again, restart.entry)
+    assert ended_entries(again) == ended_entries(job_store)
     assert restart_from_newest(again, replace(JOB, resume_from="user"), LOST).resume_from == "user"
     assert kept_folder(again) is None
     folder.mkdir()
@@ -203,34 +210,36 @@ def test_a_restart_goes_on_past_what_has_ended(tmp_path):
 
 def test_only_programs_that_say_so_are_known():
     store = HashStore()
-    silent, announced, refused, running = (Ledger.of(name, store) for name in ("silent", "said", "refused", "running"))
-    announced.put_first("recovers", b"1")
-    refused.put("recovers", b"0")
-    refused.put_first("recovers", b"1")
-    found(running, World.of_founders(2))
+    silent, announced, refused, running = (
+        JobStore.of(name, store) for name in ("silent", "said", "refused", "running")
+    )
+    announced.set_if_absent("recovers", b"1")
+    refused.set("recovers", b"0")
+    refused.set_if_absent("recovers", b"1")
+    publish_initial_world(running, WorldPlan.initial(2))
     assert [is_known(each) for each in (silent, announced, refused, running)] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("name", ["precious", "hyperpod-ended-", "hyperpod-ended-0123456789ab-more"])
 def test_no_other_folder_is_removed(tmp_path, name):
-    ledger = Ledger(HashStore())
+    job_store = JobStore(HashStore())
     (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match="names a folder"):
-        folder_for(ledger, str(tmp_path / name))
-    assert kept_folder(ledger) is None
+        folder_for(job_store, str(tmp_path / name))
+    assert kept_folder(job_store) is None
 
 
 def test_the_folder_for_ends_is_this_users_alone(tmp_path):
-    ledger, path = Ledger(HashStore()), tmp_path / "hyperpod-ended-0123456789ab"
-    assert folder_for(ledger, str(path)) == folder_for(ledger, "another") == path
+    job_store, path = JobStore(HashStore()), tmp_path / "hyperpod-ended-0123456789ab"
+    assert folder_for(job_store, str(path)) == folder_for(job_store, "another") == path
     assert path.stat().st_mode & 0o777 == 0o700
     path.chmod(0o777)
     with pytest.raises(ConfigError, match="all users"):
-        folder_for(ledger, str(path))
+        folder_for(job_store, str(path))
     path.rmdir()
     path.symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is a link"):
-        folder_for(ledger, str(path))
+        folder_for(job_store, str(path))
 
 
 def test_files_of_other_ranks_that_are_not_seen(tmp_path):
@@ -244,8 +253,8 @@ def test_files_of_other_ranks_that_are_not_seen(tmp_path):
     "text", [b"", b"{}", b"[[1, 2]]", b'["a"]', b"nonsense", b"[" * 100000, b"\xff", b"null", b"7"]
 )
 def test_records_that_no_process_has_written_count_as_none(text):
-    ledger = Ledger(HashStore())
+    job_store = JobStore(HashStore())
     for name in ("entry/0", "checkpoints", "entries_before", "entries_folder"):
-        ledger.put(name, text)
-    assert EntryRecords.of(ledger) == EntryRecords()
-    assert restart_from_newest(ledger, JOB, LOST).entry == 0
+        job_store.set(name, text)
+    assert EntryRecords.of(job_store) == EntryRecords()
+    assert restart_from_newest(job_store, JOB, LOST).entry == 0

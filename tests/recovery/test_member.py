@@ -5,24 +5,23 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import Reform
-from hyperpod_plugins.elastic import Incident
-from hyperpod_plugins.elastic.entries import EndedEntry, record_end
-from hyperpod_plugins.elastic.ledger import GAVE_UP_KEY, RESTART_KEY
-from hyperpod_plugins.elastic.membership import MembershipPolicy
-from hyperpod_plugins.elastic.restarts import JobRestart
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.comm import Reconfiguration
+from hyperpod_plugins.elastic import FailureRecord
+from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
+from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
+from hyperpod_plugins.elastic.store.entries import EndedEntry, record_end
+from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.recovery import Arrival, HangPolicy, Member, farewell
-from hyperpod_plugins.recovery.assembly import Generation, NobodyCame
-from hyperpod_plugins.recovery.assign import Farewell, RecoveryPlan
-from hyperpod_plugins.recovery.checkpoints import SavedCheckpoints
-from hyperpod_plugins.recovery.ending import Ending
-from hyperpod_plugins.recovery.repair import RetryPolicy
-from hyperpod_plugins.recovery.resharding import start_again_without
-from hyperpod_plugins.recovery.returning import end_for_return
+from hyperpod_plugins.recovery import Arrival, HangPolicy, Member, abort
+from hyperpod_plugins.recovery.abort import SavedCheckpoints
+from hyperpod_plugins.recovery.plan import FinalSavePlan, RecoveryPlan
+from hyperpod_plugins.recovery.protocols import RetryPolicy
+from hyperpod_plugins.recovery.quorum import Generation, ReplacementTimeout
+from hyperpod_plugins.recovery.shutdown import JobShutdown, start_again_without
+from hyperpod_plugins.recovery.step import end_for_return
 
 pytestmark = pytest.mark.slow_single
 
@@ -34,7 +33,7 @@ def test_groups_that_cannot_be_formed_are_not_tried_for_ever(monkeypatch):
         tried.append(attempt)
         raise PeerLost("a test")
 
-    monkeypatch.setattr(Reform, "run", run)
+    monkeypatch.setattr(Reconfiguration, "run", run)
     member, _store = member_of_one(replacement_timeout_s=0.5)
     numbers = []
     with pytest.raises(RecoveryError, match=r"groups could not be formed \d+ times .* though all ranks were there"):
@@ -47,8 +46,8 @@ def member_of_one(replacement_timeout_s=1.0, num_ranks=1):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     member = Member(
         JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job"),
-        place=0,
-        world=World.of_founders(num_ranks),
+        worker_id=0,
+        world=WorldPlan.initial(num_ranks),
         policy=MembershipPolicy(replacement_timeout_s=replacement_timeout_s),
         hangs=HangPolicy(),
     )
@@ -57,20 +56,20 @@ def member_of_one(replacement_timeout_s=1.0, num_ranks=1):
 
 def test_a_job_that_gets_no_further_starts_again_from_a_checkpoint(monkeypatch):
     """Groups are formed each time, and break before a step is committed; steps that are committed count anew."""
-    monkeypatch.setattr(Reform, "run", lambda attempt: None)
-    monkeypatch.setattr(farewell, "_FAREWELL_S", 0.0)
+    monkeypatch.setattr(Reconfiguration, "run", lambda attempt: None)
+    monkeypatch.setattr(abort, "_FAREWELL_S", 0.0)
     member, _store = member_of_one(replacement_timeout_s=0.1)
 
     def come_together(times):
         for _ in range(times):
             formed = member.join_next(Arrival(incarnation=0, committed=member.committed), lambda number: None)
-            member.ledger.end(formed.number, Incident(kind="collective", cause="a test"))
+            member.job_store.end(formed.number, FailureRecord(kind="collective", cause="a test"))
 
     for member.committed in range(4):
         come_together(times=10)
     with pytest.raises(StateLost, match=r"the job came together \d+ times in .* without getting further than step 3"):
         come_together(times=10000)
-    assert member.ledger.find(RESTART_KEY) is not None
+    assert member.job_store.try_get(RESTART_KEY) is not None
 
 
 def all_return(member, times, lost_at):
@@ -85,19 +84,19 @@ def all_return(member, times, lost_at):
 def test_eight_returns_from_one_step_end_the_job():
     member, _store = member_of_one(num_ranks=2)
     all_return(member, times=7, lost_at=5)
-    assert member.ledger.ended(member.generation).cause == "all ranks return to the snapshot of step 3"
+    assert member.job_store.ended(member.generation).cause == "all ranks return to the snapshot of step 3"
     all_return(member, times=7, lost_at=6)  # the job got further
-    assert member.ledger.find(GAVE_UP_KEY) is None
+    assert member.job_store.try_get(GAVE_UP_KEY) is None
     with pytest.raises(RecoveryError, match="the state after step 5 was lost 8 times"):
         all_return(member, times=1, lost_at=5)
-    assert "lost 8 times" in Incident.from_json(member.ledger.find(GAVE_UP_KEY)).cause
+    assert "lost 8 times" in FailureRecord.from_json(member.job_store.try_get(GAVE_UP_KEY)).cause
 
 
 def test_returns_of_an_earlier_fit_do_not_count():
     member, _store = member_of_one(num_ranks=2)
     for number in range(2):
         all_return(member, times=7, lost_at=5)
-        record_end(member.ledger, EndedEntry(number=number, kind="fit"))
+        record_end(member.job_store, EndedEntry(number=number, kind="fit"))
 
 
 def subject_that_saves(path):
@@ -106,27 +105,27 @@ def subject_that_saves(path):
 
 def test_a_job_whose_rank_is_lost_too_often_saves_what_its_ranks_hold_and_ends():
     member, _store = member_of_one()
-    plan = RecoveryPlan(step=5, roll_forward=(), sources={}, ends="rank 2 was lost 8 times in step 5")
+    plan = RecoveryPlan(step=5, roll_forward=(), sources={}, abort_reason="rank 2 was lost 8 times in step 5")
     with pytest.raises(RecoveryError, match="rank 2 was lost 8 times in step 5"):
-        Ending(member, subject_that_saves("/saved")).end(plan, plan.ends, error=None)
-    assert "step 5 was saved as /saved" in Incident.from_json(member.ledger.find(GAVE_UP_KEY)).cause
+        JobShutdown(member, subject_that_saves("/saved")).end(plan, plan.abort_reason, error=None)
+    assert "step 5 was saved as /saved" in FailureRecord.from_json(member.job_store.try_get(GAVE_UP_KEY)).cause
 
 
 @pytest.mark.parametrize(("saved_step", "begins_at"), [(9, 10), (11, 11)])
 def test_those_that_are_left_write_snapshots_unless_a_checkpoint_is_newer(monkeypatch, tmp_path, saved_step, begins_at):
-    monkeypatch.setattr(Reform, "run", lambda attempt: None)
-    monkeypatch.setattr(farewell, "_FAREWELL_S", 0.0)
+    monkeypatch.setattr(Reconfiguration, "run", lambda attempt: None)
+    monkeypatch.setattr(abort, "_FAREWELL_S", 0.0)
     member, _store = member_of_one(num_ranks=2)
     checkpoint, rescued = tmp_path / "checkpoint", tmp_path / "rescued"
     checkpoint.mkdir()
-    SavedCheckpoints(member.ledger).add(str(checkpoint), saved_step)
+    SavedCheckpoints(member.job_store).add(str(checkpoint), saved_step)
     left = {0: Arrival(incarnation=0, snapshots=(10,), ward_snapshots=(10,))}
-    late = NobodyCame(Generation(number=1, arrivals=left), "rank 1 does not come back", starts_again=True)
+    late = ReplacementTimeout(Generation(number=1, arrivals=left), "rank 1 does not come back", starts_again=True)
     snapshots = SimpleNamespace(of=lambda owner, step: (owner, step))
-    ending = Ending(member, subject_that_saves(str(rescued)))
-    nothing = Farewell(roll_forward=(), savers=(), step=-1)
+    ending = JobShutdown(member, subject_that_saves(str(rescued)))
+    nothing = FinalSavePlan(roll_forward=(), savers=(), step=-1)
     topology = Topology(world_size=2, shard_degree=2, ranks_per_node=1)
     with pytest.raises(StateLost, match="rank 1 does not come back"):
         start_again_without(late, nothing, member, ending, topology, snapshots)
-    restart = JobRestart.from_json(member.ledger.find(RESTART_KEY))
+    restart = JobRestart.from_json(member.job_store.try_get(RESTART_KEY))
     assert (restart.resume_from, restart.step) == (str(rescued if begins_at == 10 else checkpoint), begins_at)

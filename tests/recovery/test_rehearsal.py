@@ -187,7 +187,7 @@ def test_what_a_replacement_lacks_is_named_with_the_phase():
     ],
 )
 def test_a_rehearsed_step_names_what_an_old_fault_does_not_put_back(fault, told):
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "2", *PRELOAD]
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2", *PRELOAD]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PUT_BACK": fault, "REHEARSE": "2"}
     done = subprocess.run([*launcher, str(PUT_BACK)], env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == (1 if fault else 0), done.stdout + done.stderr
@@ -204,7 +204,7 @@ def test_a_rehearsed_step_names_what_an_old_fault_does_not_put_back(fault, told)
     ],
 )
 def test_a_rehearsed_step_ends_the_job_by_name_where_something_would_not_come_back(fault, told):
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "2", *PRELOAD]
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2", *PRELOAD]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault, "REHEARSE": "2"}
     done = subprocess.run([*launcher, str(PROGRAM)], env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == (1 if fault else 0), done.stdout + done.stderr
@@ -213,7 +213,7 @@ def test_a_rehearsed_step_ends_the_job_by_name_where_something_would_not_come_ba
 
 @pytest.mark.spawns
 def test_a_process_that_is_lost_while_a_step_is_rehearsed_is_replaced(tmp_path):
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "2", *PRELOAD]
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2", *PRELOAD]
     results = []
     for index, phase in enumerate(("", "reading its state back", "computing the step again")):
         marker = tmp_path / str(index)
@@ -262,7 +262,14 @@ def test_a_disagreement_names_rank_host_and_the_first_tensors():
     ],
 )
 def test_replicas_that_drift_apart_by_one_bit_end_the_job_by_name(num_ranks, told):
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", str(num_ranks), *PRELOAD]
+    launcher = [
+        sys.executable,
+        "-m",
+        "hyperpod_plugins.elastic.launcher.main",
+        "--nproc-per-node",
+        str(num_ranks),
+        *PRELOAD,
+    ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "flip", "COMPARE": "2"}
     done = subprocess.run([*launcher, str(PROGRAM)], env=environ, capture_output=True, text=True, timeout=120)
     text = done.stdout + done.stderr

@@ -3,8 +3,8 @@
 import pytest
 
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.recovery import Arrival, buddies
-from hyperpod_plugins.recovery.rescue import plan_rescue
+from hyperpod_plugins.recovery import Arrival
+from hyperpod_plugins.recovery.plan import buddies, plan_salvage
 
 
 def arrivals(**snapshots):
@@ -43,7 +43,7 @@ HYBRID = Topology(world_size=4, shard_degree=2, ranks_per_node=2)
     ],
 )
 def test_what_can_be_saved(topology, here, step, owners):
-    rescue = plan_rescue(arrivals(**here), topology)
+    rescue = plan_salvage(arrivals(**here), topology)
     if step is None:
         assert rescue is None
         return

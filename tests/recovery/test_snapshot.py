@@ -11,23 +11,21 @@ from harness import run_ranks
 from recovery.faults import TORCHRUN, run_job
 from torch import nn
 
-from hyperpod_plugins.comm import GroupRole, Reform, break_groups, new_axis_group
+from hyperpod_plugins.comm import GroupKey, Reconfiguration, break_groups, new_axis_group
 from hyperpod_plugins.errors import ConfigError, StateLost
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import (
     NO_STATE,
     Arrival,
-    Rung,
+    RecoveryLevel,
     Snapshot,
     SnapshotPolicy,
     Snapshots,
     TrainingState,
-    buddies,
     plan_recovery,
 )
-from hyperpod_plugins.recovery.assign import newest_snapshot
-from hyperpod_plugins.recovery.buddies import restorable_steps, wards
-from hyperpod_plugins.recovery.snapshot import MAX_STALLS, Shelf
+from hyperpod_plugins.recovery.plan import buddies, newest_snapshot, restorable_steps, sources_of
+from hyperpod_plugins.recovery.snapshot import MAX_STALLS, SnapshotBuffer
 
 # -- who keeps whose --------------------------------------------------------------------------------------------------
 
@@ -61,7 +59,7 @@ def test_buddies_are_a_permutation_without_fixed_points_and_leave_the_node_where
     ranks = range(topology.world_size)
     assert sorted(found) == list(ranks)
     assert topology.world_size == 1 or all(found[rank] != rank for rank in ranks)
-    assert [found[ward] for ward in wards(found)] == list(ranks)
+    assert [found[ward] for ward in sources_of(found)] == list(ranks)
     nodes = [topology.node_of(rank) for rank in ranks]
     if 2 * max(nodes.count(node) for node in nodes) <= topology.world_size:
         assert all(nodes[rank] != nodes[found[rank]] for rank in ranks)
@@ -95,28 +93,28 @@ def survivor(committed, *steps):
     return Arrival(incarnation=0, committed=committed, snapshots=steps, ward_snapshots=steps)
 
 
-def newcomer():
+def joiner():
     return Arrival(incarnation=1)
 
 
 def arrivals(committed, steps, lost):
-    return {rank: newcomer() if rank in lost else survivor(committed, *steps) for rank in range(4)}
+    return {rank: joiner() if rank in lost else survivor(committed, *steps) for rank in range(4)}
 
 
 def test_one_lost_rank_of_a_full_sharding_returns_everybody_to_the_newest_snapshot():
     plan = plan_recovery(arrivals(13, (5, 10), {1}), FULL)
-    assert (plan.rung, plan.step, plan.steps_lost) == (Rung.SNAPSHOT, 10, 3)
+    assert (plan.level, plan.step, plan.steps_lost) == (RecoveryLevel.SNAPSHOT, 10, 3)
     assert (dict(plan.sources), plan.roll_forward) == ({1: 2}, ())
 
 
 def test_a_live_replica_is_preferred_to_a_snapshot():
     plan = plan_recovery(arrivals(13, (5, 10), {1}), HYBRID)
-    assert (plan.rung, plan.step, plan.steps_lost, dict(plan.sources)) == (Rung.REPLACE, 13, 0, {1: 3})
+    assert (plan.level, plan.step, plan.steps_lost, dict(plan.sources)) == (RecoveryLevel.REPLACE, 13, 0, {1: 3})
 
 
 def test_both_replicas_of_a_shard_come_from_their_buddies():
     plan = plan_recovery(arrivals(13, (5, 10), {1, 3}), HYBRID)
-    assert (plan.rung, plan.step, dict(plan.sources)) == (Rung.SNAPSHOT, 10, {1: 2, 3: 0})
+    assert (plan.level, plan.step, dict(plan.sources)) == (RecoveryLevel.SNAPSHOT, 10, {1: 2, 3: 0})
 
 
 def test_an_exchange_that_only_some_completed_does_not_count():
@@ -127,7 +125,7 @@ def test_an_exchange_that_only_some_completed_does_not_count():
 
 
 def test_nobody_is_lost_and_nothing_is_returned_to():
-    assert plan_recovery(arrivals(13, (5, 10), set()), FULL).rung is Rung.RETRY
+    assert plan_recovery(arrivals(13, (5, 10), set()), FULL).level is RecoveryLevel.RETRY
 
 
 @pytest.mark.parametrize(
@@ -168,7 +166,7 @@ def taken(shelf, step, keep):
 
 
 def test_the_complete_snapshot_is_not_overwritten_while_the_next_is_taken():
-    shelf = Shelf(is_pinned=False)
+    shelf = SnapshotBuffer(is_pinned=False)
     first = taken(shelf, 5, keep=NO_STATE)
     second = taken(shelf, 10, keep=5)
     assert shelf.steps == (5, 10)
@@ -183,7 +181,7 @@ def test_the_complete_snapshot_is_not_overwritten_while_the_next_is_taken():
 
 
 def test_a_snapshot_of_another_size_gets_memory_of_its_own():
-    shelf = Shelf(is_pinned=False)
+    shelf = SnapshotBuffer(is_pinned=False)
     taken(shelf, 5, keep=NO_STATE)
     assert shelf.room(16, keep=NO_STATE).numel() == 16
     assert shelf.steps == ()
@@ -194,7 +192,7 @@ def exchange(rank_that_breaks):
     torch.set_num_threads(1)
     dist.init_process_group("hyperpod")
     rank, topology = dist.get_rank(), Topology(world_size=3, shard_degree=3)
-    group = new_axis_group(GroupRole("snapshot", is_strict=True), range(3))
+    group = new_axis_group(GroupKey("snapshot", is_strict=True), range(3))
     model = nn.Linear(4, 3 + rank)  # of another size on each rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = TrainingState(model, [optimizer], verify=True)
@@ -206,37 +204,37 @@ def exchange(rank_that_breaks):
     checksums = {}
     for step in range(11):
         checksums[step] = state.checksum()
-        snapshots.offer(step, lambda step=step: f"trainer {rank} at {step}".encode())
+        snapshots.maybe_snapshot(step, lambda step=step: f"trainer {rank} at {step}".encode())
         model(torch.ones(4)).sum().backward()
         optimizer.step()
     snapshots.settle()
     after_ten = snapshots.own_steps, snapshots.ward_steps
     if rank == rank_that_breaks:
         break_groups("a test")
-    snapshots.offer(15, lambda: b"")
+    snapshots.maybe_snapshot(15, lambda: b"")
     snapshots.settle()
     interrupted = snapshots.own_steps, snapshots.ward_steps
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     break_groups("a test")
-    Reform(1, store=dist.PrefixStore("again", store), timeout_s=20).run()
+    Reconfiguration(1, store=dist.PrefixStore("again", store), timeout_s=20).run()
     if rank == 1:
         snapshots = make(SnapshotPolicy(every_steps=5))
         model.weight.data.zero_()
         optimizer.state.clear()
     snapshots.keep(10)
-    snapshots.deliver(10, {1: snapshots.buddy if rank == 1 else buddies(topology)[1]})
+    snapshots.redistribute(10, {1: snapshots.buddy if rank == 1 else buddies(topology)[1]})
     snapshots.load(10)
     returned = snapshots.take_returned()
     is_off = turn_off_and_repair(snapshots, partial(make, SnapshotPolicy(every_steps=5)), store)
     is_equal = state.checksum() == checksums[10]
     too_much = make(SnapshotPolicy(every_steps=1, memory_fraction=1e-12))
-    too_much.offer(0, lambda: b"")
+    too_much.maybe_snapshot(0, lambda: b"")
     with pytest.raises(ConfigError, match="bytes of host memory"):
-        too_much.offer(1, lambda: b"")
+        too_much.maybe_snapshot(1, lambda: b"")
     left_out = make(SnapshotPolicy(every_steps=1, memory_fraction=1e-12, is_required=False))
     for step in range(3):
-        left_out.offer(step, lambda: b"")
+        left_out.maybe_snapshot(step, lambda: b"")
     return after_ten, interrupted, is_equal, returned.trainer, snapshots.take_returned(), left_out.own_steps, is_off
 
 
@@ -250,7 +248,7 @@ def turn_off_and_repair(snapshots, make, store):
             snapshots.settle()
         found.append(snapshots._is_off)
         break_groups("a test")
-        Reform(generation, store=dist.PrefixStore(f"again {generation}", store), timeout_s=20).run()
+        Reconfiguration(generation, store=dist.PrefixStore(f"again {generation}", store), timeout_s=20).run()
         if dist.get_rank() == 1:
             snapshots = make()
         snapshots.keep(10)

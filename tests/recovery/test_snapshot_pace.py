@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpod_plugins.recovery.snapshot_pace import SnapshotPace, agree, interval
+from hyperpod_plugins.recovery.snapshot import SnapshotPace, agree, interval
 
 
 @pytest.mark.parametrize(

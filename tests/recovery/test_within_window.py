@@ -75,7 +75,7 @@ def train(folder, when, snapshots, *, is_disturbed):
     (folder / "train.py").write_text(PROGRAM)
     if not is_disturbed:
         (folder / "killed").touch()
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launch", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2"]
     command = [*launcher, str(folder / "train.py"), when, str(snapshots), str(folder)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

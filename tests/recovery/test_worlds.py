@@ -5,56 +5,57 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from hyperpod_plugins.elastic import Ledger
-from hyperpod_plugins.elastic.joining import found
-from hyperpod_plugins.elastic.layouts import Layout
-from hyperpod_plugins.elastic.policy import ElasticPolicy
-from hyperpod_plugins.elastic.terms import Terms, leave_terms
-from hyperpod_plugins.elastic.world import World
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.membership.admission import publish_initial_world
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, publish_elastic_spec
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import StateLost
-from hyperpod_plugins.recovery.detect import Beat
-from hyperpod_plugins.recovery.worlds import Worlds
+from hyperpod_plugins.recovery.watchdog import Heartbeat
+from hyperpod_plugins.recovery.world_view import Worlds
 
 now_s = [0.0]
 POLICY = ElasticPolicy(max_replicas=2, faulty_scale_down_timeout_s=30.0)
 
 
 def worlds(*shard_degrees, world_size=4):
-    ledger, world = Ledger(dist.HashStore()), World.of_founders(world_size)
-    found(ledger, world)
+    job_store, world = JobStore(dist.HashStore()), WorldPlan.initial(world_size)
+    publish_initial_world(job_store, world)
     if shard_degrees:
         layouts = tuple(Layout(shard_degree=degree, sizes=(1, 2)) for degree in shard_degrees)
-        leave_terms(ledger, Terms(policy=POLICY, replica_size=shard_degrees[0], sizes=(1, 2), layouts=layouts))
-    return Worlds(ledger, world, clock=lambda: now_s[0]), ledger
+        publish_elastic_spec(
+            job_store, ElasticSpec(policy=POLICY, replica_size=shard_degrees[0], sizes=(1, 2), layouts=layouts)
+        )
+    return Worlds(job_store, world, clock=lambda: now_s[0]), job_store
 
 
 def test_whole_replicas_go_on_without_a_restart():
-    found_worlds, ledger = worlds(2, 1)
+    found_worlds, job_store = worlds(2, 1)
     assert found_worlds.go_on_without(0, {3: 0}, 31.0, "rank 0")
-    assert ledger.world(1).places == (0, 1)
+    assert job_store.world(1).worker_ids == (0, 1)
 
 
 def test_where_no_replica_is_whole_all_start_again():
-    found_worlds, ledger = worlds(4, 2, 1)
+    found_worlds, job_store = worlds(4, 2, 1)
     assert not found_worlds.go_on_without(0, {3: 0}, 29.0, "rank 0")
     with pytest.raises(StateLost, match=r"fewer replicas of shard degree 4 .*; what is there may have shard degree 2"):
         found_worlds.go_on_without(0, {3: 0}, 31.0, "rank 0")
-    assert ledger.ended(0) is None
+    assert job_store.ended(0) is None
 
 
 @pytest.mark.parametrize(
     ("incarnation", "is_speaking", "is_awaited"), [(1, True, True), (1, False, False), (0, True, False)]
 )
 def test_a_replacement_that_sets_itself_up_is_awaited(incarnation, is_speaking, is_awaited):
-    found_worlds, ledger = worlds(4, 2, 1)
-    said = {"generation": 1, "committed": -1, "place": "", "in_step": False, "is_loading": False, "waits_for": ""}
-    beat = Beat(**said, incarnation=incarnation, waited_s=0.0, number=1)
-    ledger.beat(3, beat.to_dict())
+    found_worlds, job_store = worlds(4, 2, 1)
+    said = {"generation": 1, "committed": -1, "activity": "", "in_step": False, "is_loading": False, "waits_for": ""}
+    beat = Heartbeat(**said, incarnation=incarnation, waited_s=0.0, number=1)
+    job_store.heartbeat(3, beat.to_dict())
     now_s[0] = 100.0
     assert not found_worlds.go_on_without(0, {3: 1}, 1.0, "rank 0")
     now_s[0] = 160.0
     if is_speaking:
-        ledger.beat(3, replace(beat, number=2).to_dict())
+        job_store.heartbeat(3, replace(beat, number=2).to_dict())
     if is_awaited:
         assert not found_worlds.go_on_without(0, {3: 1}, 61.0, "rank 0")
     else:

@@ -233,7 +233,7 @@ def test_checkpoints_values_of_rank_0_and_what_is_refused(tmp_path):
 def initialised_by_the_script():
     """A script that makes its own gloo group, and gives values by a function of its own."""
     import hyperpod_plugins.smp as tsm
-    from hyperpod_plugins.comm.resilient import ResilientProcessGroup
+    from hyperpod_plugins.comm.process_group import ResilientProcessGroup
 
     class Scale(torch.nn.Module):
         def __init__(self):

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hyperpod_plugins.errors import CheckpointDamaged
-from hyperpod_plugins.smp.checkpoints import load, save
+from hyperpod_plugins.smp.checkpoint import load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

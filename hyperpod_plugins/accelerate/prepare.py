@@ -1,0 +1,125 @@
+"""What `prepare` does to a model and its optimizers."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint  # pyright: ignore
+from torch.optim import Optimizer
+
+from hyperpod_plugins.accelerate.compat import convert_outputs_to_fp32
+from hyperpod_plugins.errors import ConfigError, few
+from hyperpod_plugins.parallel.hsdp import find_blocks, reshard, sharded_parts
+from hyperpod_plugins.parallel.local_optimizer import refuse_closures
+
+
+def shard_with_optimizers(
+    model: nn.Module, optimizers: Sequence[Optimizer], shard: Callable[[nn.Module], None], device: torch.device
+) -> None:
+    """Shard a model in place, and put its new parameters in the place of the old ones in its optimizers.
+
+    Accelerate finds a parameter again by the address of its memory, which those on the meta device and empty shards
+    do not have. Here it is found by its name. Meanwhile the optimizers hold none, so that each can be freed.
+
+    Raises:
+        ConfigError: an optimizer has begun, computes gradients itself, or holds a parameter that is not the model's;
+            ranks hold unlike models.
+    """
+    if any(True for _ in sharded_parts(model)):
+        return  # by an earlier `prepare`, or by the user: its optimizers have the shards
+    _refuse_half_loaded(model, device)
+    refuse_closures(optimizers)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held: list[tuple[dict[str, Any], list[str]]] = []
+    for optimizer in optimizers:
+        if optimizer.state:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} has state already, of parameters that are not sharded. Prepare it "
+                "before its first step, and load saved state with accelerator.load_state afterwards."
+            )
+        for group in optimizer.param_groups:
+            foreign = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
+            if foreign:
+                raise ConfigError(
+                    f"this {type(optimizer).__name__} holds {len(foreign)} parameters, the first of shape "
+                    f"{foreign[0]}, that are not in the {type(model).__name__} it is prepared with. Make it from "
+                    "model.parameters()."
+                )
+            held.append((group, [names[id(parameter)] for parameter in group["params"]]))
+    for group, _ in held:
+        group["params"] = []
+    shard(model)
+    model.register_forward_hook(_reshard_after_evaluation)
+    parameters = dict(model.named_parameters())
+    for group, in_group in held:
+        group["params"] = [parameters[name] for name in in_group]
+
+
+def recompute_blocks(model: nn.Module, class_names: tuple[str, ...]) -> None:
+    """Let each block that will be sharded as one drop its activations and compute them again in backward.
+
+    Random numbers are drawn again as they were: dropout then drops the same. Names of parameters stay as they are.
+    """
+    for block in list(find_blocks(model, class_names)):
+        checkpoint(block, preserve_rng_state=True)
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise where recomputation by Accelerate would drop other activations than the first computation did."""
+    names = [name for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]
+    if names:
+        raise ConfigError(
+            f"activation_checkpointing_offload=True is done by Accelerate, which computes again with other random "
+            f"numbers, so dropout gives wrong gradients: {few(names)}. Set their p to 0, or leave the offload out: "
+            "activation_checkpointing=True alone draws the same numbers again."
+        )
+
+
+def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[None]], *, returns_float32: bool) -> None:
+    """Run a model's `forward` in a context, and return floating tensors in float32 where Accelerate would.
+
+    It lies around the model as Accelerate's own does, so that `Accelerator.unwrap_model` can take it away.
+    """
+    if "_original_forward" in vars(model):
+        return
+    original = model.forward
+    function = (
+        original.__func__ if isinstance(original, MethodType) else lambda _, *args, **kwargs: original(*args, **kwargs)
+    )
+
+    @wraps(function)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(self, *args, **kwargs)
+
+    vars(model)["_original_forward"] = original
+    vars(model)["forward"] = MethodType(convert_outputs_to_fp32(forward) if returns_float32 else forward, model)
+
+
+def _reshard_after_evaluation(model: nn.Module, *_: Any) -> None:
+    """What averages or swaps weights between evaluation and training must find the parameters the optimizer holds."""
+    if not torch.is_grad_enabled():
+        reshard(model)
+
+
+def _refuse_half_loaded(model: nn.Module, device: torch.device) -> None:
+    """Raise where some ranks have values for a parameter and others have none: they would wait for each other.
+
+    With `cpu_ram_efficient_loading`, which `accelerate launch` turns on unless it is told not to, transformers loads a
+    model on the first rank of each node alone.
+    """
+    here = torch.tensor([sum(parameter.is_meta for parameter in model.parameters())])
+    counts = torch.cat([here, -here]).to(device)
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    most, fewest = int(counts[0]), -int(counts[1])
+    if most != fewest:
+        raise ConfigError(
+            f"some ranks hold {fewest} parameters without values and others {most}, as with cpu_ram_efficient_loading. "
+            "Make the plugin's Accelerator before loading the model, or set fsdp_cpu_ram_efficient_loading: false. "
+            "Large models are built inside hyperpod_plugins.delayed_init.delayed_init."
+        )

@@ -1,0 +1,100 @@
+"""How a process of Accelerate joins our process group, and how Accelerate is told of it.
+
+[Note: Accelerate and FSDP2 on CPU] Accelerate 1.15 reaches its FSDP2 branch only from a list of device types without
+CPU: there `Accelerator(cpu=True, fsdp_plugin=...)` trains with DDP, without a word, and without `cpu=True` every
+process is rank 0 of 1. Its record of the process (`PartialState`) is therefore made first, from our process group, with
+a type that leads into that branch. `AcceleratorState` then turns the type into FSDP as it does on GPUs. Nothing of
+Accelerate is replaced, and a program that makes no plugin's Accelerator sees nothing of this.
+"""
+
+# Accelerate's record of the process has no public way to be written.
+# pyright: reportPrivateUsage=false
+
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from hyperpod_plugins.accelerate.compat import AcceleratorState, DistributedType, PartialState
+from hyperpod_plugins.comm import CommOptions, ResilientProcessGroup, join_world
+from hyperpod_plugins.env import WorkerEnv, accelerate_variables
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel import Topology
+
+
+class World(Protocol):
+    """A job that may change its size while it runs, such as a `Session`."""
+
+    @property
+    def topology(self) -> Topology:
+        """Degrees and rank arithmetic of the present world."""
+        ...
+
+    def when_moved(self, listener: Callable[[], object]) -> None:
+        """Call `listener()` each time that there is another world."""
+        ...
+
+
+def uses_cpu() -> bool:
+    """Whether training runs on CPU: there is no GPU, or `accelerate launch` was told not to use it."""
+    asked = accelerate_variables().get("ACCELERATE_USE_CPU", "false").lower()
+    return asked in ("true", "1", "yes") or not torch.cuda.is_available()
+
+
+def join(comm: CommOptions, timeout_s: float) -> None:
+    """Join the process group of the backend `hyperpod`, unless that has been done; one process is a group, too.
+
+    Raises:
+        ConfigError: the process belongs to a group of another backend.
+    """
+    if dist.is_initialized():
+        if not isinstance(dist.group.WORLD, ResilientProcessGroup):
+            raise ConfigError(
+                f"the process group was initialised with the backend {dist.get_backend()!r}, which cannot lose "
+                "members. Make the plugin's Accelerator before anything else joins a group, as `PartialState()` does, "
+                'or use torch.distributed.init_process_group("hyperpod").'
+            )
+        return
+    env = WorkerEnv.from_environ()
+    if (
+        env.global_rank == 0
+        and "ACCELERATE_MIXED_PRECISION" in accelerate_variables()
+        and not torch.cuda.is_available()
+    ):
+        warnings.warn(
+            "accelerate launch has started this job, and there is no GPU here: it trains on CPU, with gloo. The layout "
+            "and the precision are those asked for; the speed says nothing.",
+            stacklevel=2,
+        )
+    if not uses_cpu():
+        torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
+    join_world(comm, rank=env.global_rank, world_size=env.world_size, timeout_s=timeout_s)
+
+
+def tell_again() -> None:
+    """Let Accelerate's records say what the process group says since the job has changed its size."""
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        state["num_processes"], state["process_index"] = dist.get_world_size(), dist.get_rank()
+
+
+def tell_accelerate() -> None:
+    """Make Accelerate's record of this process say what the process group says.
+
+    Raises:
+        ConfigError: an Accelerator, or a `PartialState`, that knows of no group was made before.
+    """
+    state = PartialState._shared_state
+    if not state:
+        PartialState(cpu=uses_cpu(), **({} if uses_cpu() else {"backend": "hyperpod"}))
+    elif state["num_processes"] != dist.get_world_size() or state["distributed_type"] == DistributedType.NO:
+        raise ConfigError(
+            "Accelerate has taken this process for a job of its own: an Accelerator or a PartialState was made before "
+            "the plugin's. Call `plugin.accelerator()` first; later ones share its state."
+        )
+    if state["distributed_type"] != DistributedType.FSDP:
+        state["distributed_type"] = DistributedType.MULTI_GPU
+        state["num_processes"], state["process_index"] = dist.get_world_size(), dist.get_rank()
+        state["local_process_index"] = WorkerEnv.from_environ().local_rank
+        state["backend"] = state["backend"] or "gloo"

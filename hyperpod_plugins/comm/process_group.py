@@ -1,0 +1,549 @@
+"""The group that everybody holds, over an inner group that can be replaced."""
+
+# C++ overloads have no single signature that a Python override could match, and several names that c10d calls on a
+# group begin with an underscore.
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false, reportPrivateUsage=false
+# c10d keeps the ranks of every group in a private table and offers no way to change them. Not every torch that we
+# support has its type for the names of groups.
+# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Backend, Store
+
+from hyperpod_plugins.comm import sockets
+from hyperpod_plugins.comm.api import CommOptions, GroupKey
+from hyperpod_plugins.comm.device_queue import device_queue
+from hyperpod_plugins.comm.health import breaker
+from hyperpod_plugins.comm.traffic import Collective, counters
+from hyperpod_plugins.comm.transport import forget_device, transport_of
+from hyperpod_plugins.comm.work import (
+    FinishedWork,
+    ResilientWork,
+    discard_pending,
+    is_transport_error,
+    no_op_group,
+    queueing_device,
+    raise_peer_lost,
+    reduce_scatter,
+    release_group,
+    transport_message,
+)
+from hyperpod_plugins.errors import CommError, DeviceHung, LoopError, PeerLost
+
+# A process group whose collectives run in another group: every spelling that c10d and its callers use.
+
+
+def num_bytes(tensors: Tensor | Sequence[Any]) -> int:
+    """Size of a tensor, or of all tensors in nested lists."""
+    if isinstance(tensors, Tensor):
+        return tensors.nbytes
+    if len(tensors) == 1:
+        return num_bytes(tensors[0])
+    return sum(num_bytes(part) for part in tensors)
+
+
+class DelegatingGroup(dist.ProcessGroup):
+    """Abstract group that hands every collective to `inner`, through the one gate `_issue`.
+
+    Callers reach a group in three ways, and all of them end here: `torch.distributed` functions and FSDP2 call the
+    Python methods; functional collectives, DDP and compiled code call the C++ methods, which look for a Python
+    override; and either of them uses the spelling of its torch version. The inner group is called by the spelling that
+    torch 2.10 to 2.13 share. Rank and size are asked for often, so they are kept, not delegated.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self._rank, self._size = rank, size
+
+    @property
+    def inner(self) -> dist.ProcessGroup:
+        """The group that does the work now."""
+        raise NotImplementedError
+
+    def _issue(
+        self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
+    ) -> dist.Work:
+        """Run `call(*args, **kwargs)`, a method of the inner group; `payload_bytes` as `traffic` defines it."""
+        raise NotImplementedError
+
+    def rank(self) -> int:
+        """This process's rank in the group as it is now."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of members of the group as it is now."""
+        return self._size
+
+    def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Reduce in place, on all members."""
+        return self._issue("all_reduce", num_bytes(tensors), self.inner.allreduce, tensors, *args, **kwargs)
+
+    def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Reduce several tensors in place, on all members."""
+        return self._issue("all_reduce", num_bytes(tensors), self.inner.allreduce_coalesced, tensors, *args, **kwargs)
+
+    def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Gather into one tensor per member."""
+        return self._issue("all_gather", num_bytes(outputs), self.inner.allgather, outputs, inputs, *args, **kwargs)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Gather several tensors, each into one tensor per member."""
+        call = self.inner.allgather_coalesced
+        return self._issue("all_gather", num_bytes(outputs), call, outputs, inputs, *args, **kwargs)
+
+    def all_gather_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Gather into one tensor."""
+        return self._issue("all_gather", output.nbytes, self.inner._allgather_base, output, input, *args, **kwargs)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Gather several tensors, each into one."""
+        call = self.inner.allgather_into_tensor_coalesced
+        return self._issue("all_gather", num_bytes(outputs), call, outputs, inputs, *args, **kwargs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Reduce one tensor per member, and keep one's own."""
+        inner = self.inner
+        call = partial(reduce_scatter, inner, inner.reduce_scatter)
+        return self._issue("reduce_scatter", num_bytes(inputs), call, outputs, inputs, *args, **kwargs)
+
+    def reduce_scatter_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Reduce one tensor, and keep one's own part."""
+        inner = self.inner
+        call = partial(reduce_scatter, inner, inner._reduce_scatter_base)
+        return self._issue("reduce_scatter", input.nbytes, call, output, input, *args, **kwargs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Reduce several tensors, and keep one's own part of each."""
+        inner = self.inner
+        call = partial(reduce_scatter, inner, inner.reduce_scatter_tensor_coalesced)
+        return self._issue("reduce_scatter", num_bytes(inputs), call, outputs, inputs, *args, **kwargs)
+
+    def all_to_all_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Exchange parts of one tensor."""
+        return self._issue("all_to_all", input.nbytes, self.inner.alltoall_base, output, input, *args, **kwargs)
+
+    def alltoall(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Exchange one tensor with each member."""
+        return self._issue("all_to_all", num_bytes(inputs), self.inner.alltoall, outputs, inputs, *args, **kwargs)
+
+    def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Copy the root's tensor to all members."""
+        return self._issue("broadcast", num_bytes(tensors), self.inner.broadcast, tensors, *args, **kwargs)
+
+    def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Reduce onto the root."""
+        return self._issue("reduce", num_bytes(tensors), self.inner.reduce, tensors, *args, **kwargs)
+
+    def gather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Gather onto the root, into one tensor per member."""
+        size_bytes = num_bytes(inputs) * self._size
+        return self._issue("gather", size_bytes, self.inner.gather, outputs, inputs, *args, **kwargs)
+
+    def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Give every member one tensor of the root."""
+        size_bytes = num_bytes(outputs) * self._size
+        return self._issue("scatter", size_bytes, self.inner.scatter, outputs, inputs, *args, **kwargs)
+
+    def send(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Send to one member."""
+        return self._issue("send", num_bytes(tensors), self.inner.send, tensors, *args, **kwargs)
+
+    def recv(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Receive from one member."""
+        return self._issue("recv", num_bytes(tensors), self.inner.recv, tensors, *args, **kwargs)
+
+    def recv_anysource(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Receive from whoever sends first."""
+        return self._issue("recv", num_bytes(tensors), self.inner.recv_anysource, tensors, *args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
+        """Wait for all members."""
+        return self._issue("barrier", 0, self.inner.barrier, *args, **kwargs)
+
+    # Other spellings: C++ names, and names from before (or after) a renaming in torch.
+    getRank = rank
+    getSize = size
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # What callers ask of a group besides collectives. The C++ base would answer from its own, empty table of backends.
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.inner._device_types
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        return self.inner._get_backend(device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return self._issue("coalesced", 0, self.inner._end_coalescing, device)
+
+    def _set_sequence_number_for_group(self) -> None:
+        self.inner._set_sequence_number_for_group()
+
+    def get_group_store(self) -> Store:
+        """The store in which the members of the present inner group found each other."""
+        return self.inner.get_group_store()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let collectives that are issued from now on wait this long for their peers."""
+        self.inner.set_timeout(timeout)
+
+
+BACKEND = "hyperpod"
+
+
+class _Pin(threading.local):
+    group: "ResilientProcessGroup | None" = None
+    generation = 0
+
+
+_pin = _Pin()
+
+
+@contextmanager
+def pinned(group: dist.ProcessGroup | None, generation: int) -> Generator[None, None, None]:
+    """Let this thread use a group in one generation only, for work that a newcomer would know nothing of.
+
+    Raises:
+        PeerLost: when a collective is issued after the group was formed again.
+    """
+    _pin.group, _pin.generation = (group if isinstance(group, ResilientProcessGroup) else None), generation
+    try:
+        yield
+    finally:
+        _pin.group = None
+
+
+def generation_of(group: dist.ProcessGroup | None) -> int:
+    """Number of a group's generation; 0 for a group that has none."""
+    return group.generation if isinstance(group, ResilientProcessGroup) else 0
+
+
+class ResilientProcessGroup(DelegatingGroup):
+    """A process group that keeps its identity while the group that does the work under it is replaced.
+
+    DeviceMesh, FSDP2 and DTensor take hold of a group when a model is set up, and ask it for its rank and size
+    whenever they need them. What they hold is this object; its members, connections and size are those
+    of `inner`. `replace_inner` is the seam at which a later generation of the job takes over.
+
+    A collective that fails for want of a peer breaks all groups of this process, for a step needs all of them; see
+    `breaker` for what happens then.
+    """
+
+    def __init__(
+        self,
+        inner: dist.ProcessGroup | None,
+        *,
+        rank: int,
+        size: int,
+        role: GroupKey,
+        options: CommOptions,
+        root_store: Store,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(rank, size)
+        self._inner: dist.ProcessGroup | None = inner
+        self._is_closed = False
+        self._traffic = counters(role.axis)
+        self.role = role
+        self.options = options
+        self.root_store = root_store
+        """Store from which every generation of this group takes its prefix."""
+        self.first_prefix = role.store_prefix(0)
+        """Prefix of the first generation's keys there."""
+        self.timeout = timeout
+        self.generation = 0
+        """Number of the generation of the job to which `inner` belongs."""
+        self.num_issued = 0
+        """How many collectives were issued in this generation: the same number on all members, at the same collective.
+
+        Sends and receives do not count, nor do batches of them, for members have different numbers of those.
+        """
+        self._name, self._description = "", ""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the group was destroyed."""
+        return self._is_closed
+
+    @property
+    def store_prefix(self) -> str:
+        """Prefix, in the root store, of the keys under which the members of this generation find each other."""
+        return self.role.store_prefix(self.generation) if self.generation else self.first_prefix
+
+    @property
+    def inner(self) -> dist.ProcessGroup:
+        """The group that does the work in this generation, or one that does nothing where that is what is wanted.
+
+        Raises:
+            CommError: the group was destroyed.
+            PeerLost: the groups are broken, and this is not inside a step.
+        """
+        if self._is_closed:
+            raise CommError(
+                f"the process group {self.role.name!r} was used after it was destroyed. Models, meshes and optimizers "
+                "end with the groups they were built on: build them again after init_process_group."
+            )
+        if _pin.group is self and _pin.generation != self.generation:
+            raise_peer_lost(f"the group was formed again, in generation {self.generation}")
+        if breaker.is_open and (breaker.cause is None or not self.role.is_strict):
+            if not breaker.suppresses_collectives:
+                raise_peer_lost(breaker.cause or "it has not joined the others yet")
+            return _QUIET
+        if self._inner is None or breaker.is_open:
+            raise_peer_lost(breaker.cause or "it has not joined the others yet")
+        return self._inner
+
+    @property
+    def connected(self) -> dist.ProcessGroup | None:
+        """The inner group, whatever its state; None if there is none."""
+        return self._inner
+
+    def replace_inner(
+        self, inner: dist.ProcessGroup, *, generation: int, global_ranks: Sequence[int]
+    ) -> dist.ProcessGroup | None:
+        """Go on over another inner group, possibly of another size, and return the former one, if there was one.
+
+        All members must have finished their collectives on the former group. The caller ends it: peers may not have
+        come this far yet.
+
+        Args:
+            inner: A whole group, as `connect` makes it, connected to the other members.
+            generation: Its number, higher than that of the present one.
+            global_ranks: The members' ranks in the world, in order of their rank in `inner`.
+
+        Raises:
+            CommError: the generation is not newer, or the ranks do not fit the group.
+        """
+        former = self._inner
+        self.refuse_former(generation)
+        if len(global_ranks) != inner.size():
+            raise CommError(
+                f"the new group {self.role.name!r} has {inner.size()} members, but {len(global_ranks)} global ranks "
+                "were given. Give one for each member, in order of their rank in the group."
+            )
+        self._inner, self.generation, self.num_issued = inner, generation, 0
+        self._set_members(inner.rank(), global_ranks)
+        return former
+
+    def refuse_former(self, generation: int) -> None:
+        """Raise `CommError` unless a generation comes after the present one."""
+        if generation <= self.generation:
+            raise CommError(
+                f"the group {self.role.name!r} is in generation {self.generation} and cannot go to generation "
+                f"{generation}: numbers only grow. A process that was left behind must join the job again."
+            )
+
+    def _set_members(self, rank: int, global_ranks: Sequence[int]) -> None:
+        self._rank, self._size = rank, len(global_ranks)
+        dist.distributed_c10d._world.pg_group_ranks[self] = {each: index for index, each in enumerate(global_ranks)}
+
+    def move(self, role: GroupKey, global_ranks: Sequence[int], rank: int) -> None:
+        """Have other members from now on, and with them another role, while there is no connection to anybody.
+
+        Args:
+            role: on the same axis.
+            global_ranks: The members' ranks in the world, in order of their rank in the group.
+            rank: This process's rank in the group.
+
+        Raises:
+            CommError: there is an inner group, whose members are others.
+        """
+        if self._inner is not None:
+            raise CommError(f"the group {self.role.name!r} cannot have other members while it is connected to its own")
+        if living.get(self.role.name) is self:
+            del living[self.role.name]
+        self.role, living[role.name] = role, self
+        self._set_members(rank, global_ranks)
+
+    def part_with_inner(self) -> dist.ProcessGroup | None:
+        """Have no inner group until the next one is put in, and return the present one, which the caller ends."""
+        inner, self._inner = self._inner, None
+        return inner
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let collectives wait this long for their peers, in this generation and in later ones."""
+        super().set_timeout(timeout)
+        self.timeout = timeout
+
+    def cut(self) -> None:
+        """Wake whoever waits in a gloo collective of this group, here and at the other members."""
+        if self._inner is not None:
+            sockets.shutdown(self._inner)
+
+    def _issue(
+        self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
+    ) -> dist.Work:
+        # Every collective of every group passes here, and so does its Work: the place to notice a fault.
+        if breaker.refusal and threading.current_thread() is threading.main_thread():
+            breaker.before_refusal()
+            if breaker.refusal:
+                raise LoopError(breaker.refusal)
+        self._traffic.add(kind, payload_bytes)
+        inner = self._inner
+        try:
+            work = call(*args, **kwargs)
+        except RuntimeError as error:
+            if not is_transport_error(error):
+                raise
+            self.notice(error)
+            return self._issue_broken(error)
+        if isinstance(work, FinishedWork):
+            return work
+        if inner is None:  # the main thread has let go of it just now
+            return self._issue_broken(PeerLost(breaker.cause or "the groups were broken"))
+        is_numbered = kind not in ("send", "recv", "coalesced")
+        self.num_issued += is_numbered
+        device = queueing_device(inner, args)
+        return ResilientWork(
+            work,
+            inner,
+            self.notice,
+            self.role,
+            number=self.num_issued if is_numbered else 0,
+            in_slices=device is None and kind not in ("send", "recv"),
+            queued_on=device,
+        )
+
+    def notice(self, error: BaseException) -> None:
+        """Break all groups of this process, for this one has failed for want of a peer."""
+        breaker.mark_broken(f"{self.role.name}: {transport_message(error)}", cut_all)
+
+    def _issue_broken(self, error: BaseException) -> dist.Work:
+        if self.role.is_strict or not breaker.suppresses_collectives:
+            raise_peer_lost(breaker.cause or str(error), error)
+        return _QUIET.barrier()
+
+    # c10d keeps name and description in the backends of a group, and this group has none of its own.
+
+    @property
+    def group_name(self) -> str:
+        """The id under which c10d and compiled code find this group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, in words."""
+        return self._description
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._description = desc
+        if self.role.group_id and desc.startswith("mesh_"):  # set by DeviceMesh; nothing else tells its axes apart
+            self._traffic = counters(desc.removeprefix("mesh_"))
+
+    def name(self) -> str:
+        """The name of the c10d backend."""
+        return BACKEND
+
+    def getGroupName(self) -> str:
+        """`group_name`, for C++."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """`group_desc`, for C++."""
+        return self._description
+
+    getBackendName = name
+    setGroupName = _set_group_name
+    setGroupDesc = _set_group_desc
+
+    def shutdown(self) -> None:
+        """End the group and let go of its connections, whoever may still hold this object."""
+        self._is_closed = True
+        inner = self.part_with_inner()
+        if inner is not None:
+            sockets.release(inner)
+            inner.shutdown()
+            release_group(inner)
+        if not live_groups():
+            forget_device()
+
+    def abort(self) -> None:
+        """End the group without waiting for its collectives: peers that wait in them get an error."""
+        self.cut()
+        if self._inner is not None:
+            start_aborts([self._inner])
+            finish_aborts()
+        self.shutdown()
+
+
+_QUIET = no_op_group()
+
+
+living: "WeakValueDictionary[str, ResilientProcessGroup]" = WeakValueDictionary()
+
+
+def live_groups() -> dict[str, ResilientProcessGroup]:
+    """All groups of this process that were not destroyed, by the names of their roles."""
+    return {name: group for name, group in sorted(living.items()) if not group.is_closed}
+
+
+def cut_all() -> None:
+    """Cut the connections of every group, and drop what would keep them open."""
+    groups = list(live_groups().values())
+    for group in groups:
+        group.cut()
+    start_aborts(inner for group in groups if (inner := group.connected) is not None)
+    discard_pending()
+
+
+_ABORT_TIMEOUT_S = 30.0
+_aborts: list[threading.Thread] = []
+_aborted: "WeakSet[dist.ProcessGroup]" = WeakSet()
+_starting_aborts = threading.Lock()
+
+
+def start_aborts(inners: Iterable[dist.ProcessGroup]) -> None:
+    """End what these inner groups have queued on a device, all at the same time; see the note on aborts.
+
+    An inner group that is being aborted, or has been, is left alone.
+    """
+    for inner in inners:
+        transport = transport_of(inner)
+        if transport is None or not any(transport.is_queued(device.type) for device in inner._device_types):
+            continue
+        abort = threading.Thread(target=transport.abort, args=(inner,), name="hyperpod_abort", daemon=True)
+        with _starting_aborts:
+            if inner not in _aborted:
+                _aborted.add(inner)
+                abort.start()
+                _aborts.append(abort)
+
+
+def finish_aborts() -> None:
+    """Wait until what was aborted has ended. New connections, and a vote for another step, come after that.
+
+    Raises:
+        DeviceHung: it did not, within 30 s.
+    """
+    with _starting_aborts:
+        aborts = list(_aborts)
+    deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
+    for abort in aborts:
+        abort.join(max(0.0, deadline_s - time.monotonic()))
+        if abort.is_alive():
+            raise DeviceHung(f"a group's abort did not end within {_ABORT_TIMEOUT_S:.0f} s")
+    with _starting_aborts:
+        _aborts[:] = [each for each in _aborts if each not in aborts]
+    device_queue.clear()

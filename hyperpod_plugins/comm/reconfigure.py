@@ -1,0 +1,161 @@
+"""From one generation of the job to the next: new connections under all groups of this process."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from hyperpod_plugins.comm import sockets
+from hyperpod_plugins.comm.api import CommOptions, GroupKey
+from hyperpod_plugins.comm.groups import connect, inner_spec
+from hyperpod_plugins.comm.health import breaker
+from hyperpod_plugins.comm.process_group import ResilientProcessGroup, cut_all, finish_aborts, live_groups, start_aborts
+from hyperpod_plugins.comm.transport import InnerSpec
+from hyperpod_plugins.comm.work import discard_pending, is_transport_error, release_group
+from hyperpod_plugins.errors import CommError, PeerLost
+
+
+def break_groups(cause: str) -> bool:
+    """Break all groups of this process, from any thread: collectives under way end, here and at their peers.
+
+    Returns:
+        Whether they were whole until now.
+    """
+    return breaker.mark_broken(cause, cut_all)
+
+
+def abandon_broken() -> None:
+    """End the inner groups of the generation that is over.
+
+    gloo takes some 10 ms for each. `Reform` does it too, but then the other members wait for this one: better is while
+    this one waits for them.
+    """
+    if breaker.is_open:
+        discard_pending()
+        for group in live_groups().values():
+            _end(group.part_with_inner())
+
+
+class Reconfiguration:
+    """New inner groups under all living groups, for one generation of the job. All members do this at the same time.
+
+    [Note: abandoning] While gloo connects it can wait in vain, until its timeout, for a peer that was lost in the same
+    moment, and nothing wakes it. So it connects in a thread of its own. If the generation ends meanwhile, that thread
+    is left to itself, and so is the store that it asks: the next generation needs another connection to it.
+
+    Args:
+        generation: its number, which no generation had before.
+        store: where the members meet; all name the same.
+        timeout_s: longest wait for another member. Collectives keep the timeout of their group.
+        members: global ranks of each group, by the name of its role; groups that are not named keep theirs.
+        is_last: leave groups that are not named as they are, without connections: what is left of the job only wants
+            to save before it ends.
+    """
+
+    def __init__(
+        self,
+        generation: int,
+        *,
+        store: Store,
+        timeout_s: float,
+        members: Mapping[str, Sequence[int]] | None = None,
+        is_last: bool = False,
+    ) -> None:
+        self._generation, self._store, self._timeout = generation, store, timedelta(seconds=timeout_s)
+        self._members, self._is_last = dict(members or {}), is_last
+        self._outcome: list[dist.ProcessGroup] | Exception | None = None
+        self._deciding, self._is_decided = threading.Lock(), threading.Event()
+        self.is_cancelled = False
+        """Whether a thread may still be connecting."""
+
+    def run(self) -> None:
+        """Connect all groups and mend the breaker.
+
+        Raises:
+            PeerLost: a member did not come, or the attempt was abandoned. The groups are broken then; try again with a
+                higher number.
+            CommError: the number is not higher than that of the groups.
+        """
+        finish_aborts()
+        groups = [group for name, group in live_groups().items() if not self._is_last or name in self._members]
+        specs = [self._spec(group) for group in groups]
+        discard_pending()
+        wanted = [
+            (spec, group.options, spec.size if group.role.axis == "world" else dist.get_world_size(), group.role)
+            for group, spec in zip(groups, specs, strict=True)
+        ]
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
+        threading.Thread(target=self._connect, args=(wanted, gpu), name="hyperpod_connect", daemon=True).start()
+        if not self._is_decided.wait((len(groups) + 1) * self._timeout.total_seconds()):
+            self.cancel("connections took longer than their timeout")
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, PeerLost):
+            breaker.reset()
+            break_groups(str(outcome))
+            raise PeerLost(f"{outcome}. Another rank was lost meanwhile.")
+        if isinstance(outcome, Exception):
+            raise outcome
+        for group, spec, inner in zip(groups, specs, outcome or [], strict=True):
+            inner.set_timeout(group.timeout)
+            _end(group.replace_inner(inner, generation=self._generation, global_ranks=spec.global_ranks))
+        breaker.reset()
+
+    def cancel(self, cause: str) -> None:
+        """End `run` with an error, from another thread; nothing happens where it has ended by itself."""
+        cause = f"generation {self._generation} ended while it was formed: {cause}"
+        self._decide(PeerLost(cause), is_abandoned=True)
+
+    def _spec(self, group: ResilientProcessGroup) -> InnerSpec:
+        """How this process connects to the other members of a group."""
+        group.refuse_former(self._generation)  # before anybody else could meet this process there
+        group.root_store = self._store
+        ranks = list(self._members.get(group.role.name, dist.get_process_group_ranks(group)))
+        return inner_spec(
+            group,
+            generation=self._generation,
+            rank=ranks.index(dist.get_rank()),
+            global_ranks=ranks,
+            timeout=self._timeout,
+        )
+
+    def _connect(self, wanted: Sequence[tuple[InnerSpec, CommOptions, int, GroupKey]], gpu: int | None) -> None:
+        connected: list[dist.ProcessGroup] = []
+        try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            for spec, options, world_size, role in wanted:
+                inner = connect(spec, options, world_size, role)
+                if self._is_decided.is_set():
+                    _end(inner)  # without a cut: the next generation's sockets may be taken for its own
+                    return
+                connected.append(inner)
+            if self._decide(connected):
+                connected = []
+        except RuntimeError as error:
+            cause = f"the groups could not be formed in generation {self._generation}: {error}".partition("\n")[0]
+            self._decide(PeerLost(cause) if is_transport_error(error) else error)
+        finally:
+            while connected:
+                inner = connected.pop()
+                sockets.shutdown(inner)  # members that have made their connections notice
+                _end(inner)
+            self._decide(CommError("the groups could not be connected; see the traceback of the thread that tried"))
+
+    def _decide(self, outcome: list[dist.ProcessGroup] | Exception, *, is_abandoned: bool = False) -> bool:
+        """Whether this outcome is the first, and counts."""
+        with self._deciding:
+            if self._is_decided.is_set():
+                return False
+            self._outcome, self.is_cancelled = outcome, is_abandoned
+            self._is_decided.set()
+            return True
+
+
+def _end(former: dist.ProcessGroup | None) -> None:
+    if former is not None:
+        start_aborts([former])  # no break has aborted one that was connected for an attempt that failed
+        sockets.release(former)
+        release_group(former)

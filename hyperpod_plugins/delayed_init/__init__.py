@@ -1,0 +1,16 @@
+"""Memory: building models without it, and giving it back to them part by part."""
+
+from hyperpod_plugins.delayed_init.api import delayed_init
+from hyperpod_plugins.delayed_init.materialize import copy_shard_, local_slice, materialize
+from hyperpod_plugins.delayed_init.replay import ReplayReport
+from hyperpod_plugins.delayed_init.tape import Tape, tapes_of
+
+__all__ = [
+    "ReplayReport",
+    "Tape",
+    "copy_shard_",
+    "delayed_init",
+    "local_slice",
+    "materialize",
+    "tapes_of",
+]

@@ -1,0 +1,158 @@
+"""Build a model without memory: nothing is allocated and nothing drawn, but everything is written on a tape.
+
+    with delayed_init() as tape:
+        model = build()                # parameters and buffers are on the meta device
+    ...                                # shard, parallelise
+    materialize(model)                 # bitwise what build() alone would have made, each rank its own part
+
+The idea of recording a constructor's operations and running them later is that of `deferred_init` in
+torchdistX (https://github.com/pytorch/torchdistx); what is new is that the random stream and dead writes are
+accounted for, so that the result is exact and the replay needs little memory.
+
+[Note: telling code that tensors are on the CPU]
+`torch.nn.init` and many models skip initialisation when they find a tensor on the meta device. Inside
+`delayed_init` a delayed tensor therefore says it is on the CPU, where eager code would have put it.
+"""
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from hyperpod_plugins.delayed_init.recorder import Recorder, refuse_other_device
+from hyperpod_plugins.delayed_init.tape import Tape
+
+_recording: ContextVar[Tape | None] = ContextVar("tape of the build that goes on in this thread", default=None)
+_READING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+
+
+@contextmanager
+def delayed_init() -> Generator[Tape]:
+    """Record what is done to tensors inside, without memory and without drawing random numbers.
+
+    Inside another `delayed_init` this one changes nothing: all goes on the tape of the outer one.
+    Tensors made from data (`torch.tensor([...])`, numpy) stay real. Afterwards the generators are as they were before.
+
+    Raises:
+        InitializationError: inside, for code that looks at random values, writes delayed values into real tensors or
+            places tensors on another device than the CPU.
+    """
+    outer = _recording.get()
+    if outer is not None:
+        yield outer  # one build, one tape: what is recorded inside draws on the same random numbers
+        return
+    tape = Tape()
+    modules: dict[nn.Module, None] = {}
+    with ExitStack() as stack:
+        stack.callback(_recording.reset, _recording.set(tape))
+        stack.callback(tape.close)
+        recorder = Recorder(tape)
+        stack.enter_context(recorder)
+        stack.enter_context(_Pretender(recorder))
+        stack.enter_context(_whole_trunc_normal(recorder))
+        stack.enter_context(_collecting(modules))
+        yield tape
+    for module in modules:
+        tape.bind(module)
+
+
+@contextmanager
+def _collecting(modules: dict[nn.Module, None]) -> Generator[None]:
+    """Collect the modules that are given parameters, buffers or children."""
+
+    def owner(module: nn.Module, name: str, tensor: object) -> None:
+        modules[module] = None
+
+    def child(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if submodule is not None:
+            modules.update(dict.fromkeys(submodule.modules()))  # deep copies never register their parameters
+
+    def restored(self: nn.Module, state: Any) -> None:
+        set_state(self, state)  # a deep copy of a whole model is registered nowhere
+        modules[self] = None
+
+    set_state = nn.Module.__setstate__
+    handles = (
+        register_module_parameter_registration_hook(owner),
+        register_module_buffer_registration_hook(owner),
+        register_module_module_registration_hook(child),
+    )
+    nn.Module.__setstate__ = restored
+    try:
+        yield
+    finally:
+        nn.Module.__setstate__ = set_state
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _whole_trunc_normal(recorder: Recorder) -> Generator[None]:
+    """Put `trunc_normal_` on tape as one op: it may draw again until all values fit, so its ops depend on values."""
+    init = cast(Any, torch.nn.init)
+    original = init._no_grad_trunc_normal_
+
+    def trunc_normal(
+        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        if not recorder.tape.holds(tensor):
+            return original(tensor, mean, std, a, b, generator=generator)
+        recorder.record_overwrite(original, tensor, (mean, std, a, b), generator)
+        return tensor
+
+    init._no_grad_trunc_normal_ = trunc_normal
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = original
+
+
+class _Pretender(TorchFunctionMode):
+    """Answer for delayed tensors what Python code asks about their device and values."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._answers = {
+            cast(Any, torch.Tensor.device).__get__: torch.device("cpu"),
+            cast(Any, torch.Tensor.is_meta).__get__: False,
+            cast(Any, torch.Tensor.is_cpu).__get__: True,
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        refuse_other_device(func, kwargs.get("device"))  # before torch starts the other device up
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor) or not self._recorder.tape.holds(first):
+            return func(*args, **kwargs)
+        if func in self._answers:
+            return self._answers[func]
+        if func in _READING:
+            return func(self._recorder.value_of(first), *args[1:], **kwargs)
+        if func == torch.Tensor.new_tensor:
+            return torch.tensor(*args[1:], **{"dtype": first.dtype, **kwargs})
+        if func in (torch.tensor, torch.as_tensor):
+            copy = first.detach().clone() if func is torch.tensor else first
+            return copy.to(kwargs.get("dtype", first.dtype))
+        if func == torch.Tensor.cpu:
+            return first
+        if func == torch.Tensor.to:
+            # Leaving the device alone keeps `x.to("cpu")` the alias of x that it is in eager code.
+            return func(first, *map(_off_cpu, args[1:]), **{key: _off_cpu(item) for key, item in kwargs.items()})
+        return func(*args, **kwargs)
+
+
+def _off_cpu(argument: Any) -> Any:
+    is_cpu = isinstance(argument, str | torch.device) and torch.device(argument).type == "cpu"
+    return torch.device("meta") if is_cpu else argument

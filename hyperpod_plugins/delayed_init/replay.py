@@ -1,0 +1,140 @@
+"""Run a tape for real, keeping no tensor longer than the next op that needs it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyperpod_plugins.delayed_init.rng import StreamPlayer
+from hyperpod_plugins.delayed_init.tape import Constant, GeneratorRef, Op, Tape, View, plan_replay
+from hyperpod_plugins.errors import InitializationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """What a replay cost."""
+
+    num_ops: int
+    """Ops run."""
+    peak_bytes: int
+    """Most bytes alive at once in storages named on the tape; what an op needs inside itself is not counted."""
+
+
+def replay(tape: Tape, wanted: Sequence[View], fill: Callable[[int, torch.Tensor], None]) -> ReplayReport:
+    """Compute views of a tape and hand each to `fill(index in wanted, full value)` as soon as it is final.
+
+    The value is freed after the call. The generators end in the state that building eagerly would have left.
+    """
+    waiting: dict[int, list[int]] = {}
+    for index, view in enumerate(wanted):
+        waiting.setdefault(view.version, []).append(index)
+    plan = plan_replay(tape.ops, waiting, with_draws=True)
+    memory = _Memory(tape, [StreamPlayer(stream) for stream in tape.streams])
+
+    def finish(version: int) -> None:
+        for index in waiting.pop(version, []):
+            fill(index, memory.tensor(wanted[index]))
+        memory.free(version)
+
+    for step in plan.steps:
+        op = tape.ops[step]
+        memory.run(op)
+        for version in op.touched | op.changed:
+            if plan.last_use[version] == step:
+                finish(version)
+    for version in list(waiting):  # never touched: `torch.empty` buffers
+        finish(version)
+    for player in memory.players:
+        player.finish()
+    return ReplayReport(num_ops=len(plan.steps), peak_bytes=memory.peak_bytes)
+
+
+def read_value(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
+    """Compute a delayed tensor in the middle of a build, for code that looks at its value.
+
+    Raises:
+        InitializationError: the value depends on random numbers, which have not been drawn yet.
+    """
+    view = tape.view(tensor)
+    plan = plan_replay(tape.ops, {view.version}, with_draws=False)
+    if any(tape.ops[step].draw for step in plan.steps):
+        raise InitializationError(
+            "the model's constructor looks at a random value (item(), tolist(), numpy(), a comparison in an `if`), "
+            "which does not exist while initialisation is delayed. Build that part of the model outside "
+            "configure_model (in __init__), or draw the value from Python's `random` or from numpy."
+        )
+    memory = _Memory(tape, [])
+    for step in plan.steps:
+        memory.run(tape.ops[step])
+    return memory.tensor(view)
+
+
+class _Memory:
+    """The real storages behind the versions of a tape."""
+
+    def __init__(self, tape: Tape, players: list[StreamPlayer]) -> None:
+        self.players = players
+        self.peak_bytes = 0
+        self._tape = tape
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def tensor(self, view: View) -> torch.Tensor:
+        """The real tensor of a view; memory that no op has made yet is allocated and has no values."""
+        storage = self._storages.get(view.version)
+        if storage is None:
+            storage = torch.UntypedStorage(self._tape.versions[view.version].size_bytes)
+            self._keep(view.version, storage)
+        tensor = torch.empty(0, dtype=view.dtype, device="cpu").set_(storage, view.offset, view.size, view.stride)
+        if view.is_conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if view.is_neg else tensor  # pyright: ignore
+
+    def free(self, version: int) -> None:
+        self._storages.pop(version, None)
+
+    @torch.no_grad()
+    def run(self, op: Op) -> None:
+        previous_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(op.default_dtype)
+        try:
+            if op.draw is not None:
+                self.players[op.draw.stream].before(op.draw)
+            result = op.func(*self._real(op.args), **self._real(op.kwargs))
+            if op.draw is not None:
+                self.players[op.draw.stream].after(op.draw)
+        finally:
+            torch.set_default_dtype(previous_dtype)
+        outputs = [result] if isinstance(result, torch.Tensor) else (result or ())
+        for view, output in zip(op.outputs, outputs, strict=False):
+            if view is not None:
+                self._keep(view.version, self._laid_out(output, view))
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, View):
+            return self.tensor(value)
+        if isinstance(value, Constant):
+            return value.value
+        if isinstance(value, GeneratorRef):
+            return self._tape.streams[value.stream].generator
+        if isinstance(value, dict):
+            return {key: self._real(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._real(item) for item in value)
+        return value
+
+    def _laid_out(self, output: torch.Tensor, view: View) -> torch.UntypedStorage:
+        """Storage of an output, copied where the real kernel lays memory out otherwise than the meta kernel said."""
+        expected = self._tape.versions[view.version].size_bytes
+        storage = output.untyped_storage()
+        is_same = (output.stride(), output.storage_offset()) == (view.stride, view.offset)
+        if is_same and storage.nbytes() == expected:
+            return storage
+        copy = torch.empty(0, dtype=view.dtype, device="cpu").set_(
+            torch.UntypedStorage(expected), view.offset, view.size, view.stride
+        )
+        return copy.copy_(output).untyped_storage()
+
+    def _keep(self, version: int, storage: torch.UntypedStorage) -> None:
+        self._storages[version] = storage
+        self.peak_bytes = max(self.peak_bytes, sum(kept.nbytes() for kept in self._storages.values()))

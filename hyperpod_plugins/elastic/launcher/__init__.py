@@ -1,0 +1,1 @@
+"""`hyperpodrun`: the agent of a node and its workers."""

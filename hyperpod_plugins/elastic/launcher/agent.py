@@ -1,0 +1,661 @@
+"""The agent of one node: torch's elastic agent, except that a lost worker is replaced and the others go on.
+
+A death takes this path, within milliseconds: the kernel tells the zygote, the zygote the agent, the agent the job store
+(first that the place has a new incarnation, then how the old one ended, then that the generation is over if it had
+been formed), and the zygote forks the replacement. Workers are free to notice earlier; whoever writes the end
+of a generation first is believed.
+
+All agents talk to a store that one of them serves, or to etcd, so no worker's death takes it along. A lost node is
+another matter: whether its place can be filled depends on the rendezvous; see `rendezvous.py`.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import LogsDest, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.utils.logging import get_logger
+
+from hyperpod_plugins.elastic.launcher.local_workers import (
+    KILLED_S,
+    LocalWorkers,
+    WorkerSlot,
+    WorkerStatus,
+    cause,
+    error_of,
+    failure,
+)
+from hyperpod_plugins.elastic.launcher.logs import Sink
+from hyperpod_plugins.elastic.launcher.round import AgentOptions, Meeting, posts_of
+from hyperpod_plugins.elastic.launcher.signal_queue import SignalInbox
+from hyperpod_plugins.elastic.membership.admission import announce_preemption, is_known, takes_part, world_or_none
+from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
+from hyperpod_plugins.elastic.membership.quorum import ExitWait
+from hyperpod_plugins.elastic.membership.restart_policy import (
+    GAVE_UP,
+    JobRestart,
+    JobRestartBudget,
+    Loss,
+    Remedy,
+    RestartBudget,
+)
+from hyperpod_plugins.elastic.rendezvous.expiry import record_worker_exit
+from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
+from hyperpod_plugins.elastic.rendezvous.keep_alive import MALFORMED
+from hyperpod_plugins.elastic.store.entries import EntryRecords, kept_folder, restart_from_newest
+from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY, GAVE_UP_KEY, RAISED_KEY, RESTART_KEY, JobStore
+from hyperpod_plugins.elastic.store.records import FailureRecord
+
+logger = get_logger(__name__)
+
+_POLL_S = 0.05
+"""How often the job store is asked for processes to kill, and whether the job is over."""
+_POLL_PER_NODE_S = 0.0005
+"""The same where there are many nodes, which share one job store: 1,000 ask twice a second each."""
+_LEAVE_S = 5.0
+"""How long nodes wait for each other's farewell when all their workers are done."""
+_REPORT_S = 30.0
+"""How often a node whose workers are done says for whom it waits."""
+_OUTSIDE_S = 900.0
+"""How long a worker outside of a step may do nothing that others hear of, before the store ends without it."""
+_PART_FOR_LEAVING = 1 / 3
+"""Of the time from SIGTERM to SIGKILL, in which an elastic job may go on without this node."""
+_END_S = 4.0
+"""How long this process may go on after an ending signal, once no worker runs here."""
+_STUCK_S = 2.0
+"""How long the main thread may take to pass that signal on to the workers."""
+_NEWS_S = 0.5
+"""How long the store outlives the decision to stop, for the other nodes to read why."""
+_STOPPED = "agent/stopped"  # value: the Incident for which the whole job ends
+_DONE = "agent/done"  # value NODE: all workers of that node have come to a good end
+_LEFT = "agent/left"  # value NODE: it needs the rendezvous no more
+_FINISHED = "agent/finished"  # value RANK: that worker has
+
+
+def longest_stop_s(shutdown_timeout_s: float) -> float:
+    """How long workers may run after an ending signal: until the job goes on without them, to SIGKILL, and to its end.
+
+    Args:
+        shutdown_timeout_s: from SIGTERM to SIGKILL.
+    """
+    return shutdown_timeout_s * (1 + _PART_FOR_LEAVING) + KILLED_S + _STUCK_S
+
+
+class HyperPodAgent(SimpleElasticAgent):
+    """Replaces lost workers one by one."""
+
+    def __init__(self, spec: WorkerSpec, options: AgentOptions) -> None:
+        """Start the zygote.
+
+        Args:
+            spec: torch's; its restarts are of all workers together and must be 0, its interval short.
+            options: ours.
+        """
+        super().__init__(spec)
+        self._options = options
+        self._inbox = SignalInbox(options.ending_signals)
+        self._inbox.on_ending(self._enforce_end)
+        self._is_stopping = False
+        self._crew = LocalWorkers(options.program, options.zygote, dict(options.environ))
+        self._meeting = Meeting()
+        self._budgets: dict[int, RestartBudget] = {}
+        self._job_restarts = JobRestartBudget()
+        self._restart: JobRestart | None = None
+        self._records: EntryRecords | None = None
+        self._failures: dict[int, ProcessFailure] = {}
+        self._reporter = ""
+        self._generation, self._next_poll_s = 0, 0.0
+        self._has_left = self._has_ledger = False
+        self._leave_by_s: float | None = None
+        self._next_signal, self._next_signal_s = signal.SIGTERM, 0.0
+        self._is_needed = True
+        self._stopped_s = 0.0
+        self._is_known = False
+        """Whether the program has said that it takes part in recovery."""
+        self._is_proven = False
+        self._excluded: FailureRecord | None = None
+        self.stopped: FailureRecord | None = None
+        """Why the whole job ends, where it does before its work is done."""
+
+    # -- what torch's loop calls, and the loop itself ----------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        """Torch's loop ends when the workers of this node are done; other nodes may still want all to start again."""
+        while True:
+            result = super()._invoke_run(role)
+            if result.is_failed() or self._restart is None or self.stopped is not None:
+                return result
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        restart, self._restart = self._restart, None
+        records, num_before = self._records_of_last_round(restart)
+        self._round = self._meeting.begin(worker_group, restart.resume_from if restart is not None else "")
+        handler = worker_group.spec.rdzv_handler
+        slots = handler if isinstance(handler, HyperPodRendezvousHandler) else None
+        job = self._round.job
+        self._job_store = JobStore.connect(job) if slots is None else JobStore.of(job.run_id, slots.connect())
+        if records is not None:
+            records.hand_over(self._job_store, num_before)
+        self._has_ledger, self._generation = True, 0
+        self._reporter = f"agent of node {self._round.node}"
+        self._budgets.clear()
+        with self._inbox.deferred():
+            posts, destination = posts_of(worker_group, self._round, self._options)
+            self._crew.start(posts, self._sinks(destination))
+            for post, code in self._crew.wait_started(self._inbox, lambda: slots is not None and slots.is_over):
+                self._on_end(post, code)
+            if self._leave_by_s is not None:  # what it said in the round before is forgotten
+                self._give_notice()
+            return {post.local_rank: post.pid for post in posts}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        until_s = time.monotonic() + self._options.monitor_interval_s
+        with self._inbox.deferred():
+            while True:
+                for post, code in self._crew.wait(min(until_s, self._next_poll_s), self._inbox):
+                    self._on_end(post, code)
+                self._inbox.raise_pending()
+                for notice in self._inbox.take_notices():
+                    self._heed_notice(notice)
+                self._poll_ledger()
+                result = self._outcome()
+                if result is not None:
+                    return result
+                if time.monotonic() >= until_s:
+                    for post in self._crew.slots:
+                        worker_group.workers[post.local_rank].id = post.pid
+                    return RunResult(state=WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop(signal.SIGTERM if self._restart is None else signal.SIGKILL)
+        self._inbox.raise_pending()  # before the rendezvous, which may take long
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """`timeout` is torch's idea; ours is in the options, and the same."""
+        self._is_stopping = True
+        with self._inbox.deferred():  # another signal is to end nothing half way
+            self._end_node(death_sig)
+
+    def _end_node(self, death_sig: signal.Signals) -> None:
+        if self.stopped is None:
+            with contextlib.suppress(DistError):
+                self._give_notice()
+                if death_sig == signal.SIGTERM:
+                    self._leave_between_steps()
+        for post, code in self._stop(death_sig):
+            if code != 0 and self.stopped is None and self._round.num_nodes > 1:
+                with contextlib.suppress(DistError):
+                    if not self._is_void(post):
+                        self._write_up(post, code)  # this node leaves and the others stay: they need not find out
+        self._crew.close()
+        if self.stopped is not None and (self._worker_group.group_world_size or 1) > 1:
+            time.sleep(max(0.0, self._stopped_s + _NEWS_S - time.monotonic()))
+
+    def _exit_barrier(self) -> None:
+        """Wait until the workers of all nodes are done, for the stores are needed until then, and leave together."""
+        handler = self._worker_group.spec.rdzv_handler
+        num_nodes, kept = self._round.num_nodes, None
+        if isinstance(handler, HyperPodRendezvousHandler):
+            with contextlib.suppress(DistError):  # whoever serves the store knew that nobody needs it any more
+                handler.finish(stays=True)
+                if handler.is_done or handler.serves_store:  # else the others go on without this one
+                    self._await_members(handler)
+                    if handler.is_done and self._restart is not None:
+                        return
+                    is_first = handler.serves_store or (not handler.needs_server and self._round.node == 0)
+                    if is_first and not handler.unfinished():
+                        kept = self._kept()
+            self.leave_rendezvous()
+            self._remove(kept)  # the job is closed, so nobody begins again with it
+            return
+        with contextlib.suppress(DistError):  # a node that has waited long enough may leave first, with its store
+            if self._await_all_nodes(_DONE, self._exit_barrier_timeout) and self._round.node == 0:
+                kept = self._kept()
+            self.leave_rendezvous()
+            self._await_all_nodes(_LEFT, _LEAVE_S)
+        self._remove(kept)
+        if self._round.node == 0 and num_nodes > 1:
+            time.sleep(2 * self._options.monitor_interval_s)  # the others still look for the last `_LEFT`
+
+    def _kept(self) -> Path | None:
+        """The state after the calls of the program, where that has come to a good end."""
+        return kept_folder(self._job_store) if self.stopped is None else None
+
+    def _remove(self, kept: Path | None) -> None:
+        if kept is not None:
+            shutil.rmtree(kept, ignore_errors=True)
+
+    def _await_members(self, handler: HyperPodRendezvousHandler) -> None:
+        """Wait until the workers of all nodes that train are done; one that falls silent meanwhile is vacated.
+
+        A worker that hangs after the program's last call is not waited for: no other rank notices that it does.
+        """
+        now_s, limit_s = time.monotonic(), self._exit_barrier_timeout
+        if handler.serves_store:
+            limit_s = max(limit_s, _OUTSIDE_S)  # those that are left cannot go on without the store
+        wait, look_s = ExitWait(limit_s, now_s), min(_REPORT_S, limit_s / 4)
+        next_look_s, next_report_s = now_s, now_s + _REPORT_S
+        while self._job_store.try_get(_STOPPED) is None and not handler.is_closed() and (left := handler.unfinished()):
+            now_s = time.monotonic()
+            if handler.is_done and self._heeds_restart():
+                return
+            if now_s >= next_look_s:
+                next_look_s = now_s + look_s
+                if wait.is_over(left, self._said_by(handler, left), now_s) and not self._heeds_restart():
+                    logger.warning(
+                        "the workers of this node are done, and it waits no longer for those of nodes %s: nothing has "
+                        "been heard of a step or a call of the program there for %.0f s",
+                        *(sorted(left), limit_s),
+                    )
+                    return
+            if now_s > next_report_s:
+                next_report_s = now_s + _REPORT_S
+                logger.warning("the workers of this node are done; it waits for those of nodes %s", sorted(left))
+            time.sleep(self._options.monitor_interval_s)
+
+    def _heeds_restart(self) -> bool:
+        """Whether others want all processes to start again, those that are done too: what they ran, they pass."""
+        wanted = self._job_store.try_get(RESTART_KEY)
+        if wanted is not None:
+            with contextlib.suppress(*MALFORMED):  # the keeper's thread tells of such values
+                self._begin_again(JobRestart.from_json(wanted))
+        return self._restart is not None
+
+    def _said_by(self, handler: HyperPodRendezvousHandler, left: set[int]) -> dict[int, dict[str, Any]] | None:
+        """What processes of other nodes have told; None to wait on without knowing, for a round needs the store."""
+        if handler.has_new_round:
+            return None if handler.serves_store else {}
+        return handler.beats_of(left)
+
+    def _await_all_nodes(self, what: str, timeout_s: float) -> bool:
+        self._job_store.set(f"{what}/{self._round.node}", b"1")
+        deadline_s = time.monotonic() + timeout_s
+        there = set[int]()
+        while time.monotonic() < deadline_s and self._job_store.try_get(_STOPPED) is None:
+            nodes = range(self._round.num_nodes)
+            there |= {
+                node for node in nodes if node not in there and self._job_store.try_get(f"{what}/{node}") is not None
+            }
+            if there.issuperset(nodes):
+                return True
+            time.sleep(self._options.monitor_interval_s)
+        return False
+
+    def leave_rendezvous(self) -> None:
+        """Close the rendezvous, once: nobody is to join any more."""
+        if not self._has_left:
+            self._has_left = True
+            self._worker_group.spec.rdzv_handler.shutdown()
+
+    # -- the life of a worker -------------------------------------------------------------------------------------
+
+    def _on_end(self, post: WorkerSlot, code: int) -> None:
+        """Tell the job store that a process has ended, and replace it unless that is pointless."""
+        try:
+            if code == 0:
+                self._job_store.set(f"{_FINISHED}/{post.global_rank}", b"1")
+                return
+            if self._restart is not None or not self._is_needed or self._excluded is not None:
+                return
+            self._is_proven |= post.uptime_s >= self._options.restarts.early_s
+            if self.stopped is not None:
+                self._blame(post, code)
+                return
+            if self._is_void(post):
+                return
+            incident = self._write_up(post, code)
+            is_taken_over = self._job_store.incarnation(post.global_rank) != incident.incarnation + 1  # just now
+            if is_taken_over or self._leave_by_s is not None:
+                return
+            is_new, loss = self._is_on_trial(post, code), self._loss(post, code)
+            if not is_new and self._starts_all_again(post, loss, incident):
+                return
+            refusal = self._refusal(post, loss)
+            is_on_trial = refusal is not None and is_new
+        except (DistError, *MALFORMED) as error:
+            self._fail(post, code, error)
+            return
+        if refusal is not None:
+            self._blame(post, code)
+            if is_on_trial:
+                self._exclude_node(incident, refusal)
+            else:
+                self._stop_job(incident, refusal)
+            return
+        logger.warning(
+            "rank %d (pid %d, incarnation %d) ended after %.1f s: %s; another takes its place",
+            *(post.global_rank, post.pid, post.incarnation, post.uptime_s, incident.cause),
+        )
+        self._crew.replace(post, incident.incarnation + 1)
+
+    def _is_on_trial(self, post: WorkerSlot, code: int) -> bool:
+        """Whether a failure speaks against this node rather than the job: it came later, and has been of no use yet."""
+        if self._job_store.try_get(GAVE_UP_KEY) is not None or not self._job_store.is_armed:
+            return False
+        if not isinstance(self._worker_group.spec.rdzv_handler, HyperPodRendezvousHandler):
+            return False
+        if not takes_part(self._job_store, post.global_rank):
+            return True
+        return self._round.job.incarnation > 0 and not self._is_proven and code != GAVE_UP
+
+    def _exclude_node(self, incident: FailureRecord, why: str) -> None:
+        """Give the slot of this node back, and end; where it serves the store, it stays for that alone."""
+        handler = self._worker_group.spec.rdzv_handler
+        assert isinstance(handler, HyperPodRendezvousHandler)
+        stays = "it only serves the job's store from now on" if handler.serves_store else "it leaves"
+        logger.error("%s; the job goes on without the workers of this node, and %s: %s", incident, stays, why)
+        self._excluded = replace(incident, cause=f"{incident.cause}; {why}")
+        self._crew.stop(signal.SIGKILL, 0.0, self._inbox)
+        with contextlib.suppress(DistError):
+            handler.withdraw(f"its workers fail as they start: {incident.cause}")
+
+    def _is_void(self, post: WorkerSlot) -> bool:
+        """Whether another node has taken this one for lost, and its slot."""
+        return self._job_store.incarnation(post.global_rank) != post.incarnation
+
+    def _write_up(self, post: WorkerSlot, code: int) -> FailureRecord:
+        incident = FailureRecord(
+            kind="process",
+            cause=cause(post, code),
+            worker_id=post.global_rank,
+            incarnation=post.incarnation,
+            reporter=self._reporter,
+        )
+        self._generation = record_worker_exit(self._job_store, incident, self._generation)
+        return incident
+
+    def _loss(self, post: WorkerSlot, code: int) -> Loss:
+        job_store = self._job_store
+        is_armed, error = job_store.is_armed, error_of(post) if code > 0 else ""
+        raised = job_store.try_get(f"{RAISED_KEY}/{post.global_rank}") if error else None
+        self._is_known |= is_known(job_store)
+        return Loss(
+            code=code,
+            error=error,
+            is_final=raised is not None and raised.decode(errors="replace") == error,
+            is_armed=is_armed,
+            has_begun=job_store.try_get(BEGUN_KEY) is not None,
+            is_known=self._is_known,
+            is_needed=takes_part(job_store, post.global_rank),
+            can_all_start=is_armed or not self._any_node_gone(),
+            may_restart=self._options.restarts.max_restarts > 0,
+        )
+
+    def _any_node_gone(self) -> bool:
+        """Whether a node whose workers are done has left, or may have."""
+        handler = self._worker_group.spec.rdzv_handler
+        if isinstance(handler, HyperPodRendezvousHandler):
+            return handler.is_any_gone
+        return bool(self._job_store.try_get_all([f"{_DONE}/{node}" for node in range(self._round.num_nodes)]))
+
+    def _starts_all_again(self, post: WorkerSlot, loss: Loss, incident: FailureRecord) -> bool:
+        """Have all nodes start their processes again, where the others cannot take a replacement in, and that may help.
+
+        Returns:
+            Whether that is so; then the job ends if it has not helped before.
+        """
+        if loss.remedy is not Remedy.START_AGAIN or self._job_store.try_get(GAVE_UP_KEY) is not None:
+            return False
+        found = restart_from_newest(self._job_store, self._round.job, incident)
+        wanted = replace(found, is_own_fault=loss.is_own_fault)
+        self._job_store.set_if_absent(RESTART_KEY, wanted.to_json().encode())
+        self._begin_again(JobRestart.from_json(self._job_store.try_get(RESTART_KEY) or wanted.to_json()))
+        if self.stopped is not None:
+            self._blame(post, loss.code)
+        return True
+
+    def _refusal(self, post: WorkerSlot, loss: Loss) -> str | None:
+        budget, code = self._budgets.setdefault(post.global_rank, RestartBudget(self._options.restarts)), loss.code
+        refusal = budget.refusal(loss, post.uptime_s, time.monotonic())
+        given_up = self._job_store.try_get(GAVE_UP_KEY)
+        if given_up is not None:
+            return f"the job has given up: {FailureRecord.from_json(given_up)}"
+        if loss.remedy is Remedy.END and code > 0 and loss.is_known:
+            return "it failed by itself outside of the steps of the program"
+        if not loss.is_armed:
+            return (
+                "no worker takes part in recovery: the program does not use it, had nothing to recover yet, or is past "
+                "its last step"
+            )
+        if refusal is None:
+            world = world_or_none(self._job_store)
+            worker_ids = range(self._worker_group.workers[0].world_size) if world is None else world.worker_ids
+            others = set(worker_ids) - {post.global_rank}
+            if others and all(self._job_store.try_get(f"{_FINISHED}/{rank}") is not None for rank in sorted(others)):
+                return "all others have finished, and a new process would wait for them in vain"
+        return refusal
+
+    def _poll_ledger(self) -> None:
+        """Kill whom others want killed, and hear whether another node has ended the job."""
+        if time.monotonic() < self._next_poll_s:
+            return
+        self._next_poll_s = time.monotonic() + max(_POLL_S, self._round.num_nodes * _POLL_PER_NODE_S)
+        try:
+            for wanted in self._job_store.new_kills():
+                here = [post for post in self._crew.slots if (post.global_rank, post.incarnation) == wanted]
+                self._crew.send(here, signal.SIGKILL)
+            stopped, restart = self._job_store.try_get(_STOPPED), self._job_store.try_get(RESTART_KEY)
+            if self._leave_by_s is not None:
+                self._take_leave(self._leave_by_s)
+            stop = None if stopped is None else FailureRecord.from_json(stopped)
+            wanted = None if restart is None else JobRestart.from_json(restart)
+            may_begin = stop is None and self._restart is None and self._excluded is None
+            if wanted is not None and may_begin and not self._is_superfluous():
+                self._begin_again(wanted)
+        except DistError as error:
+            if not self._is_superfluous():
+                self._lose_store(error)
+            return
+        except MALFORMED:  # the keeper's thread tells of such values
+            return
+        if self._is_superfluous():
+            logger.warning("the job is done, and has not taken this node in: its workers end")
+            self._is_needed = False
+            self._crew.stop(signal.SIGKILL, 0.0, self._inbox)
+        elif stop is not None:
+            self._end_with(stop)
+
+    def _is_superfluous(self) -> bool:
+        """Whether the job has come to a good end, and the workers of this node still wait to be taken in."""
+        handler = self._worker_group.spec.rdzv_handler
+        return isinstance(handler, HyperPodRendezvousHandler) and self._is_needed and handler.ended_without_this_node
+
+    # -- this node leaves, and the job goes on --------------------------------------------------------------------
+
+    def _heed_notice(self, notice: signal.Signals) -> None:
+        """Have the job shrink, so that this node can leave between two steps; where it cannot, tell the workers."""
+        if self._leave_by_s is not None:
+            return
+        handler = self._worker_group.spec.rdzv_handler
+        try:
+            terms = elastic_spec_of(self._job_store)
+            if terms is None or not isinstance(handler, HyperPodRendezvousHandler):
+                self._crew.send(self._crew.slots, notice)
+                return
+            if handler.serves_store:
+                logger.warning("%s: this node serves the store of the job, and cannot leave it", notice.name)
+                return
+            self._give_notice()
+        except DistError as error:
+            self._lose_store(error)
+            return
+        timeout_s = terms.policy.graceful_shutdown_timeout_s
+        logger.warning("%s: this node leaves the job, between two steps, within %.0f s", notice.name, timeout_s)
+        self._leave_by_s = time.monotonic() + timeout_s
+
+    def _leave_between_steps(self) -> None:
+        """Wait a while for the job to go on without this node, if it can; another signal ends the wait."""
+        handler = self._worker_group.spec.rdzv_handler
+        own = {post.global_rank for post in self._crew.slots if post.phase is WorkerStatus.RUNNING}
+        if not own or not isinstance(handler, HyperPodRendezvousHandler) or handler.serves_store:
+            return
+        terms, world = elastic_spec_of(self._job_store), world_or_none(self._job_store)
+        if terms is None or world is None or own.issuperset(world.worker_ids):
+            return
+        grace_s = min(terms.policy.graceful_shutdown_timeout_s, self._options.shutdown_timeout_s * _PART_FOR_LEAVING)
+        self._leave_by_s = time.monotonic() + grace_s
+        with self._inbox.deferred(), contextlib.suppress(SignalException):
+            while self._outcome() is None and any(post.phase is WorkerStatus.RUNNING for post in self._crew.slots):
+                for post, code in self._crew.wait(self._next_poll_s, self._inbox):
+                    self._on_end(post, code)
+                self._inbox.raise_pending()
+                self._poll_ledger()
+
+    def _give_notice(self) -> None:
+        for post in self._crew.slots:  # none before the first round
+            if post.phase is not WorkerStatus.DONE:
+                announce_preemption(self._job_store, post.global_rank, post.incarnation)
+
+    def _take_leave(self, leave_by_s: float) -> None:
+        """End those of this node's processes that the job has done without.
+
+        Raises:
+            SignalException: it has not within the time that its policy grants; then this node leaves as it is.
+        """
+        if time.monotonic() > leave_by_s:
+            cause = f"process {os.getpid()} got notice, and the job has not gone on without it in time"
+            raise SignalException(cause, signal.SIGTERM)
+        world = world_or_none(self._job_store)
+        if world is None:
+            return
+        aside = [post for post in self._crew.slots if post.global_rank not in world.worker_ids]
+        self._is_needed = len(aside) < len(self._crew.slots)
+        if aside and time.monotonic() >= self._next_signal_s:
+            self._crew.send(aside, self._next_signal, last=True)
+            self._next_signal, self._next_signal_s = signal.SIGKILL, time.monotonic() + _LEAVE_S
+
+    # -- the end of the job ---------------------------------------------------------------------------------------
+
+    def _begin_again(self, restart: JobRestart) -> None:
+        """Have torch's loop start all workers again, unless that has not helped before."""
+        refusal = self._job_restarts.refusal(restart)
+        if refusal is not None:
+            self._stop_job(restart.incident, refusal)
+            return
+        logger.warning("%s", restart)
+        self._records = EntryRecords.of(self._job_store)
+        self._restart, self._is_known = restart, True  # only programs that take part ask for it
+
+    def _records_of_last_round(self, restart: JobRestart | None) -> tuple[EntryRecords | None, int]:
+        """What the workers of the next round are told of the entries that have ended, and how many they are."""
+        if not self._has_ledger:
+            return None, 0
+        if restart is not None and self._records is not None:
+            return self._records, restart.entry
+        with contextlib.suppress(DistError):  # all begin again for another reason; its store may be gone
+            self._records = EntryRecords.of(self._job_store)
+        records = self._records or EntryRecords()
+        return records, len(records.ended)
+
+    def _outcome(self) -> RunResult | None:
+        self._remaining_restarts = int(self._restart is not None and self.stopped is None)  # of all workers together
+        if self.stopped is not None:
+            return RunResult(state=WorkerState.FAILED, failures=self._failures)
+        if self._excluded is not None:
+            return self._outcome_without_workers()
+        if self._restart is not None:
+            return RunResult(state=WorkerState.UNHEALTHY)
+        final = {WorkerStatus.DONE} if self._is_needed else {WorkerStatus.DONE, WorkerStatus.LOST}
+        if any(post.phase not in final for post in self._crew.slots):
+            return None
+        return RunResult(
+            state=WorkerState.SUCCEEDED, return_values={post.global_rank: None for post in self._crew.slots}
+        )
+
+    def _outcome_without_workers(self) -> RunResult | None:
+        """Of a node whose workers were of no use: it fails, or serves the store to the end of the job."""
+        handler = self._worker_group.spec.rdzv_handler
+        assert isinstance(handler, HyperPodRendezvousHandler)
+        if handler.serves_store and not handler.is_over:
+            return None
+        is_success = handler.serves_store and handler.closing is not None and handler.closing.is_success
+        self._is_needed = False
+        failures = {} if is_success else self._failures
+        return RunResult(state=WorkerState.SUCCEEDED if is_success else WorkerState.FAILED, failures=failures)
+
+    def _stop_job(self, incident: FailureRecord, why: str) -> None:
+        reason = replace(incident, cause=f"{incident.cause}; it is not replaced, for {why}")
+        self._end_with(reason)
+        with contextlib.suppress(DistError):
+            self._job_store.set(_STOPPED, reason.to_json().encode())
+
+    def _fail(self, post: WorkerSlot, code: int, error: Exception) -> None:
+        """End the job where it is not known what a loss means, for the store is gone or holds what no agent writes."""
+        if isinstance(error, DistError):
+            self._lose_store(error)
+        else:
+            self._blame(post, code)
+            incident = FailureRecord(kind="agent", cause=f"rank {post.global_rank} has ended", reporter=self._reporter)
+            self._stop_job(incident, f"a value in the job's store is none that an agent writes ({error})")
+
+    def _lose_store(self, error: Exception) -> None:
+        cause = f"the store of the job, which an agent serves or etcd, does not answer any more ({error})"
+        self._end_with(FailureRecord(kind="agent", cause=cause, reporter=self._reporter))
+
+    def _end_with(self, incident: FailureRecord) -> None:
+        if self.stopped is None:
+            self.stopped, self._stopped_s = incident, time.monotonic()
+
+    def _enforce_end(self, number: signal.Signals) -> None:
+        """End this process after a signal where its main thread does not, for it waits in C; in a thread of its own."""
+        began_s = last_s = time.monotonic()
+        is_passed_on = False
+        handler = self._worker_group.spec.rdzv_handler
+        end_s = _END_S + (
+            handler.farewell_s if isinstance(handler, HyperPodRendezvousHandler) and handler.serves_store else 0.0
+        )
+        stop_s = longest_stop_s(self._options.shutdown_timeout_s)
+        while time.monotonic() < last_s + end_s:
+            time.sleep(_POLL_S)
+            running = [post.pid for post in self._crew.slots if post.phase is WorkerStatus.RUNNING and post.pid > 0]
+            running = [pid for pid in running if Path(f"/proc/{pid}").exists()]
+            age_s = time.monotonic() - began_s
+            if running and age_s < stop_s:
+                last_s = time.monotonic()
+            if not (is_passed_on or self._is_stopping) and age_s > _STUCK_S:
+                is_passed_on = True
+                for pid in running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+        age_s = time.monotonic() - began_s
+        print(  # noqa: T201
+            f"hyperpodrun: {number.name}: this process has not ended by itself in {age_s:.0f} s, so it ends now",
+            file=sys.stderr,
+        )
+        os._exit(128 + number)  # the kernel ends the zygote with it, and that the workers
+
+    def _stop(self, number: signal.Signals) -> list[tuple[WorkerSlot, int]]:
+        with self._inbox.deferred():
+            ended = self._crew.stop(number, self._options.shutdown_timeout_s, self._inbox)
+            for post, code in ended:
+                if self.stopped is not None and (code > 0 or error_of(post)):  # not by our signal, or before it
+                    self._blame(post, code)
+            return ended
+
+    def _blame(self, post: WorkerSlot, code: int) -> None:
+        self._failures[post.global_rank] = failure(post, code)
+
+    def _sinks(self, destination: LogsDest) -> list[Sink]:
+        sinks = [Sink("stdout", sys.stdout), Sink("stderr", sys.stderr)]
+        for sink, path, needles in (
+            (sinks[0], destination.filtered_stdout, self._options.stdout_filters),
+            (sinks[1], destination.filtered_stderr, self._options.stderr_filters),
+        ):
+            if needles:
+                sinks.append(Sink(sink.stream, open(path, "w"), needles))  # noqa: SIM115  (open while this process is)
+        return sinks

@@ -1,0 +1,350 @@
+"""A process that has imported what workers import, and forks one on demand: milliseconds instead of seconds.
+
+    python -m hyperpod_plugins.elastic.launcher.fork_server DESCRIPTOR AGENT_PID SPARES MODULE,... [TITLE...]
+
+It listens on the socket `DESCRIPTOR`, ignores the title, which is for `ps`, and speaks `wire.Lines`:
+
+    the agent asks                              the zygote answers
+    {"start": {...}}                            {"started": TICKET, "pid": PID}
+    {"signal": N, "ticket": T, "group": bool, "last": bool}
+                                                {"ready": SECONDS}       once, after the imports
+                                                {"ended": TICKET, "code": N}         N < 0: killed by signal -N
+
+Nothing but importing happens here: no thread, no CUDA, no random number. The agent's death ends the zygote, and the
+zygote's death ends its children, by order of the kernel. Signals are blocked: a scheduler that signals every
+process of a job means the workers, whose mask is restored.
+
+Spares are children forked ahead of time. They save the fork alone, 4 to 9 ms of 15 to 25, so the default is none.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+
+from hyperpod_plugins.elastic.launcher.child import exec_program
+from hyperpod_plugins.elastic.launcher.fork_client import JsonLines, SpawnRequest
+from hyperpod_plugins.elastic.process import clear_parent_death_signal, set_parent_death_signal
+from hyperpod_plugins.errors import ConfigError
+
+# Modules imported ahead of time that a program does not meet before it imports them itself.
+#
+# `hyperpod_plugins.lightning` follows the Lightning that the program has imported, of the two that are usually
+# installed together. The zygote imports one of them before it knows the program, so its children begin without either
+# in `sys.modules`; importing what is hidden takes no time.
+
+_FLAVOURED = "hyperpod_plugins.lightning"
+_LIGHTNING = "lightning"
+_RIVAL = "pytorch_lightning"
+
+
+def hide_lightning() -> None:
+    """Hide what has been imported of `lightning` and of our strategy for it."""
+    lightning = take_out(_LIGHTNING)
+    if lightning:
+        sys.meta_path.insert(0, PreloadedModules(lightning, take_out(_FLAVOURED)))
+
+
+def take_out(root: str) -> dict[str, ModuleType]:
+    """Remove a package from `sys.modules`, and from the package above it; returns its modules."""
+    taken = {name: module for name, module in sys.modules.items() if f"{name}.".startswith(f"{root}.")}
+    for name in taken:
+        del sys.modules[name]
+    above, _, name = root.rpartition(".")
+    if taken and above in sys.modules:
+        vars(sys.modules[above]).pop(name, None)
+    return taken
+
+
+class PreloadedModules(MetaPathFinder):
+    """Gives back what was hidden when the program first imports any of it."""
+
+    def __init__(self, lightning: dict[str, ModuleType], flavoured: dict[str, ModuleType]) -> None:
+        """Hold both; `flavoured` belongs to `lightning` and is of no use beside its rival."""
+        self._lightning = lightning
+        self._flavoured = flavoured
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a hidden module; everything else is for other finders."""
+        module = self._lightning.get(fullname) or self._flavoured.get(fullname)
+        if module is None:
+            return None
+        if fullname in self._flavoured:
+            flavoured, self._flavoured = self._flavoured, {}
+            if _RIVAL in sys.modules and self._lightning:
+                return None  # the program uses the other one: it imports our strategy afresh
+            sys.modules.update(flavoured)
+        sys.modules.update(self._lightning)
+        self._lightning = {}
+        return ModuleSpec(fullname, _Given(module), is_package=True)
+
+
+class _Given(Loader):
+    """Loads a module that has been loaded before."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has put that of this loader there
+
+
+_CLEAN_UP_S = 1.0
+"""How long what a lost worker leaves behind (data loaders, compilers) may take to end by itself."""
+_IDLE_S = 0.02
+_FORK_AGAIN_S = 0.5
+
+
+class ForkServer:
+    """The parent of all workers of a node."""
+
+    def __init__(self, agent: JsonLines, num_spares: int, mask: Iterable[int]) -> None:
+        """Serve `agent`; children begin with the signal mask `mask`."""
+        self._agent = agent
+        self._num_spares = num_spares
+        self._mask = mask
+        self._pid = os.getpid()
+        self._tickets: dict[int, int] = {}  # pid of a running worker -> its ticket
+        self._spares: dict[int, socket.socket] = {}  # pid of a spare -> where it waits for its program
+        self._leaving: set[int] = set()  # pids of running workers that were told to end
+        self._dead: dict[int, float] = {}  # pid of an ended worker, not reaped -> when to kill the rest of its group
+        self._wakeup, self._bell = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._bell.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+
+    def serve(self) -> SpawnRequest:
+        """Answer the agent until it is gone; returns only in a forked child, with what that is to become."""
+        poll = select.poll()
+        poll.register(self._agent.fileno(), select.POLLIN)
+        poll.register(self._wakeup.fileno(), select.POLLIN)
+        while True:
+            for message in self._agent.receive():
+                if "start" in message:
+                    start = self._start(SpawnRequest.from_message(message["start"]))
+                    if start is not None:
+                        return start
+                else:
+                    self._signal(**message)
+            if self._agent.is_over:
+                self._end()
+            self._reap()
+            start = self._fork_spare()
+            if start is not None:
+                return start
+            if not poll.poll(_IDLE_S * 1000 if self._dead else None):
+                self._bury()
+            with contextlib.suppress(BlockingIOError):
+                self._wakeup.recv(4096)
+
+    def _start(self, start: SpawnRequest) -> SpawnRequest | None:
+        try:
+            pid = self._start_spare(start) or self._fork()
+        except OSError as error:  # too many processes, or no memory, just now
+            print(f"hyperpodrun: a worker could not be forked: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            time.sleep(_FORK_AGAIN_S)
+            self._tell({"ended": start.ticket, "code": -signal.SIGKILL})
+            return None
+        if pid == 0:
+            return start
+        self._tickets[pid] = start.ticket
+        self._tell({"started": start.ticket, "pid": pid})
+        return None
+
+    def _start_spare(self, start: SpawnRequest) -> int | None:
+        while self._spares:
+            pid, end = self._spares.popitem()
+            lines = JsonLines(end)
+            with contextlib.suppress(OSError), contextlib.closing(lines):
+                lines.send(start.to_message())
+                return pid
+        return None
+
+    def _fork_spare(self) -> SpawnRequest | None:
+        if len(self._spares) >= self._num_spares:
+            return None
+        ours, theirs = socket.socketpair()
+        pid = self._fork()
+        if pid == 0:
+            ours.close()
+            lines = JsonLines(theirs)
+            poll = select.poll()
+            poll.register(theirs.fileno(), select.POLLIN)
+            while not lines.is_over:
+                poll.poll()
+                for message in lines.receive():
+                    lines.close()
+                    return SpawnRequest.from_message(message)
+            os._exit(0)
+        theirs.close()
+        self._spares[pid] = ours
+        return self._fork_spare()
+
+    def _fork(self) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            set_parent_death_signal(self._pid)
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for end in (self._agent, self._wakeup, self._bell, *self._spares.values()):
+                end.close()
+        return pid
+
+    def _signal(self, signal: int, ticket: int, group: bool, last: bool) -> None:
+        """Signal a worker, or its process group; `last` says that whatever it does then, nothing of it is to stay."""
+        for pid in [pid for pid, known in self._tickets.items() if known == ticket]:
+            if last:
+                self._leaving.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                if group:
+                    os.killpg(pid, signal)
+                    return
+            os.kill(pid, signal)  # not reaped, so it is that process; also where it has no group of its own yet
+
+    def _reap(self) -> None:
+        for pid in [pid for pid in (*self._tickets, *self._spares) if _has_ended(pid)]:
+            if pid in self._spares:
+                self._spares.pop(pid).close()
+                os.waitpid(pid, 0)
+                continue
+            code = _code(pid)
+            self._tell({"ended": self._tickets.pop(pid), "code": code})
+            is_lost = code != 0 or pid in self._leaving
+            self._leaving.discard(pid)
+            if not is_lost:
+                os.waitpid(pid, 0)
+            else:
+                # Its forked data loaders hold its sockets open: while one lives, peers do not see that it is gone.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGTERM)
+                self._dead[pid] = time.monotonic() + _CLEAN_UP_S  # unreaped, it keeps its group's number taken
+
+    def _bury(self) -> None:
+        groups = _process_groups() if self._dead else {}
+        for pid, deadline in list(self._dead.items()):
+            if groups.get(pid, 1) <= 1 or time.monotonic() > deadline:
+                self._kill_group(pid)
+                os.waitpid(pid, 0)
+                del self._dead[pid]
+
+    def _kill_group(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def _tell(self, message: dict[str, object]) -> None:
+        with contextlib.suppress(OSError):  # that the agent is gone shows in the next `receive`
+            self._agent.send(message)
+
+    def _end(self) -> None:
+        for pid in (*self._tickets, *self._dead):
+            self._kill_group(pid)
+        os._exit(0)
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _code(pid: int) -> int:
+    result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    if result is None:
+        raise ChildProcessError(f"process {pid} has not ended")
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def _process_groups() -> dict[int, int]:
+    """Number of processes in each process group of this machine."""
+    sizes: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):
+                group = os.getpgid(int(name))
+                sizes[group] = sizes.get(group, 0) + 1
+    return sizes
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import `modules`; warns of one that starts a thread.
+
+    Raises:
+        ConfigError: one of them initialised CUDA, which a forked process cannot use.
+    """
+    for name in modules:
+        importlib.import_module(name)
+        if torch.cuda.is_initialized() or _holds_cuda():
+            raise ConfigError(
+                f"Importing {name!r} initialised CUDA, and a process that is forked afterwards cannot use the GPU. "
+                "Leave it out of --preload, or find what it does with the GPU when it is imported."
+            )
+        if _num_threads() > 1:
+            _fork_idly()  # OpenBLAS starts threads when it is imported, and ends them for a fork
+            if _num_threads() > 1:
+                warnings.warn(
+                    f"importing {name!r} started a thread. A lock that it holds during a fork stays locked in the "
+                    "forked worker, which may then hang. Leave it out of --preload if workers do.",
+                    stacklevel=2,
+                )
+
+
+def _holds_cuda() -> bool:
+    """Whether the CUDA driver has been initialised here, by whomever."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm"):
+                return True
+    return False
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _fork_idly() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def main() -> None:
+    """Import, then serve; in a forked child, run its program."""
+    descriptor, agent_pid, num_spares, modules, *_title = sys.argv[1:]
+    set_parent_death_signal(int(agent_pid))
+    began_s = time.monotonic()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
+    preload(list(filter(None, modules.split(","))))
+    hide_lightning()
+    gc.collect()
+    gc.freeze()  # children never write to these objects' headers, so the pages stay shared
+    agent = JsonLines(socket.socket(fileno=int(descriptor)))
+    # From now on the end of its connection tells that the agent is gone, and all groups are killed.
+    clear_parent_death_signal()
+    with contextlib.suppress(OSError):  # the agent ended while this imported: `serve` notices
+        agent.send({"ready": time.monotonic() - began_s})
+    exec_program(ForkServer(agent, int(num_spares), mask).serve(), mask)
+
+
+if __name__ == "__main__":
+    main()

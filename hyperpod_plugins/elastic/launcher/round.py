@@ -1,0 +1,237 @@
+"""The beginning of a round, in which all nodes start all their workers: where the job store is, what workers get."""
+
+import signal
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from string import Template
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
+from torch.distributed.elastic.utils.api import macros
+
+from hyperpod_plugins.elastic.launcher.fork_client import ForkServerOptions
+from hyperpod_plugins.elastic.launcher.local_workers import Program, WorkerSlot
+from hyperpod_plugins.elastic.launcher.logs import ProcessLogs
+from hyperpod_plugins.elastic.membership.restart_policy import RestartPolicy
+from hyperpod_plugins.elastic.process import RESOLVER
+from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import ConfigError
+
+# What a user may choose about an agent.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """What torch's `WorkerSpec` does not hold."""
+
+    program: Program
+    """What every worker runs."""
+    zygote: ForkServerOptions
+    """How workers are forked."""
+    restarts: RestartPolicy
+    """How often they are replaced."""
+    logs: LogsSpecs
+    """Where their output goes."""
+    environ: Mapping[str, str]
+    """Inherited by every worker."""
+    ending_signals: tuple[signal.Signals, ...]
+    """Signals that end the job; each is passed on to the workers first."""
+    shutdown_timeout_s: float = 30.0
+    """From that signal to SIGKILL."""
+    monitor_interval_s: float = 0.1
+    """How often the rendezvous is asked for newcomers; the death of a worker is noticed at once."""
+    log_line_prefix_template: str | None = None
+    """Put before each line copied to the console, with ${role_name}, ${rank} and ${local_rank}."""
+    stdout_filters: tuple[str, ...] = ()
+    """Lines of copied output with one of these also go to a file of their own."""
+    stderr_filters: tuple[str, ...] = ()
+    """The same for copied error output."""
+    virtual_local_rank: bool = False
+    """Show each worker its own GPU alone, as number 0."""
+
+
+# The environment of a worker: what torchrun sets, and how to reach the job store; pure.
+
+
+def worker_environ(
+    group: WorkerGroup,
+    worker: Worker,
+    job: JobEnv,
+    inherited: Mapping[str, str],
+    *,
+    num_rounds: int,
+    max_restarts: int,
+    virtual: bool,
+    master: tuple[str, int] | None = None,
+) -> dict[str, str]:
+    """The whole environment of one worker.
+
+    Args:
+        group: what the rendezvous has settled.
+        worker: the place in it.
+        job: where the job store is; `incarnation` counts the processes in this place.
+        inherited: environment of the agent.
+        num_rounds: how often all workers have been started together before.
+        max_restarts: what the user allows, for programs that look.
+        virtual: show each worker its own GPU alone, as number 0 (`--virtual-local-rank`).
+        master: host and port of the workers' own store; None where that of the job store serves both ends.
+    """
+    host, port = master or (job.store_host, job.store_port)
+    environ = {
+        **inherited,
+        "RANK": str(worker.global_rank),
+        "GROUP_RANK": str(group.group_rank),
+        "ROLE_RANK": str(worker.role_rank),
+        "ROLE_NAME": group.spec.role,
+        "LOCAL_RANK": str(worker.local_rank),
+        "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
+        "WORLD_SIZE": str(worker.world_size),
+        "GROUP_WORLD_SIZE": str(group.group_world_size),
+        "ROLE_WORLD_SIZE": str(worker.role_world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        # Counts restarts of all workers together, which replacing one is not; HYPERPOD_INCARNATION tells those.
+        "TORCHELASTIC_RESTART_COUNT": str(num_rounds),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # a worker that hosted the store would take it along when it dies
+        # torchrun says 1: nccl's watchdog then ends every process whose peer is lost, and these are to live on.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        # torch's TCPStore asks for the name of whoever connects; a lost answer would stop everybody for 5 s.
+        "RES_OPTIONS": inherited.get("RES_OPTIONS", RESOLVER),
+        **job.to_environ(),
+    }
+    if virtual:
+        environ["LOCAL_RANK"] = "0"
+        environ["CUDA_VISIBLE_DEVICES"] = _own_device(worker.local_rank, inherited.get("CUDA_VISIBLE_DEVICES"))
+    return environ
+
+
+def _own_device(local_rank: int, visible: str | None) -> str:
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise ConfigError(
+            f"--virtual-local-rank needs one GPU a worker, but CUDA_VISIBLE_DEVICES={visible!r} names none for local "
+            f"rank {local_rank}. Start at most {len(devices)} workers on this node, or show them more GPUs."
+        )
+    return devices[local_rank].strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRound:
+    """What all nodes of a round have agreed on."""
+
+    job: JobEnv
+    """Where the job store is."""
+    number: int
+    """Rounds before this one."""
+    node: int
+    """Index of this node."""
+    num_nodes: int
+    master: tuple[str, int] | None = None
+    """Host and port of the workers' own store; None where that of the job store serves both ends."""
+    successors_master: tuple[str, int] | None = None
+    """The same for processes that take the places of lost ones."""
+
+
+class Meeting:
+    """Brings the nodes of a round together at one store; node 0 serves it where the rendezvous does not."""
+
+    def __init__(self) -> None:
+        self._server: TCPStore | None = None
+        self._former_server: TCPStore | None = None
+        self._num_rounds = 0
+
+    def begin(self, group: WorkerGroup, resume_from: str) -> RestartRound:
+        """Agree on the store, the name of the job and the number of the round; call it on all nodes, once a round.
+
+        Args:
+            group: what the rendezvous has settled.
+            resume_from: checkpoint to begin from, empty for none; what node 0 says counts.
+        """
+        handler, node = group.spec.rdzv_handler, group.group_rank
+        if group.store is None or node is None or group.master_addr is None or group.master_port is None:
+            raise AssertionError("torch's agent asked for workers before its rendezvous was complete")
+        if isinstance(handler, HyperPodRendezvousHandler) and handler.job is not None:
+            return RestartRound(
+                job=handler.job,
+                number=handler.round_number,
+                node=node,
+                num_nodes=group.group_world_size or 1,
+                master=(group.master_addr, group.master_port),
+                successors_master=handler.joiners_store,
+            )
+        store = PrefixStore("hyperpod", group.store)
+        host, port = group.master_addr, group.master_port
+        if not handler.use_agent_store:
+            # One server a round: neither workers nor the job store meet keys of an earlier one. Other nodes may still
+            # read in the former one why it ended.
+            self._former_server = self._server
+            self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if node == 0 else None
+            served = self._server.port if self._server is not None else None
+            info = RendezvousStoreInfo.build(node, store, group.spec.local_addr, served)
+            host, port = info.master_addr, info.master_port
+        if node == 0:
+            # Where the store outlives the round, its job store must be another: generations begin at 0 again.
+            again = f".{uuid.uuid4().hex[:8]}" if self._num_rounds and handler.use_agent_store else ""
+            store.set("run_id", f"{handler.get_run_id()}{again}")
+            store.set("round", str(self._num_rounds))
+            store.set("resume_from", resume_from)
+        number = int(store.get("round"))
+        self._num_rounds = number + 1
+        job = JobEnv(
+            store_host=host,
+            store_port=port,
+            run_id=store.get("run_id").decode(),
+            resume_from=store.get("resume_from").decode(),
+        )
+        return RestartRound(job=job, number=number, node=node, num_nodes=group.group_world_size or 1)
+
+
+def posts_of(group: WorkerGroup, settled: RestartRound, options: AgentOptions) -> tuple[list[WorkerSlot], LogsDest]:
+    """The posts of this node, and where torch wants their output."""
+    environs = {
+        worker.local_rank: worker_environ(
+            group,
+            worker,
+            settled.job,
+            options.environ,
+            num_rounds=settled.number,
+            max_restarts=options.restarts.max_restarts,
+            virtual=options.virtual_local_rank,
+            master=settled.master,
+        )
+        for worker in group.workers
+    }
+    host, port = settled.successors_master or ("", 0)
+    successors = {"MASTER_ADDR": host, "MASTER_PORT": str(port)} if host else {}
+    destination = options.logs.reify(environs)
+    posts: list[WorkerSlot] = []
+    for worker in group.workers:
+        logs = ProcessLogs.of(destination, worker.local_rank)
+        post = WorkerSlot(
+            local_rank=worker.local_rank,
+            global_rank=worker.global_rank,
+            args=tuple(macros.substitute(list(options.program.args), str(worker.local_rank))),
+            environ=environs[worker.local_rank],
+            successors_environ=successors,
+            incarnation=settled.job.incarnation,
+            prefix=_prefix(group, worker, options.log_line_prefix_template),
+            founder_logs=logs,
+            logs=logs,
+        )
+        posts.append(post)
+    return posts, destination
+
+
+def _prefix(group: WorkerGroup, worker: Worker, template: str | None) -> str:
+    if template is None:
+        return f"[{group.spec.role}{worker.local_rank}]:"
+    names = {"role_name": group.spec.role, "rank": worker.global_rank, "local_rank": worker.local_rank}
+    return Template(template).safe_substitute(names)

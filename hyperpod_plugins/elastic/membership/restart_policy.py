@@ -1,0 +1,238 @@
+"""When a lost worker is replaced, when all are started again, and when that has ceased to help; pure."""
+
+import enum
+import json
+import math
+import signal
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from hyperpod_plugins.elastic.store.records import FailureRecord, JsonRecord
+from hyperpod_plugins.errors import (
+    BackendUnavailable,
+    CheckpointDamaged,
+    CheckpointMismatch,
+    ConfigError,
+    DataError,
+    InitializationError,
+    LoopError,
+    MissingExtraError,
+    NonFiniteError,
+    OutdatedExtraError,
+    UnitsDiffer,
+)
+
+GAVE_UP = 65
+"""Exit code of a worker whose own recovery found no way on: it is not replaced, and the job ends."""
+
+NOT_NEEDED = 66
+"""Exit code of a worker without which the job goes on: another one takes its place, and waits until the job grows."""
+
+_OWN_FAULTS = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """How often workers are replaced."""
+
+    max_restarts: int = 100
+    """Replacements of one worker within `window_s`."""
+    window_s: float = math.inf
+    """Length of the sliding window in seconds; infinite for the whole life of the job."""
+    max_early_faults: int = 3
+    """Faults of one worker in a row, each by its own doing and within `early_s`, that show it cannot start."""
+    early_s: float = 60.0
+    """Seconds after its start in which a fault counts as early."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.max_restarts < 0 or not self.window_s > 0:
+            raise ConfigError(
+                f"--max-restarts={self.max_restarts} with --restart-window={self.window_s} is not possible. "
+                "Give a number of replacements that is not negative, and a window in seconds above zero."
+            )
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """What one worker has spent of a policy."""
+
+    policy: RestartPolicy
+    _restarts_s: deque[float] = field(default_factory=deque[float])
+    _early_faults: int = 0
+
+    def refusal(self, loss: "Loss", uptime_s: float, now_s: float) -> str | None:
+        """Why a worker that ended after `uptime_s` is not to be replaced; None counts a replacement.
+
+        Args:
+            loss: how it ended; one that ended with a peer is no fault of its own.
+            uptime_s: how long it ran, in seconds.
+            now_s: any clock that only goes forward, in seconds.
+        """
+        if loss.code == GAVE_UP:
+            return f"exit code {GAVE_UP} says that its own recovery gave up"
+        if loss.code == NOT_NEEDED:
+            return None
+        early = uptime_s < self.policy.early_s and loss.is_own_fault
+        self._early_faults = self._early_faults + 1 if early else 0
+        while self._restarts_s and now_s - self._restarts_s[0] > self.policy.window_s:
+            self._restarts_s.popleft()
+        if len(self._restarts_s) >= self.policy.max_restarts:
+            window = "" if math.isinf(self.policy.window_s) else f" within {self.policy.window_s:g} s"
+            return f"it was replaced {len(self._restarts_s)} times{window}, and --max-restarts allows no more"
+        if self._early_faults >= self.policy.max_early_faults:
+            return f"it failed {self._early_faults} times in a row within {self.policy.early_s:g} s of its start"
+        self._restarts_s.append(now_s)
+        return None
+
+
+class Remedy(enum.Enum):
+    """What follows when a worker ends before its work is done."""
+
+    REPLACE = "another process takes its place, and the others go on"
+    START_AGAIN = "all processes start again, past what the program has done"
+    END = "the job ends"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A worker that has ended, and what is known of the job then."""
+
+    code: int
+    """Exit code, or the negative number of the signal that killed it."""
+    error: str = ""
+    """First line of the exception that ended it, with its class; empty where none is known."""
+    is_final: bool = False
+    """Whether the process said before, as it left a loop, that it ends with this error."""
+    is_armed: bool
+    """Whether the others can take a replacement in."""
+    has_begun: bool
+    """Whether a first step has begun."""
+    is_known: bool
+    """Whether the program has said that it takes part in recovery, in this round or an earlier one."""
+    is_needed: bool = True
+    """Whether the job counts on it, rather than keeping it waiting until it grows."""
+    can_all_start: bool = True
+    """Whether no other node has come to its end, and could not start again."""
+    may_restart: bool = True
+    """Whether the user allows restarts."""
+
+    @property
+    def is_own_fault(self) -> bool:
+        """Whether the program may have failed by itself, rather than with a peer."""
+        return (self.code > 0 and not is_of_peer(self.error)) or self.code in _OWN_FAULTS
+
+    @property
+    def remedy(self) -> Remedy:
+        """What is to be done, as far as no budget is spent."""
+        if self.code in (GAVE_UP, NOT_NEEDED):
+            return Remedy.REPLACE  # the budget knows both
+        if self.is_armed and (self.has_begun or self.code < 0):
+            return Remedy.REPLACE
+        if not self.is_known:
+            return Remedy.END  # a program that takes no part would do everything again, over what it has written
+        if self.is_final or self.error.partition(":")[0] in _REFUSALS:
+            return Remedy.END  # the same again would end the same
+        can_start_again = self.is_needed and self.can_all_start and self.may_restart
+        return Remedy.START_AGAIN if can_start_again else Remedy.END
+
+
+def is_of_peer(error: str) -> bool:
+    """Whether an exception, given its class and text, was caused by the end of another process."""
+    return error.startswith(_WITH_A_PEER)
+
+
+_WITH_A_PEER = ("PeerLost", "RecoveryError", "RecoveryTimeout", "StateLost", "Dist")
+"""Exceptions that another process's end has caused."""
+_REFUSALS = {
+    "RehearsalFailed",  # of `recovery`, which lies above this package
+    *(
+        kind.__name__
+        for base in (
+            ConfigError,
+            MissingExtraError,
+            OutdatedExtraError,
+            BackendUnavailable,
+            LoopError,
+            UnitsDiffer,
+            NonFiniteError,
+            DataError,
+            InitializationError,
+            CheckpointDamaged,
+            CheckpointMismatch,
+        )
+        for kind in (base, *base.__subclasses__())
+    ),
+}
+"""Exceptions by which this package refuses a program, or what it trains on: they come again each time that it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRestart(JsonRecord):
+    """A member's word that all processes must begin again.
+
+    A part of the training state is gone, or somebody has asked for other degrees.
+    """
+
+    incident: FailureRecord
+    resume_from: str = ""
+    """The last checkpoint; empty where there is none, and the program begins as it began."""
+    step: int = 0
+    """Optimizer steps in that checkpoint."""
+    entry: int = 0
+    """Entries of the program that have ended, and are not run again; see `entries.py`."""
+    is_own_fault: bool = False
+    """Whether the program may have failed by itself, so that it would fail again."""
+    shard_degree: int = 0
+    """What somebody has asked for, with the next; 0 where nobody has."""
+    tensor_degree: int = 0
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Inverse of `to_json`."""
+        found = cls.checked(json.loads(text))
+        return replace(found, incident=FailureRecord.checked(found.incident))
+
+    def __str__(self) -> str:
+        """What happens now, in one sentence part."""
+        where = f"from {self.resume_from} (step {self.step})" if self.resume_from else "from the beginning"
+        if self.entry:
+            where += f", past the {self.entry} calls of the program that have ended"
+        return f"all processes start again {where}: {self.incident.cause}"
+
+
+@dataclass(slots=True)
+class JobRestartBudget:
+    """How often all processes were started again without getting further."""
+
+    max_restarts: int = 3
+    """Restarts from the same place: a step, in an entry of the program."""
+    max_own_faults: int = 1
+    """Restarts from the same place after the program has failed by itself."""
+    _place: tuple[int, int] = (-1, -1)
+    _count: int = 0
+    _num_own_faults: int = 0
+
+    def refusal(self, restart: JobRestart) -> str | None:
+        """Why all are not to be started again; None counts one restart."""
+        place = restart.entry, restart.step
+        if place != self._place:
+            self._place, self._count, self._num_own_faults = place, 0, 0
+        self._count += 1
+        self._num_own_faults += restart.is_own_fault
+        if self._count > self.max_restarts:
+            return no_further(restart.step, self.max_restarts)
+        if self._num_own_faults > self.max_own_faults:
+            return f"it failed by itself {self._num_own_faults} times at the same place, {_place_in_words(*place)}"
+        return None
+
+
+def _place_in_words(entry: int, step: int) -> str:
+    after = f"after {entry} calls that have ended" if entry else "before any of its calls had ended"
+    return f"{after}, at step {step}" if step else f"{after} or made a checkpoint"
+
+
+def no_further(step: int, num_restarts: int) -> str:
+    """Why beginning again has ceased to help."""
+    return f"all processes were started again {num_restarts} times from step {step}"

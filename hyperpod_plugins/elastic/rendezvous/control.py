@@ -1,0 +1,274 @@
+"""Requests to a running job from a shell. Only those are heard who may read the job's ticket.
+
+The agent that serves the store writes the ticket, a file for its user alone: where the store is, and a token; where it
+is in etcd, each agent writes one of its own. A request carries no token but a code made with it, for whoever reaches
+the store can read what is written there.
+"""
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import stat
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Self
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.utils.logging import get_logger
+
+from hyperpod_plugins.elastic.membership.admission import ask_for, describe, present_world
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of
+from hyperpod_plugins.elastic.membership.reshard import ask_for_degrees, completed, refusal
+from hyperpod_plugins.elastic.rendezvous.backends import connect_served
+from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore, name_of_round
+from hyperpod_plugins.elastic.store.job_store import JobStore, connect_store
+from hyperpod_plugins.elastic.store.records import JsonRecord, printable
+from hyperpod_plugins.env import JobEnv, runtime_folder
+from hyperpod_plugins.errors import ConfigError
+
+logger = get_logger(__name__)
+
+Kind = Literal["scale", "status"]
+_REQUEST = "control/request"  # list: Request; QUEUE after the name, where there is one
+_ANSWER = "control/answer"  # value NUMBER: text; QUEUE before the number, where there is one
+_POLL_S = 0.1
+_CONNECT_S = 10.0
+_MAX_TICKET_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket(JsonRecord):
+    """How to reach a job, and the right to change it."""
+
+    host: str
+    port: int
+    run_id: str
+    token: str
+    machine: str
+    """Name of the machine of the agent that wrote it."""
+    pid: int
+    """Of that agent."""
+    etcd_url: str = ""
+    """Where the store is, if that is in etcd."""
+    queue: str = ""
+    """Which requests that agent answers; empty where it is the only one."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the agent was killed before it could take the ticket back, as far as this machine can tell."""
+        return self.machine == socket.gethostname() and not Path(f"/proc/{self.pid}").exists()
+
+    @property
+    def path(self) -> Path:
+        """Where the agent leaves it on its machine; two jobs may have the same name."""
+        name = "".join(each if each.isalnum() or each in "-_." else "_" for each in self.run_id)
+        return runtime_folder() / f"{name}@{self.queue or self.port}.ticket"
+
+    @classmethod
+    def find(cls, run_id: str | None) -> Self:
+        """The ticket of a job whose store this machine serves.
+
+        Args:
+            run_id: its `--rdzv-id`; None for the only one.
+
+        Raises:
+            ConfigError: there is none, or several could be meant.
+        """
+        found = [ticket for path in _files(runtime_folder()) if (ticket := cls._read(path)) is not None]
+        there = [ticket for ticket in found if not ticket.is_stale]
+        meant = {ticket.job: ticket for ticket in there if run_id in (None, ticket.run_id)}
+        if len(meant) != 1:
+            listed = ", ".join(f"{each.run_id} ({each.etcd_url or f'port {each.port}'})" for each in there) or "none"
+            raise ConfigError(
+                f"which job is meant? Give --run-id, the --rdzv-id of one of those whose store this machine serves: "
+                f"{listed}. On another machine, copy the ticket from {runtime_folder()} of that one."
+            )
+        return next(iter(meant.values()))
+
+    @classmethod
+    def _read(cls, path: Path) -> Self | None:
+        """The ticket in a file of this user; None, with a warning, for any other file: it may lead to a stranger."""
+        try:
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                    logger.warning("%s is left out: it belongs to another user or is open to others (chmod 600)", path)
+                    return None
+                return cls.from_json(file.read(_MAX_TICKET_BYTES))
+        except (OSError, ValueError) as error:
+            logger.warning("%s is left out, for it is no ticket: %s", path, printable(str(error)))
+            return None
+
+    @property
+    def job(self) -> JobEnv:
+        """How to reach the store."""
+        return JobEnv(store_host=self.host, store_port=self.port, etcd_url=self.etcd_url, run_id=self.run_id)
+
+    def _connect(self) -> Store:
+        if self.etcd_url:
+            return connect_store(self.job, _CONNECT_S)
+        return connect_served(self.host, self.port, _CONNECT_S, was_reached=True)
+
+    def job_store(self) -> JobStore:
+        """A connection to the job store of the job's present round.
+
+        Raises:
+            ConfigError: nobody answers.
+        """
+        try:
+            store = self._connect()
+            return JobStore.of(name_of_round(self.run_id, RendezvousStore(store).round()), store)
+        except (DistError, RendezvousConnectionError) as error:
+            where = self.etcd_url or f"{self.host}:{self.port}"
+            raise ConfigError(
+                f"nobody answers at {where} any more, where the job {self.run_id!r} was ({error}). If it is over, "
+                f"remove {self.path}."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(JsonRecord):
+    """What somebody asks for."""
+
+    kind: Kind
+    value: int = 0
+    """Replicas, for `scale`; 0 for other degrees."""
+    shard_degree: int = 0
+    """For `scale` without replicas, with the next; 0 for the one that the job has."""
+    tensor_degree: int = 0
+    code: str = ""
+
+    def signed(self, token: str, number: int) -> Self:
+        """The same, with its code; a code holds for one number, so no request can be repeated by others."""
+        return replace(self, code=self._code(token, number))
+
+    def is_genuine(self, token: str, number: int) -> bool:
+        """Whether whoever asks knows the token."""
+        return hmac.compare_digest(self.code.encode(errors="replace"), self._code(token, number).encode())
+
+    def _code(self, token: str, number: int) -> str:
+        said = f"{number} {self.kind} {self.value} {self.shard_degree} {self.tensor_degree}"
+        return hmac.new(token.encode(), said.encode(), "sha256").hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    try:
+        _check_folder(folder)
+    except OSError as error:
+        raise ConfigError(f"tickets in {folder} cannot be trusted: {error}. Remove that folder.") from None
+    return sorted(folder.glob("*.ticket"))
+
+
+def _check_folder(folder: Path) -> None:
+    """See that only this user writes there.
+
+    Raises:
+        PermissionError: others may.
+    """
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(f"{folder} belongs to another user, is open to others, or is a link")
+
+
+class Controller:
+    """The agent's end: leaves the ticket, and does what is asked by those who hold it."""
+
+    def __init__(self, job: JobEnv) -> None:
+        """Write the ticket.
+
+        Args:
+            job: how to reach its store.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._ticket = Ticket(
+            host=job.store_host,
+            port=job.store_port,
+            run_id=job.run_id,
+            etcd_url=job.etcd_url,
+            queue=secrets.token_hex(4) if job.etcd_url else "",
+            token=secrets.token_hex(16),
+            machine=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        path = self._ticket.path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_folder(path.parent)
+        unfinished = path.with_name(f".{secrets.token_hex(8)}")
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+            file.write(self._ticket.to_json())
+        unfinished.replace(path)
+        self._seen: dict[str, int] = {}
+
+    def heed(self, name: str, job_store: JobStore) -> None:
+        """Answer what has been asked since the last call; `name` is that of the job store's round."""
+        request, answer = _names(self._ticket.queue)
+        first = self._seen.get(name, 0)
+        for number, text in enumerate(job_store.listed(request)[first:], first + 1):
+            self._seen[name] = number
+            job_store.set(f"{answer}/{number}", self._answer(number, text, job_store).encode())
+
+    def close(self) -> None:
+        """Take the ticket back."""
+        self._ticket.path.unlink(missing_ok=True)
+
+    def _answer(self, number: int, text: str, job_store: JobStore) -> str:
+        request = None
+        with contextlib.suppress(ValueError):
+            request = Request.from_json(text)
+        if request is None or not request.is_genuine(self._ticket.token, number):
+            return "refused: the request was not made with this job's ticket"
+        if request.kind == "status":
+            return json.dumps(describe(job_store))
+        terms = elastic_spec_of(job_store)
+        if terms is None:
+            return "refused: the job does not change its size, for it has no ElasticTraining, or has not begun"
+        if not request.value:
+            return _reshard(job_store, terms, request)
+        if request.value not in terms.sizes:
+            return f"refused: {request.value} replicas are not possible in this job; {list(terms.sizes)} are"
+        ask_for(job_store, request.value)
+        return f"the job goes to {request.value} replicas, as soon as there are enough"
+
+
+def _reshard(job_store: JobStore, terms: ElasticSpec, request: Request) -> str:
+    """Have the job start again with other degrees, if they are possible; the answer."""
+    why_not = refusal(job_store, terms, present_world(job_store), request.shard_degree, request.tensor_degree)
+    if why_not is not None:
+        return f"refused: {why_not}"
+    shard, tensor = completed(terms, request.shard_degree, request.tensor_degree)
+    ask_for_degrees(job_store, (shard, tensor))
+    return f"all ranks save the next step, and start again with shard degree {shard} and tensor degree {tensor}"
+
+
+def _names(queue: str) -> tuple[str, str]:
+    """Of requests and answers."""
+    return (f"{_REQUEST}/{queue}", f"{_ANSWER}/{queue}") if queue else (_REQUEST, _ANSWER)
+
+
+def send(job_store: JobStore, token: str, request: Request, timeout_s: float = 15.0, queue: str = "") -> str:
+    """Ask for something, and return the answer.
+
+    Raises:
+        ConfigError: the agent does not answer, or refuses.
+    """
+    requests, answers = _names(queue)
+    number = job_store.append(requests, lambda number: request.signed(token, number).to_json())
+    deadline_s = time.monotonic() + timeout_s
+    while (answer := job_store.try_get(f"{answers}/{number}")) is None:
+        if time.monotonic() > deadline_s:
+            raise ConfigError(f"the agent that wrote the job's ticket did not answer within {timeout_s:.0f} s.")
+        time.sleep(_POLL_S)
+    text = answer.decode()
+    if text.startswith("refused: "):
+        raise ConfigError(text.removeprefix("refused: ") + ".")
+    return text

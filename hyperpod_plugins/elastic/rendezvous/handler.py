@@ -1,0 +1,520 @@
+"""The rendezvous `hyperpod`: nodes hold slots, and whoever takes a vacant one over joins the running job.
+
+    torchrun --rdzv-backend=hyperpod --rdzv-endpoint=HOST:PORT --nnodes=2 --nproc-per-node=8 train.py
+    hyperpodrun                      --rdzv-endpoint=HOST:PORT --nnodes=2 --nproc-per-node=8 train.py
+
+To torch's agent this is a rendezvous like others, except that it never hears of a change that the running members can
+absorb. Under torchrun nothing else of ours runs in the agent, so the handler also hands the way to the job store down
+to the workers, and its thread ends those that others found hanging.
+
+    joiner.py        how a node comes to a slot        slots.py     what it decides, and who counts as lost; pure
+    keep_alive.py    how it keeps it                   store.py     what the agents write down about each other
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.utils.logging import get_logger
+
+from hyperpod_plugins.elastic.membership.admission import takes_part, world_or_none
+from hyperpod_plugins.elastic.rendezvous.backends import ServedStoreBackend, StoreBackend, open_etcd, open_served
+from hyperpod_plugins.elastic.rendezvous.expiry import can_absorb, expire_slot, record_node_exit, register_workers
+from hyperpod_plugins.elastic.rendezvous.joiner import RendezvousJoiner
+from hyperpod_plugins.elastic.rendezvous.keep_alive import KeepAlive
+from hyperpod_plugins.elastic.rendezvous.slots import (
+    LeaseState,
+    LivenessTracker,
+    NodeAssignment,
+    SlotPolicy,
+    policy_from,
+)
+from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, name_of_round
+from hyperpod_plugins.elastic.rendezvous.torchrun_workers import Failed, hand_down, prepare
+from hyperpod_plugins.elastic.resume import check_checkpoint
+from hyperpod_plugins.elastic.snapshot_folder import hand_down_snapshot_folder
+from hyperpod_plugins.elastic.store.etcd import SCHEME
+from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
+from hyperpod_plugins.elastic.store.records import FailureRecord
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import ConfigError
+
+# The store that torch's agent gets from the rendezvous `hyperpod`: answers at once what follows from slots.
+
+_ROLE = "torchelastic/role_info/"
+_RANKS = "torchelastic/assigned_ranks/"
+_DONE = "torchelastic/agent/terminal_state"
+
+
+class AgentStoreShim(PrefixStore):
+    """Keys that the agents of a round share, and an ear for two things that torch's agent says nowhere else.
+
+    torch's agents tell the first of them how many workers each has, and wait until it has told them their ranks. Ranks
+    follow from slots here, so nobody waits for a node that has been lost meanwhile.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        number: int,
+        num_slots: int,
+        *,
+        on_size: Callable[[int], None],
+        on_done: Callable[[], None],
+    ) -> None:
+        """Use `store`, a connection that nobody else waits on.
+
+        Args:
+            store: of the endpoint.
+            number: of the round.
+            num_slots: nodes of the round.
+            on_size: called with the number of this node's workers, before they are started.
+            on_done: called when they have come to a good end.
+        """
+        super().__init__(f"hyperpod/agents/{number}", store)
+        self._num_slots = num_slots
+        self._on_size = on_size
+        self._on_done = on_done
+        self._role: str | bytes = ""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Leave a value for other agents."""
+        if key.startswith(_ROLE):
+            self._role = value
+            self._on_size(self._num_workers)
+        super().set(key, value)  # pyright: ignore[reportArgumentType]: bytes are taken, too
+
+    def get(self, key: str) -> bytes:
+        """Read a value of another agent, or the ranks of this node's workers."""
+        if not key.startswith(_RANKS):
+            return super().get(key)
+        first = int(key.removeprefix(_RANKS)) * self._num_workers
+        world_size = self._num_slots * self._num_workers
+        return json.dumps([first, world_size, first, world_size]).encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Read several; what the first agent asks of all is the same for all."""
+        if not all(key.startswith(_ROLE) for key in keys):
+            return super().multi_get(keys)
+        return [json.dumps(json.loads(self._role)).encode()] * len(keys)
+
+    def add(self, key: str, value: int) -> int:
+        """Count; torch's agents count those that are done."""
+        if key.startswith(_DONE):
+            self._on_done()
+        return super().add(key, value)
+
+    @property
+    def _num_workers(self) -> int:
+        return json.loads(self._role)["local_world_size"]
+
+
+logger = get_logger(__name__)
+
+NAME = "hyperpod"
+_POLL_S = 0.1
+_FAREWELL_S = 3.0
+"""Least that an agent grants the others to leave before it, where the store needs it so long."""
+_FAREWELL_BEATS = 2
+"""How many heartbeats more than those that show a loss it grants: a killed agent is not waited for to the end."""
+
+
+class HyperPodRendezvousHandler(RendezvousHandler):
+    """Gives this node a slot."""
+
+    def __init__(self, endpoint: StoreBackend, policy: SlotPolicy, run_id: str) -> None:
+        """Nobody is asked before `next_rendezvous`."""
+        self._endpoint = endpoint
+        self._policy = policy
+        self._run_id = run_id
+        self._node = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex[:8]}"
+        self._keeper = KeepAlive(self._node, endpoint, policy, run_id)
+        self._application: RendezvousJoiner | None = None
+        self._is_done = self._stays = self._is_shut = False
+        self._failed: Failed | None = None
+        self.job: JobEnv | None = None
+        """Where the job store of this round is, and the number of this node's workers in their places."""
+
+    # -- what torch's agent calls -----------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        """Name of this rendezvous."""
+        return NAME
+
+    def get_run_id(self) -> str:
+        """Name of the job."""
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """An agent serves the workers' store: a worker that did would take it along when it dies."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for a slot, and take it.
+
+        Raises:
+            RendezvousTimeoutError: too few nodes came.
+            RendezvousClosedError: the job has failed, or is nearly done.
+            SystemExit: the job is done, and this node was not needed.
+            RendezvousConnectionError: the store is not served, or serves another job.
+        """
+        former, self._keeper.assignment = self._keeper.assignment, None
+        self._is_done = False  # where they are, and all start again
+        self._failed = None if former is None else self._keeper.failure(former)
+        try:
+            assignment = self._apply().acquire_slot(former)
+            host, port = self._endpoint.workers_store(assignment, self._apply().rdzv_store)
+        except (DistError, RendezvousConnectionError) as error:
+            self._excuse()
+            if isinstance(error, RendezvousConnectionError):
+                raise
+            raise self._endpoint.loss(error) from error
+        self._keeper.assignment = assignment
+        store = AgentStoreShim(
+            self._endpoint.connect(), assignment.number, assignment.num_slots, on_size=self._open, on_done=self.finish
+        )
+        return RendezvousInfo(store, assignment.slot, assignment.num_slots, RendezvousStoreInfo(host, port))
+
+    def num_nodes_waiting(self) -> int:
+        """1 where the workers of this node must start again; 0 as long as those that run can take newcomers in."""
+        return int(self._keeper.must_restart)
+
+    def is_closed(self) -> bool:
+        """Whether the job has ended."""
+        return self._apply().rdzv_store.closing() is not None
+
+    def set_closed(self) -> None:
+        """End the job."""
+        self._apply().rdzv_store.close(RendezvousClosing(cause=f"the agent {self._node} closed it", is_success=True))
+
+    def shutdown(self) -> bool:
+        """Leave for good; the job is over if the workers of all nodes are done, or these failed for good."""
+        atexit.unregister(self._release)
+        if self._application is None or self._is_shut:
+            return True
+        self._is_shut = True
+        with contextlib.suppress(DistError):  # whoever served the store may have left first
+            assignment = self._keeper.assignment
+            if self._is_done and self._stays and assignment is not None and self.unfinished():
+                self._swap_claim(assignment, LeaseState.DONE)  # others still train, or are about to start again
+            elif self._is_done:
+                self._application.rdzv_store.close(RendezvousClosing(cause="its workers are done", is_success=True))
+            elif assignment is not None:
+                job_store = self._application.job_store
+                if (
+                    can_absorb(job_store)
+                    and assignment.ranks
+                    and not any(takes_part(job_store, worker_id) for worker_id in assignment.ranks)
+                ):
+                    self.withdraw("its workers failed before the job had taken them in")
+                else:
+                    self._give_up(assignment)
+            self._application.rdzv_store.leave(self._node)
+            self._see_others_off()
+        self._keeper.stop()
+        return True
+
+    # -- what our own agent uses beside -------------------------------------------------------------------------------
+
+    def connect(self) -> Store:
+        """A connection of one's own to the job's store.
+
+        Raises:
+            SystemExit: the job is done, and this node was not needed.
+            RendezvousConnectionError: the store is not served any more.
+        """
+        try:
+            return self._endpoint.connect()
+        except RendezvousConnectionError:
+            self._excuse()
+            raise
+
+    @property
+    def closing(self) -> RendezvousClosing | None:
+        """Why the job has ended, as of the keeper's last look; None while it lasts."""
+        return self._keeper.closing
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended or its store is lost, as of the keeper's last look."""
+        return self._keeper.closing is not None or self._keeper.error is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the workers of this node have trained to the end of the job."""
+        return self._is_done
+
+    def _excuse(self) -> None:
+        """End well where the store is gone with a job that has come to a good end."""
+        if self._keeper.closing is not None and self._keeper.closing.is_success:
+            logger.warning("the job is done, and its store with it; this node was not needed")
+            raise SystemExit(0)
+
+    @property
+    def round_number(self) -> int:
+        """How often all workers have been started together before."""
+        return self._apply().number
+
+    @property
+    def serves_store(self) -> bool:
+        """Whether this node serves the store that all agents and workers use."""
+        return self._endpoint.serves_store
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether an agent serves the store, rather than etcd."""
+        return isinstance(self._endpoint, ServedStoreBackend)
+
+    @property
+    def farewell_s(self) -> float:
+        """Longest that `shutdown` waits for the others to leave first."""
+        return max(_FAREWELL_S, (self._policy.max_missed_beats + _FAREWELL_BEATS) * self._policy.beat_s)
+
+    @property
+    def joiners_store(self) -> tuple[str, int] | None:
+        """Where processes find torch's store that take the places of lost ones, if that is not where founders do."""
+        return self._endpoint.joiners_store(self.round_number)
+
+    def withdraw(self, cause: str) -> None:
+        """Give the slot back, so that another node can take it, and the others go on without this one."""
+        assignment, self._keeper.assignment = self._keeper.assignment, None
+        if assignment is not None:
+            application = self._apply()
+            expire_slot(application.rdzv_store, application.job_store, assignment, cause, assignment.reporter)
+
+    def finish(self, *, stays: bool = False) -> None:
+        """Say that the workers of this node have come to a good end, so that nobody need take their place.
+
+        A node that the job has done without leaves its slot to others.
+
+        Args:
+            stays: whether its agent would start them again; torchrun's does not.
+        """
+        assignment, application = self._keeper.assignment, self._apply()
+        if assignment is None or self._is_done:
+            return
+        self._is_done, self._stays = (
+            all(takes_part(application.job_store, worker_id) for worker_id in assignment.ranks),
+            stays,
+        )
+        if not self._is_done:
+            self._keeper.assignment = None
+        done = LeaseState.STAYS if stays else LeaseState.DONE
+        self._swap_claim(assignment, done if self._is_done else LeaseState.VACANT)
+
+    def _swap_claim(self, assignment: NodeAssignment, holding: LeaseState) -> None:
+        """Say something else of the slot of this node, unless another node has it by now."""
+        rdzv_store = self._apply().rdzv_store
+        claims = rdzv_store.claims(assignment.number)
+        last = assignment.claim if claims is None else claims[assignment.slot]
+        if (last.node, last.number) == (assignment.claim.node, assignment.claim.number):
+            rdzv_store.swap(assignment.number, assignment.slot, last, last.become(holding))
+
+    @property
+    def is_any_gone(self) -> bool:
+        """Whether a node whose workers were done has left, or would not start them again."""
+        claims = self._apply().rdzv_store.claims(self.round_number) or ()
+        return self.is_closed() or any(claim.holding is LeaseState.DONE for claim in claims)
+
+    def unfinished(self) -> set[int]:
+        """Slots of the nodes that train now, and are not done; -1 stands for those of a round without this node."""
+        if self.has_new_round:
+            return {-1}
+        application = self._apply()
+        claims, size = (
+            application.rdzv_store.claims(self.round_number),
+            application.rdzv_store.agreed_size(self.round_number),
+        )
+        held = {slot for slot, claim in enumerate(claims or ()) if claim.holding is LeaseState.HELD}
+        world = world_or_none(application.job_store)
+        if world is None or not size:
+            return held
+        return held.intersection(worker_id // size for worker_id in world.worker_ids)
+
+    def beats_of(self, slots: Collection[int]) -> dict[int, dict[str, Any]] | None:
+        """What the processes of some nodes have told last, by their places; None if the program tells nothing.
+
+        A node that takes no part in this round any more has none.
+        """
+        application = self._apply()
+        size = application.rdzv_store.agreed_size(self.round_number)
+        if world_or_none(application.job_store) is None or not size:
+            return None
+        return application.job_store.heartbeats(
+            [slot * size + index for slot in slots if slot >= 0 for index in range(size)]
+        )
+
+    @property
+    def has_new_round(self) -> bool:
+        """Whether others have begun again without this node."""
+        return self._keeper.number > self.round_number
+
+    @property
+    def ended_without_this_node(self) -> bool:
+        """Whether the job has come to a good end while the workers of this node waited to be taken in."""
+        return self._keeper.ended_without_this_node
+
+    # -- the beginning ------------------------------------------------------------------------------------------
+
+    def _apply(self) -> RendezvousJoiner:
+        if self._application is None:
+            self._application = RendezvousJoiner(self._keeper, self._endpoint, self._policy, self._run_id)
+            atexit.register(self._release)
+        return self._application
+
+    def _open(self, num_workers: int) -> None:
+        """Void the places of those who were here before, and tell the workers that are about to start.
+
+        Raises:
+            ConfigError: other nodes start another number of workers.
+        """
+        assignment, application = self._keeper.assignment, self._apply()
+        assert assignment is not None
+        agreed = application.rdzv_store.size(assignment.number, num_workers)
+        if agreed != num_workers:
+            cause = (
+                f"the agent {self._node} is to start {num_workers} workers, but the others start {agreed} each. Ranks "
+                "follow from slots: give all nodes the same --nproc-per-node."
+            )
+            if not can_absorb(application.job_store):
+                application.rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))
+            self._release()
+            raise ConfigError(cause)
+        end = application.rdzv_store.round_end(assignment.number - 1)
+        resume_from = self._checked(end.resume_from) if end is not None and end.resume_from else ""
+        first = assignment.slot * num_workers
+        ranks, incarnation = range(first, first + num_workers), 0
+        if assignment.is_new:
+            logger.warning("this node takes the new slot %d, and waits until the job grows", assignment.slot)
+            incarnation = register_workers(application.job_store, ranks)
+        elif assignment.predecessor:
+            logger.warning("this node takes slot %d over from %s", assignment.slot, assignment.predecessor)
+            incarnation = record_node_exit(application.job_store, ranks, self._loss(assignment))
+        self.job = replace(
+            self._endpoint.job(name_of_round(self._run_id, assignment.number)),
+            incarnation=incarnation,
+            resume_from=resume_from,
+            shard_degree=0 if end is None else end.shard_degree,
+            tensor_degree=0 if end is None else end.tensor_degree,
+        )
+        self._keeper.assignment = replace(assignment, ranks=ranks, incarnation=incarnation)
+        hand_down(replace(self.job, agent_pid=os.getpid()))
+        hand_down_snapshot_folder()
+
+    def _checked(self, checkpoint: str) -> str:
+        """Begin from no folder that a stranger has made; the job ends instead.
+
+        Raises:
+            ConfigError: it may be one.
+        """
+        try:
+            return check_checkpoint(checkpoint)
+        except ConfigError as error:
+            self._apply().rdzv_store.close(RendezvousClosing(cause=str(error), is_success=False))
+            self._release()
+            raise
+
+    def _loss(self, assignment: NodeAssignment) -> FailureRecord:
+        if assignment.predecessor == self._node:
+            failed = self._failed if self._failed is not None and self._failed.how else None
+            how = "one of them failed" if failed is None else f"rank {failed.rank} {failed.how}"
+            cause = f"torchrun ended all workers of node {assignment.slot}: {how}"
+            rank = -1 if failed is None else failed.rank
+            return FailureRecord(kind="process", cause=cause, worker_id=rank, reporter=assignment.reporter)
+        return FailureRecord(
+            kind="agent", cause=f"the agent {assignment.predecessor} is gone", reporter=assignment.reporter
+        )
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _give_up(self, assignment: NodeAssignment) -> None:
+        """Tell everybody that the workers of this node failed and are not started again."""
+        application = self._apply()
+        cause = f"workers of node {assignment.slot} failed, and its agent does not start them again"
+        application.rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))
+        if assignment.ranks:
+            incident = FailureRecord(
+                kind="agent",
+                cause=cause,
+                worker_id=assignment.ranks[0],
+                incarnation=assignment.incarnation,
+                reporter=assignment.reporter,
+            )
+            application.job_store.record_exit(incident)
+            application.job_store.set(GAVE_UP_KEY, incident.to_json().encode())
+
+    def _see_others_off(self) -> None:
+        """Wait until all that use the store have left, where that is this node's business."""
+        is_over = self._apply().rdzv_store.closing() is not None
+        if not self._endpoint.must_outlast_others(job_is_over=is_over):
+            return
+        store = self._endpoint.connect()
+        store.set_timeout(timedelta(seconds=self.farewell_s))  # what is asked for may have been cleared away by now
+        rdzv_store, pulse, beat_s = (
+            RendezvousStore(store),
+            LivenessTracker(self._policy.max_missed_beats),
+            self._policy.beat_s,
+        )
+        nodes, next_look_s = self._others(rdzv_store), 0.0
+        deadline_s = time.monotonic() + self.farewell_s
+        while nodes and time.monotonic() < deadline_s:
+            if time.monotonic() >= next_look_s:
+                pulse.look(rdzv_store.heartbeats(nodes))
+                next_look_s = time.monotonic() + beat_s
+            time.sleep(_POLL_S)
+            nodes = {node for node in nodes.difference(rdzv_store.left()) if not pulse.is_lost(node)}
+        if not nodes:
+            self._endpoint.clear()
+
+    def _others(self, rdzv_store: RendezvousStore) -> set[str]:
+        """Nodes that may still use the store."""
+        number = self._apply().number
+        claims = rdzv_store.claims(number) or ()
+        vacated = {claim.node for claim in claims if claim.holding is LeaseState.VACANT}
+        nodes = {*rdzv_store.candidates(number), *(claim.node for claim in claims)}
+        return nodes.difference(vacated, rdzv_store.left(), {self._node})
+
+    def _release(self) -> None:
+        """Let others have the slot at once; called when this process ends without `shutdown`."""
+        assignment, self._keeper.assignment = self._keeper.assignment, None
+        if assignment is not None and not self._is_done and self._application is not None:
+            with contextlib.suppress(DistError):
+                rdzv_store = self._application.rdzv_store
+                expire_slot(
+                    rdzv_store, self._application.job_store, assignment, "its agent has left", assignment.reporter
+                )
+                rdzv_store.leave(self._node)
+                if not self._others(rdzv_store):
+                    self._endpoint.clear()
+
+
+def create_rendezvous(parameters: RendezvousParameters) -> HyperPodRendezvousHandler:
+    """The rendezvous of this node, from torchrun's arguments.
+
+    Raises:
+        ConfigError: `--rdzv-conf` holds something impossible.
+        RendezvousConnectionError: this node is told to serve the store, and cannot; or etcd does not answer.
+    """
+    prepare()
+    policy = policy_from(parameters.config, parameters.min_nodes, parameters.max_nodes)
+    is_etcd = parameters.endpoint.startswith(SCHEME)
+    endpoint = open_etcd(parameters) if is_etcd else open_served(parameters, policy.join_timeout_s, policy.answer_s)
+    return HyperPodRendezvousHandler(endpoint, policy, parameters.run_id)

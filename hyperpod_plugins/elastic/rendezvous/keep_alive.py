@@ -1,0 +1,248 @@
+"""The thread of an agent that keeps its slot, and sees to it that vacant ones become known."""
+
+import math
+import os
+import signal
+import threading
+import time
+
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.utils.logging import get_logger
+
+from hyperpod_plugins.elastic.membership.admission import takes_part, world_or_none
+from hyperpod_plugins.elastic.rendezvous.backends import StoreBackend
+from hyperpod_plugins.elastic.rendezvous.control import Controller
+from hyperpod_plugins.elastic.rendezvous.expiry import can_absorb, end_unasked, expire_slot, request_new_round
+from hyperpod_plugins.elastic.rendezvous.slots import (
+    LeaseState,
+    LivenessTracker,
+    NodeAssignment,
+    SlotLease,
+    SlotPolicy,
+    watched,
+)
+from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, name_of_round
+from hyperpod_plugins.elastic.rendezvous.torchrun_workers import Failed, WorkerMonitor
+from hyperpod_plugins.elastic.store.job_store import RESTART_KEY, JobStore
+
+logger = get_logger(__name__)
+_CUT_OFF_BEATS = 4
+"""After how many times the silence that costs a node its slot a node that hears nothing may end, at the earliest."""
+_REPORT_S = 10
+"""How often the same trouble is reported."""
+MALFORMED = (ValueError, TypeError, KeyError, IndexError, RecursionError)
+"""What parsing raises for a value that no agent has written."""
+_GRACE_S = 5.0
+
+
+class KeepAlive:
+    """Beats, looks at the beats of others, and listens to what concerns this node."""
+
+    def __init__(self, node: str, endpoint: StoreBackend, policy: SlotPolicy, run_id: str) -> None:
+        """Nothing happens before `start`."""
+        self.node = node
+        self.assignment: NodeAssignment | None = None
+        self.error: Exception | None = None
+        """Why the store cannot be reached any more."""
+        self._endpoint = endpoint
+        self._policy = policy
+        self._run_id = run_id
+        self._pulse = LivenessTracker(policy.max_missed_beats)
+        self._dead_end: NodeAssignment | None = None
+        self._brood = WorkerMonitor()
+        self._failed: Failed | None = None
+        self._controller: Controller | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hyperpod-slots", daemon=True)
+        self._num_looks = 0
+        self._next_report_s = 0.0
+        self.number = 0
+        """The round that is running, or about to begin, as of the last look."""
+        self.closing: RendezvousClosing | None = None
+        """Why the job has ended, as of the last look."""
+        self.ended_without_this_node = False
+        """Whether it came to a good end while the workers of this node waited to be taken in, as of the last look."""
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._rdzv_store = RendezvousStore(self._endpoint.connect())
+        self._rdzv_store.heartbeat(self.node)
+        self._turn_to(self._rdzv_store.round())
+        if self._endpoint.takes_requests:
+            try:
+                self._controller = Controller(self._endpoint.job(self._run_id))
+            except OSError as error:
+                logger.warning("nobody can ask this job for anything, for its ticket cannot be written: %s", error)
+        self._thread.start()
+        if not self._endpoint.answers_in_time:
+            threading.Thread(target=self._end_when_cut_off, name="hyperpod-cut-off", daemon=True).start()
+
+    def stop(self) -> None:
+        """Beat no more."""
+        self._end.set()
+        self._brood.wake()
+        if self._thread.is_alive():
+            self._thread.join(2 * self._policy.beat_s)
+        if self._controller is not None:
+            self._controller.close()
+
+    def is_lost(self, node: str) -> bool:
+        """Whether another node has fallen silent."""
+        return node != self.node and self._pulse.is_lost(node)
+
+    def failure(self, assignment: NodeAssignment) -> Failed | None:
+        """The first of the workers of a seat to fail, as far as that is known."""
+        return self._failed if self._failed is not None and self._failed.assignment is assignment else None
+
+    @property
+    def must_restart(self) -> bool:
+        """Whether the workers of this node are to end, and the node to ask for a slot again."""
+        return self.assignment is not None and (self.error is not None or self._dead_end is self.assignment)
+
+    def _run(self) -> None:
+        try:
+            while not self._end.is_set():
+                self._watch(time.monotonic() + self._policy.beat_s)
+                try:
+                    self._look()
+                except MALFORMED as error:
+                    self._report_malformed(error)
+                self._num_looks += 1
+        except (DistError, RendezvousConnectionError) as error:
+            self.error = error
+
+    def _report_malformed(self, error: Exception) -> None:
+        """Say, once in a while, that somebody has written what no agent writes; the job goes on as before."""
+        if time.monotonic() >= self._next_report_s:
+            self._next_report_s = time.monotonic() + _REPORT_S
+            logger.error("a value in the job's store is none that an agent writes, and is ignored: %s", error)
+
+    def _end_when_cut_off(self) -> None:
+        """End this node when the store does not answer any more: a request would wait until TCP gives up.
+
+        Seconds are counted, not measured, so that a process that was stopped for a while is not taken for cut off.
+        """
+        silence_s = self._policy.beat_s * max(1.0, self._policy.max_missed_beats)
+        limit_s = math.ceil(max(self._policy.answer_s, _CUT_OFF_BEATS * silence_s))
+        num_looks, silent_s = -1, 0
+        while self.error is None and not self._end.wait(1.0):
+            if num_looks != self._num_looks and silent_s >= _REPORT_S:
+                logger.warning("the store answers again after %d s, and this node goes on", silent_s)
+            silent_s = silent_s + 1 if num_looks == self._num_looks else 0
+            num_looks = self._num_looks
+            if silent_s and silent_s % _REPORT_S == 0:
+                logger.warning(
+                    "the store has not answered for %d s: its machine may be frozen, or this one cut off. This node "
+                    "waits for it, for %d s at most (read_timeout of --rdzv-conf)",
+                    *(silent_s, limit_s),
+                )
+            if silent_s >= limit_s:
+                logger.error("the store has not answered for %d s: this node is cut off, and ends", silent_s)
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not self._end.wait(_GRACE_S):  # the main thread waits for the store, too
+                    self._brood.kill_all()
+                    os._exit(1)
+
+    def _watch(self, until_s: float) -> None:
+        """Spend the time until the next look on the workers, where they are torchrun's."""
+        while time.monotonic() < until_s and not self._end.is_set():
+            failed = self._brood.watch(until_s)
+            if failed is None:
+                continue
+            before = self.failure(failed.assignment)
+            if before is None and can_absorb(self._job_store):
+                self._brood.kill_after_grace()
+            if before is None or not before.how:
+                self._failed = failed
+
+    def _look(self) -> None:
+        rdzv_store, assignment = self._rdzv_store, self.assignment
+        rdzv_store.heartbeat(self.node)
+        number = rdzv_store.round(at_least=self.number)
+        if number != self.number:
+            self._turn_to(number)
+        self._endpoint.keep_alive(number, rdzv_store)
+        claims = rdzv_store.claims(number)
+        holders = [claim.node for claim in claims or () if claim.holding in (LeaseState.HELD, LeaseState.STAYS)]
+        nodes = rdzv_store.candidates(number) if claims is None else holders
+        self._pulse.look(rdzv_store.heartbeats(watched(nodes, self.node)))
+        if claims is not None:
+            self._clear(number, claims)
+        if self._controller is not None:
+            self._controller.heed(name_of_round(self._run_id, number), self._job_store)
+        self.closing = closing = rdzv_store.closing()
+        if assignment is None:
+            return
+        is_over = (number > assignment.number and self._is_overtaken(assignment)) or (
+            closing is not None and not closing.is_success
+        )
+        if closing is not None and closing.is_success and assignment.ranks:
+            self.ended_without_this_node = not any(
+                takes_part(self._job_store, worker_id) for worker_id in assignment.ranks
+            )
+            if self.ended_without_this_node and self._brood.adopt(assignment):
+                is_over = True
+                self._brood.kill_after_grace()
+        if claims is not None and closing is None and not is_over and self._waits_in_vain(assignment, claims):
+            cause = "all nodes that trained are gone, and those that are left only waited"
+            logger.warning("round %d ends: %s", number, cause)
+            end_unasked(rdzv_store, self._job_store, number, cause)
+        if is_over or (claims is not None and not self._keep(assignment, claims[assignment.slot])):
+            self._dead_end = assignment
+        elif assignment.ranks:
+            self._serve(assignment)
+
+    def _is_overtaken(self, assignment: NodeAssignment) -> bool:
+        """Whether all are to begin again. Where some are done already, a node that wants to take part is too late."""
+        end = self._rdzv_store.round_end(assignment.number)
+        if end is None or end.step >= 0:
+            return end is not None
+        claims = self._rdzv_store.claims(assignment.number) or ()
+        return not any(claim.holding.is_done for claim in claims)
+
+    def _turn_to(self, number: int) -> None:
+        self.number = number
+        self._job_store = JobStore.of(name_of_round(self._run_id, number), self._endpoint.connect())
+
+    def _clear(self, number: int, claims: tuple[SlotLease, ...]) -> None:
+        """Vacate the slots of nodes that have fallen silent; one whose workers were done is not to come back."""
+        for slot, claim in enumerate(claims):
+            if claim.holding is LeaseState.STAYS and self.is_lost(claim.node):
+                self._rdzv_store.swap(number, slot, claim, claim.become(LeaseState.DONE))
+            if claim.holding is LeaseState.HELD and self.is_lost(claim.node):
+                assignment = NodeAssignment(number=number, slot=slot, num_slots=len(claims), claim=claim)
+                cause = f"nothing is heard of the agent {claim.node}"
+                if expire_slot(self._rdzv_store, self._job_store, assignment, cause, f"agent {self.node}"):
+                    logger.warning("slot %d is vacant: %s", slot, cause)
+
+    def _waits_in_vain(self, assignment: NodeAssignment, claims: tuple[SlotLease, ...]) -> bool:
+        """Whether the workers of this node wait for others to take them in, and none of those is left."""
+        held = {slot for slot, claim in enumerate(claims) if claim.holding is not LeaseState.VACANT}
+        if not assignment.ranks or len(held) == len(claims):
+            return False
+        world = world_or_none(self._job_store)
+        return world is not None and not any(
+            worker_id // len(assignment.ranks) in held for worker_id in world.worker_ids
+        )
+
+    def _keep(self, assignment: NodeAssignment, last: SlotLease) -> bool:
+        """Whether the slot is still this node's; one that others took for lost is taken back."""
+        if (last.node, last.number) != (assignment.claim.node, assignment.claim.number):
+            if self.assignment is assignment:
+                logger.warning("slot %d went to %s, for this node was silent for too long", assignment.slot, last.node)
+            return False
+        if last.holding is LeaseState.VACANT and self.assignment is assignment:
+            return self._rdzv_store.swap(assignment.number, assignment.slot, last, last.become(LeaseState.HELD))
+        return True
+
+    def _serve(self, assignment: NodeAssignment) -> None:
+        """Do what members ask of agents, where the agent is torchrun's; ours has done it by now."""
+        self._brood.adopt(assignment)
+        for rank, incarnation in self._job_store.new_kills():
+            if rank in assignment.ranks and incarnation == assignment.incarnation:
+                self._brood.kill(assignment, rank)
+        if self._dead_end is not assignment and self._job_store.try_get(RESTART_KEY) is not None:
+            request_new_round(self._rdzv_store, self._job_store, assignment.number, self.node)
+            self._brood.kill_after_grace()
+            self._dead_end = assignment

@@ -1,0 +1,1 @@
+"""How the batch, the learning rate and the number of nodes follow each other."""

@@ -1,0 +1,212 @@
+"""How many samples one optimizer step has in a world of any size: always the same number, so many a replica, or as a
+table says.
+"""
+
+from dataclasses import dataclass, replace
+
+from hyperpod_plugins.data import BatchSplit
+from hyperpod_plugins.elastic.scaling.lr import fits, plan_batch
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeBatch:
+    """What one optimizer step trains on in a world of one size."""
+
+    num_replicas: int
+    """The size."""
+    global_batch_size: int
+    """Samples over all ranks."""
+    micro_batch_size: int
+    """Most samples of one rank in one forward and backward pass."""
+    is_even: bool = False
+    """Whether all ranks must have as many samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """What one optimizer step trains on.
+
+    Raises:
+        ConfigError: not exactly one of the two sizes was given, or a size is not positive.
+    """
+
+    global_batch_size: int = 0
+    """Samples over all ranks, for every number of replicas; 0 with `samples_per_replica`."""
+    samples_per_replica: int = 0
+    """Samples of each replica, so that the batch follows the world; 0 with `global_batch_size`."""
+    micro_batch_size: int
+    """Most samples of one rank in one forward and backward pass."""
+    num_logical_shards: int = 0
+    """Parts of the step that are computed each by itself; 0 for none. See `in_logical_shards`."""
+    by_replicas: tuple[SizeBatch, ...] = ()
+    """The only sizes of the world, and what is said of them; empty where any will do. With batches that differ,
+    `global_batch_size` is 0."""
+    is_even: bool = False
+    """Whether only worlds are allowed in which all ranks have as many samples; `by_replicas` says it for each."""
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        sizes = (self.global_batch_size, self.samples_per_replica)
+        if self.by_replicas and sizes == (0, 0):
+            sizes = (min(row.global_batch_size for row in self.by_replicas), 0)
+        if (sizes[0] != 0) == (sizes[1] != 0):
+            raise ConfigError(
+                "give global_batch_size, for a batch that is the same for every number of replicas, or "
+                f"samples_per_replica, for one that follows it; they are {sizes[0]} and {sizes[1]}."
+            )
+        if max(sizes) < 1 or self.micro_batch_size < 1:
+            name = "global_batch_size" if sizes[0] else "samples_per_replica"
+            raise ConfigError(
+                f"{name} and micro_batch_size must be at least 1, but are {sum(sizes)} and {self.micro_batch_size}."
+            )
+
+    @property
+    def follows_world(self) -> bool:
+        """Whether another number of replicas has another batch."""
+        return not self.global_batch_size
+
+    def at(self, num_replicas: int) -> int:
+        """Samples of one step, over all ranks of so many replicas.
+
+        Raises:
+            ConfigError: the batches differ by size, and this size is not among them.
+        """
+        if self.global_batch_size or self.samples_per_replica:
+            return self.global_batch_size or num_replicas * self.samples_per_replica
+        row = self._row(num_replicas)
+        if row is None:
+            sizes = ", ".join(str(each.num_replicas) for each in self.by_replicas)
+            raise ConfigError(f"the batch is known for {sizes} replicas, and there are {num_replicas}.")
+        return row.global_batch_size
+
+    def split(self, num_replicas: int, ranks_per_replica: int) -> BatchSplit:
+        """How the step is spread; for losses that are weighted by `ElasticSampler.weight`.
+
+        Of a batch that follows the world, the last step of an epoch is padded, not left out. Ranks for which the last
+        step is too small take part in it with weight 0, so it ends no job that has got another size.
+
+        Args:
+            num_replicas: of the world.
+            ranks_per_replica: those that read different samples: the shard degree.
+
+        Raises:
+            ConfigError: some rank would have no sample in some micro-step.
+        """
+        if self.num_logical_shards:
+            return BatchSplit(
+                global_batch_size=self.global_batch_size,
+                micro_batch_size=self.global_batch_size // (self.num_logical_shards * ranks_per_replica),
+                data_world_size=num_replicas * ranks_per_replica,
+                num_logical_shards=self.num_logical_shards,
+            )
+        row, size = self._row(num_replicas), self.at(num_replicas)
+        may_idle = row is not None and not row.is_even
+        plan = plan_batch(
+            size, num_replicas * ranks_per_replica, self._micro_at(num_replicas), allows_idle_ranks=may_idle
+        )
+        return replace(plan, pads=self.follows_world, allows_idle_ranks=True)
+
+    def serving(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[int, ...]:
+        """Numbers of replicas that the policy allows, and whose ranks all get samples.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if self.num_logical_shards:
+            return tuple(size for size in policy.sizes if self.num_logical_shards % size == 0)
+        if self.by_replicas or self.is_even:
+            return self._serving_as_said(policy, ranks_per_replica)
+        if not self.follows_world:
+            return policy.serving(
+                global_batch_size=self.global_batch_size,
+                ranks_per_replica=ranks_per_replica,
+                max_micro_batch=self.micro_batch_size,
+            )
+        if not fits(self.samples_per_replica, ranks_per_replica, self.micro_batch_size):
+            raise ConfigError(
+                f"samples_per_replica={self.samples_per_replica} in micro-batches of {self.micro_batch_size} cannot be "
+                f"spread over the {ranks_per_replica} data-parallel ranks of a replica. Use a multiple of "
+                f"{ranks_per_replica}, or larger micro-batches."
+            )
+        return policy.sizes
+
+    def refused(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[str, ...]:
+        """Why numbers of replicas that the policy allows and a table names are not served, one sentence each."""
+        if not self.by_replicas:
+            return ()
+        said: list[str] = []
+        for row in self.by_replicas:
+            degree = row.num_replicas * ranks_per_replica
+            if row.num_replicas in policy.sizes and not self._can_share(row.num_replicas, degree):
+                how = " evenly, and it says use_uneven_batch: false" if row.is_even else ""
+                said.append(
+                    f"{row.num_replicas} replicas are left out: their {degree} data-parallel ranks cannot share a step "
+                    f"of {row.global_batch_size} samples in micro-batches of {row.micro_batch_size}{how}"
+                )
+        return tuple(said)
+
+    def in_logical_shards(self, policy: ElasticPolicy, ranks_per_replica: int) -> "StepBatch":
+        """The same batch, cut into parts that as many of the allowed numbers of replicas as possible can share evenly.
+
+        Of the numbers of parts that serve equally many, the smallest is taken: the largest micro-batches.
+
+        Args:
+            policy: the limits.
+            ranks_per_replica: those that read different samples: the shard degree.
+
+        Raises:
+            ConfigError: the batch follows the world, or cannot be cut into parts with as many samples for each rank.
+        """
+        if self.follows_world:
+            raise ConfigError(
+                "reproducible=True is for a global batch that stays the same: give global_batch_size, not "
+                "samples_per_replica. Another batch is another computation."
+            )
+        share, rest = divmod(self.global_batch_size, ranks_per_replica)
+        if rest:
+            raise ConfigError(
+                f"reproducible=True cuts a step into parts whose samples the {ranks_per_replica} data-parallel ranks "
+                f"of a replica share evenly, which a global batch of {self.global_batch_size} does not allow. Use "
+                + " or ".join(str(each * ranks_per_replica) for each in (share, share + 1) if each)
+                + "."
+            )
+        micro = min((row.micro_batch_size for row in self.by_replicas), default=self.micro_batch_size)
+        parts = [n for n in range(1, share + 1) if share % n == 0 and share // n <= micro]
+        served = {n: sum(n % size == 0 for size in policy.sizes) for n in parts}
+        most = max(served.values(), default=0)
+        if not most:
+            raise ConfigError(
+                f"no number of replicas in {list(policy.sizes)} can share a global batch of {self.global_batch_size} "
+                f"evenly with {ranks_per_replica} data-parallel ranks each, as reproducible=True needs it. Numbers "
+                f"that divide {share} can."
+            )
+        num_logical_shards = min(n for n in parts if served[n] == most)
+        return replace(self, num_logical_shards=num_logical_shards, by_replicas=())
+
+    def _row(self, num_replicas: int) -> SizeBatch | None:
+        return next((row for row in self.by_replicas if row.num_replicas == num_replicas), None)
+
+    def _micro_at(self, num_replicas: int) -> int:
+        row = self._row(num_replicas)
+        return self.micro_batch_size if row is None else row.micro_batch_size
+
+    def _serving_as_said(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[int, ...]:
+        known = [row.num_replicas for row in self.by_replicas] or list(policy.sizes)
+        sizes = [size for size in policy.sizes if size in known]
+        serving = [size for size in sizes if self._can_share(size, size * ranks_per_replica)]
+        if not serving:
+            batches = ", ".join(f"{self.at(size)} samples on {size} replicas" for size in sizes) or "nothing of them"
+            raise ConfigError(
+                f"none of {list(policy.sizes)} replicas of {ranks_per_replica} data-parallel ranks can share out its "
+                f"batch: the recipe says {batches}. Change the batches, or say use_uneven_batch: true."
+            )
+        return tuple(serving)
+
+    def _can_share(self, num_replicas: int, data_degree: int) -> bool:
+        row, size = self._row(num_replicas), self.at(num_replicas)
+        is_even = self.is_even if row is None else row.is_even
+        may_idle = row is not None and not is_even  # a recipe says shares, and leaves micro-batches of 1 sample to us
+        is_possible = fits(size, data_degree, self._micro_at(num_replicas), allows_idle_ranks=may_idle)
+        return is_possible and not (is_even and size % data_degree)

@@ -1,0 +1,281 @@
+"""What a change of the number of replicas does to batch, learning rate and schedule: pure arithmetic.
+
+The global batch is kept, sample for sample, and with it the learning rate: the usual case, and the default. Where the
+user lets the batch follow the world instead, the learning rate follows by a rule that has a name, and schedulers go on
+by samples.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from hyperpod_plugins.data import BatchSplit
+from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState, GradientNoise
+from hyperpod_plugins.errors import ConfigError
+
+LrScaling = Literal["none", "linear", "sqrt", "adascale"] | Callable[[float], float]
+"""How the learning rate follows the global batch: by name, or a function of new batch / reference batch."""
+
+_RULES: dict[str, Callable[[float], float]] = {
+    "none": lambda ratio: 1.0,
+    "linear": lambda ratio: ratio,
+    "sqrt": math.sqrt,
+    "adascale": lambda ratio: 1.0,  # the gradients say more; see adascale.py
+}
+
+
+def plan_batch(
+    global_batch_size: int, data_degree: int, max_micro_batch: int, *, allows_idle_ranks: bool = False
+) -> BatchSplit:
+    """Spread one global batch over the data-parallel ranks, every sample once.
+
+    Equal shares if they divide, else shares that differ by one sample, which need gradients weighted by
+    `data.sample_weight`. Accumulates where a share is larger than a micro-batch.
+
+    Args:
+        global_batch_size: samples of one optimizer step, over all ranks.
+        data_degree: ranks that read different samples: replicas x shards.
+        max_micro_batch: most samples of one rank in one forward and backward pass.
+        allows_idle_ranks: whether a rank may have no sample in the last micro-step of a step.
+
+    Raises:
+        ConfigError: some rank would have no sample in some micro-step; the message names what would fit.
+    """
+    if data_degree > global_batch_size > 0:
+        raise ConfigError(
+            f"a global batch of {global_batch_size} samples cannot feed {data_degree} data-parallel ranks: each needs "
+            f"one sample a step. Use at least {data_degree} samples, or fewer replicas."
+        )
+    return BatchSplit(
+        global_batch_size=global_batch_size,
+        micro_batch_size=max_micro_batch,
+        data_world_size=data_degree,
+        allows_idle_ranks=allows_idle_ranks,
+    )
+
+
+def fits(global_batch_size: int, data_degree: int, max_micro_batch: int, *, allows_idle_ranks: bool = False) -> bool:
+    """Whether `plan_batch` would succeed."""
+    try:
+        plan_batch(global_batch_size, data_degree, max_micro_batch, allows_idle_ranks=allows_idle_ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def lr_factor(scaling: LrScaling, global_batch_size: float, reference_batch_size: float) -> float:
+    """What to multiply the learning rate with, that was tuned for the reference batch.
+
+    `linear` is for SGD (Goyal et al. 2017, arXiv:1706.02677), `sqrt` for Adam and its like (Malladi et al. 2022,
+    arXiv:2205.10287); `none` leaves it alone, and so does `adascale`, whose gain comes on top.
+
+    Raises:
+        ConfigError: an unknown rule, a batch that is not positive, or a function whose result is not a positive number.
+    """
+    if min(global_batch_size, reference_batch_size) <= 0:
+        raise ConfigError(f"batches must be positive, but are {global_batch_size} and {reference_batch_size}")
+    if isinstance(scaling, str):
+        if scaling not in _RULES:
+            raise ConfigError(f"lr_scaling must be one of {', '.join(_RULES)} or a function, but is {scaling!r}")
+        return _RULES[scaling](global_batch_size / reference_batch_size)
+    factor = float(scaling(global_batch_size / reference_batch_size))
+    if not (math.isfinite(factor) and factor > 0.0):
+        raise ConfigError(
+            f"lr_scaling returned {factor} for a batch {global_batch_size / reference_batch_size:g} times the "
+            "reference; it must return a positive number."
+        )
+    return factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ramp:
+    """A factor that goes from one value to another, so that a larger learning rate does not come as a shock."""
+
+    start: float
+    """Value before the change."""
+    end: float
+    """Value after `num_samples`."""
+    num_samples: int = 0
+    """Samples that the way from `start` to `end` takes; 0 for a jump."""
+
+    def at(self, samples_since: int) -> float:
+        """The factor, so many samples after the change; linear between."""
+        if samples_since >= self.num_samples:
+            return self.end
+        return self.start + (self.end - self.start) * samples_since / self.num_samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleClock:
+    """Counts steps of the reference batch, so that a schedule made for them goes on by samples.
+
+    A step of twice the reference batch is two steps of the schedule; two steps of half of it are one.
+    """
+
+    reference_batch_size: int
+    """Samples of the step that the schedule was made for."""
+    num_samples: int = 0
+    """Samples that were trained on so far."""
+
+    @property
+    def schedule_step(self) -> int:
+        """Steps of the schedule that are complete."""
+        return self.num_samples // self.reference_batch_size
+
+    def after(self, step_size: int) -> "SampleClock":
+        """The clock after one more step of so many samples."""
+        return SampleClock(reference_batch_size=self.reference_batch_size, num_samples=self.num_samples + step_size)
+
+    def ticks(self, step_size: int) -> int:
+        """How often the scheduler steps after a step of so many samples."""
+        return self.after(step_size).schedule_step - self.schedule_step
+
+
+# Learning rate and schedule of a job whose batch follows the world: pure, so that all ranks come to the same numbers.
+#
+# Each rank keeps a `Course`. It depends on what was trained on, and on nothing else; whoever comes in is given it.
+
+_LEVEL = Ramp(start=1.0, end=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LRScalingRule:
+    """How the learning rate follows the batch.
+
+    Raises:
+        ConfigError: an unknown rule, or values that do nothing together.
+    """
+
+    scaling: LrScaling = "none"
+    """By name, or a function of new batch / reference batch."""
+    reference_batch_size: int = 0
+    """Batch that learning rate and schedule were made for; 0 for the one of the first world."""
+    warmup_samples: int = 0
+    """Samples over which the factor goes to its new value after a change; 0 for at once."""
+    scale_adam: bool = False
+    """Whether `sqrt` changes Adam's betas and eps too (Malladi et al. 2022, arXiv:2205.10287)."""
+
+    def __post_init__(self) -> None:
+        """Check the values together."""
+        lr_factor(self.scaling, 1, 1)
+        if min(self.reference_batch_size, self.warmup_samples) < 0:
+            raise ConfigError(
+                f"reference_batch_size and warmup_samples must not be negative, but are {self.reference_batch_size} "
+                f"and {self.warmup_samples}."
+            )
+        if self.is_measured and self.warmup_samples:
+            raise ConfigError(
+                "lr_scaling='adascale' finds the factor of each step in its gradients: leave "
+                "warmup_samples out. A warm-up that belongs to the reference batch is the schedule's."
+            )
+        if self.scaling == "none" and self.warmup_samples:
+            raise ConfigError("warmup_samples needs a learning rate that changes: give lr_scaling, or leave it out.")
+        if self.scale_adam and self.scaling != "sqrt":
+            raise ConfigError("scale_adam goes with lr_scaling='sqrt': its betas and eps belong to that rule.")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the factor comes from the gradients of each step: AdaScale."""
+        return self.scaling == "adascale"
+
+    def factor(self, batch_size: int, reference_batch_size: int) -> float:
+        """What the learning rate is multiplied with, once the ramp is over; AdaScale's gain comes on top."""
+        return lr_factor(self.scaling, batch_size, reference_batch_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LRState:
+    """Where a job stands."""
+
+    reference_batch_size: int
+    """Batch that learning rate and schedule were made for."""
+    batch_size: int
+    """Of the last step."""
+    ramp: Ramp = _LEVEL
+    """The way to the factor for that batch."""
+    ramp_from: int = 0
+    """Samples that had been trained on when that way began."""
+    num_samples: int = 0
+    """Samples that have been trained on."""
+    gains: AdaScaleState | None = None
+    """AdaScale's; None where the factor follows from the batch alone."""
+
+    @classmethod
+    def beginning(cls, reference_batch_size: int, rule: LRScalingRule) -> "LRState":
+        """Before the first step."""
+        gains = AdaScaleState() if rule.is_measured else None
+        return cls(reference_batch_size=reference_batch_size, batch_size=reference_batch_size, gains=gains)
+
+    @property
+    def factor(self) -> float:
+        """For the learning rate of the next step, or of the last one until the next one has been measured."""
+        return self.ramp.at(self.num_samples - self.ramp_from) if self.gains is None else self.gains.gain
+
+    @property
+    def schedule_step(self) -> int:
+        """Steps of the schedule that are complete: steps of the reference batch, or what was worth as many."""
+        return self._clock.schedule_step if self.gains is None else int(self.gains.num_steps)
+
+    def toward(self, batch_size: int, rule: LRScalingRule) -> "LRState":
+        """The course with steps of that batch from now on; from the present factor, also within a ramp."""
+        end = rule.factor(batch_size, self.reference_batch_size)
+        if (batch_size, end) == (self.batch_size, self.ramp.end):
+            return self
+        ramp = Ramp(start=self.factor, end=end, num_samples=rule.warmup_samples)
+        return replace(self, batch_size=batch_size, ramp=ramp, ramp_from=self.num_samples)
+
+    def measured(self, spread: GradientNoise | None, num_samples: int) -> "LRState":
+        """The course with what the gradients of the next step have told, of so many samples.
+
+        Args:
+            spread: of that step; None where nobody has looked.
+            num_samples: of that step: fewer than `batch_size`, if it is the last one of an epoch.
+        """
+        if self.gains is None:
+            return self
+        noise = None if spread is None else spread.noise(num_samples, self.reference_batch_size)
+        return replace(self, gains=self.gains.measured(noise, num_samples / self.reference_batch_size))
+
+    def after(self, num_samples: int) -> "LRState":
+        """The course after one more step, of so many samples."""
+        gains = None if self.gains is None else self.gains.after()
+        return replace(self, num_samples=self._clock.after(num_samples).num_samples, gains=gains)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "LRState":
+        """Inverse of `to_dict`."""
+        plain: dict[str, Any] = {"gains": None} | {**values}
+        gains = plain.pop("gains")
+        return cls(ramp=Ramp(**plain.pop("ramp")), gains=None if gains is None else AdaScaleState(**gains), **plain)
+
+    @property
+    def _clock(self) -> SampleClock:
+        return SampleClock(reference_batch_size=self.reference_batch_size, num_samples=self.num_samples)
+
+
+def scaled_adam(betas: tuple[float, float], eps: float, lr_factor: float) -> tuple[tuple[float, float], float]:
+    """Adam's betas and eps beside a learning rate that was multiplied: kappa (1 - beta), and eps / sqrt(kappa).
+
+    Args:
+        betas: for the reference batch.
+        eps: for the reference batch.
+        lr_factor: sqrt(kappa), for a batch kappa times the reference.
+
+    Raises:
+        ConfigError: a beta would be negative; the message says how large the batch may be.
+    """
+    kappa = lr_factor**2
+    first, second = (1.0 - kappa * (1.0 - beta) for beta in betas)
+    if min(first, second) < 0.0:
+        largest = 1.0 / (1.0 - min(betas))
+        raise ConfigError(
+            f"a batch {kappa:g} times the reference would make a beta of {betas} negative by scale_adam; up to "
+            f"{math.floor(largest * 1000) / 1000:g} times is possible. Use a lower max_replicas, or no "
+            "scale_adam."
+        )
+    return (first, second), eps / lr_factor

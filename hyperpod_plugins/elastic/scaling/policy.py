@@ -1,0 +1,151 @@
+"""Within what limits, and how soon, a job changes its number of replicas; decided from a view alone."""
+
+import math
+from dataclasses import dataclass
+
+from hyperpod_plugins.elastic.scaling.lr import fits
+from hyperpod_plugins.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticPolicy:
+    """Limits of one job.
+
+    Raises:
+        ConfigError: limits that no size satisfies, or times that are not positive; the message says what would fit.
+    """
+
+    min_replicas: int = 1
+    """The job waits rather than go on with fewer."""
+    max_replicas: int = 1
+    """More replicas stay outside, as spares."""
+    replica_increment: int = 1
+    """The job has `min_replicas` plus a multiple of it."""
+    replica_sizes: tuple[int, ...] = ()
+    """The only sizes that are allowed; empty for every increment between the limits."""
+    graceful_shutdown_timeout_s: float = 600.0
+    """Longest time from a notice until the replica has left."""
+    scaling_timeout_s: float = 60.0
+    """How long new replicas must be there, and no more come, before the job grows."""
+    faulty_scale_down_timeout_s: float = 30.0
+    """How long the job waits for a replacement of a lost replica before it goes on smaller."""
+    min_stable_s: float = 0.0
+    """Shortest time between a change and a growth."""
+    max_backoff_s: float = 3600.0
+    """Each loss soon after a growth doubles `min_stable_s`, up to this."""
+
+    def __post_init__(self) -> None:
+        """Check each value, then whether any size is left."""
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ConfigError(
+                f"replicas must satisfy 1 <= min <= max, but min is {self.min_replicas} and max {self.max_replicas}."
+            )
+        if self.replica_increment < 1:
+            raise ConfigError(f"replica_increment must be at least 1, but is {self.replica_increment}.")
+        if self.replica_sizes and self.replica_increment != 1:
+            raise ConfigError("give replica_increment or replica_sizes, not both.")
+        span = self.max_replicas - self.min_replicas
+        if span % self.replica_increment:
+            low = self.max_replicas - span % self.replica_increment
+            raise ConfigError(
+                f"growing from {self.min_replicas} by {self.replica_increment} never reaches max_replicas="
+                f"{self.max_replicas}. Use {low} or {low + self.replica_increment}."
+            )
+        outside = [size for size in self.replica_sizes if not self.min_replicas <= size <= self.max_replicas]
+        if outside:
+            raise ConfigError(
+                f"the sizes {outside} of {list(self.replica_sizes)} lie outside {self.min_replicas} .. "
+                f"{self.max_replicas}."
+            )
+        for name in ("graceful_shutdown_timeout_s", "scaling_timeout_s", "faulty_scale_down_timeout_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(f"{name} must be a number of seconds from 0 on, but is {getattr(self, name)}.")
+        if not 0 <= self.min_stable_s <= self.max_backoff_s:
+            raise ConfigError(
+                f"min_stable_s must lie in 0 .. max_backoff_s ({self.max_backoff_s}), but is {self.min_stable_s}."
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Allowed numbers of replicas, ascending."""
+        if self.replica_sizes:
+            return tuple(sorted(set(self.replica_sizes)))
+        return tuple(range(self.min_replicas, self.max_replicas + 1, self.replica_increment))
+
+    def serving(self, *, global_batch_size: int, ranks_per_replica: int, max_micro_batch: int) -> tuple[int, ...]:
+        """Allowed sizes whose ranks all get samples of the global batch.
+
+        Args:
+            global_batch_size: samples of one optimizer step.
+            ranks_per_replica: ranks of one replica that read different samples: the shard degree.
+            max_micro_batch: most samples of one rank in one forward and backward pass.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        serving = [size for size in self.sizes if fits(global_batch_size, size * ranks_per_replica, max_micro_batch)]
+        if not serving:
+            lowest = self.sizes[0] * ranks_per_replica
+            raise ConfigError(
+                f"a global batch of {global_batch_size} in micro-batches of {max_micro_batch} can be spread over none "
+                f"of {list(self.sizes)} replicas of {ranks_per_replica} data-parallel ranks. Use a multiple of "
+                f"{lowest}, or larger micro-batches."
+            )
+        return tuple(serving)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaView:
+    """What is known when a decision is made."""
+
+    now: int
+    """Replicas that the job has, or had before the last loss."""
+    healthy: int
+    """Of these, complete ones."""
+    waiting: int = 0
+    """Complete replicas that could join."""
+    leaving: int = 0
+    """Healthy ones that have got notice."""
+    wanted: int = 0
+    """What somebody asked for with `hyperpod scale`; 0 where nobody did."""
+    since_change_s: float = math.inf
+    """Seconds since the number of replicas changed last."""
+    since_arrival_s: float = math.inf
+    """Seconds since the last replica began to wait."""
+    since_loss_s: float = math.inf
+    """Seconds since a replica was lost that has not been replaced."""
+    num_setbacks: int = 0
+    """Losses that came within `min_stable_s` after a growth, in a row."""
+
+
+def next_size(view: ReplicaView, policy: ElasticPolicy, sizes: tuple[int, ...] | None = None) -> int:
+    """How many replicas to go on with: `view.now` to leave it, and to wait where they are not all healthy.
+
+    Args:
+        view: what is known.
+        policy: the limits.
+        sizes: those that serve the batch, of `ElasticPolicy.serving`; all allowed ones if None.
+    """
+    sizes = policy.sizes if sizes is None else sizes
+    staying = view.healthy - view.leaving
+    available = staying + view.waiting
+    if view.wanted:
+        available = min(available, view.wanted)
+    target = max((size for size in sizes if size <= available), default=0)
+    if target == view.now and view.healthy == view.now and not view.leaving:
+        return view.now
+    if view.healthy < view.now or view.leaving:
+        return _after_loss(view, policy, target)
+    if target < view.now:  # asked for
+        return target or view.now
+    backoff_s = min(policy.min_stable_s * 2**view.num_setbacks, policy.max_backoff_s)
+    is_settled = view.since_arrival_s >= policy.scaling_timeout_s or target == sizes[-1]
+    return target if is_settled and view.since_change_s >= backoff_s else view.now
+
+
+def _after_loss(view: ReplicaView, policy: ElasticPolicy, target: int) -> int:
+    """A waiting replica replaces a lost one at once; without one the job waits a while, then shrinks."""
+    if target >= view.now or not target:
+        return view.now
+    is_patient = view.healthy < view.now and view.since_loss_s < policy.faulty_scale_down_timeout_s
+    return view.now if is_patient else target

@@ -1,0 +1,1 @@
+"""What the members of a job leave for each other in a key-value store."""

@@ -1,0 +1,212 @@
+"""Faults from outside, for a running `hyperpodrun` job on this machine: its workers are found through /proc.
+
+An agent has one child that imports for the workers, the zygote, and that one's children are the workers.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.fault_injection.faults import FaultKind, draw_cause
+
+SIGNALS: dict[FaultKind, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+"""What can be done to a process from outside."""
+_ZYGOTE = b"hyperpod_plugins.elastic.launcher.fork_server"
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosPlan:
+    """How often, how many and what."""
+
+    every_s: float = 30.0
+    """Mean of the gaps, which are drawn from an exponential distribution: faults know nothing of each other."""
+    count: int = 10
+    """Faults in all."""
+    seed: int = 0
+    kinds: tuple[FaultKind, ...] = ("kill",)
+    resume_s: float = 60.0
+    """After how long a stopped process goes on."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.every_s <= 0 or self.count < 1 or self.resume_s <= 0:
+            raise ConfigError(
+                f"every_s={self.every_s} and resume_s={self.resume_s} must be more than 0 seconds, and "
+                f"count={self.count} at least 1 fault."
+            )
+        if not self.kinds or set(self.kinds) - set(SIGNALS):
+            raise ConfigError(
+                f"kinds={','.join(self.kinds) or '(none)'}, but from outside a process can only be subject to "
+                f"{', '.join(SIGNALS)}. For other kinds put an injector into the program: see recovery.faults."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blow:
+    """A fault that is to come."""
+
+    wait_s: float
+    """After the one before."""
+    kind: FaultKind
+    cause: str
+    choice: float
+    """Which worker, as a fraction of their ordered list, in `0 .. 1`."""
+
+
+def blows(plan: ChaosPlan) -> Iterator[Blow]:
+    """The whole schedule: the same for the same plan."""
+    draw = random.Random(plan.seed)
+    for _ in range(plan.count):
+        wait_s = draw.expovariate(1 / plan.every_s)
+        cause, kind = draw_cause(draw, plan.kinds)
+        yield Blow(wait_s=wait_s, kind=kind, cause=cause.name, choice=draw.random())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process of this machine, as /proc shows it."""
+
+    pid: int
+    parent: int
+    state: str
+    num_threads: int
+    command: tuple[bytes, ...]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is neither dead nor about to be."""
+        return self.state not in "ZX"
+
+
+def processes() -> dict[int, Process]:
+    """All processes by pid."""
+    found: dict[int, Process] = {}
+    for folder in _PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = tuple((folder / "cmdline").read_bytes().split(b"\0"))
+            pid = int(folder.name)
+            found[pid] = Process(
+                pid=pid, parent=int(fields[1]), state=fields[0], num_threads=int(fields[17]), command=command
+            )
+    return found
+
+
+def agents_in(table: dict[int, Process]) -> list[int]:
+    """Pids of all agents: parents of zygotes, which are not zygotes themselves."""
+    zygotes = {each.pid for each in table.values() if _ZYGOTE in each.command and each.is_alive}
+    return sorted({table[pid].parent for pid in zygotes if table[pid].parent not in zygotes} & set(table))
+
+
+def workers_in(table: dict[int, Process], agents: Sequence[int]) -> list[int]:
+    """Pids of the agents' workers; a spare, which has no program and so a single thread, is none where others are."""
+    zygotes = {each.pid for each in table.values() if each.parent in agents and _ZYGOTE in each.command}
+    children = [each for each in table.values() if each.parent in zygotes and each.is_alive]
+    begun = [each for each in children if each.num_threads > 1]
+    return sorted(each.pid for each in begun or children)
+
+
+def choose_agents(table: dict[int, Process], *, pid: int | None = None, run_id: str | None = None) -> list[int]:
+    """Agents of the one job that is meant.
+
+    Args:
+        table: all processes.
+        pid: of an agent.
+        run_id: what the job's agents were given as `--rdzv-id`.
+
+    Raises:
+        ConfigError: there is none, or several jobs could be meant.
+    """
+    agents = agents_in(table)
+    listed = ", ".join(map(str, agents)) or "none"
+    if pid is not None:
+        if pid not in agents:
+            raise ConfigError(f"process {pid} is no agent of hyperpodrun with workers; on this machine: {listed}.")
+        return [pid]
+    if run_id is not None:
+        named = [agent for agent in agents if run_id in _run_ids(table[agent].command)]
+        if not named:
+            raise ConfigError(
+                f"no agent of hyperpodrun on this machine was started with --rdzv-id={run_id}; agents here: {listed}. "
+                "A job without that option is named by --pid."
+            )
+        return named
+    if len(agents) != 1:
+        raise ConfigError(
+            f"say with --pid or --run-id which job is meant: agents of hyperpodrun on this machine are {listed}."
+        )
+    return agents
+
+
+def _run_ids(command: Sequence[bytes]) -> set[str]:
+    """Values of `--rdzv-id`, in any of its spellings."""
+    names = ("--rdzv-id", "--rdzv_id")
+    words = [word.decode(errors="replace") for word in command]
+    parted = [word.partition("=") for word in words]
+    joined = {value for name, equals, value in parted if name in names and equals}
+    return joined | {after for word, after in itertools.pairwise(words) if word in names}
+
+
+def strike(blow: Blow, agents: Sequence[int]) -> int | None:
+    """Let a blow fall on a worker; its pid, or None where no worker is left."""
+    workers = workers_in(processes(), agents)
+    if not workers:
+        return None
+    pid = workers[min(int(blow.choice * len(workers)), len(workers) - 1)]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SIGNALS[blow.kind])
+    return pid
+
+
+def run_chaos(plan: ChaosPlan, agents: Sequence[int], tell: Callable[[str], None]) -> int:
+    """Strike until the plan is done or the job has ended; the number of faults. Whoever was stopped goes on then.
+
+    Args:
+        plan: what to do.
+        agents: whose workers it is done to.
+        tell: called with one line for each fault.
+    """
+    stopped: dict[int, float] = {}
+    num_faults = 0
+    try:
+        for blow in blows(plan):
+            if not _wait(blow.wait_s, agents, stopped):
+                break
+            pid = strike(blow, agents)
+            if pid is None:
+                continue
+            num_faults += 1
+            tell(f"fault {num_faults} of {plan.count}: {blow.cause}: {SIGNALS[blow.kind].name} to worker {pid}")
+            if blow.kind == "stop":
+                stopped[pid] = time.monotonic() + plan.resume_s
+        while stopped and _wait(0.1, agents, stopped):
+            pass
+    finally:
+        _resume(stopped, now_s=float("inf"))
+    return num_faults
+
+
+def _wait(seconds: float, agents: Sequence[int], stopped: dict[int, float]) -> bool:
+    """Wait; False as soon as no agent is left."""
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(min(0.5, left_s))
+        _resume(stopped, now_s=time.monotonic())
+        if not set(agents_in(processes())) & set(agents):
+            return False
+    return True
+
+
+def _resume(stopped: dict[int, float], now_s: float) -> None:
+    for pid in [pid for pid, at_s in stopped.items() if at_s <= now_s]:
+        del stopped[pid]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

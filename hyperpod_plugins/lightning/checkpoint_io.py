@@ -1,0 +1,210 @@
+"""The checkpoints of a Trainer: what Lightning hands over, as sharded folders, written beside training if asked."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hyperpod_plugins.errors import ConfigError, PeerLost
+from hyperpod_plugins.lightning.compat import LightningModule
+from hyperpod_plugins.lightning.trainer_state import sharded_parts
+from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
+from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
+from hyperpod_plugins.parallel.checkpoint.api import has_tensor
+from hyperpod_plugins.parallel.checkpoint.parts import NUM_AVERAGED, StateParts
+from hyperpod_plugins.parallel.checkpoint.rank_state import RankSource, load_rank_state, saved_ranks
+from hyperpod_plugins.parallel.collective_errors import agreeing, default_group
+from hyperpod_plugins.recovery import SavedCheckpoints
+from hyperpod_plugins.recovery.local_state import are_same
+
+
+class TrainerCheckpoints:
+    """Saves, loads and removes for one strategy. Every method is called on all ranks alike."""
+
+    def __init__(self, *, in_background: bool, are_trusted: bool) -> None:
+        """Save nothing yet: the writer, with its process group, is made by the first save.
+
+        Args:
+            in_background: write while training goes on.
+            are_trusted: unpickle Python objects of a checkpoint, which runs code.
+        """
+        self._in_background = in_background
+        self._are_trusted = are_trusted
+        self._writer: CheckpointWriter | None = None
+        self.group: dist.ProcessGroup | None = None
+        """Group of all ranks for nothing but checkpoints; None to have one made when it is needed."""
+        self.saved: SavedCheckpoints | None = None
+        """Where this rank writes down which checkpoints there are; None on ranks that do not."""
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        checkpoint: dict[str, Any],
+        *,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        average: CallbackAverage | None,
+        rank_state: Mapping[int, Any],
+        storage_options: object,
+    ) -> None:
+        """Write what Lightning collected as the folder `path`: tensors in shards, the rest as it is.
+
+        With an `average` that is what the checkpoint has as the model's tensors, as Lightning's. `rank_state` is what
+        this rank has of its own, by its rank; it is written for each rank where ranks differ.
+
+        Raises:
+            CheckpointError: this save failed, or an earlier one in the background.
+            ConfigError: storage options, which nothing here could follow.
+        """
+        if storage_options is not None:
+            raise ConfigError(
+                f"HyperPodStrategy writes checkpoints to a file system and takes no storage_options, but got "
+                f"{storage_options!r}. Drop them, and give a path that is mounted on every node."
+            )
+        if self._writer is None:
+            self._writer = CheckpointWriter(self.group)
+        self._forget_interrupted()
+        state, beside = checkpoint.pop("state_dict"), dict[str, Tensor]()
+        if average is not None:
+            state, beside = average.saved_as(state)
+        has_optimizers = checkpoint.pop("optimizer_states", None) is not None
+        self._writer.save(
+            path,
+            model=module,
+            optimizers=optimizers if has_optimizers else (),
+            extra=checkpoint,
+            model_state=state,
+            beside=beside,
+            rank_state=rank_state,
+            background=self._in_background,
+        )
+        saved = self.saved
+        if saved is not None and has_optimizers:
+            self._writer.when_written(partial(saved.add, str(Path(path).absolute()), checkpoint["global_step"]))
+
+    def save_parts(
+        self,
+        path: str | PathLike[str],
+        checkpoint: dict[str, Any],
+        parts: StateParts,
+        *,
+        module: LightningModule,
+        rank_state: Mapping[int, Any],
+    ) -> None:
+        """Write parts of a state that this rank and others keep, with what Lightning collected when they were taken.
+
+        `rank_state` is what the ranks whose parts these are had of their own.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self._writer is None:
+            self._writer = CheckpointWriter(self.group)
+        self._forget_interrupted()
+        extra = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        self._writer.save_parts(path, parts, model=module, extra=extra, rank_state=rank_state)
+
+    def _forget_interrupted(self) -> None:
+        """Let go of a save in the background whose peer was lost: the job has been repaired since, the save has not."""
+        assert self._writer is not None
+        try:
+            self._writer.wait()
+        except PeerLost as error:
+            warnings.warn(f"a checkpoint was not written: {error} The next one is not affected.", stacklevel=2)
+
+    def load(
+        self,
+        path: str | PathLike[str],
+        *,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        average: CallbackAverage | None,
+        weights_only: bool | None,
+    ) -> dict[str, Any]:
+        """Load the folder `path` into module and optimizers, and return the rest as Lightning expects it.
+
+        An `average` is loaded, too, or begins with the module's weights where the checkpoint has none.
+
+        Raises:
+            CheckpointDamaged: no checkpoint, or an interrupted one.
+            CheckpointMismatch: a checkpoint of another model or other optimizers.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+        extra = load_checkpoint(
+            path,
+            model=module,
+            optimizers=optimizers,
+            weights_only=self._weights_only(weights_only),
+            strict=module.strict_loading,
+            beside=None if average is None else average.to_fill(),
+        )
+        is_averaged = has_tensor(path, NUM_AVERAGED)
+        if average is not None:
+            average.loaded(module, is_averaged=is_averaged)
+        elif is_averaged and optimizers:
+            warnings.warn(
+                f"{path} was written with weights that Lightning's WeightAveraging had averaged, and training goes on "
+                "from the average, for the Trainer has no such callback. Add it to go on from the weights themselves.",
+                stacklevel=2,
+            )
+        return {**extra, "state_dict": {}, "optimizer_states": [{} for _ in optimizers]}
+
+    def load_own(
+        self, path: Path, source: RankSource, first: Mapping[str, Any], *, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """What this rank, or the one that stands in for it, had of its own; called on all ranks.
+
+        Args:
+            path: the folder.
+            source: see `RankSource`.
+            first: what the first rank had of its own.
+            weights_only: refuse Python objects.
+
+        Returns:
+            `first` where the ranks had the same, or where no rank can stand in and nothing is needed.
+
+        Raises:
+            CheckpointError: it is damaged, or no rank of it held this rank's shard; raised on all ranks.
+        """
+        with agreeing(f"the state of each rank in {path} was not loaded", default_group()):
+            ranks, plain = saved_ranks(path), self._weights_only(weights_only)
+            sharded = sharded_parts(first)
+            if sharded and ranks and source.has_other_degrees:
+                others = [sharded_parts(load_rank_state(path, rank, weights_only=plain)) for rank in ranks]
+                sharded = {
+                    name: of for name, of in sharded.items() if not all(are_same(of, each.get(name)) for each in others)
+                }
+            rank = source.choose(ranks, list(sharded)) if ranks else None
+            if rank is None:
+                return dict(first)
+            return load_rank_state(path, rank, weights_only=plain)
+
+    def _weights_only(self, wanted: bool | None) -> bool:
+        return not self._are_trusted and wanted is not False
+
+    def remove(self, path: str | PathLike[str], remove: Callable[[], None]) -> None:
+        """Call `remove`, which removes `path`, once the checkpoint that is being written is complete; do not wait."""
+        if self.saved is not None:
+            self.saved.discard(str(Path(path).absolute()))
+        if self._writer is None:
+            remove()
+        else:
+            self._writer.when_written(remove)
+
+    def wait(self) -> None:
+        """Wait for a checkpoint that is still being written."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is still being written, and let go of the writer."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()

@@ -1,0 +1,536 @@
+"""What a user may choose about a job that changes its size, and what a Trainer does when it has another one."""
+
+# Lightning's loops have no public spelling.
+# pyright: reportPrivateUsage=false
+
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from hyperpod_plugins.data import BatchSplit, Cursor
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
+from hyperpod_plugins.elastic.membership.elastic_spec import (
+    ElasticSpec,
+    Layout,
+    choose,
+    elastic_spec_of,
+    in_order,
+    publish_elastic_spec,
+)
+from hyperpod_plugins.elastic.scaling.batch import StepBatch
+from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.scaling.policy_io import PolicyBlock, batch_of, read_policy
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import ConfigError, DegreeError
+from hyperpod_plugins.events import Event, record
+from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.lightning.datamodule import SizesSteps, TrainerLoader
+from hyperpod_plugins.lightning.lr_scaling import Rates, warn_of_adaptive
+from hyperpod_plugins.parallel import ParallelConfig, Topology
+from hyperpod_plugins.recovery import Repair
+
+# Which degrees a job may have, from what its program says of them, and which it has.
+
+
+class AllowsDegrees(Protocol):
+    """What `ElasticTraining` says of them."""
+
+    shard_degrees: tuple[int, ...]
+    tensor_degrees: tuple[int, ...]
+
+    def settle(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
+        """Limits and batch, in a world of such replicas."""
+        ...
+
+
+def as_degrees(shard_degrees: Sequence[int], tensor_degrees: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Check what the user says.
+
+    Raises:
+        DegreeError: a degree below 1.
+    """
+    for name, degrees in (("shard_degrees", shard_degrees), ("tensor_degrees", tensor_degrees)):
+        if any(type(degree) is not int or degree < 1 for degree in degrees):
+            raise DegreeError(f"{name} must be whole numbers from 1 on, but are {list(degrees)}")
+    return tuple(shard_degrees), tuple(tensor_degrees)
+
+
+def layouts_of(options: AllowsDegrees, config: ParallelConfig, ranks_per_node: int) -> tuple[Layout, ...]:
+    """All degrees that a start may have, in the order in which they are tried; empty where only the strategy's count.
+
+    Raises:
+        ConfigError: degrees with which the model cannot be parallelised, the batch not be shared, or the policy not be
+            followed; or a list of tensor degrees and no shard degree.
+    """
+    if not options.shard_degrees and not options.tensor_degrees:
+        return ()
+    own = (config.hybrid_shard_degree, config.tensor_parallel_degree)
+    shards = {*options.shard_degrees, own[0]} - {0}
+    if not shards:
+        raise ConfigError(
+            "tensor_degrees needs to know the shard degrees that go with them: give shard_degrees too, or the "
+            "strategy's hybrid_shard_degree."
+        )
+    layouts: list[Layout] = []
+    for shard, tensor in product(shards, {*options.tensor_degrees, own[1]}):
+        replica = ParallelConfig.of(config, hybrid_shard_degree=shard, tensor_parallel_degree=tensor)
+        policy, batch = options.settle(replica.topology(shard * tensor, ranks_per_node=ranks_per_node))
+        layouts.append(Layout(shard_degree=shard, tensor_degree=tensor, sizes=batch.serving(policy, shard)))
+    job = JobEnv.from_environ()
+    asked = (0, 0) if job is None else (job.shard_degree, job.tensor_degree)
+    return in_order(layouts, wanted=[asked, own])
+
+
+def with_degrees(
+    config: ParallelConfig, known: ElasticSpec | None, layouts: Sequence[Layout], world_size: int
+) -> ParallelConfig:
+    """The configuration with the degrees that the job has, or begins with.
+
+    Args:
+        config: of the strategy.
+        known: terms of the job that this process comes to; None for one that begins.
+        layouts: see `layouts_of`.
+        world_size: of the present world.
+
+    Raises:
+        DegreeError: no layout fits the world.
+    """
+    if not layouts:
+        return config
+    shard, tensor = choose(layouts, world_size).degrees if known is None else known.degrees
+    return ParallelConfig.of(config, hybrid_shard_degree=shard, tensor_parallel_degree=tensor)
+
+
+def num_founders(options: AllowsDegrees, config: ParallelConfig, world_size: int, ranks_per_node: int) -> int:
+    """Of the processes that start together, how many make up whole replicas.
+
+    Raises:
+        DegreeError: no layout fits them.
+    """
+    layouts = layouts_of(options, config, ranks_per_node)
+    if not layouts:
+        return world_size
+    layout = choose(layouts, world_size)
+    return layout.replicas_in(world_size) * layout.replica_size
+
+
+log = logging.getLogger(__name__)
+
+_REFERENCE = (
+    "reference_batch"  # value: of a job whose batch follows the world; its founders say it before anybody comes
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """A change of the number of replicas, as a process saw it that was there before."""
+
+    cause: str
+    """Why, in words."""
+    step: int
+    """Steps committed by then."""
+    num_replicas: int
+    """Replicas from now on."""
+    took_s: float
+    """From the word for it, or from the loss that led to it, until the next step could begin; in seconds."""
+
+
+class ElasticTraining(SizesSteps):
+    """Let the job grow and shrink by whole replicas while it runs; by default every step keeps its global batch.
+
+    Needs `hyperpodrun` or `torchrun --rdzv-backend=hyperpod`, with `--nnodes=MIN:MAX`, and loaders that count their
+    position in samples: a `TokenDataModule`, or a `TrainerLoader` over an `ElasticSampler`. The Trainer's
+    `accumulate_grad_batches` follows from the sizes below, whatever it was.
+
+    With `samples_per_replica` the batch follows the world: R replicas have R times as many samples a step. The learning
+    rate follows by `lr_scaling`, and schedulers with `interval="step"` go on by samples: one step for each
+    reference batch. Each change of the batch is logged, and recorded as the event `elastic.scaling.batch`.
+
+    With `lr_scaling="adascale"`, for SGD with momentum, the gradients say what a step is worth: its *gain*, between 1
+    and S, where S is the step's samples / reference batch (between S and 1 for a smaller one). The learning rate of the
+    step is multiplied by it, and schedulers go on by as many steps. The gain follows from averages over earlier steps
+    and this one. A step adds to them what the gradients of its parts tell, each of which one replica computed in one
+    micro-step; a single replica that does not accumulate tells nothing, and goes on with the averages that there are
+    and its own S. Before there are any the gain is 1, or S if that is smaller.
+
+    Args:
+        global_batch_size: samples of one optimizer step, over all ranks; the same for every number of replicas.
+        samples_per_replica: samples of one optimizer step for each replica, instead of `global_batch_size`. Needs
+            `max_replicas`.
+        micro_batch_size: most samples of one rank in one forward and backward pass.
+        policy: limits on the number of replicas, and how soon it changes: an `ElasticPolicy`, the `elasticPolicy` of a
+            HyperPod manifest, the `elastic_policy` of a recipe, DeepSpeed's `elasticity`, or the path of a JSON or
+            YAML file with one of these. DeepSpeed's says the batch sizes too, and so does a whole recipe, with its
+            `scale_config` and `uneven_batch`. Default: any number.
+        lr_scaling: how the learning rate follows a batch that is kappa times the reference: `"none"`, `"linear"`
+            (kappa), `"sqrt"`, `"adascale"`, or a function of kappa.
+        reference_batch_size: batch that learning rate and schedule were made for; 0 for the one of the first world.
+        warmup_samples: samples over which the learning rate goes to its new value.
+        scale_adam: with `"sqrt"`, scale Adam's betas and eps too: kappa (1 - beta), and eps / sqrt(kappa).
+        shard_degrees: shard degrees that the job may have beside the strategy's. Where too few ranks are left for a
+            replica of the present one, or somebody asks for another (`hyperpod scale --shard-degree`), all processes
+            start again, resharded; the strategy's is taken where it fits, else the largest that does.
+        tensor_degrees: the same for tensor degrees.
+        reproducible: train to the same bits whatever the number of replicas, and however often it changes. A step is
+            cut into logical shards that are computed each by itself and added up in one order; only numbers of replicas
+            that divide their number are allowed, and the incomplete batch at the end of an epoch is left out.
+        **limits: fields of `ElasticPolicy`, instead of `policy`.
+
+    Attributes:
+        resizes: every change that this process has lived through, in order.
+        split: how a step is spread in the present world, for an `ElasticSampler`; None before there is one.
+        step_loss: with `reproducible`, the mean loss of the last step over its whole global batch, `()`; None before.
+
+    Raises:
+        ConfigError: impossible limits or sizes, or options that do nothing together.
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int = 0,
+        samples_per_replica: int = 0,
+        micro_batch_size: int = 0,
+        policy: ElasticPolicy | Mapping[str, Any] | str | Path | None = None,
+        lr_scaling: LrScaling = "none",
+        reference_batch_size: int = 0,
+        warmup_samples: int = 0,
+        scale_adam: bool = False,
+        shard_degrees: Sequence[int] = (),
+        tensor_degrees: Sequence[int] = (),
+        reproducible: bool = False,
+        **limits: Any,
+    ) -> None:
+        if policy is not None and limits:
+            raise ConfigError(f"give ElasticTraining a policy, or limits ({', '.join(limits)}), not both.")
+        rule = LRScalingRule(
+            scaling=lr_scaling,
+            reference_batch_size=reference_batch_size,
+            warmup_samples=warmup_samples,
+            scale_adam=scale_adam,
+        )
+        source = None if policy is None else read_policy(policy)
+        self._deepspeed = source.deepspeed if isinstance(source, PolicyBlock) else None
+        self._scales = source.scales if isinstance(source, PolicyBlock) else None
+        if self._scales is not None:
+            self._scales = self._scales.fill(global_batch_size, micro_batch_size)
+        sizes = (global_batch_size, samples_per_replica, micro_batch_size)
+        self.batch = batch_of(self._deepspeed, *sizes, self._scales)
+        if not self.batch.follows_world and rule != LRScalingRule():
+            raise ConfigError(
+                "lr_scaling, reference_batch_size, warmup_samples and scale_adam are for a batch that follows the "
+                "world: give samples_per_replica. With the same global batch the learning rate stays what it is."
+            )
+        if self._scales is not None and rule.is_measured:
+            raise ConfigError(
+                "lr_scaling='adascale' compares gradients of replicas with as many samples each, which a recipe's "
+                "batches need not have: give samples_per_replica, and no recipe that says batches."
+            )
+        if self.batch.follows_world and reproducible:
+            raise ConfigError(
+                "reproducible=True is for a global batch that stays the same: give global_batch_size, not "
+                "samples_per_replica. Another batch is another computation."
+            )
+        if self.batch.follows_world and source is None and "max_replicas" not in limits:
+            raise ConfigError("samples_per_replica needs max_replicas: nothing else limits the batch.")
+        limits = {"max_replicas": global_batch_size} | limits
+        try:
+            self._policy = source or ElasticPolicy(**limits)
+        except TypeError as error:
+            raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the limits there are.") from None
+        if JobEnv.from_environ() is not None:
+            ignore_notices()  # now, for model and data may take long to set up
+        self.shard_degrees, self.tensor_degrees = as_degrees(shard_degrees, tensor_degrees)
+        if reproducible and (self.shard_degrees or self.tensor_degrees):
+            raise ConfigError(
+                "reproducible=True promises the same bits for any number of replicas, but other degrees add up "
+                "otherwise: leave out shard_degrees and tensor_degrees, or it."
+            )
+        self.rates = Rates(rule=rule)
+        self.reproducible = reproducible
+        self._remarks: tuple[str, ...] = ()
+        self.step_loss: Tensor | None = None
+        self.resizes: list[Resize] = []
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step, over all ranks; of a batch that follows the world, in the present world.
+
+        Raises:
+            ConfigError: there is no world yet; there is one when loaders are made.
+        """
+        if self.split is None and self.batch.follows_world:
+            raise ConfigError("how many samples a step has is known only when the Trainer has set up the processes.")
+        return self.batch.global_batch_size if self.split is None else self.split.global_batch_size
+
+    @property
+    def lr_factor(self) -> float:
+        """By what the learning rate of the next step is multiplied; schedulers and loggers see it without.
+
+        With AdaScale the gain of the last step, for that of the next one is not known.
+        """
+        return 1.0 if self.rates.course is None else self.rates.course.factor
+
+    @property
+    def schedule_step(self) -> int:
+        """Steps of the schedule that are complete, of a batch that follows the world; a job may end by them."""
+        return 0 if self.rates.course is None else self.rates.course.schedule_step
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether these options need single replicas' gradients, so that FSDP2 must not average them."""
+        return self.reproducible or self.rates.rule.is_measured
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Where learning rate and schedule stand; nothing for a batch that does not change."""
+        return self.rates.state_dict() if self.batch.follows_world else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        if self.batch.follows_world:
+            self.rates.load_state_dict(state_dict)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What people should know of a recipe, one sentence each: what is left out of it, and why."""
+        if isinstance(self._policy, PolicyBlock) and self._policy.is_fixed:
+            return ("is_elastic: false, so the job keeps the number of nodes that it says", *self._remarks)
+        return self._remarks
+
+    def settle(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
+        """Limits and batch, once it is known how many ranks a node and a replica have.
+
+        Raises:
+            ConfigError: the policy counts nodes or GPUs that make up no whole replicas, or not the ones that there are.
+        """
+        policy, batch, scales = self._policy, self.batch, self._scales
+        if scales is not None:
+            node, replica = topology.ranks_per_node, topology.shard_degree * topology.tensor_degree
+            scales = scales.on(ranks_per_node=node, ranks_per_replica=replica, tensor_degree=topology.tensor_degree)
+            self.batch = batch = scales.batch(ranks_per_node=node, ranks_per_replica=replica)
+        if isinstance(policy, PolicyBlock):
+            policy = replace(policy, scales=scales)
+            policy = policy.in_replicas(
+                ranks_per_node=topology.ranks_per_node,
+                ranks_per_replica=topology.shard_degree * topology.tensor_degree,
+                data_ranks_per_replica=topology.shard_degree,
+            )
+        remarks = () if scales is None else scales.remarks
+        self._remarks = (*remarks, *batch.refused(policy, topology.shard_degree))
+        if self._deepspeed is not None:
+            batch = replace(batch, micro_batch_size=self._deepspeed.micro_batch_at(topology.data_degree))
+        if self.reproducible:
+            batch = batch.in_logical_shards(policy, topology.shard_degree)
+        return policy, batch
+
+
+class Elasticity:
+    """`ElasticTraining` at work in one process."""
+
+    def __init__(self, options: ElasticTraining, job_store: JobStore) -> None:
+        self.options = options
+        """What the user has chosen."""
+        self._job_store = job_store
+        self._known = elastic_spec_of(job_store)
+        self._layouts: tuple[Layout, ...] = ()
+        self.replica_size = 0 if self._known is None else self._known.replica_size
+        """Ranks of one replica; 0 until the first world has been laid out."""
+        self._topology: Topology | None = None
+        self._trainer: Trainer | None = None
+        self._policy: ElasticPolicy | None = None
+        self._sizes: tuple[int, ...] = ()
+
+    def lay_out(
+        self, config: ParallelConfig, world_size: int, ranks_per_node: int, trainer: Trainer
+    ) -> tuple[ParallelConfig, Topology]:
+        """The degrees in a world, and the shares of the global batch; within a replica nothing ever changes.
+
+        Args:
+            config: of the strategy; returned with the degrees that the job has.
+            world_size: of the present world.
+            ranks_per_node: of it.
+            trainer: is told the number of micro-steps.
+
+        Raises:
+            DegreeError: the world does not consist of whole replicas.
+            ConfigError: the batch cannot be shared out, or the world is smaller or larger than the limits allow.
+        """
+        is_first = self._topology is None
+        if is_first:
+            self._layouts = layouts_of(self.options, config, ranks_per_node)
+            config = with_degrees(config, self._known, self._layouts, world_size)
+        first = config.topology(self.replica_size or world_size, ranks_per_node=ranks_per_node)
+        topology = replace(first, world_size=world_size)
+        self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
+        self._policy, batch = self.options.settle(topology)
+        serving = batch if self.options.reproducible else self.options.batch  # the cut batch serves fewer
+        self._sizes = serving.serving(self._policy, topology.shard_degree)
+        for remark in self.options.remarks if is_first else ():
+            if trainer.global_rank == 0:
+                log.warning("the recipe given to ElasticTraining: %s", remark)
+        if topology.replicate_degree not in self._sizes:
+            raise ConfigError(
+                f"the job has {topology.replicate_degree} replicas of {self.replica_size} ranks, and ElasticTraining "
+                f"allows {list(self._sizes)}. Start another number of processes, or change its limits."
+                + "".join(f" The recipe: {remark}." for remark in self.options.remarks)
+            )
+        split = batch.split(topology.replicate_degree, topology.shard_degree)
+        self.options.split, self._trainer = split, trainer
+        self.options.counts = frozenset(each.micro_steps for each in self._splits().values())
+        trainer.accumulate_grad_batches = split.micro_steps
+        if batch.follows_world:
+            self.options.rates.begin(self._reference())
+            self.options.rates.take_over_schedulers(trainer)
+        return config, topology
+
+    def _splits(self) -> dict[int, BatchSplit]:
+        """How a step is spread over each number of replicas that the job may have with its present degrees."""
+        assert self._topology is not None
+        splits: dict[int, BatchSplit] = {}
+        for size in self._sizes:
+            topology = replace(self._topology, world_size=size * self.replica_size)
+            _, batch = self.options.settle(topology)
+            splits[size] = batch.split(size, topology.shard_degree)
+        return splits
+
+    def worlds(self, trainer: Trainer) -> dict[int, tuple[int, int]]:
+        """For each number of replicas: micro-steps of a whole step, and batches of a whole epoch.
+
+        None where a loader does not count in samples, which `open` refuses.
+        """
+        loaders = _train_loaders(trainer)
+        if not all(isinstance(each, TrainerLoader) for each in loaders):
+            return {}
+        combined = trainer.fit_loop._combined_loader
+        length = min if combined is not None and combined._mode == "min_size" else max
+        samplers = [each.batch_sampler for each in loaders]
+        return {
+            size: (
+                split.micro_steps,
+                length(split.count(Cursor(), each.num_samples, drop_last=each.drop_last) for each in samplers),
+            )
+            for size, split in self._splits().items()
+        }
+
+    def stream(self, micro_step: int, rank: int) -> tuple[int, int]:
+        """What tells the random numbers of a micro-step from those of the others: two numbers."""
+        topology, split = self._topology, self.options.split
+        assert topology is not None
+        assert split is not None
+        if not split.num_logical_shards:
+            return micro_step, topology.data_rank(rank)
+        here = topology.coordinates(rank)
+        return here.replicate * split.micro_steps + micro_step, here.shard
+
+    def open(self, trainer: Trainer) -> None:
+        """Let others come in from now on.
+
+        Raises:
+            ConfigError: a loader counts its position in batches, which are others in a world of another size.
+        """
+        loaders = _train_loaders(trainer)
+        self._refuse_uneven(loaders)
+        for loader in loaders:
+            split = loader.batch_sampler.split if isinstance(loader, TrainerLoader) else None
+            own = self.options.split
+            assert own is not None
+            if split is None or _kind_of(split) != _kind_of(own):
+                what = f"a global batch of {split.global_batch_size}" if split else type(loader).__name__
+                if split and split.global_batch_size == own.global_batch_size:
+                    what += " that does not follow the world" if own.pads else " that is cut otherwise"
+                raise ConfigError(
+                    "ElasticTraining needs train loaders that count their position in samples, with its own global "
+                    f"batch of {own.global_batch_size}, but found {what}. Use a TokenDataModule that leaves the sizes "
+                    "to ElasticTraining, or return a TrainerLoader over an ElasticSampler from train_dataloader, with "
+                    "the callback's `split`."
+                )
+        assert self._policy is not None
+        assert self._topology is not None
+        shard, tensor = self._topology.shard_degree, self._topology.tensor_degree
+        terms = ElasticSpec(
+            policy=self._policy,
+            replica_size=self.replica_size,
+            sizes=self._sizes,
+            tensor_degree=tensor,
+            layouts=self._layouts or (Layout(shard_degree=shard, tensor_degree=tensor, sizes=self._sizes),),
+        )
+        if self.options.batch.follows_world:
+            batches = [self.options.batch.at(size) for size in self._sizes]
+            reference = self.options.rates.check(trainer.optimizers, batches)
+            self._job_store.set_if_absent(_REFERENCE, str(reference).encode())
+            if self.options.rates.rule.is_measured and trainer.global_rank == 0:
+                warn_of_adaptive(trainer.optimizers)
+        publish_elastic_spec(self._job_store, terms)
+
+    def _refuse_uneven(self, loaders: Sequence[Any]) -> None:
+        """Refuse several train loaders where ranks have unequal shares: a loss of several batches has no one weight."""
+        if len(loaders) < 2:
+            return
+        for size, split in self._splits().items():
+            whole = split.data_world_size * split.micro_steps
+            is_cut = any(not each.batch_sampler.drop_last for each in loaders if isinstance(each, TrainerLoader))
+            if split.global_batch_size % whole or is_cut:
+                raise ConfigError(
+                    f"there are {len(loaders)} train loaders, and {size} replicas would share out a step of "
+                    f"{split.global_batch_size} samples unevenly, or the incomplete last step of an epoch. The loss of "
+                    "a step with several batches cannot be weighted for that: use one loader, or drop_last=True and "
+                    "numbers of replicas that divide the global batch."
+                )
+
+    @contextmanager
+    def step(self, optimizer: Optimizer) -> Generator[None]:
+        """Let the optimizer step inside, at the learning rate for the present batch."""
+        options, trainer = self.options, self._trainer
+        if not options.batch.follows_world:
+            yield
+            return
+        assert trainer is not None
+        loader = _train_loaders(trainer)[0]
+        with options.rates.step(
+            optimizer,
+            batch_size=options.global_batch_size,
+            num_samples=loader.batch_sampler.step_size(trainer.fit_loop.epoch_loop.batch_idx),
+            is_first_rank=trainer.global_rank == 0,
+        ):
+            yield
+
+    def _reference(self) -> int:
+        """Batch that learning rate and schedule were made for, for a job that begins."""
+        known = self._job_store.try_get(_REFERENCE)
+        wanted = self.options.rates.rule.reference_batch_size
+        return wanted or (self.options.global_batch_size if known is None else int(known))
+
+    def resized(self, cause: str, repair: Repair) -> None:
+        """Write down that the job goes on with another number of replicas."""
+        assert self._topology is not None
+        now = self._topology.replicate_degree
+        self.options.resizes.append(Resize(cause=cause, step=repair.step, num_replicas=now, took_s=repair.total_s))
+        record(
+            Event(
+                name="elastic.resize",
+                at_s=repair.failure.at_s,
+                duration_s=repair.total_s,
+                details={"cause": cause, "step": repair.step, "replicas": now},
+            )
+        )
+
+
+def _kind_of(split: BatchSplit) -> tuple[int, bool, int]:
+    return split.global_batch_size, split.pads, split.num_logical_shards
+
+
+def _train_loaders(trainer: Trainer) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else combined.flattened

@@ -1,0 +1,112 @@
+"""Faults on purpose in a Trainer's job: see `hyperpod_plugins.fault_injection.faults`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from hyperpod_plugins.fault_injection.faults import Fault, Injector, parse_faults
+from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer
+from hyperpod_plugins.recovery.rehearsal import ScheduledFaults
+
+
+class FaultInjection(Callback):
+    """Let faults happen in training, to see that the job survives them.
+
+    The phases are those of `fault_injection.faults.PHASES`. `dataloader` is just after a batch was fetched. In
+    `validation`, `sanity_check`, `checkpoint` and `epoch_end` the step of a fault is the number of steps committed by
+    then.
+
+    Args:
+        faults: as text, such as `"kill:rank=3,step=7,phase=backward; hang:rank=0,step=9"`, or as data.
+
+    Raises:
+        ConfigError: the text cannot be read.
+    """
+
+    def __init__(self, faults: str | Sequence[Fault]) -> None:
+        self._faults = parse_faults(faults) if isinstance(faults, str) else tuple(faults)
+        self._injector: Injector | ScheduledFaults | None = None
+        self._forward: RemovableHandle | None = None
+
+    def _at(self, trainer: Trainer, phase: str, step: int) -> None:
+        self._injector_of(trainer).at(phase, step)
+
+    def _injector_of(self, trainer: Trainer) -> Injector | ScheduledFaults:
+        if self._injector is None:
+            self._injector = Injector(self._faults, rank=trainer.global_rank)
+        return self._injector
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The batch has been fetched; arrange for a fault in the forward pass."""
+        self._disarm()
+        step = trainer.global_step
+        self._at(trainer, "dataloader", step)
+        if self._injector_of(trainer).is_due("forward", step):
+            self._forward = register_module_forward_pre_hook(lambda *_: self._at(trainer, "forward", step))
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Arrange for a fault inside autograd."""
+        step = trainer.global_step
+        if self._injector_of(trainer).is_due("backward", step):
+            loss.register_hook(lambda _: self._at(trainer, "backward", step))
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Gradients are there; neither clipping nor the vote has happened."""
+        self._at(trainer, "optimizer_step", trainer.global_step)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The step has been committed."""
+        self._disarm()
+        self._at(trainer, "batch_end", trainer.global_step - 1)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """All batches of an epoch are done."""
+        self._at(trainer, "epoch_end", trainer.global_step)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """In a validation, or in the one before training."""
+        self._at(trainer, "sanity_check" if trainer.sanity_checking else "validation", trainer.global_step)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is being collected."""
+        self._at(trainer, "checkpoint", trainer.global_step)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave no hook behind."""
+        self._disarm()
+
+    def _disarm(self) -> None:
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
+
+
+class _RehearsedFaults(FaultInjection):
+    """Lets the faults of a rehearsed job happen in the phases that Lightning's hooks tell of."""
+
+    def __init__(self, faults: ScheduledFaults) -> None:
+        super().__init__(())
+        self._injector = faults
+
+
+def rehearse_faults(trainer: Trainer, faults: ScheduledFaults) -> None:
+    """Have faults of `hyperpod rehearse` happen in this Trainer's hooks, once."""
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    if not any(isinstance(each, _RehearsedFaults) for each in callbacks):
+        callbacks.append(_RehearsedFaults(faults))

@@ -1,0 +1,125 @@
+"""The calls of `fit`, `validate`, `test` and `predict` of this process, and the state after each."""
+
+# Lightning's connectors have no public spelling.
+# pyright: reportPrivateUsage=false
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyperpod_plugins.elastic.store.entries import EndedEntry
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import CommError, RecoveryError, few
+from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.lightning.local_state import load_local_state
+from hyperpod_plugins.lightning.shown_values import put_tables, tables_of
+from hyperpod_plugins.lightning.trainer_state import (
+    describe_end,
+    last_saves,
+    not_restarting,
+    set_last_saves,
+)
+from hyperpod_plugins.recovery.entries import Entries, keep_of_rank, read_of_rank, state_folder, unseen
+
+KINDS = {"_fit_impl": "fit", "_validate_impl": "validate", "_test_impl": "test", "_predict_impl": "predict"}
+"""Kind of entry, by the name of what the Trainer has launched."""
+_MAX_PREDICTIONS_BYTES = 64 << 20
+
+entries = Entries()
+"""Of this process, whatever the number of its Trainers."""
+
+
+def keep_end(trainer: Trainer, kind: str, results: Any, worker_id: int) -> None:
+    """Keep the state after the present entry, on all ranks together, so that no process has to run it again."""
+    strategy: Any = trainer.strategy
+    try:
+        folder = entries.folder(Path(strategy.checkpoint_root))
+        if not can_keep(results, kind):
+            entries.lose("what `predict` returned is large, or holds Python objects that are not read without pickle")
+        elif kind == "fit":
+            strategy.save_end(state_folder(folder, entries.number))
+        if entries.is_complete:
+            keep_of_rank(folder, entries.number, worker_id, _values_of(trainer, kind, results))
+            read_of_rank(folder, entries.number, worker_id)  # what is not read without pickle is found now
+    except (CommError, RecoveryError):
+        raise
+    except Exception as error:  # noqa: BLE001 (of hooks, too: the call has ended well, and the others wait for a vote)
+        entries.lose(error)
+    is_kept = strategy.reduce_boolean_decision(entries.is_complete)
+    if is_kept:
+        if strategy.global_rank == 0:
+            _see_all(range(strategy.world_size))
+        is_kept = strategy.reduce_boolean_decision(entries.is_complete)
+    if is_kept:
+        entries.record(kind, results if kind in ("validate", "test") else None)
+    elif entries.is_complete:
+        entries.lose("another rank could not keep its part; see its log")
+
+
+def _see_all(founders: Sequence[int]) -> None:
+    """See that what all ranks have kept lies where this one sees it, or go on without."""
+    worker_ids = (entries.worker_ids or founders) if entries.member is None else entries.member.world.worker_ids
+    hidden = unseen(entries.folder(Path()), entries.number, worker_ids)
+    if hidden:
+        entries.lose(f"rank 0 does not see what ranks {few(map(str, hidden))} have kept. Use storage that nodes share")
+
+
+def pass_by(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any], worker_id: int) -> Any:
+    """Bring back the state after an entry that has ended, and return what it returned.
+
+    Args:
+        trainer: whose entry it is.
+        record: of the entry.
+        call: runs the Trainer's own code, all but the loops; is given the checkpoint's path, empty for none.
+        worker_id: of this process in the job.
+    """
+    folder = entries.folder(Path())
+    values, set_random_state = read_of_rank(folder, record.number, worker_id)
+    entries.description = values["trainer"]
+    vars(trainer)["_run_stage"] = lambda: record.results
+    try:
+        returned = call(str(state_folder(folder, record.number)) if record.kind == "fit" else "")
+    finally:
+        del vars(trainer)["_run_stage"]
+    put_tables(trainer, values["metrics"])
+    if record.kind == "fit":
+        trainer.should_stop = values["should_stop"]
+        set_last_saves(trainer, values["saved_at"])
+        not_restarting(trainer)
+        load_local_state(trainer.lightning_module, values["local"])
+    set_random_state()
+    return values["predictions"] if record.kind == "predict" else returned
+
+
+def can_keep(results: Any, kind: str) -> bool:
+    """Whether what an entry returned can be given to a process that comes later; predictions may be anything."""
+    if kind != "predict":
+        return True
+    buffer = io.BytesIO()
+    try:
+        torch.save(results, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError):
+        return False
+    return buffer.tell() <= _MAX_PREDICTIONS_BYTES
+
+
+def is_watched(job: JobEnv | None) -> bool:
+    """Whether `hyperpodrun` started this process, which hands over what has ended to those that it starts later."""
+    return job is not None and not job.agent_pid
+
+
+def _values_of(trainer: Trainer, kind: str, results: Any) -> dict[str, Any]:
+    strategy: Any = trainer.strategy
+    return {
+        "metrics": tables_of(trainer),
+        "trainer": describe_end(trainer) if kind == "fit" else {},
+        "local": strategy.local_state if kind == "fit" else {},
+        "should_stop": bool(trainer.should_stop),
+        "saved_at": last_saves(trainer),
+        "predictions": results if kind == "predict" else None,
+    }

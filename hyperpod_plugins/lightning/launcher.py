@@ -1,0 +1,178 @@
+"""Processes, nodes and ranks of a job under Lightning, and how they come together."""
+
+# A strategy works with parts of Lightning that have no public spelling.
+# pyright: reportPrivateUsage=false
+
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from hyperpod_plugins.comm import CommOptions, register
+from hyperpod_plugins.env import JobEnv, WorkerEnv
+from hyperpod_plugins.errors import PeerLost
+from hyperpod_plugins.lightning.checkpointless import recovers
+from hyperpod_plugins.lightning.compat import (
+    Launcher,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SIGTERMException,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    Trainer,
+    init_dist_connection,
+    reset_seed,
+)
+from hyperpod_plugins.lightning.first_fit import KINDS, entries, is_watched, keep_end, pass_by
+
+STATE_OF_PEERS = "hyperpod:peers"
+"""What stands for a checkpoint's path in a process that gets its state from the other ranks."""
+
+
+class RecoveryLauncher(Launcher):
+    """Calls what the Trainer wants called; in a newcomer, and after a fault, `fit` resumes from the other ranks."""
+
+    def __init__(self, leave_loops: Callable[[bool], bool]) -> None:
+        """`leave_loops` prepares for another call of `fit`, and hears whether the last one had a checkpoint's path.
+
+        It says False where there is no way to go on.
+        """
+        self._leave_loops = leave_loops
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Processes come from an agent, not from a notebook."""
+        return False
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Call `function`, unless that has ended before; the fifth argument of `fit` is the checkpoint's path.
+
+        A fault outside a step ends `fit` with `PeerLost`. Then it is called again, and goes on where the trainer was
+        that had come furthest. What the user sees of `fit` is one call: no `on_exception`, no teardown.
+        """
+        job, kind = JobEnv.from_environ(), KINDS.get(function.__name__, "")
+        if job is None or not kind or trainer is None or entries.is_inside:
+            return function(*args, **kwargs)
+        worker_id = WorkerEnv.from_environ().global_rank
+        with entries.enter(job, kind) as record:
+            resumes_from = entries.resume_from(kind)
+            if record is not None:
+                return pass_by(trainer, record, lambda path: function(*_with_path(args, path), **kwargs), worker_id)
+            comes_later = kind == "fit" and entries.is_joining  # the others have gone on from where all began
+            args = _with_path(args, STATE_OF_PEERS if comes_later else resumes_from)
+            results = self._run(function, args, kwargs, is_fit=kind == "fit")
+            if is_watched(job) and recovers(trainer):
+                keep_end(trainer, kind, results, worker_id)
+            elif kind == "fit" or is_watched(job):
+                entries.is_complete = False
+            return results
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_fit: bool) -> Any:
+        while True:
+            try:
+                return function(*args, **kwargs)
+            except SIGTERMException:
+                if not is_fit:
+                    raise
+                raise SIGTERMException(128 + signal.SIGTERM) from None  # by itself it is no good end: code 0
+            except PeerLost:
+                if not is_fit or not self._leave_loops(args[4] not in (None, STATE_OF_PEERS)):
+                    raise
+                args = _with_path(args, STATE_OF_PEERS)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """The agent sees to the processes."""
+
+
+def _with_path(args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
+    """The arguments of a fit with the path of another checkpoint; the same where that is empty."""
+    return (*args[:4], path, *args[5:]) if path else args
+
+
+class LaunchedStrategy(ModelParallelStrategy):
+    """Abstract strategy that counts nodes and processes as the launcher that made them does."""
+
+    def __init__(self, *, comm: CommOptions, timeout_s: float) -> None:
+        self._env = WorkerEnv.from_environ()
+        self._rank_and_world_size: tuple[int, int] | None = None
+        self._num_nodes = 1
+        self._comm = comm
+        super().__init__(timeout=timedelta(seconds=timeout_s), process_group_backend="hyperpod")
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """Rank in the present world; the launcher's word on it holds for the first one."""
+        return super().global_rank if self._rank_and_world_size is None else self._rank_and_world_size[0]
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """Size of the present world."""
+        return super().world_size if self._rank_and_world_size is None else self._rank_and_world_size[1]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the job: what the launcher says, else `Trainer(num_nodes=...)`."""
+        return self._env.num_nodes if self._env.is_launched and self._is_launched_outside else self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """One device for each rank of this node."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        # Under a launcher Lightning counts one CPU "device" whatever the number of processes. Ranks take GPUs in turn.
+        if parallel_devices and self._is_launched_outside:
+            here, given = self._env.local_world_size, parallel_devices
+            if given[0].type == "cpu" or len(given) < here:
+                parallel_devices = [given[index % len(given)] for index in range(here)]
+        self._parallel_devices = parallel_devices
+
+    @property
+    def _is_launched_outside(self) -> bool:
+        """Whether a launcher that `WorkerEnv` reads made the processes, not Lightning by `Trainer(...)`."""
+        return isinstance(self.cluster_environment, TorchElasticEnvironment | SLURMEnvironment)
+
+    @property
+    def _device_type(self) -> str:
+        return self.accelerator.name().replace("gpu", "cuda") if self.accelerator is not None else "cpu"
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Under our agent: Lightning's calls go through `FromPeers`."""
+        super()._configure_launcher()
+        if self._launcher is None and JobEnv.from_environ() is not None:
+            self._launcher = RecoveryLauncher(self._leave_loops)
+
+    def _leave_loops(self, from_checkpoint: bool) -> bool:
+        """Prepare for another call of `fit`; `from_checkpoint` says whether the last one had a path."""
+        raise NotImplementedError
+
+    def _join(self) -> None:
+        """Take this rank's device and join the process group."""
+        ParallelStrategy.setup_environment(self)
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off
+        init_dist_connection(
+            self.cluster_environment,
+            "hyperpod",
+            global_rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+            pg_options=self._comm,
+        )

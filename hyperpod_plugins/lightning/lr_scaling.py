@@ -1,0 +1,238 @@
+"""The learning rate and the schedulers of a Trainer whose batch follows the world.
+
+[Note: whose learning rate] Schedulers read and write `lr` in the optimizer's groups, some from their own last value. So
+the factor is in the groups only while the optimizer steps. At all other times the groups hold what the schedulers put
+there: the rate for the reference batch.
+"""
+
+# Lightning's loops have no public spelling.
+# pyright: reportPrivateUsage=false
+
+import logging
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
+from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState, scaled_adam
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.events import Event, record
+from hyperpod_plugins.lightning.compat import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def scaled(optimizer: Optimizer, factor: float, *, scale_adam: bool) -> Generator[None]:
+    """Multiply the learning rate inside; outside all is as it was, to the bit."""
+    if factor == 1.0:
+        yield
+        return
+    kept = [
+        {key: _kept(group[key]) for key in ("lr", "betas", "eps") if key in group} for group in optimizer.param_groups
+    ]
+    for group in optimizer.param_groups:
+        _put(group, "lr", group["lr"] * factor)
+        if scale_adam:
+            betas, eps = scaled_adam(_floats(group["betas"]), group["eps"], factor)
+            _put(group, "betas", betas)
+            _put(group, "eps", eps)
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, kept, strict=True):
+            for key, value in values.items():
+                _put(group, key, value)
+
+
+@dataclass(slots=True)
+class Rates:
+    """What a rank knows of rate and schedule; the same on all ranks between two steps."""
+
+    rule: LRScalingRule
+    course: LRState | None = None
+    """None until the first world has been laid out."""
+    ticks: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    """Steps of the schedule that schedulers have been told of: plain ones, and those that wait for a metric."""
+    spread: GradientNoise | None = None
+    """What the gradients of the step that is being committed have told AdaScale; not part of the state."""
+
+    def begin(self, reference_batch_size: int) -> None:
+        """Begin at the first sample, unless a state has been loaded."""
+        if self.course is None:
+            self.course = LRState.beginning(reference_batch_size, self.rule)
+
+    @contextmanager
+    def step(self, optimizer: Optimizer, *, batch_size: int, num_samples: int, is_first_rank: bool) -> Generator[None]:
+        """Let the optimizer step inside, at the rate for this batch; then count its samples.
+
+        Args:
+            optimizer: of the Trainer.
+            batch_size: global batch of this world.
+            num_samples: of this step: fewer, if it is the last one of an epoch.
+            is_first_rank: whether to log a change.
+        """
+        assert self.course is not None
+        before, course = self.course, self.course.toward(batch_size, self.rule)
+        is_change = course is not before
+        course, self.spread = course.measured(self.spread, num_samples), None
+        with scaled(optimizer, course.factor, scale_adam=self.rule.scale_adam):
+            yield
+        self.course = course.after(num_samples)
+        if is_change:
+            _announce(before, course, is_first_rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values; empty before the first world."""
+        if self.course is None:
+            return {}
+        return {"course": self.course.to_dict(), "ticks": self.ticks[False], "metric_ticks": self.ticks[True]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ConfigError: the state counts steps of another reference batch than the one that was asked for, or counts
+                them otherwise.
+        """
+        course, wanted = LRState.of(state["course"]), self.rule.reference_batch_size
+        if wanted not in (0, course.reference_batch_size):
+            raise ConfigError(
+                f"the checkpoint was made with a reference batch of {course.reference_batch_size} samples, and its "
+                f"schedule counts in such steps; reference_batch_size={wanted} would let it jump. Use "
+                f"{course.reference_batch_size}, or leave it out."
+            )
+        if (course.gains is not None) != self.rule.is_measured:
+            was, is_now = ("", "not ") if course.gains is not None else ("not ", "")
+            raise ConfigError(
+                f"the checkpoint was {was}made with lr_scaling='adascale', whose schedule counts what steps are worth "
+                f"instead of samples, and it is {is_now}asked for now; the schedule would jump. Keep the rule, or load "
+                "the weights alone."
+            )
+        self.course = course
+        self.ticks = {False: state["ticks"], True: state["metric_ticks"]}
+
+    def check(self, optimizers: list[Optimizer], batch_sizes: Sequence[int]) -> int:
+        """Refuse, before training starts, what the rule is not for; returns the batch that the schedule counts in.
+
+        Args:
+            optimizers: of the Trainer.
+            batch_sizes: global batches of all worlds that there may be.
+
+        Raises:
+            ConfigError: a rule that gives no factor, no Adam, or a beta that such a batch would make negative.
+        """
+        assert self.course is not None
+        reference = self.course.reference_batch_size
+        largest_factor = max(self.rule.factor(size, reference) for size in batch_sizes)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group in groups if self.rule.scale_adam else []:
+            if not {"betas", "eps"} <= group.keys():
+                raise ConfigError(
+                    "scale_adam is for Adam and its like, whose groups have betas and eps; these have "
+                    f"{', '.join(sorted(set(group) - {'params'}))}. Leave it out."
+                )
+            scaled_adam(_floats(group["betas"]), float(group["eps"]), largest_factor)
+        return reference
+
+    def take_over_schedulers(self, trainer: Trainer) -> None:
+        """Let schedulers with `interval="step"` go on by samples, a step for each reference batch, from now on."""
+        loop = trainer.fit_loop.epoch_loop
+        theirs: Callable[[str, bool], None] = type(loop).update_lr_schedulers.__get__(loop)
+
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+            if interval != "step":
+                theirs(interval, update_plateau_schedulers)
+            elif not loop._should_accumulate():
+                self.tick(trainer, waiting_for_metric=update_plateau_schedulers)
+
+        vars(loop)["update_lr_schedulers"] = update_lr_schedulers
+
+    def tick(self, trainer: Trainer, *, waiting_for_metric: bool) -> None:
+        """Step those schedulers as often as reference batches were completed.
+
+        Raises:
+            ConfigError: the metric that one waits for was not logged.
+        """
+        assert self.course is not None
+        module, progress = trainer.lightning_module, trainer.fit_loop.epoch_loop.scheduler_progress
+        while self.ticks[waiting_for_metric] < self.course.schedule_step:
+            self.ticks[waiting_for_metric] += 1
+            for config in trainer.lr_scheduler_configs:
+                is_other = config.interval != "step" or config.reduce_on_plateau != waiting_for_metric
+                if is_other or self.ticks[waiting_for_metric] % config.frequency:
+                    continue
+                metric = trainer.callback_metrics.get(config.monitor) if config.monitor and waiting_for_metric else None
+                if metric is None and waiting_for_metric:
+                    if config.strict:
+                        raise ConfigError(
+                            f"a scheduler waits for the metric {config.monitor!r}, which nobody has logged; there are "
+                            f"{', '.join(trainer.callback_metrics) or 'none'}."
+                        )
+                    continue
+                progress.increment_ready()
+                module.lr_scheduler_step(config.scheduler, metric)
+                progress.increment_completed()
+
+
+def warn_of_adaptive(optimizers: list[Optimizer]) -> None:
+    """Say that AdaScale was not made for an optimizer that divides by the size of gradients."""
+    for optimizer in optimizers:
+        if any({"betas", "eps"} & group.keys() for group in optimizer.param_groups):
+            log.warning(
+                "lr_scaling='adascale' was made for SGD with momentum. %s divides its steps by the size of gradients, "
+                "which a larger batch changes too, so the gain means less there; 'sqrt' is a rule for such optimizers",
+                type(optimizer).__name__,
+            )
+
+
+def _announce(before: LRState, after: LRState, is_first_rank: bool) -> None:
+    start, end = (after.ramp.start, after.ramp.end) if after.gains is None else (before.factor, after.factor)
+    if is_first_rank and after.gains is not None:
+        log.warning(
+            "the global batch is %d samples now, and was %d; AdaScale's gain goes from %.4g to %.4g, and on with the "
+            "gradients",
+            *(after.batch_size, before.batch_size, start, end),
+        )
+    elif is_first_rank:
+        log.warning(
+            "the global batch is %d samples now, and was %d; the learning rate goes from %.4g to %.4g times its "
+            "schedule, over %d samples",
+            *(after.batch_size, before.batch_size, start, end, after.ramp.num_samples),
+        )
+    record(
+        Event(
+            name="elastic.batch",
+            at_s=time.time(),
+            details={
+                "global_batch_size": after.batch_size,
+                "global_batch_size_before": before.batch_size,
+                "lr_factor": end,
+                "lr_factor_before": start,
+                "warmup_samples": after.ramp.num_samples,
+                "samples": after.num_samples,
+            },
+        )
+    )
+
+
+def _floats(betas: Any) -> tuple[float, float]:
+    first, second = betas
+    return float(first), float(second)
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _put(group: dict[str, Any], key: str, value: Any) -> None:
+    present = group[key]
+    if isinstance(present, torch.Tensor):
+        present.copy_(torch.as_tensor(value))  # a compiled step holds on to this tensor
+    else:
+        group[key] = value

@@ -1,6 +1,0 @@
-"""Loops written by hand, in plain torch or with Accelerate, that survive faults and change their size."""
-
-from hyperpod_plugins.loops.session import Session
-from hyperpod_plugins.loops.step import Step
-
-__all__ = ["Session", "Step"]

@@ -1,8 +1,0 @@
-"""Memory: building models without it, and giving it back to them part by part."""
-
-from hyperpod_plugins.memory.delayed import delayed_init
-from hyperpod_plugins.memory.materialize import copy_shard_, local_slice, materialize
-from hyperpod_plugins.memory.replay import ReplayReport
-from hyperpod_plugins.memory.tape import Tape, tapes_of
-
-__all__ = ["ReplayReport", "Tape", "copy_shard_", "delayed_init", "local_slice", "materialize", "tapes_of"]

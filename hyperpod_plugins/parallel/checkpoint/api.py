@@ -1,0 +1,391 @@
+"""Sharded checkpoints: every rank writes its part, and any world of any degrees reads them.
+
+    writer = CheckpointWriter()
+    handle = writer.save(path, model=model, optimizers=[optimizer], extra={"step": 100}, background=True)
+    ...                                               # training goes on; the state was copied
+    handle.wait(timeout_s=600)
+    extra = load_checkpoint(path, model=model, optimizers=[optimizer])
+
+Built on torch.distributed.checkpoint (DCP), which stores each tensor as chunks of its global shape.
+"""
+
+import io
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from hyperpod_plugins.comm import breaker, generation_of, pinned
+from hyperpod_plugins.comm.health import Phase
+from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch
+from hyperpod_plugins.parallel.checkpoint.files import (
+    FORMAT,
+    discard,
+    find,
+    part_of,
+    prepare,
+    publish,
+    read_document,
+)
+from hyperpod_plugins.parallel.checkpoint.parts import PartsPlanner, StateParts, TensorPart
+from hyperpod_plugins.parallel.checkpoint.rank_state import RankStates
+from hyperpod_plugins.parallel.checkpoint.state import (
+    check_layouts,
+    check_model,
+    check_optimizer,
+    describe_optimizer,
+    extra_states,
+    model_tensors,
+    optimizer_tensors,
+    set_optimizer,
+    state_to_fill,
+)
+from hyperpod_plugins.parallel.checkpoint.storage import (
+    CheckedWriter,
+    SafePlanner,
+    SafeReader,
+    own_error,
+    tensor_entries,
+)
+from hyperpod_plugins.parallel.collective_errors import agreeing, default_group
+
+_MODEL = "model."
+WRITE_TIMEOUT_S = 3600.0  # longest wait for a checkpoint in the background, in seconds
+
+
+class SaveHandle:
+    """A save that may still be going on."""
+
+    def __init__(self, path: Path, future: "Future[None]") -> None:
+        self.path = path
+        self._future = future
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
+        """Wait until the checkpoint is there for every rank.
+
+        Raises:
+            CheckpointError: it could not be written, or not within `timeout_s` seconds.
+        """
+        try:
+            self._future.result(timeout_s)
+        except TimeoutError:
+            raise CheckpointError(
+                f"the checkpoint {self.path} is still being written after {timeout_s} s. Wait longer, or write to a "
+                "faster disk; until it is complete it does not exist under its name."
+            ) from None
+
+
+class CheckpointWriter:
+    """Writes checkpoints, one at a time. Make it, and call `save`, on all ranks alike."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
+        """Take `group`, or make one of its own over all ranks, so that saving does not disturb training.
+
+        Args:
+            group: process group for CPU tensors that nothing else uses.
+            timeout_s: longest wait for another rank, where the group is made here.
+        """
+        self._own_group: dist.ProcessGroup | None = None
+        if group is None and dist.is_initialized():
+            own = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            assert isinstance(own, dist.ProcessGroup)
+            group = own
+            self._own_group = own
+        self._group = group
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._last: SaveHandle | None = None
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        extra: Mapping[str, Any] | None = None,
+        model_state: Mapping[str, torch.Tensor] | None = None,
+        beside: Mapping[str, torch.Tensor] | None = None,
+        rank_state: Mapping[int, Any] | None = None,
+        background: bool = False,
+    ) -> SaveHandle:
+        """Save model, optimizers and `extra` (of the group's first rank) as the folder `path`.
+
+        An existing checkpoint of that name is replaced only when the new one is complete. With `background` the state
+        is copied into host memory and written while training goes on. `model_state` is written in place of the model's
+        own tensors: some of them, or other values under their names.
+        `beside` are more tensors, by the names that they get in the checkpoint. `rank_state` is what this rank has of
+        its own, by its global rank; see `load_rank_state`.
+
+        Raises:
+            CheckpointError: this save failed, or an earlier one in the background that nobody waited for.
+        """
+        self.wait()
+        state = model_tensors(model) if model_state is None else model_state
+        tensors = {f"{_MODEL}{name}": tensor for name, tensor in state.items()} | dict(beside or {})
+        with agreeing(f"the checkpoint {path} was not written", self._group or default_group()):
+            check_layouts(model, optimizers)
+        for index, optimizer in enumerate(optimizers):
+            named = optimizer_tensors(model, optimizer)
+            tensors |= {f"{_optimizer_prefix(index)}{name}": tensor for name, tensor in named.items()}
+        described = [describe_optimizer(model, optimizer) for optimizer in optimizers]
+        document = _document(extra_states(model), described, extra or {})  # now, so that later changes are not saved
+        target, of_ranks = Path(path), RankStates(rank_state or {})
+        if not background:
+            _write(tensors, document, target, self._group, of_ranks)
+            return SaveHandle(target, _finished())
+        copies = BlockingAsyncStager(cache_staged_state_dict=False).stage(tensors)
+        generation = generation_of(self._group)
+        written = self._thread.submit(_write_apart, generation, copies, document, target, self._group, of_ranks)
+        self._last = SaveHandle(target, written)
+        return self._last
+
+    def save_parts(
+        self,
+        path: str | PathLike[str],
+        parts: StateParts,
+        *,
+        model: nn.Module,
+        extra: Mapping[str, Any],
+        rank_state: Mapping[int, Any] | None = None,
+    ) -> None:
+        """Save what the ranks of the group hold together of a model and its optimizers, instead of their present state.
+
+        What is no tensor is that of the group's first rank, but for `rank_state`, by the ranks that it was of.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        named = [*parts.beside, *(replace(part, name=f"{_MODEL}{part.name}") for part in parts.model)]
+        for index, optimizer in enumerate(parts.optimizers):
+            named += [replace(part, name=f"{_optimizer_prefix(index)}{part.name}") for part in optimizer]
+        document = _document(extra_states(model), parts.descriptions, extra)
+        _write({}, document, Path(path), self._group, RankStates(rank_state or {}), named)
+
+    def when_written(self, action: Callable[[], None]) -> None:
+        """Do something once the last save is complete, in its thread; not at all if it fails.
+
+        Removing an older checkpoint so does not make training wait for the newer one.
+        """
+        if self._last is None:
+            action()
+            return
+        last = self._last
+
+        def after() -> None:
+            last.wait()
+            action()
+
+        self._last = SaveHandle(last.path, self._thread.submit(after))
+
+    def wait(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
+        """Wait for the last save. Its error is raised once.
+
+        Raises:
+            CheckpointError: it failed, or takes longer than `timeout_s` seconds.
+        """
+        last = self._last
+        if last is None:
+            return
+        try:
+            last.wait(timeout_s)
+        finally:
+            if last.is_done:
+                self._last = None
+
+    def close(self) -> None:
+        """Wait for the last save, then end the thread and the group that was made here."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown(wait=False)
+            own, self._own_group = self._own_group, None
+            if own is not None and dist.is_initialized():
+                dist.destroy_process_group(own)
+
+
+def load_checkpoint(
+    path: str | PathLike[str],
+    *,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    weights_only: bool = True,
+    strict: bool = True,
+    beside: Mapping[str, torch.Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into a model and optimizers of any sharding, on all ranks together.
+
+    Args:
+        path: the folder.
+        model: sharded or plain; its tensors are written in place.
+        optimizers: as many as were saved, in the same order, or none to load the model only.
+        weights_only: refuse Python objects in `extra` other than plain containers, numbers, strings and tensors.
+        strict: refuse tensors that only the model or only the checkpoint has.
+        beside: more tensors to load, by their names in the checkpoint, as far as that has them.
+        group: over which ranks agree; the default group if None.
+
+    Returns:
+        The `extra` that was saved.
+
+    Raises:
+        CheckpointDamaged: no checkpoint, an interrupted or a foreign one, or one that was altered. Where the checksum
+            of a tensor differs, other tensors may have been loaded.
+        CheckpointMismatch: a checkpoint of another model, other optimizers, or, with optimizers, other types. Nothing
+            has been changed then.
+    """
+    with agreeing(f"the checkpoint {path} was not loaded", group or default_group()):
+        folder = find(Path(path))
+        document = read_document(folder, weights_only=weights_only)
+        reader = SafeReader(folder)
+        saved = tensor_entries(reader, folder)
+        tensors, described = _matching(model, optimizers, document, saved, strict=strict)
+    states = [
+        state_to_fill(model, optimizer, _with_prefix(saved, _optimizer_prefix(index)), description)
+        for index, (optimizer, description) in enumerate(zip(optimizers, described, strict=True))
+    ]
+
+    wanted = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
+    wanted |= {name: tensor for name, tensor in (beside or {}).items() if name in saved}
+    for index, state in enumerate(states):
+        wanted |= {f"{_optimizer_prefix(index)}{name}": tensor for name, tensor in state.items()}
+    _read(wanted, reader, group)
+    for optimizer, state, description in zip(optimizers, states, described, strict=True):
+        set_optimizer(model, optimizer, state, description)
+    if document["module_states"]:
+        model.load_state_dict(document["module_states"], strict=False)
+    return document["extra"]
+
+
+def has_tensor(path: str | PathLike[str], name: str) -> bool:
+    """Whether a checkpoint holds a tensor of this name."""
+    folder = find(Path(path))
+    return name in tensor_entries(SafeReader(folder), folder)
+
+
+def _matching(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    document: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """The tensors to read and the descriptions of the optimizers, after all that can be compared beforehand."""
+    tensors, saved_tensors = model_tensors(model), _with_prefix(saved, _MODEL)
+    if not strict:
+        tensors = {name: tensor for name, tensor in tensors.items() if name in saved_tensors}
+        saved_tensors = {name: entry for name, entry in saved_tensors.items() if name in tensors}
+    check_model(tensors, saved_tensors, is_training=bool(optimizers))
+    described = document["optimizers"] if optimizers else []
+    if len(optimizers) != len(described):
+        raise CheckpointMismatch(
+            f"the checkpoint holds {len(described)} optimizers, but {len(optimizers)} were given. "
+            "Give as many, in the same order, or optimizers=() to load the model only."
+        )
+    for index, optimizer in enumerate(optimizers):
+        check_optimizer(model, optimizer, index, described[index])
+    return tensors, described
+
+
+def _document(module_states: Mapping[str, Any], optimizers: Sequence[Any], extra: Mapping[str, Any]) -> bytes:
+    """What is written beside the tensors."""
+    buffer = io.BytesIO()
+    torch.save(
+        {
+            "format": FORMAT,
+            "has_checksums": True,
+            "module_states": dict(module_states),
+            "optimizers": list(optimizers),
+            "extra": dict(extra),
+        },
+        buffer,
+    )
+    return buffer.getvalue()
+
+
+def _write(
+    tensors: dict[str, Any],
+    document: bytes,
+    path: Path,
+    group: dist.ProcessGroup | None,
+    of_ranks: RankStates,
+    parts: Sequence[TensorPart] | None = None,
+) -> None:
+    """Write tensors, or parts of some in their place, and what ranks have of their own."""
+    is_first = group is None or dist.get_rank(group) == 0
+    failure = f"the checkpoint {path} was not written, and an older one of that name is kept"
+    with agreeing(failure, group):
+        if is_first:
+            prepare(path)
+    entries, planner = of_ranks.entries(group), None
+    if parts is not None:
+        named = [TensorPart(name=name, size=tuple(e.shape), offset=(0,), values=e) for name, e in entries.items()]
+        planner = PartsPlanner([*parts, *named])
+    with agreeing(failure, group, expected=(RuntimeError,)):
+        with warnings.catch_warnings():
+            # torch warns of a save by a single process, which is what was asked for.
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")
+            files = CheckedWriter(part_of(path))
+            try:
+                save(
+                    tensors | entries, storage_writer=files, planner=planner, process_group=group, no_dist=group is None
+                )
+            except CheckpointException as error:  # on all ranks
+                discard(path)
+                raise own_error(error, failure) from error
+        if is_first:  # every rank has written when save returns here
+            publish(path, document)
+
+
+def _write_apart(
+    generation: int,
+    tensors: dict[str, Any],
+    document: bytes,
+    path: Path,
+    group: dist.ProcessGroup | None,
+    of_ranks: RankStates,
+) -> None:
+    """Write beside the training. Whoever replaces a rank meanwhile knows nothing of it, so it ends with the group."""
+    with pinned(group, generation):
+        _write(tensors, document, path, group, of_ranks)
+
+
+def _read(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:
+    no_dist = not dist.is_initialized() or breaker.phase is Phase.DETACHED  # apart from the others, it reads alone
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
+            load(wanted, storage_reader=reader, planner=SafePlanner(), process_group=group, no_dist=no_dist)
+    except CheckpointException as error:
+        raise own_error(error, f"the checkpoint {reader.path} could not be read") from error
+
+
+def _optimizer_prefix(index: int) -> str:
+    return f"optim.{index}."
+
+
+def _with_prefix(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+
+
+def _finished() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

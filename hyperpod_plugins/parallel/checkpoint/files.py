@@ -1,0 +1,151 @@
+"""The folder of a checkpoint: it appears complete or not at all, and is read without running foreign code.
+
+    step_100/
+        .metadata           which tensor lies where (torch.distributed.checkpoint)
+        __0_0.distcp ...    the parts that each rank wrote
+        meta.pt             everything that is no tensor of the model or an optimizer
+        checksums.json      of .metadata, which holds those of the parts, and of meta.pt
+
+While it is being written it is called `.step_100.part`. When a checkpoint of that name exists it is first renamed to
+`.step_100.old`, so that at each moment one of the two is there; readers and the next writer know that name.
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError
+from hyperpod_plugins.parallel.checkpoint.checksums import SUMS, read_checked, read_sums, write_sums
+
+DOCUMENT = "meta.pt"
+FORMAT = "hyperpod-checkpoint-1"
+METADATA = ".metadata"
+# What a damaged or foreign pickle raises while it is read.
+UNREADABLE = (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, TypeError, KeyError, IndexError)
+
+
+def part_of(path: Path) -> Path:
+    """Where a checkpoint lies while it is being written."""
+    return path.with_name(f".{path.name}.part")
+
+
+def prepare(path: Path) -> None:
+    """Make room for a new checkpoint, and undo what an interrupted save has left.
+
+    Raises:
+        CheckpointError: the path is a file.
+    """
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"a sharded checkpoint is a folder, but {path} is a file. Choose another path.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if _old_of(path).exists() and not path.exists():
+        _old_of(path).rename(path)
+    shutil.rmtree(_old_of(path), ignore_errors=True)
+    shutil.rmtree(part_of(path), ignore_errors=True)
+
+
+def publish(path: Path, document: bytes) -> None:
+    """Complete the folder and give it its name."""
+    part, old = part_of(path), _old_of(path)
+    with contextlib.suppress(OSError):  # some file systems have no modes
+        part.chmod(part.stat().st_mode & ~0o022)  # all processes start again from no folder that others may write to
+    with open(part / DOCUMENT, "wb") as file:
+        file.write(document)
+        file.flush()
+        os.fsync(file.fileno())
+    write_sums(part, {METADATA: (part / METADATA).read_bytes(), DOCUMENT: document})
+    _sync_folder(part)
+    if path.exists():
+        path.rename(old)
+    part.rename(path)
+    _sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def discard(path: Path) -> None:
+    """Remove what a save that has failed on all ranks has left on this one's disk."""
+    shutil.rmtree(part_of(path), ignore_errors=True)
+
+
+def find(path: Path) -> Path:
+    """The folder that holds the checkpoint of this name.
+
+    Raises:
+        CheckpointDamaged: there is none, or its writing was interrupted.
+    """
+    if not path.exists() and _old_of(path).is_dir():
+        return _old_of(path)  # a save over it was interrupted between the two renames
+    if not path.is_dir():
+        hint = " Its writing was interrupted; use an older one." if part_of(path).exists() else ""
+        raise CheckpointDamaged(f"there is no sharded checkpoint at {path}, which should be a folder.{hint}")
+    missing = [name for name in (METADATA, DOCUMENT) if not (path / name).is_file()]
+    if missing:
+        raise CheckpointDamaged(
+            f"the folder {path} is not a checkpoint written by hyperpod_plugins, or was cut short: it has no "
+            f"{' and no '.join(missing)}. Use an older checkpoint, or the path of the checkpoint itself."
+        )
+    return path
+
+
+def read_document(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    """What was saved beside the tensors.
+
+    Raises:
+        CheckpointDamaged: the file is damaged or foreign, or holds objects that need `weights_only=False`.
+    """
+    document = read_packed(read_checked(folder / DOCUMENT), str(folder / DOCUMENT), weights_only=weights_only)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CheckpointDamaged(f"{folder / DOCUMENT} was not written by hyperpod_plugins (no format {FORMAT!r}).")
+    if read_sums(folder) is None:
+        if document.get("has_checksums"):
+            raise CheckpointDamaged(f"{folder / SUMS} is missing, which was written. Use an older checkpoint.")
+        warnings.warn(
+            f"the checkpoint {folder} has no checksums, for an older version wrote it: damage to its tensors would not "
+            "be noticed. Save it again to have them.",
+            stacklevel=2,
+        )
+    return document
+
+
+def read_packed(content: bytes, where: str, *, weights_only: bool) -> Any:
+    """What `torch.save` has written.
+
+    Args:
+        content: of a file, or of a part of one.
+        where: for the message.
+        weights_only: refuse Python objects.
+
+    Raises:
+        CheckpointDamaged: it cannot be read, or holds objects that need `weights_only=False`.
+    """
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only)
+    except UNREADABLE as error:
+        raise CheckpointDamaged(
+            f"{where} cannot be read: {first_line(error)}. If it holds Python objects of yours and you "
+            "trust where it comes from, load with weights_only=False; otherwise use an older checkpoint."
+        ) from error
+
+
+def _old_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the rest."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

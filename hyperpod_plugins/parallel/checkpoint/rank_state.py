@@ -1,0 +1,189 @@
+"""State of single ranks in a checkpoint: a copy of each where they differ, one for all where they do not.
+
+    rank.<global rank>         bytes of what this rank has beside tensors of the model and the optimizers
+
+A rank that loads with the same degrees gets its own state. Only ranks that hold the same shard can stand in for
+each other.
+"""
+
+import hashlib
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch, few
+from hyperpod_plugins.parallel.checkpoint.files import find, read_packed
+from hyperpod_plugins.parallel.checkpoint.storage import SafePlanner, SafeReader, tensor_entries
+from hyperpod_plugins.parallel.collective_errors import device_of
+from hyperpod_plugins.parallel.hsdp import local_part
+from hyperpod_plugins.parallel.topology import Topology
+
+_RANK = "rank."
+_ENTRY = re.compile(r"rank\.(0|[1-9][0-9]{0,8})")
+_DIGEST_BYTES = 16
+
+
+class RankStates:
+    """The state of this rank, or of several whose state it keeps, as bytes."""
+
+    def __init__(self, states: Mapping[int, Any]) -> None:
+        """Copy what there is of each global rank: plain containers, numbers, strings and tensors."""
+        self._packed = {rank: _packed(state) for rank, state in states.items()}
+        self._digests = [_digest(state) for state in states.values()]
+
+    def entries(self, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+        """What is to be written by this rank: nothing where the states of all ranks of the group are equal.
+
+        All ranks of the group call this.
+        """
+        if group is None or _are_equal(self._digests, group):
+            return {}
+        return {
+            f"{_RANK}{rank}": torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for rank, data in self._packed.items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSource:
+    """Whose state a rank takes out of a checkpoint."""
+
+    rank: int
+    """That takes it."""
+    topology: Topology
+    """Of its job."""
+    saved: tuple[int, int, int]
+    """World size, shard degree and tensor degree of the job that has written the checkpoint."""
+    is_training: bool
+    """Whether it goes on from it."""
+
+    def __post_init__(self) -> None:
+        """Check what was read.
+
+        Raises:
+            CheckpointDamaged: no three numbers above zero.
+        """
+        if len(self.saved) != 3 or any(type(each) is not int or each < 1 for each in self.saved):
+            raise CheckpointDamaged(
+                f"world size, shard degree and tensor degree of a checkpoint cannot be {self.saved}"
+            )
+
+    @property
+    def has_other_degrees(self) -> bool:
+        """Whether no rank there held the same shard."""
+        return self.saved[1:] != (self.topology.shard_degree, self.topology.tensor_degree)
+
+    def choose(self, ranks: Sequence[int], sharded: Sequence[str]) -> int | None:
+        """One of `ranks`: the same rank, or one that held the same shard. None for the state that all can take.
+
+        Args:
+            ranks: that have a state of their own in the checkpoint.
+            sharded: names of what in it may belong to a shard.
+
+        Raises:
+            CheckpointMismatch: it is to be trained on, and there is no such rank.
+        """
+        world_size, *degrees = self.saved
+        here = self.topology
+        if not self.has_other_degrees:
+            num_shards = here.shard_degree * here.tensor_degree
+            alike = [rank for rank in ranks if rank % num_shards == self.rank % num_shards]
+            if alike:
+                return self.rank if self.rank in alike else alike[0]
+        if not (sharded and self.is_training):
+            return None
+        raise CheckpointMismatch(
+            f"{few(list(sharded))} of the checkpoint has tensors that differ from rank to rank, such as averages of "
+            f"local shards. It was written by {world_size} ranks with shard degree {degrees[0]} and tensor degree "
+            f"{degrees[1]}, and means nothing to {here.world_size} ranks with shard degree {here.shard_degree} and "
+            f"tensor degree {here.tensor_degree}. Go on with the degrees of the checkpoint, or leave that state out of "
+            "state_dict and on_save_checkpoint (keep it in buffers or parameters of the module, which are resharded)."
+        )
+
+
+def saved_ranks(path: Path) -> tuple[int, ...]:
+    """Global ranks of which a checkpoint holds a state of their own; none where the states of all ranks were equal."""
+    folder = find(path)
+    entries = tensor_entries(SafeReader(folder), folder)
+    return tuple(sorted(int(found[1]) for found in map(_ENTRY.fullmatch, entries) if found is not None))
+
+
+def load_rank_state(path: Path, rank: int, *, weights_only: bool) -> dict[str, Any]:
+    """The state of one of `saved_ranks`. Each process calls this by itself.
+
+    Raises:
+        CheckpointDamaged: it is not what was written, no dict, or holds objects that need `weights_only=False`.
+    """
+    folder, name = find(path), f"{_RANK}{rank}"
+    reader = SafeReader(folder)
+    wanted = {name: torch.empty(tensor_entries(reader, folder)[name].size, dtype=torch.uint8)}
+    with warnings.catch_warnings():  # torch warns of a load by a single process, which is what was asked for
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
+        load(wanted, storage_reader=reader, planner=SafePlanner(), no_dist=True)
+    state = read_packed(wanted[name].numpy().tobytes(), f"{folder}, {name}", weights_only=weights_only)
+    if not isinstance(state, dict):
+        raise CheckpointDamaged(
+            f"{folder}, {name} is no state of a rank: it holds a {type(state).__name__}, not a dict."
+        )
+    return state
+
+
+def _are_equal(digests: Sequence[bytes], group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of the group have given the same digests, and each of them only one kind."""
+    own = torch.tensor(list(digests[0]) if digests else [0] * _DIGEST_BYTES, device=device_of(group))
+    # The largest of each byte and of its negative: they are each other's negatives only if all ranks have the same.
+    extremes = torch.cat([own, -own, torch.tensor([int(len(set(digests)) != 1)], device=own.device)])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes[:_DIGEST_BYTES], -extremes[_DIGEST_BYTES:-1]
+    return torch.equal(largest, smallest) and not int(extremes[-1])
+
+
+def _packed(state: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+class _Digest:
+    """Of values, whatever objects they share: a pickle tells equal strings from the same string."""
+
+    def __init__(self) -> None:
+        self._sum = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    def add(self, value: Any) -> Self:
+        """Add a value to what was added before."""
+        if isinstance(value, torch.Tensor):
+            own = local_part(value.detach()).cpu().contiguous()
+            self._sum.update(f"tensor {own.dtype} {tuple(own.shape)}".encode())
+            self._sum.update(own.reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(value, Mapping):
+            self._sum.update(f"mapping {len(value)}".encode())
+            for key, each in value.items():
+                self.add(key).add(each)
+        elif isinstance(value, list | tuple | set | frozenset):
+            self._sum.update(f"{type(value).__name__} {len(value)}".encode())
+            for each in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
+                self.add(each)
+        elif isinstance(value, str | bytes | int | float | complex | None):
+            self._sum.update(f"{type(value).__name__} {value!r};".encode())
+        else:
+            self._sum.update(pickle.dumps(value))
+        return self
+
+    @property
+    def value(self) -> bytes:
+        """Of all that was added."""
+        return self._sum.digest()
+
+
+def _digest(state: Any) -> bytes:
+    return _Digest().add(state).value

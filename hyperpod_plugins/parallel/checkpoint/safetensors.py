@@ -1,0 +1,155 @@
+"""Write a sharded model as safetensors files in the layout of Hugging Face, one parameter at a time."""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hyperpod_plugins.errors import MissingExtraError
+from hyperpod_plugins.parallel.checkpoint.state import model_tensors
+from hyperpod_plugins.parallel.collective_errors import agreeing, default_group
+
+_GIB = 2**30
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PART = ".export.part"  # in the folder, until all files are complete
+
+
+@runtime_checkable
+class _Config(Protocol):
+    architectures: list[str] | None
+
+    def save_pretrained(self, save_directory: str) -> None: ...
+
+
+@runtime_checkable
+class _PreTrained(Protocol):
+    config: Any
+    generation_config: Any
+
+    def save_pretrained(self, save_directory: str) -> None: ...
+
+
+def plan_files(sizes_bytes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:
+    """Distribute tensors over files in order; a file takes more than the maximum only for a single larger tensor."""
+    files: list[list[str]] = []
+    room = 0
+    for name, size_bytes in sizes_bytes.items():
+        if not files or size_bytes > room:
+            files.append([])
+            room = max_file_bytes
+        files[-1].append(name)
+        room -= size_bytes
+    return files
+
+
+def export_safetensors(
+    model: nn.Module,
+    folder: str | PathLike[str],
+    *,
+    config: _Config | None = None,
+    max_file_bytes: int = 4 * _GIB,
+) -> None:
+    """Write the full model to a folder that `transformers` loads with `from_pretrained`. Call it on all ranks.
+
+    Global rank 0 writes, and holds one file's tensors; the others hold one parameter at a time. Types are kept, tied
+    weights are stored once. Configuration and generation configuration of a Hugging Face model are written too.
+
+    The files get their names when all of them are complete: an export that fails leaves what was in the folder.
+
+    Args:
+        model: sharded or plain.
+        folder: made if absent; files of that name are overwritten.
+        config: a Hugging Face configuration, if the model has none.
+        max_file_bytes: size above which a further file is begun.
+
+    Raises:
+        MissingExtraError: safetensors is not installed.
+        CheckpointError: global rank 0 could not write; raised on all ranks.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise MissingExtraError("safetensors", "lightning", "exporting a model")
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors = model_tensors(model)
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    files = plan_files(sizes, max_file_bytes)
+    group = default_group()
+    is_writer = group is None or dist.get_rank(group) == 0
+    target, part = Path(folder), Path(folder) / _PART
+    failure = f"the model was not exported to {target}, and files that were there are kept"
+    try:
+        with agreeing(failure, group):
+            if is_writer:
+                _make_empty(part)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(files, start=1):
+            file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else _WHOLE
+            weight_map |= dict.fromkeys(names, file_name)
+            gathered: dict[str, torch.Tensor] = {}
+            for name in names:
+                full = _gather(tensors[name])
+                if is_writer:
+                    gathered[name] = full.cpu().contiguous().clone()
+            with agreeing(failure, group, expected=(SafetensorError,)):
+                if is_writer:
+                    save_file(gathered, part / file_name, metadata={"format": "pt"})
+        with agreeing(failure, group, expected=(ValueError,)):  # ValueError: a configuration that contradicts itself
+            if is_writer:
+                if len(files) > 1:
+                    _write_index(part, weight_map, sum(sizes.values()))
+                _write_config(model, part, config)
+                _move_into_place(part, target)
+    finally:
+        if is_writer:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _make_empty(part: Path) -> None:
+    """Make the folder for files that are not complete. It lies inside the target: the same disk, the same rights."""
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+
+
+def _move_into_place(part: Path, target: Path) -> None:
+    """Give complete files their names, and remove the one of an earlier export that would be read in their stead."""
+    written = [file.name for file in part.iterdir()]
+    blocked = [name for name in written if (target / name).is_dir()]
+    if blocked:
+        raise IsADirectoryError(f"{target / blocked[0]} is a folder, but a file of that name is to be written")
+    for name in written:
+        (part / name).replace(target / name)
+    for stale in {_WHOLE, _INDEX} - {*written}:
+        (target / stale).unlink(missing_ok=True)
+
+
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _write_index(target: Path, weight_map: dict[str, str], size_bytes: int) -> None:
+    content = {"metadata": {"total_size": size_bytes}, "weight_map": weight_map}
+    (target / _INDEX).write_text(json.dumps(content, indent=2))
+
+
+def _write_config(model: nn.Module, target: Path, config: _Config | None) -> None:
+    if config is None and isinstance(model, _PreTrained):
+        config = model.config
+    if not isinstance(config, _Config):
+        return
+    # FSDP2 puts a class of its own before the model's, whose name `from_pretrained` would look for.
+    own_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    config.architectures = [own_class.__name__]
+    config.save_pretrained(str(target))
+    if isinstance(model, _PreTrained) and model.generation_config is not None:
+        model.generation_config.save_pretrained(str(target))

@@ -1,0 +1,278 @@
+"""What a checkpoint holds of a model and its optimizers, under names that do not depend on the parallelism.
+
+    model.<parameter or persistent buffer>          tied ones once, under their first name
+    optim.<index>.<parameter>.<key>                 tensors of optimizer state, such as exp_avg
+
+[Note: optimizers that have not stepped]
+State tensors are made in the first step. torch's own checkpoint code makes them by stepping with zero gradients, which
+counts a step. Here an optimizer without state is saved without state, and when state is to be loaded it is made from
+the description in the checkpoint. Both leave step counts and weights exactly as they were.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, few
+from hyperpod_plugins.parallel.hsdp import layout_of, zeros_beside
+
+_EXTRA_STATE = "_extra_state"
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers that share memory with the model, tied ones under their first name only."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and id(value) not in seen and not _is_extra_state(name):
+            seen.add(id(value))
+            tensors[plain_name(name)] = value.detach()
+    return tensors
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules return from `get_extra_state`."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if _is_extra_state(name)}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """State tensors of one optimizer by `<parameter>.<key>`; none before its first step."""
+    names = _parameter_names(model)
+    return {
+        f"{_name_of(parameter, names)}.{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _of_own_layout(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, DTensor]]:
+    """Tensors of optimizer state that lie otherwise than their parameters, such as Adafactor's sums of rows."""
+    names = _parameter_names(model)
+    return [
+        (f"{_name_of(parameter, names)}.{key}", value)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, DTensor)
+        and not (
+            isinstance(parameter, DTensor)
+            and value.placements == parameter.placements
+            and value.shape == parameter.shape
+        )
+    ]
+
+
+def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Class and hyperparameters of one optimizer, and its state that is no tensor."""
+    names = _parameter_names(model)
+    groups = [
+        {
+            **plain({key: value for key, value in group.items() if key != "params"}),
+            "params": [_name_of(parameter, names) for parameter in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    values = {
+        _name_of(parameter, names): plain({k: v for k, v in state.items() if not isinstance(v, torch.Tensor)})
+        for parameter, state in optimizer.state.items()
+    }
+    kind = {"class": type(optimizer).__name__, "hyperparameters": sorted(optimizer.defaults)}
+    own = {name: layout_of(name, tensor) for name, tensor in _of_own_layout(model, optimizer)}
+    return {**kind, "param_groups": groups, "values": values, "layouts": own}
+
+
+def check_model(
+    tensors: Mapping[str, torch.Tensor], saved: Mapping[str, TensorStorageMetadata], *, is_training: bool
+) -> None:
+    """Compare names, global shapes and types of a model with those in a checkpoint.
+
+    A model that is not trained on may have other types: its values are converted, which is said.
+
+    Raises:
+        CheckpointMismatch: they differ.
+    """
+    converted = [
+        f"{name} (checkpoint {saved[name].properties.dtype}, model {tensor.dtype})"
+        for name, tensor in sorted(tensors.items())
+        if name in saved and saved[name].properties.dtype != tensor.dtype
+    ]
+    findings = {
+        "missing in the checkpoint": sorted(tensors.keys() - saved.keys()),
+        "unknown to the model": sorted(saved.keys() - tensors.keys()),
+        "of another shape": [
+            f"{name} (checkpoint {tuple(saved[name].size)}, model {tuple(tensor.shape)})"
+            for name, tensor in sorted(tensors.items())
+            if name in saved and saved[name].size != tensor.shape
+        ],
+        "of another type": converted if is_training else [],
+    }
+    if any(findings.values()):
+        listed = "; ".join(f"{few(names)} {what}" for what, names in findings.items() if names)
+        raise CheckpointMismatch(
+            f"the checkpoint belongs to another model: {listed}. Build the model with the configuration that it was "
+            "saved with, or choose another checkpoint. Parallel degrees and world size may differ; types may, too, "
+            "where no optimizer is loaded."
+        )
+    if converted:
+        warnings.warn(
+            f"values of the checkpoint are converted to the types of the model: {few(converted)}. Large values may "
+            "become infinite in float16, and all lose digits in a shorter type.",
+            stacklevel=2,
+        )
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer, index: int, described: Mapping[str, Any]) -> None:
+    """Compare class, hyperparameters and parameter groups of an optimizer with those in a checkpoint.
+
+    Hyperparameters that only the optimizer has keep their values: newer versions of an optimizer have more of them.
+
+    Raises:
+        CheckpointMismatch: another class or other hyperparameters, other groups, or other parameters in them.
+    """
+    if "class" in described:
+        kind, names_here = type(optimizer).__name__, set(optimizer.defaults)
+        names_there = set(described["hyperparameters"])
+        if kind != described["class"] or names_there - names_here:
+            raise CheckpointMismatch(
+                f"optimizer {index} is {kind} (hyperparameters {', '.join(sorted(names_here))}), but the checkpoint "
+                f"was saved with {described['class']} ({', '.join(sorted(names_there))}), whose state it "
+                "cannot continue. "
+                "Use the optimizer of the checkpoint, or load the model only, with optimizers=()."
+            )
+    names = _parameter_names(model)
+    here = [{_name_of(parameter, names) for parameter in group["params"]} for group in optimizer.param_groups]
+    there = [set(group["params"]) for group in described["param_groups"]]
+    if here != there:
+        different = sorted(set[str]().union(*here) ^ set[str]().union(*there))
+        detail = f"; {few(different)} in only one of them" if different else ""
+        raise CheckpointMismatch(
+            f"optimizer {index} has groups of {[len(group) for group in here]} parameters, but the checkpoint "
+            f"has groups of {[len(group) for group in there]}{detail}. Configure the optimizer as when it was saved "
+            "(frozen parameters included), or load the model only, with optimizers=()."
+        )
+
+
+def state_to_fill(
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: Mapping[str, TensorStorageMetadata],
+    described: Mapping[str, Any],
+) -> dict[str, torch.Tensor]:
+    """Tensors for all saved state of one optimizer, with the sharding of its parameters; see the note above.
+
+    What is neither of its parameter's shape nor a count is whole on all ranks, unless it was laid out in another way.
+    """
+    names = _parameter_names(model)
+    parameters = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
+    layouts = described.get("layouts", {})
+    tensors: dict[str, torch.Tensor] = {}
+    for entry, description in saved.items():
+        name, _, key = entry.rpartition(".")
+        parameter, group = parameters[name]
+        present = optimizer.state[parameter].get(key) if parameter in optimizer.state else None
+        dtype = description.properties.dtype
+        if isinstance(present, torch.Tensor) and present.shape == description.size and present.dtype == dtype:
+            tensors[entry] = present
+        elif description.size == parameter.shape:
+            tensors[entry] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        elif description.size.numel() == 1 and len(description.size) < 2 and entry not in layouts:
+            tensors[entry] = torch.zeros(description.size, dtype=dtype, device=count_device(parameter, group))
+        else:
+            tensors[entry] = zeros_beside(parameter, description.size, dtype, layouts.get(entry))
+    return tensors
+
+
+def check_layouts(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizer state of which nobody knows whether all ranks hold the same.
+
+    Raises:
+        CheckpointError: a tensor that belongs to a parameter which is split over ranks is no DTensor.
+    """
+    names = _parameter_names(model)
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, DTensor) or not _is_split(parameter):
+                continue
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} keeps {key!r} of {_name_of(parameter, names)}, which is split "
+                        f"over ranks, as a plain tensor of shape {tuple(value.shape)}, of which a checkpoint has one. "
+                        "Let the optimizer keep it as a DTensor, split as the parameter is (torch.zeros_like) or "
+                        "replicated on its mesh (torch.distributed.tensor.zeros)."
+                    )
+
+
+def _is_split(tensor: DTensor) -> bool:
+    """Whether a rank holds less than all of a tensor."""
+    sizes = tensor.device_mesh.shape
+    return any(size > 1 and not each.is_replicate() for size, each in zip(sizes, tensor.placements, strict=True))
+
+
+def count_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Where an optimizer keeps a step count: beside the parameter only for kernels that read it there."""
+    is_read_there = bool(group.get("fused") or group.get("capturable"))
+    return parameter.device if is_read_there else torch.device("cpu")
+
+
+def set_optimizer(
+    model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any]
+) -> None:
+    """Give an optimizer the loaded state and hyperparameters in place of its own."""
+    parameters = {name: parameter for parameter, name in _parameter_names(model).items()}
+    optimizer.state.clear()
+    for entry, tensor in tensors.items():
+        name, _, key = entry.rpartition(".")
+        optimizer.state[parameters[name]][key] = tensor
+    for name, values in described["values"].items():
+        optimizer.state[parameters[name]].update(values)
+    for group, saved in zip(optimizer.param_groups, described["param_groups"], strict=True):
+        for key, value in saved.items():
+            if key in ("params", "param_names"):
+                continue
+            present = group.get(key)
+            if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor | float | int):
+                present.copy_(torch.as_tensor(value))  # a compiled step holds on to this tensor
+            else:
+                group[key] = value
+
+
+def plain(values: Any) -> Any:
+    """Containers with NumPy's numbers in them as Python's, which have the same value; they are read without pickle."""
+    return tree_map_only(np.generic, lambda each: each.item(), values)
+
+
+def _parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+
+
+def _name_of(parameter: torch.Tensor, names: Mapping[torch.Tensor, str]) -> str:
+    name = names.get(parameter)
+    if name is None:
+        raise CheckpointError(
+            f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model, so it has no "
+            "name to be saved under. Make the optimizer after the model has been sharded, from its own parameters."
+        )
+    return name
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names under which they are saved."""
+    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """Take out what activation checkpointing and `torch.compile` put into names."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE

@@ -1,0 +1,297 @@
+"""How torch's distributed checkpoints are written and read here: with checksums, and no code runs from them.
+
+`torch.distributed.checkpoint` (DCP) pickles the description of a checkpoint, `.metadata`, and each value that is no
+tensor; its own reader and planner unpickle both without limits.
+"""
+
+# DCP has no public names for what it writes.
+# pyright: reportPrivateUsage=false
+
+import io
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, BinaryIO, TypeVar
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import _get_layout
+
+from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError, few
+from hyperpod_plugins.parallel.checkpoint.checksums import SUMS, SummingTransforms, read_checked, sum_of, write_sums
+from hyperpod_plugins.parallel.checkpoint.files import METADATA, UNREADABLE, first_line
+
+SHOWN_WITHIN_S = 15.0  # after which the first rank sees a file that another node has closed, in seconds
+_SUM = "crc32"  # name in what DCP keeps of each part
+# Everything that DCP puts into `.metadata`, by its exact name: a module's other names are functions and modules that it
+# imports, some of which run code.
+_DESCRIPTIONS: dict[tuple[str, str], type] = {
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+        _StorageInfo,
+    )
+}
+_VALUES: dict[tuple[str, str], Callable[[Any], Any]] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
+    ("torch.serialization", "_get_layout"): _get_layout,
+}
+T = TypeVar("T")
+_PATHS = {("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath")}
+
+
+def tensor_entries(reader: FileSystemReader, folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Names, shapes and types of all saved tensors, after a check that their bytes are there.
+
+    Raises:
+        CheckpointDamaged: a file is missing or too short, or an entry is no tensor.
+    """
+    metadata = reader.read_metadata()
+    for info in metadata.storage_data.values():
+        file = folder / info.relative_path
+        if not file.is_file() or file.stat().st_size < info.offset + info.length:
+            raise CheckpointDamaged(f"{file} is missing or was cut short. Use an older checkpoint.")
+    entries: dict[str, TensorStorageMetadata] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointDamaged(f"{folder} holds {name!r}, which is no tensor: it was not written by this package.")
+        entries[name] = entry
+    return entries
+
+
+class CheckedWriter(FileSystemWriter):
+    """Writes a checksum with each part, and completes a checkpoint only where all parts lie in one folder."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """See `StorageWriter`."""
+        summing = SummingTransforms(self.transforms)
+        self.transforms: Any = summing
+        written = super().write_data(plan, planner)
+        for result in written.value():
+            stream = summing.streams[result.index]
+            if stream.length_bytes == result.storage_data.length:
+                vars(result.storage_data)[_SUM] = stream.value  # torch's own reader ignores it
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """See `StorageWriter`; the first rank calls it.
+
+        Raises:
+            CheckpointError: parts that other ranks have written are not here.
+        """
+        folder = Path(self.path)
+        _wait_for_parts(folder, results)
+        (folder / SUMS).unlink(missing_ok=True)  # of a checkpoint that is being overwritten
+        super().finish(metadata, results)
+        write_sums(folder, {METADATA: (folder / METADATA).read_bytes()})
+
+
+def _wait_for_parts(folder: Path, results: list[list[WriteResult]]) -> None:
+    """See the files of all ranks, at least as long as these have written them.
+
+    A network's file system may show what another node has written a few seconds later.
+    """
+    sizes: dict[str, int] = {}
+    ranks: dict[str, int] = {}
+    for rank, written in enumerate(results):
+        for info in (result.storage_data for result in written):
+            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+            ranks[info.relative_path] = rank
+    deadline_s = time.monotonic() + SHOWN_WITHIN_S
+    while missing := [name for name, size in sizes.items() if _size_of(folder / name) < size]:
+        if time.monotonic() > deadline_s:
+            raise CheckpointError(
+                f"the first rank does not see {few(missing)}, which {few(f'rank {ranks[name]}' for name in missing)} "
+                f"wrote to {folder.absolute()} on its own node: the folder is not shared. Save to a folder that every "
+                "node mounts under the same path (FSx for Lustre, NFS), by its absolute path."
+            )
+        time.sleep(0.1)
+        os.listdir(folder)  # asks the file system anew
+
+
+def _size_of(file: Path) -> int:
+    """Size in bytes as opening tells it, which on network file systems is newer than the cached one; -1 if absent."""
+    try:
+        with open(file, "rb") as opened:
+            return os.fstat(opened.fileno()).st_size
+    except OSError:
+        return -1
+
+
+class SafeReader(FileSystemReader):
+    """Reads the metadata with an unpickler that makes nothing but torch's own descriptions, and compares checksums."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._sums: dict[tuple[str, int], tuple[str, int]] = {}
+        """By file and offset: which tensor lies there, and its checksum."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Metadata of the checkpoint.
+
+        Raises:
+            CheckpointDamaged: the file is damaged, asks for code, or names files outside the folder.
+        """
+        file_name = Path(self.path) / METADATA
+        try:
+            found = _MetadataUnpickler(io.BytesIO(read_checked(file_name))).load()
+            metadata = _rebuilt(found)
+            self._sums = _sums_of(found)
+        except (*UNREADABLE, AttributeError, ImportError) as error:
+            raise CheckpointDamaged(f"{file_name} is damaged: {first_line(error)}. Use an older checkpoint.") from error
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise CheckpointDamaged(f"{file_name} names {info.relative_path!r}, which is no file of the folder.")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        """The bytes of one part.
+
+        Raises:
+            CheckpointDamaged: they are not those that were written.
+        """
+        name, expected = self._sums.get((sinfo.relative_path, sinfo.offset), ("", None))
+        if expected is not None and sum_of(file, sinfo.offset, sinfo.length) != expected:
+            raise CheckpointDamaged(
+                f"{name} is not what was written: the checksum of {sinfo.length} bytes from byte {sinfo.offset} of "
+                f"{Path(self.path) / sinfo.relative_path} differs, so a disk, a copy or a person has changed them. Use "
+                "an older checkpoint, or copy this one again. The model may hold a part of this checkpoint now."
+            )
+        return super()._slice_file(file, sinfo)
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Reads values that are no tensors only where they are plain containers, numbers, strings and tensors."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """See `DefaultLoadPlanner`.
+
+        Raises:
+            CheckpointDamaged: it holds objects of other classes.
+        """
+        name = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, map_location="cpu", weights_only=True)
+        except UNREADABLE as error:
+            raise CheckpointDamaged(
+                f"the value of {name!r} in the checkpoint cannot be read: {first_line(error)}. If it is an object of a "
+                "class that you trust, allow it with torch.serialization.add_safe_globals; otherwise save plain "
+                "containers, numbers, strings and tensors."
+            ) from error
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+def safe_planner(planner: object) -> Any:
+    """The planner that was given, but torch's own one with the same options made safe."""
+    if type(planner) is not DefaultLoadPlanner:
+        return planner
+    return SafePlanner(planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.allow_partial_load)
+
+
+def safe_reader(reader: object) -> Any:
+    """The reader that was given, but torch's own one for the same folder made safe."""
+    return SafeReader(reader.path) if type(reader) is FileSystemReader else reader
+
+
+def own_error(error: CheckpointException, failure: str) -> CheckpointError:
+    """Our error where some rank raised one, for all ranks to raise; otherwise one that lists what they raised."""
+    own = [cause for cause, _ in error.failures.values() if isinstance(cause, CheckpointError)]
+    if own:
+        return own[0]
+    reasons = [f"rank {rank}: {first_line(cause)}" for rank, (cause, _) in sorted(error.failures.items())]
+    return CheckpointError(f"{failure}: {few(reasons)}")
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes stand-ins for the classes, new ones for each file: a pickle can change attributes of what it names."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._stand_ins: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        name = (module_name, global_name)
+        if module_name == "torch" and isinstance(dtype := vars(torch).get(global_name), torch.dtype):
+            return dtype
+        if name not in self._stand_ins:
+            self._stand_ins[name] = _stand_in(name)
+        return self._stand_ins[name]
+
+
+def _stand_in(name: tuple[str, str]) -> Any:
+    if name in _DESCRIPTIONS:
+        return type(name[1], (_DESCRIPTIONS[name],), {})
+    if name in _VALUES:
+        make = _VALUES[name]
+        return lambda value: make(value)
+    if name in _PATHS:
+        return lambda *parts: "/".join(map(str, parts))
+    raise pickle.UnpicklingError(f"it asks for {'.'.join(name)}, which no checkpoint needs")
+
+
+def _rebuilt(found: object) -> Metadata:
+    """The description in torch's own classes, with nothing more than their fields."""
+    found = _check(found, Metadata)
+    entries = {_check(name, str): _entry(entry) for name, entry in found.state_dict_metadata.items()}
+    places = {
+        MetadataIndex(_check(index.fqn, str), index.offset, index.index): _StorageInfo(
+            _check(info.relative_path, str),
+            _check(info.offset, int),
+            _check(info.length, int),
+            info.transform_descriptors,
+        )
+        for index, info in found.storage_data.items()
+    }
+    return Metadata(entries, found.planner_data, places, version=found.version)
+
+
+def _sums_of(found: Metadata) -> dict[tuple[str, int], tuple[str, int]]:
+    return {
+        (info.relative_path, info.offset): (index.fqn, _check(vars(info)[_SUM], int))
+        for index, info in found.storage_data.items()
+        if _SUM in vars(info)
+    }
+
+
+def _entry(found: object) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(found, BytesStorageMetadata):
+        return BytesStorageMetadata()
+    found = _check(found, TensorStorageMetadata)
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in found.chunks]
+    properties = TensorProperties(dtype=_check(found.properties.dtype, torch.dtype))
+    return TensorStorageMetadata(properties, torch.Size(found.size), chunks)
+
+
+def _check(value: object, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise pickle.UnpicklingError(f"it holds a {type(value).__name__} in place of a {kind.__name__}")
+    return value

@@ -1,0 +1,81 @@
+"""Gradient norm and clipping for parameters that live on different meshes, or on none."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, _foreach_norm  # pyright: ignore
+from torch.distributed.tensor import DTensor
+
+from hyperpod_plugins.parallel.hsdp import local_part
+
+
+def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Norm of all gradients as one vector, the same on every rank.
+
+    `torch.nn.utils.clip_grad_norm_` cannot mix meshes: with hybrid sharding and tensor parallelism some parameters
+    lie on `(replicate, shard)` and some on `(replicate, shard, tensor)`. So each rank takes the norms of its own parts,
+    and each norm is reduced over exactly the groups its parameter is split over. Gradients that are plain tensors are
+    taken as replicated.
+
+    Returns:
+        A float32 scalar, `()`; zero where no parameter has a gradient.
+    """
+    is_max = math.isinf(norm_type)
+    operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for gradient in (parameter.grad for parameter in parameters):
+        if gradient is not None:
+            local = local_part(gradient)
+            by_groups.setdefault(_split_over(gradient), []).append(local)
+    if not by_groups:
+        return torch.tensor(0.0)
+    totals: list[Tensor] = []
+    for groups, gradients in by_groups.items():
+        parts = [gradient for gradient in gradients if gradient.numel()]  # nothing has no infinity norm
+        zero = torch.zeros((), device=gradients[0].device)
+        norms = torch.stack([zero, *(norm.float() for norm in (_foreach_norm(parts, norm_type) if parts else ()))])
+        total = norms.max() if is_max else norms.pow(norm_type).sum()
+        for group in groups:
+            dist.all_reduce(total, op=operation, group=group)
+        totals.append(total)
+    return torch.stack(totals).max() if is_max else torch.stack(totals).sum().pow(1 / norm_type)
+
+
+def _split_over(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Groups whose members hold different parts of a gradient, innermost axis first."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return tuple(gradient.device_mesh.get_group(axis) for axis in reversed(axes))
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients in place so that their total norm is at most `max_norm`; return the norm before.
+
+    Args:
+        parameters: parameters of any mix of meshes; those without a gradient are skipped.
+        max_norm: the largest norm allowed.
+        norm_type: order of the norm; `inf` for the largest absolute value.
+    """
+    with_gradient = list(parameters)
+    norm = gradient_norm(with_gradient, norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for local in _local_gradients(with_gradient):
+        local.mul_(factor.to(local.device, local.dtype))
+    return norm
+
+
+def clip_grad_value_(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Clamp every element of every gradient to `[-max_value, max_value]`, in place."""
+    for local in _local_gradients(parameters):
+        local.clamp_(-max_value, max_value)
+
+
+def _local_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """This rank's part of each gradient; writing to it writes to the gradient."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            yield local_part(gradient)

@@ -1,0 +1,74 @@
+"""All gradients that a rank holds as one vector, for whoever keeps replicas in step instead of FSDP2."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel.hsdp import laid_out_like, local_part
+from hyperpod_plugins.parallel.unit_watch import settle_gradients
+
+
+class GradientVector:
+    """Takes the gradients of a model's parameters out of them, and puts a vector of the same kind back.
+
+    The vector is float32. It holds the local part of each gradient, then for each parameter 1 or 0, whether it has a
+    gradient, then what the caller adds. A sum of such vectors is the sum of the gradients, and tells which parameters
+    had one anywhere.
+    """
+
+    def __init__(self, model: nn.Module, option: str) -> None:
+        """Of a model that is sharded within each replica.
+
+        Args:
+            model: whose parameters.
+            option: what the user has asked for, for the message.
+
+        Raises:
+            ConfigError: FSDP2 averages gradients over the replicas itself.
+        """
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor) and "replicate" in (parameter.device_mesh.mesh_dim_names or ()):
+                raise ConfigError(
+                    f"{name} is sharded over a mesh with an axis for replicas, so FSDP2 adds up their gradients, and "
+                    f"those of a single replica are never seen. For {option} shard over the axis 'shard' alone, or "
+                    "leave sharding to the strategy."
+                )
+        self._model = model
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        """Those that are trained, in the order in which they lie in a vector."""
+        self._sizes = [local_part(parameter).numel() for parameter in self.parameters]
+
+    def take(self, *more: Tensor, multiple_of: int = 1) -> Tensor:
+        """The vector; the parameters have no gradients afterwards. All ranks call this together.
+
+        Args:
+            more: numbers to lie behind the gradients, each `()`.
+            multiple_of: what the length is to be divisible by.
+        """
+        settle_gradients(self._model)
+        parts: list[Tensor] = []
+        has_one: list[float] = []
+        for parameter in self.parameters:
+            gradient, parameter.grad = parameter.grad, None
+            has_one.append(float(gradient is not None))
+            parts.append(local_part(parameter if gradient is None else gradient).detach().reshape(-1).float())
+            if gradient is None:
+                parts[-1] = torch.zeros_like(parts[-1])
+        device = parts[0].device
+        parts += [torch.tensor(has_one, device=device), *(each.detach().to(device).float().reshape(1) for each in more)]
+        parts.append(torch.zeros(-sum(part.numel() for part in parts) % multiple_of, device=device))
+        return torch.cat(parts)
+
+    def give(self, vector: Tensor) -> Tensor:
+        """Put gradients back; returns what lies behind them."""
+        counts = vector[sum(self._sizes) :][: len(self._sizes)]
+        for parameter, part, has_one in zip(self.parameters, self.parts(vector), counts.tolist(), strict=True):
+            if has_one:
+                local = part.view(local_part(parameter).shape).to(parameter.dtype)
+                parameter.grad = laid_out_like(parameter, local)
+        return vector[sum(self._sizes) + len(self._sizes) :]
+
+    def parts(self, vector: Tensor) -> list[Tensor]:
+        """The local part of each gradient, flat."""
+        return list(vector[: sum(self._sizes)].split(self._sizes))

@@ -1,0 +1,329 @@
+"""Tensor plans: which module is split in which way. This file decides; `tensor.py` acts.
+
+    plan = plan_for(model, config)            # {"model.layers.0.self_attn.q_proj": "colwise", ...}
+
+A style is one of `STYLES` or a `torch.distributed.tensor.parallel.ParallelStyle` of the user's own.
+"""
+
+import fnmatch
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from hyperpod_plugins.delayed_init.tape import full_name
+from hyperpod_plugins.errors import DegreeError, NotBuiltYetError, PlanError, few
+from hyperpod_plugins.parallel.config import ParallelConfig
+
+STYLES: Mapping[str, str] = {
+    "colwise": "split the output features; the result stays split",
+    "rowwise": "split the input features; partial results are summed",
+    "colwise_gather_output": "split the output features and gather the result (an output head)",
+    "embedding_rowwise": "split the vocabulary of an embedding",
+    "replicated_with_grad_allreduce": "a norm over split heads: its gradients are summed over the tensor axis",
+    "replicate": "leave alone",
+}
+
+LLAMA_LIKE_PLAN: Mapping[str, str] = {
+    **{f"*.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "wq", "wk", "wv")},
+    **{f"*.{name}": "colwise" for name in ("gate_proj", "up_proj", "w1", "w3")},
+    **{f"*.{name}": "rowwise" for name in ("o_proj", "wo", "down_proj", "w2")},
+    **{f"*.{name}": "embedding_rowwise" for name in ("embed_tokens", "tok_embeddings")},
+    **{f"*.{name}": "colwise_gather_output" for name in ("lm_head", "output")},
+}
+"""Our plan for modules named as in the Llama reference code or in transformers."""
+
+Plan = dict[str, "str | ParallelStyle"]
+
+
+def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
+    """Decide the style of every module, by full name.
+
+    The user's plan wins; else each Hugging Face model inside brings its own; else `LLAMA_LIKE_PLAN`.
+
+    Raises:
+        PlanError: a pattern of the user's, or the whole plan, matches no module; ours matches some modules of a model
+            that is not Llama-like; an unknown style.
+        DegreeError: a matched module, or the model's attention heads, cannot be split that many ways.
+        NotBuiltYetError: the model's own plan asks for styles that are not built (experts).
+    """
+    if config.tensor_parallel_degree == 1:
+        return {}
+    if config.tensor_plan != "auto":
+        patterns = config.tensor_plan
+        plan = _match(model, patterns)
+        missed = [p for p in patterns if not any(_matches(name, p) for name in plan)]
+        if missed or not plan:
+            raise PlanError(_nothing_matched(model, missed))
+    else:
+        own = _hugging_face_patterns(model)
+        plan = _match(model, own or LLAMA_LIKE_PLAN)
+        if not plan or not (own or _is_llama_like(plan)):
+            raise PlanError(_nothing_matched(model, list(own or LLAMA_LIKE_PLAN), plan))
+    unbuilt = sorted({style for style in plan.values() if isinstance(style, str) and style not in STYLES})
+    if unbuilt and config.tensor_plan == "auto":
+        raise NotBuiltYetError(
+            f"the model's own tensor plan uses the styles {unbuilt}, which this release does not serve (mixtures of "
+            "experts come later). Set tensor_parallel_degree=1, or pass a tensor_plan for the modules to split."
+        )
+    if unbuilt:
+        raise PlanError(
+            f"unknown styles {unbuilt} in tensor_plan; allowed are {list(STYLES)}, or a ParallelStyle object"
+        )
+    _split_tied_embeddings(model, plan, config)
+    _check_sizes(model, plan, config.tensor_parallel_degree)
+    return plan
+
+
+def tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same, a list for each that has several names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _hugging_face_patterns(model: nn.Module) -> dict[str, str]:
+    """Plans of the transformers models inside, their patterns prefixed with where each model sits."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return {}
+    patterns: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, transformers.PreTrainedModel) and not any(p.startswith(f"{prefix}.") for p in patterns):
+            patterns |= {
+                full_name(prefix, pattern): style for pattern, style in (cast("Any", module).tp_plan or {}).items()
+            }
+    return patterns
+
+
+def _match(model: nn.Module, patterns: Mapping[str, Any]) -> Plan:
+    """First pattern that matches decides; `*` stands for anything, also across dots."""
+    plan: Plan = {}
+    for name, _ in model.named_modules():
+        for pattern, style in patterns.items():
+            if name and _matches(name, pattern):
+                plan[name] = style
+                break
+    return plan
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(f".{name}", pattern)
+
+
+def _is_llama_like(plan: Plan) -> bool:
+    """Whether each module that owns column-parallel layers also owns the row-parallel one that ends the region.
+
+    A head alone (GPT-2) is not worth the name, and attention whose output layer has another name would break.
+    """
+    owners = {
+        wanted: {name.rpartition(".")[0] for name, style in plan.items() if style == wanted}
+        for wanted in ("colwise", "rowwise")
+    }
+    return bool(owners["colwise"]) and owners["colwise"] == owners["rowwise"]
+
+
+def _nothing_matched(model: nn.Module, patterns: list[str], matched: Iterable[str] = ()) -> str:
+    some = few(map(repr, matched), at_most=8)
+    owners = [name for name, module in model.named_modules() if next(module.parameters(False), None) is not None]
+    return (
+        f"the tensor plan's patterns {patterns} match {f'only some modules ({some})' if some else 'no module'} of "
+        f"{type(model).__name__}. Modules with parameters are named "
+        f"{few(map(repr, owners), at_most=8)}. Pass tensor_plan={{pattern: style}} with names "
+        f"of this model (`*` matches anything; styles: {list(STYLES)}), or set tensor_parallel_degree=1."
+    )
+
+
+def _split_tied_embeddings(model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
+    """Plan the embeddings that must be split over the vocabulary: tied to a split head, or opening a split stream."""
+    tied = {owner for group in tied_parameters(model) for owner in (n.rpartition(".")[0] for n in group) if owner}
+    has_split_head = any(style == "colwise_gather_output" and name in tied for name, style in plan.items())
+    if config.tensor_plan != "auto" and not has_split_head:
+        return
+    for name, module in model.named_modules():
+        needs_split = config.sequence_parallel or (has_split_head and name in tied)
+        if isinstance(module, nn.Embedding) and name not in plan and needs_split:
+            plan[name] = "embedding_rowwise"
+
+
+def _check_sizes(model: nn.Module, plan: Plan, degree: int) -> None:
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        size = {
+            "colwise": lambda m: m.out_features,
+            "colwise_gather_output": lambda m: m.out_features,
+            "rowwise": lambda m: m.in_features,
+            "embedding_rowwise": lambda m: m.num_embeddings,
+        }
+        if isinstance(style, str) and style in size:
+            wanted = nn.Embedding if style == "embedding_rowwise" else nn.Linear
+            if not isinstance(module, wanted):
+                raise PlanError(
+                    f"the style {style!r} needs an nn.{wanted.__name__}, but {name!r} is a {type(module).__name__}. "
+                    "Correct the pattern in tensor_plan, or pass a ParallelStyle object for this module."
+                )
+            if size[style](module) % degree:
+                raise DegreeError(
+                    f"{name!r} ({style}) has {size[style](module)} features, which tensor_parallel_degree={degree} "
+                    f"does not divide. {_fitting(size[style](module))}"
+                )
+    transformers = sys.modules.get("transformers")
+    for module in model.modules():
+        if transformers is not None and isinstance(module, transformers.PreTrainedModel):
+            _check_heads(cast("Any", module.config).to_dict(), degree)
+
+
+def _check_heads(hf_config: Mapping[str, Any], degree: int) -> None:
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = hf_config.get(key)
+        if isinstance(heads, int) and heads % degree:
+            raise DegreeError(
+                f"the model has {key}={heads}, which tensor_parallel_degree={degree} does not divide. {_fitting(heads)}"
+            )
+
+
+def _fitting(size: int) -> str:
+    return f"It can be one of {[d for d in range(1, min(size, 64) + 1) if size % d == 0]}."
+
+
+# Tensor parallelism: plans are data, module-name pattern -> style, and this file gives them to DTensor.
+#
+#     plan = plan_for(model, config)            # decide, in tensor_plan.py
+#     shard_tensors(model, mesh["tensor"], plan, config)
+#
+# [Note: shared input] Several column-parallel layers read the same tensor: query, key and value; gate and up. Each of
+# them alone would sum that tensor's gradient over the tensor axis in its backward. Here the tensor becomes a
+# replicated DTensor once; the layers' gradients meet as partial sums, and cross the network once.
+#
+# [Note: sequence parallel] Between tensor-parallel regions the residual stream is a DTensor split over the sequence
+# (dimension 1). It stays a DTensor, not a local tensor, so that models which read `hidden.shape[1]` (for positions
+# and masks) see the whole sequence. The shared input above then gathers it, and scatters its gradient. Source of the
+# scheme: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+
+_SEQUENCE_DIM = 1
+
+
+def shard_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan, config: ParallelConfig) -> None:
+    """Turn the planned modules' parameters into DTensors over the 1-axis `mesh`, in place and without communication.
+
+    Tied parameters stay tied.
+
+    Raises:
+        PlanError: the plan splits two tied parameters differently.
+    """
+    if not plan:
+        return
+    ties = tied_parameters(model)
+    styles = {name: _style(style, config) for name, style in plan.items() if style != "replicate"}
+    if config.sequence_parallel:
+        styles |= {name: SequenceParallel(use_local_output=False) for name in _norms_on_stream(model, plan)}
+    for name in styles:  # before the hooks that read the input, for hooks run in the order of their registration
+        if not isinstance(plan.get(name), ParallelStyle):  # a style of the user's may read keywords itself
+            model.get_submodule(name).register_forward_pre_hook(_give_by_position, with_kwargs=True)
+    for owner, names in _readers_of_one_tensor(plan).items():
+        _SharedInput(model.get_submodule(owner), map(model.get_submodule, names), mesh)
+    parallelize_module(model, mesh, styles, src_data_rank=None)
+    _retie(model, ties)
+
+
+class _SharedInput:
+    """Makes the tensor that the column-parallel layers of one module read a replicated DTensor, once a forward."""
+
+    def __init__(self, owner: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._read: torch.Tensor | None = None
+        self._replicated: torch.Tensor | None = None
+        for layer in layers:
+            layer.register_forward_pre_hook(self._replicate)
+        owner.register_forward_hook(self._forget, always_call=True)
+
+    def _replicate(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tensor, *rest = args
+        if tensor is not self._read:
+            whole = [Replicate()]
+            self._read = tensor
+            self._replicated = (
+                tensor.redistribute(placements=whole)
+                if isinstance(tensor, DTensor)
+                else DTensor.from_local(tensor, self._mesh, whole, run_check=False)
+            )
+        return (self._replicated, *rest)
+
+    def _forget(self, *_: object) -> None:
+        self._read = self._replicated = None
+
+
+def _give_by_position(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Make `q_proj(input=x)` the call `q_proj(x)`: the hooks of DTensor's styles, and ours, look at position 0 only."""
+    if args or not kwargs:
+        return None
+    first, *others = kwargs
+    return (kwargs[first],), {name: kwargs[name] for name in others}
+
+
+def _style(style: "str | ParallelStyle", config: ParallelConfig) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
+        return style
+    split = config.sequence_parallel
+    stream = Shard(_SEQUENCE_DIM) if split else Replicate()
+    match style:
+        case "colwise":  # its input is replicated already: see [Note: shared input]
+            return ColwiseParallel()
+        case "rowwise":
+            return RowwiseParallel(output_layouts=stream, use_local_output=not split)
+        case "embedding_rowwise":
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream, use_local_output=not split)
+        case "colwise_gather_output" if config.loss_parallel:
+            return ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
+        case "colwise_gather_output":
+            return ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+        case _:  # replicated_with_grad_allreduce: (batch, sequence, heads, head size), heads split
+            return SequenceParallel(sequence_dim=2, use_local_output=True)
+
+
+def _readers_of_one_tensor(plan: Plan) -> dict[str, list[str]]:
+    """Column-parallel layers by the module that owns them and hands them its input."""
+    readers: dict[str, list[str]] = {}
+    for name, style in plan.items():
+        if style == "colwise":
+            readers.setdefault(name.rpartition(".")[0], []).append(name)
+    return readers
+
+
+def _norms_on_stream(model: nn.Module, plan: Plan) -> list[str]:
+    """Normalisation layers on the residual stream: those that the plan does not speak of."""
+    return [
+        name for name, module in model.named_modules() if "norm" in type(module).__name__.lower() and name not in plan
+    ]
+
+
+def _retie(model: nn.Module, ties: list[list[str]]) -> None:
+    for first, *others in ties:
+        kept = model.get_parameter(first)
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            if _placements(model.get_parameter(other)) != _placements(kept):
+                raise PlanError(
+                    f"{first!r} and {other!r} are one tied parameter, but the tensor plan splits them differently "
+                    f"({_placements(kept)} and {_placements(model.get_parameter(other))}). "
+                    "Give both modules styles that split the same dimension, such as embedding_rowwise with colwise."
+                )
+            model.get_submodule(owner).register_parameter(attribute, kept)
+
+
+def _placements(tensor: torch.Tensor) -> object:
+    return tensor.placements if isinstance(tensor, DTensor) else "whole"

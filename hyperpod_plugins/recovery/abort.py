@@ -1,0 +1,130 @@
+"""The last rungs of the ladder: all processes begin again from a checkpoint, or the job ends."""
+
+import json
+import logging
+import time
+from typing import NoReturn
+
+from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
+from hyperpod_plugins.elastic.resume import refusal
+from hyperpod_plugins.elastic.store.entries import (
+    CHECKPOINTS_KEY,
+    all_checkpoints,
+    known_checkpoints,
+    newest_checkpoint,
+    restart_from_newest,
+)
+from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import RecoveryError, StateLost
+from hyperpod_plugins.events import Event, record
+from hyperpod_plugins.recovery.plan import RecoveryLevel
+
+# Which persistent checkpoints a job has written: where all processes begin again when nothing else is left.
+
+log = logging.getLogger(__name__)
+
+__all__ = ["SavedCheckpoints", "all_checkpoints", "known_checkpoints", "newest_checkpoint"]
+
+
+class SavedCheckpoints:
+    """The list in the job store, oldest first. One rank writes it; everybody may read."""
+
+    def __init__(self, job_store: JobStore, entry: int = 0) -> None:
+        """Use a connection that nobody else does: a checkpoint may be completed by a thread beside the training.
+
+        Args:
+            job_store: of the job.
+            entry: number of the entry of the program that saves them; see `elastic/store/entries.py`.
+        """
+        self._job_store = job_store
+        self._entry = entry
+        self._has_warned = False
+
+    def add(self, path: str, step: int) -> None:
+        """A checkpoint of `step` optimizer steps, with which training can go on, is complete."""
+        why = None if self._has_warned else refusal(path)
+        if why is not None:
+            self._has_warned = True
+            log.warning(
+                "all processes could not start again from the checkpoint %s: %s. Keep checkpoints in folders that "
+                "only this user may write to (chmod go-w).",
+                *(path, why),
+            )
+        known = [each for each in all_checkpoints(self._job_store) if each[0] != path]
+        self._write([*known, (path, step, self._entry)])
+
+    def discard(self, path: str) -> None:
+        """A checkpoint is about to be removed."""
+        self._write([each for each in all_checkpoints(self._job_store) if each[0] != path])
+
+    def _write(self, known: list[tuple[str, int, int]]) -> None:
+        self._job_store.set(CHECKPOINTS_KEY, json.dumps(known).encode())
+
+
+def refuse_older(step: int, job_store: JobStore) -> None:
+    """See whether the snapshots of a step are the newest state there is, where no process has any.
+
+    Raises:
+        StateLost: a checkpoint is newer.
+    """
+    path, saved = newest_checkpoint(known_checkpoints(job_store))
+    if saved > step:
+        raise StateLost(
+            f"all processes were lost, and the checkpoint {path} is newer than the snapshots of step {step}"
+        )
+
+
+_POLL_S = 0.02
+_FAREWELL_S = 10.0
+
+
+def start_again(job_store: JobStore, rank: int, restart: JobRestart, event: str, wrong: Exception) -> NoReturn:
+    """Have the agents end all processes and start them again; who asks first is heard.
+
+    Args:
+        job_store: of the job.
+        rank: of this process.
+        restart: from where, and with which degrees.
+        event: name of the event that tells of it.
+        wrong: raised where the agents do nothing within 10 s.
+    """
+    job_store.set_if_absent(RESTART_KEY, restart.to_json().encode())
+    record(Event(name=event, at_s=time.time(), details={"cause": restart.incident.cause, "step": restart.step}))
+    log.warning("rank %d: %s", rank, restart)
+    time.sleep(_FAREWELL_S)
+    raise wrong
+
+
+def restart_all(job_store: JobStore, job: JobEnv, rank: int, lost: StateLost) -> NoReturn:
+    """Have the agents end all processes and start them again, from the last checkpoint; who asks first is heard.
+
+    Raises:
+        StateLost: the agents did not within 10 s.
+    """
+    incident = FailureRecord(kind="process", cause=str(lost), reporter=f"rank {rank}")
+    restart = restart_from_newest(job_store, job, incident)
+    if not restart.resume_from:
+        log.error(
+            "rank %d: ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint: use a ModelCheckpoint",
+            rank,
+        )
+    start_again(job_store, rank, restart, RecoveryLevel.CHECKPOINT.event, lost)
+
+
+def follow_final_save(job_store: JobStore, patience_s: float = _FAREWELL_S) -> NoReturn:
+    """End after the process that gives up, so that its own error is the one that the launcher shows.
+
+    Raises:
+        RecoveryError: always.
+    """
+    deadline_s = time.monotonic() + patience_s
+    giver: FailureRecord | None = None
+    while time.monotonic() < deadline_s:
+        given_up = job_store.try_get(GAVE_UP_KEY)
+        giver = None if given_up is None else FailureRecord.from_json(given_up)
+        if giver is not None and job_store.exit_of(giver.worker_id, giver.incarnation) is not None:
+            break
+        time.sleep(_POLL_S)
+    raise RecoveryError(f"the job has given up: {giver or 'another process was to say why, and has not'}")

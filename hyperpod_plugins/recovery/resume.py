@@ -1,0 +1,309 @@
+"""Where the job stands while its processes come together: each survivor says where it stopped; newcomers read it."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass
+
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
+from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
+from hyperpod_plugins.recovery.plan import NO_STATE
+from hyperpod_plugins.recovery.polling import poll_interval_s, scan_interval_s
+from hyperpod_plugins.recovery.snapshot import Snapshots
+from hyperpod_plugins.recovery.watchdog import BEATS_MISSED_S, BeatAges, Heartbeat
+from hyperpod_plugins.recovery.world_view import Worlds
+
+log = logging.getLogger(__name__)
+_OTHERS_S = 30.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """Where the job stands when all that have state have stopped."""
+
+    step: int
+    """Steps that all will have committed."""
+    in_step: bool
+    """Whether the trainer below waits in a step; it was outside of one otherwise, and so was everybody else."""
+    trainer: bytes
+    """State of one trainer that has committed the steps: of one in a step if there is one, for it has come furthest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopReport:
+    """What one process says when it has stopped."""
+
+    incarnation: int
+    committed: int
+    in_step: bool
+    is_described: bool
+    """Whether it has left the state of its trainer, too."""
+    part: int = 0
+    """Outside of steps: place of the part of the program in which it was, in the order of those that follow a step."""
+
+
+class Survivors:
+    """Ranks that the others wait for, to be repaired together: which of them get more time, and which are replaced."""
+
+    def __init__(self, job_store: JobStore, *, patience_s: Callable[[], float], outside_s: float) -> None:
+        """Use `job_store` in the thread that waits.
+
+        Args:
+            job_store: a connection of one's own.
+            patience_s: says after how many seconds a rank that does not come is stuck, unless it says that it is busy.
+            outside_s: seconds after which it is stuck, whatever it says.
+        """
+        self._job_store = job_store
+        self.patience_s = patience_s
+        self._outside_s = outside_s
+        self._ages = BeatAges()
+        self._ended = set[tuple[int, int]]()
+
+    def busy(self, awaited: Mapping[int, int], waited_s: float) -> set[int]:
+        """Places of those that say each second that they are in code outside of a step, such as a save.
+
+        Silence is counted from the first time that this is asked.
+
+        Args:
+            awaited: number of the process in each place.
+            waited_s: for how long, in seconds.
+        """
+        if not awaited or waited_s > self._outside_s:
+            return set()
+        beats = {
+            worker_id: Heartbeat.from_dict(each)
+            for worker_id, each in self._job_store.heartbeats(list(awaited)).items()
+        }
+        silent_s = self._ages.look(beats, time.monotonic())
+        limit_s = max(self.patience_s(), BEATS_MISSED_S)
+        return {
+            worker_id
+            for worker_id, beat in beats.items()
+            if beat.is_outside and beat.is_alive(awaited[worker_id], silent_s[worker_id], limit_s)
+        }
+
+    def end_stuck(self, number: int, awaited: Mapping[int, int], waited_s: float) -> None:
+        """Ask for the end of those that do not come, once each: stopped, or stuck where nothing wakes them.
+
+        Args:
+            number: of the generation that is to be formed.
+            awaited: number of the process in each place, without those that are busy.
+            waited_s: for how long, in seconds.
+        """
+        if waited_s <= self.patience_s():
+            return
+        for worker_id, incarnation in awaited.items():
+            if (worker_id, incarnation) in self._ended or has_stopped(self._job_store, number, worker_id):
+                continue
+            self._ended.add((worker_id, incarnation))
+            log.warning(
+                "the process in place %d does not come to be repaired within %.0f s: it is replaced",
+                worker_id,
+                waited_s,
+            )
+            self._job_store.ask_to_kill(worker_id, incarnation)
+
+
+class StopReports:
+    """What one process says of where it stopped, and how it learns that of the others."""
+
+    def __init__(
+        self,
+        job_store: JobStore,
+        worlds: Worlds,
+        *,
+        worker_id: int,
+        incarnation: int,
+        policy: MembershipPolicy,
+        survivors: Survivors,
+    ) -> None:
+        """Use `job_store` and `survivors` in the thread that waits."""
+        self._job_store = job_store
+        self._worlds = worlds
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._policy = policy
+        self._survivors = survivors
+        self._told: list[int] = []
+
+    def tell(self, number: int, *, committed: int, in_step: bool, trainer: bytes, part: int = 0) -> None:
+        """Say once, before arriving in generation `number`, where this process is; `trainer` may be empty."""
+        if number in self._told:
+            return
+        job_store, worker_id = self._job_store, self._worker_id
+        if trainer:
+            job_store.set(f"trainer/{number}/{worker_id}", trainer)
+        note = StopReport(
+            incarnation=self._incarnation,
+            committed=committed,
+            in_step=in_step,
+            is_described=bool(trainer),
+            part=part,
+        )
+        job_store.set(_note(number, worker_id), json.dumps(asdict(note)).encode())
+        job_store.count(f"stopped/{number}", 1)
+        if not in_step:
+            job_store.set(f"outside/{number}", b"1")
+        for old in self._told:
+            job_store.delete(f"trainer/{old}/{worker_id}")
+        self._told = [number]
+
+    def wait(
+        self,
+        number: int | None,
+        at_least: int,
+        stopped: Callable[[int], None] | None,
+        snapshots: Snapshots | None = None,
+    ) -> ResumePoint:
+        """Wait until every process that has state has stopped; see `Member.wait_for_stops`."""
+        job_store, worker_ids, rank = self._job_store, self._worlds.now.worker_ids, 0
+        began_s = time.monotonic()
+        here, look_s = -1, 0.0
+        known: Mapping[int, int] = {}
+        seen: tuple[int, int, AbstractSet[int]] | None = None
+        given_up = set[int]()
+        limit_s = self._policy.replacement_timeout_s
+        is_last_look = False
+        while not is_last_look:
+            waited_s = time.monotonic() - began_s
+            is_last_look = waited_s >= limit_s
+            former, here = here, job_store.generation(at_least=max(at_least, here)) if number is None else number
+            if here != former:
+                if stopped is not None:
+                    stopped(here)
+                worker_ids = self._worlds.at(here).worker_ids
+                rank = worker_ids.index(self._worker_id) if self._worker_id in worker_ids else len(worker_ids)
+                known, look_s = members_before(job_store, here), waited_s + scan_interval_s(rank, 1)
+            if number is not None and job_store.ended(number) is not None:
+                raise PeerLost(f"generation {number} ended before it was formed")
+            incarnations = dict(zip(worker_ids, job_store.incarnations(worker_ids), strict=True))
+            lost = {
+                worker_id for worker_id in worker_ids if incarnations[worker_id] != known.get(worker_id, 0)
+            } | given_up
+            if len(lost) == len(worker_ids):
+                cause = "all processes were lost, and with them the training state and its snapshots"
+                return self._without_survivors(here, worker_ids, snapshots, cause)
+            # As in an assembly, a count tells whether it may be worth while to read what each has said.
+            news = here, job_store.count(f"stopped/{here}"), lost
+            if is_last_look or waited_s >= look_s or (news != seen and news[1] + len(lost) >= len(worker_ids)):
+                halt = self._look(here, incarnations, lost, snapshots)
+                if halt is not None:
+                    return halt
+                silent = self._silent(here, incarnations, lost)
+                try:
+                    self._worlds.go_on_without(here, silent, waited_s, f"rank {rank}")
+                except StateLost:  # all are to start again; where they meet next they save what they hold
+                    given_up |= set(silent)
+                busy = self._survivors.busy(silent, waited_s)
+                if busy:
+                    limit_s, is_last_look = waited_s + self._policy.replacement_timeout_s, False
+                stuck = {worker_id: each for worker_id, each in silent.items() if worker_id not in busy}
+                self._survivors.end_stuck(here, stuck, waited_s)
+                seen, look_s = news, waited_s + scan_interval_s(rank, news[1])
+            time.sleep(poll_interval_s(rank, len(worker_ids), waited_s))
+        raise RecoveryTimeout(
+            f"rank {rank} waits for the state of the others, but they did not all stop within "
+            f"{limit_s:.0f} s. Are some of them hanging?"
+        )
+
+    def trainer_of(self, number: int, worker_id: int) -> bytes | None:
+        """State of the trainer that a process has left before generation `number`."""
+        return self._job_store.try_get(f"trainer/{number}/{worker_id}")
+
+    def _silent(self, number: int, incarnations: Mapping[int, int], lost: AbstractSet[int]) -> dict[int, int]:
+        """Those that have said nothing, and whose loss nobody has counted: perhaps their node is gone."""
+        said = self._job_store.try_get_all([_note(number, worker_id) for worker_id in incarnations])
+        return {p: n for p, n in incarnations.items() if p not in lost and _note(number, p) not in said}
+
+    def _without_survivors(
+        self, number: int, worker_ids: Sequence[int], snapshots: Snapshots | None, cause: str
+    ) -> ResumePoint:
+        """Where to begin when all processes are new: with a snapshot that outlived those before, of whatever rank.
+
+        It brings this process to where the others are; there they see to which step all of them return.
+
+        Raises:
+            StateLost: there is none, for the reason `cause`.
+        """
+        newest = None if snapshots is None else snapshots.newest
+        names = [f"snapshot/{number}/{worker_id}" for worker_id in worker_ids]
+        self._job_store.set(f"snapshot/{number}/{self._worker_id}", b"" if newest is None else newest.trainer)
+        if newest is not None:
+            return ResumePoint(step=newest.step, in_step=True, trainer=newest.trainer)
+        deadline_s = time.monotonic() + _OTHERS_S
+        while snapshots is not None and time.monotonic() < deadline_s:
+            said = self._job_store.try_get_all(names)
+            trainer = next(filter(None, said.values()), b"")
+            if trainer:
+                return ResumePoint(step=0, in_step=True, trainer=trainer)
+            if len(said) == len(names):
+                break
+            time.sleep(_POLL_S)
+        raise StateLost(cause)
+
+    def _look(
+        self, number: int, incarnations: Mapping[int, int], lost: AbstractSet[int], snapshots: Snapshots | None
+    ) -> ResumePoint | None:
+        """Read what each has said, if all have that are not lost."""
+        job_store, worker_ids = self._job_store, list(incarnations)
+        if not job_store.has_all([_note(number, worker_id) for worker_id in worker_ids if worker_id not in lost]):
+            return None
+        found = job_store.try_get_all([_note(number, worker_id) for worker_id in worker_ids])
+        said = {
+            each: StopReport(**json.loads(found[_note(number, each)]))
+            for each in worker_ids
+            if _note(number, each) in found
+        }
+        notes = {
+            worker_id: note for worker_id, note in said.items() if note.incarnation == incarnations[worker_id]
+        }  # still alive
+        if any(worker_id not in notes and worker_id not in lost for worker_id in worker_ids):
+            return None
+        if notes and all(note.committed == NO_STATE for note in notes.values()):
+            cause = "those that are left are new, and all that had the training state were lost"
+            return self._without_survivors(number, worker_ids, snapshots, cause)
+        worker_id = furthest(notes)
+        trainer = None if worker_id is None else self.trainer_of(number, worker_id)
+        if worker_id is None or trainer is None:
+            return None
+        return ResumePoint(step=notes[worker_id].committed, in_step=notes[worker_id].in_step, trainer=trainer)
+
+
+def furthest(notes: Mapping[int, StopReport]) -> int | None:
+    """Place whose trainer the others go on from: of those that have committed most, one in a step if there is one.
+
+    Otherwise one that has come to the last part: what it had ended is not there to be run again.
+    """
+    step = max((note.committed for note in notes.values()), default=NO_STATE)
+    best = [worker_id for worker_id, note in notes.items() if note.committed == step and note.is_described]
+    return min(
+        best, key=lambda worker_id: (not notes[worker_id].in_step, -notes[worker_id].part, worker_id), default=None
+    )
+
+
+def has_stopped(job_store: JobStore, number: int, worker_id: int) -> bool:
+    """Whether a process has said where it stopped before generation `number`."""
+    return job_store.try_get(_note(number, worker_id)) is not None
+
+
+def is_outside(job_store: JobStore, number: int) -> bool:
+    """Whether one of those that have stopped before generation `number` was not in a step."""
+    return job_store.try_get(f"outside/{number}") is not None
+
+
+def members_before(job_store: JobStore, number: int) -> dict[int, int]:
+    """Incarnations of the last generation that was formed before `number`; none where there were only founders."""
+    for earlier in range(number - 1, 0, -1):
+        plan = job_store.plan(earlier)
+        if plan is not None:
+            incarnations = {text: json.loads(text)["incarnation"] for text in set(plan.values())}
+            return {worker_id: incarnations[text] for worker_id, text in plan.items()}
+    return {}
+
+
+def _note(number: int, worker_id: int) -> str:
+    return f"stopped/{number}/{worker_id}"

@@ -1,0 +1,106 @@
+"""The worlds of a job, as one of its processes learns of them from the job store."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.membership.admission import world_without
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of, what_would_fit
+from hyperpod_plugins.elastic.membership.reshard import layout_without, num_left
+from hyperpod_plugins.elastic.store.world import WorldPlan
+from hyperpod_plugins.errors import RecoveryError, StateLost
+from hyperpod_plugins.recovery.watchdog import BeatAges, Heartbeat
+
+
+class Worlds:
+    """The present world, and those that follow it."""
+
+    def __init__(self, job_store: JobStore, now: WorldPlan, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with the world `now`; `job_store` is the connection of the thread that calls; `clock` is in seconds."""
+        self._job_store = job_store
+        self._clock = clock
+        self._ages = BeatAges()
+        self.now = now
+        """The world for which this process has been set up."""
+        self._terms: ElasticSpec | None = None
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the job grows and shrinks."""
+        self._terms = self._terms or elastic_spec_of(self._job_store)
+        return self._terms is not None
+
+    def at(self, generation: int) -> WorldPlan:
+        """The world that a generation is formed for.
+
+        Raises:
+            RecoveryError: the job store does not hold it.
+        """
+        number = self._job_store.world_number(generation)
+        if number <= self.now.number:
+            return self.now
+        world = self._job_store.world(number)
+        if world is None:
+            raise RecoveryError(
+                f"the job store of the job lacks the world {number} that generation {generation} is for"
+            )
+        return world
+
+    def go_on_without(self, generation: int, missing: Mapping[int, int], waited_s: float, reporter: str) -> bool:
+        """End a generation that is being formed, if the job goes on in a world without those that do not come to it.
+
+        Where no world can be made of those that are left, all processes are to start again, in degrees that fit.
+
+        Args:
+            generation: its number.
+            missing: places of its world without a process, and the number of the process that is to come.
+            waited_s: how long this process has waited for them, in seconds.
+            reporter: who says so.
+
+        Raises:
+            StateLost: all processes are to start again.
+        """
+        if not missing or not self.may_change:
+            return False
+        assert self._terms is not None
+        present, gone = self.at(generation), self._gone(missing)
+        try:
+            world = world_without(self._job_store, self._terms, present, missing, waited_s)
+        except StateLost:  # only their replacements can go on, from a snapshot
+            world = None
+        if world is None:
+            layout = layout_without(self._job_store, self._terms, present, gone, waited_s) if gone else None
+            if layout is None:
+                return False
+            raise StateLost(
+                f"{len(gone)} of {present.size} ranks are lost and were not replaced within {waited_s:.0f} s, and "
+                f"those that are left make up fewer replicas of shard degree {self._terms.degrees[0]} x tensor degree "
+                f"{self._terms.degrees[1]} than the job needs; what is there may have {layout}"
+            )
+        incident = FailureRecord(kind="resize", cause=world.cause, reporter=reporter, world=world.number)
+        self._job_store.end(generation, incident)
+        return True
+
+    def _gone(self, missing: Mapping[int, int]) -> dict[int, int]:
+        """Those of whose process nothing was heard since some looks; one that sets itself up may take its time."""
+        beats = {
+            worker_id: Heartbeat.from_dict(each)
+            for worker_id, each in self._job_store.heartbeats(list(missing)).items()
+        }
+        silent_s = self._ages.look(beats, self._clock())
+        return {
+            worker_id: number
+            for worker_id, number in missing.items()
+            if worker_id not in beats or not beats[worker_id].is_alive(number, silent_s[worker_id])
+        }
+
+    def what_would_fit(self, generation: int, missing: Mapping[int, int]) -> str:
+        """What those that are left could go on with, in a sentence, for a job that has to end; empty if it is rigid."""
+        if not self.may_change:
+            return ""
+        assert self._terms is not None
+        left = num_left(self._job_store, self.at(generation), missing)
+        return (
+            f" {what_would_fit(self._terms.layouts, left)}. Allow smaller degrees with ElasticTraining("
+            "shard_degrees=...) to have all processes start again with those that are left."
+        )

@@ -1,0 +1,107 @@
+"""The place of this process in the job: its rank, its device, its groups; another rank when the world changes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyperpod_plugins.comm import CommOptions, GroupKey, join_world, new_axis_group
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.membership.admission import find_world
+from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
+from hyperpod_plugins.elastic.process import exit_with_agent
+from hyperpod_plugins.elastic.store.world import WorldPlan
+from hyperpod_plugins.env import JobEnv, WorkerEnv
+from hyperpod_plugins.parallel import ParallelConfig, Topology, build_data_group, build_mesh
+from hyperpod_plugins.parallel.mesh import move_groups
+from hyperpod_plugins.recovery import SAVING_GROUP, Member, RecoveryOptions
+
+
+def become_member(job: JobEnv, env: WorkerEnv, options: RecoveryOptions, *, is_elastic: bool) -> Member:
+    """Take part in a job whose agents replace lost processes."""
+    world = WorldPlan.initial(env.world_size)
+    if job.agent_pid:
+        exit_with_agent(job.agent_pid)  # it may wait for long now
+    if job.is_joining:
+        world = find_world(JobStore.connect(job), env.global_rank, job.incarnation)
+    member = Member(job, worker_id=env.global_rank, world=world, policy=options.membership, hangs=options.hangs)
+    member.is_elastic = is_elastic
+    member.start()
+    return member
+
+
+class LoopContext:
+    """Rank, device and groups in the present world."""
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        env: WorkerEnv,
+        member: Member | None,
+        options: RecoveryOptions,
+        *,
+        comm: CommOptions,
+        timeout_s: float,
+    ) -> None:
+        """Join the process group, and make the groups of all axes.
+
+        Args:
+            config: the degrees.
+            env: the launcher's word.
+            member: of a job that recovers; None for one that does not.
+            options: whether there are snapshots.
+            comm: collective library to use.
+            timeout_s: seconds after which a collective that does not complete fails.
+        """
+        self._config = config
+        self._env = env
+        self._member = member
+        self._options = options
+        known = None if member is None else elastic_spec_of(member.job_store)
+        self.replica_size = 0 if known is None else known.replica_size
+        """Ranks of one replica, which never changes; 0 until the first world has been laid out."""
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", env.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        self.rank, self.world_size = self._place()
+        if not dist.is_initialized():
+            join_world(comm, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
+        self.topology: Topology
+        self.mesh: DeviceMesh
+        self.data_group: dist.ProcessGroup
+        self.saving_group: dist.ProcessGroup | None = None
+        self.snapshot_group: dist.ProcessGroup | None = None
+        self.when_moved: list[Callable[[], object]] = []
+        """Called after the groups have got the members of another world."""
+        self.lay_out(has_moved=False)
+
+    def lay_out(self, *, has_moved: bool) -> None:
+        """Make the groups, or with `has_moved` give those that are there the members of another world.
+
+        Raises:
+            DegreeError: the world does not consist of whole replicas.
+        """
+        self.rank, self.world_size = self._place()
+        first = self._config.topology(self.replica_size or self.world_size, ranks_per_node=self._env.local_world_size)
+        self.topology = replace(first, world_size=self.world_size)
+        self.replica_size = self.topology.shard_degree * self.topology.tensor_degree
+        if has_moved:
+            move_groups(self.topology, self.rank)
+        self.mesh = build_mesh(self.topology, self.device.type)
+        self.data_group = build_data_group(self.topology)
+        if self._member is not None:  # a group that is made later would be missing in a newcomer
+            ranks = range(self.world_size)
+            self.saving_group = new_axis_group(GroupKey(SAVING_GROUP, is_strict=True), ranks)
+            if self._member.is_elastic or self._options.snapshots(self.topology).every_steps:
+                self.snapshot_group = new_axis_group(GroupKey("snapshot", is_strict=True), ranks)
+        if has_moved:
+            for listener in self.when_moved:
+                listener()
+
+    def _place(self) -> tuple[int, int]:
+        if self._member is None:
+            return self._env.global_rank, self._env.world_size
+        return self._member.rank, self._member.world.size

@@ -1,0 +1,258 @@
+"""The steps of a loop as transactions where an agent replaces lost processes, and as plain steps elsewhere."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from hyperpod_plugins.comm import abandon_broken, breaker
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.membership.admission import arm
+from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
+from hyperpod_plugins.elastic.store.entries import ended_entries
+from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
+from hyperpod_plugins.errors import DeviceHung, RecoveryError
+from hyperpod_plugins.recovery import (
+    Member,
+    RecoveryOptions,
+    Repair,
+    SavedCheckpoints,
+    Snapshot,
+    Snapshots,
+    StepTransaction,
+)
+from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates
+from hyperpod_plugins.recovery.moving import move_to_next_world
+from hyperpod_plugins.recovery.preview import StateLayout
+from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.snapshot_memory import shared_memory
+from hyperpod_plugins.session.context import LoopContext
+from hyperpod_plugins.session.state import Position, TrainedState, registered
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def ends_alone(error: BaseException | None) -> bool:
+    """Whether the others go on without the process that ends with an error: in a smaller world, or with a replacement.
+
+    A mistake of the program ends the job.
+    """
+    return isinstance(error, RecoveryError | DeviceHung) or (isinstance(error, SystemExit) and error.code == NOT_NEEDED)
+
+
+class Transactions:
+    """Of one process; a new transaction each time that the loop is entered."""
+
+    def __init__(
+        self,
+        member: Member | None,
+        context: LoopContext,
+        trained: TrainedState,
+        options: RecoveryOptions,
+        repairs: list[Repair],
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            member: this process in a job that recovers; None for one that does not.
+            context: of this process.
+            trained: what the loop trains.
+            options: how faults are repaired.
+            repairs: to which each repair is added.
+        """
+        self.member = member
+        self._context = context
+        self._trained = trained
+        self._options = options
+        self._repairs = repairs
+        self.rehearsal: Rehearsal | None = None
+        """Of this process's steps, where some are rehearsed."""
+        self._snapshots: Snapshots | None = None
+        self._transaction: StepTransaction | None = None
+        self._preview: StateLayout | None = None
+        self._has_moved, self._is_complete, self._entry = False, True, 0
+        self._trained.saving = context.saving_group
+        self.saved: SavedCheckpoints | None = None
+        """Where rank 0 writes down which checkpoints there are."""
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this process takes the place of a lost one, or comes to a job that grows."""
+        return self.member is not None and self.member.is_joining
+
+    def enter(self, entry: int, *, is_complete: bool) -> None:
+        """Begin a loop.
+
+        Args:
+            entry: number of the entry of the program that it is.
+            is_complete: whether the state after all entries before it is kept, so that a replacement can come in.
+        """
+        member, self._is_complete = self.member, is_complete
+        if member is None:
+            return
+        keeps = self._context.rank == 0 and is_complete
+        self._entry = entry
+        self.saved = SavedCheckpoints(JobStore.connect(member.job), entry) if keeps else None
+        self._snapshots = None
+        self._renew(member)
+
+    def begin_at(self, committed: int, resumed_from: str) -> None:
+        """Count steps from where a checkpoint has brought the loop."""
+        member = self.member
+        if member is not None:
+            member.committed = committed
+            if self.saved is not None and resumed_from:
+                self.saved.add(resumed_from, committed)
+
+    def arm(self) -> None:
+        """Have lost processes replaced from now on."""
+        if self.member is not None and self._is_complete:
+            arm(self.member.job_store)
+
+    def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
+        """This process takes no part until the next loop; if the loop `is_over`, nobody needs a replacement until then.
+
+        A process without which the others go on leaves them as they are. If the process ends with `error`, which the
+        loop's body has raised, the job ends with it.
+        """
+        member, self.saved = self.member, None
+        if member is None:
+            return
+        if error is not None:
+            told = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+            member.job_store.set(f"{RAISED_KEY}/{member.worker_id}", told.encode(errors="replace"))
+        if is_over:
+            member.job_store.disarm()
+        if member.is_elastic or not is_over:
+            self.member = None
+            member.leave()
+        else:
+            member.end_entry(has_trained=True)
+
+    def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
+        """One step."""
+        if self._transaction is None or self._preview is None:
+            return commit(compute())
+        result = self._transaction.run(compute, commit)
+        self._preview.publish()
+        return result
+
+    def join(self) -> None:
+        """Meet the others where no step begins, if this process is apart from them.
+
+        Raises:
+            PeerLost: somebody was lost just now.
+        """
+        if self._transaction is not None:
+            self._transaction.join()
+
+    def state_of_peers(self) -> Position:
+        """Where a newcomer begins, once the others have stopped."""
+        assert self.member is not None
+        self.member.activity = "waiting for the state of the loop"
+        assert self._preview is not None
+        self._preview.preallocate()
+        halt = self.member.wait_for_stops(snapshots=self._snapshots)
+        return self._entering(Position.from_bytes(halt.trainer), halt.step)
+
+    def reenter(self) -> Position:
+        """After a fault outside of a step: be apart from the others, and learn where all go on.
+
+        Raises:
+            SystemExit: the job goes on without this process.
+        """
+        member, transaction = self.member, self._transaction
+        assert member is not None
+        assert transaction is not None
+        member.end_generation()
+        member.activity = "waiting for the others to stop, outside of a step"
+        returned = None if self._snapshots is None else self._snapshots.take_returned()
+        description = self._stopped_at(returned, transaction)
+        self._trained.train_again()
+        breaker.part()
+        self._move(member)
+        self._renew(member)
+        halt = member.wait_for_stops(stopped=lambda number: member.stop(number, in_step=False, trainer=description))
+        is_ours = returned is not None and halt.step == returned.step  # parts of it are this rank's alone
+        position = Position.from_bytes(description if is_ours else halt.trainer)
+        if is_ours and position.local and self._trained.local is not None:
+            self._trained.local.take(position.local, begins_epoch=False)
+        return self._entering(position, halt.step)
+
+    def _stopped_at(self, returned: Snapshot | None, transaction: StepTransaction) -> bytes:
+        if returned is not None:
+            return returned.trainer
+        if transaction.left_with is None and self._trained.is_within_step and not self._trained.can_undo:
+            transaction.tear("its program has written to parameters for the first time")
+        if self.member is not None and self.member.is_torn:
+            self._trained.undo_step()  # what it can, gradients above all
+            return b""
+        if transaction.left_with is not None:
+            return transaction.left_with  # what it said when it stopped in the step still holds
+        if self._trained.is_within_step:
+            self._trained.undo_step()  # what was computed of the step so far
+        return self._trained.capture_state()
+
+    def _entering(self, position: Position, step: int) -> Position:
+        assert self._transaction is not None
+        self._trained.entered_with, self._transaction.entered_at = position, step
+        return position
+
+    def _move(self, member: Member) -> None:
+        """Belong to the next world, if there is another one."""
+        if move_to_next_world(member):
+            self._has_moved, self._snapshots, self._trained.local = True, None, None
+        if self._has_moved:
+            abandon_broken()
+            self._context.lay_out(has_moved=True)
+            self._trained.saving = self._context.saving_group
+            if self._context.rank == 0 and self.saved is None and self._is_complete:
+                self.saved = SavedCheckpoints(JobStore.connect(member.job), self._entry)
+
+    def _renew(self, member: Member) -> None:
+        """Make a transaction that begins outside of a step."""
+        context, policy = self._context, self._options.snapshots(self._context.topology)
+        if self._snapshots is None and context.snapshot_group is not None:
+            memory = shared_memory(
+                member.job,
+                member.worker_id,
+                member.world,
+                context.topology,
+                num_ended=len(ended_entries(member.job_store)),
+                is_joining=member.is_joining,
+            )
+            self._snapshots = Snapshots(policy, self._trained.tensors, context.topology, context.snapshot_group, memory)
+        self._preview = StateLayout(member, self._trained.tensors, context.topology)
+        self.rehearsal = Rehearsal.wanted(
+            self._trained.tensors,
+            context.topology,
+            context.device,
+            steps=self._options.rehearse,
+            compare_every=self._options.compare_replicas_every,
+            give_up=member.give_up,
+        )
+        if self._trained.local is None:
+            self._trained.local = LocalStates(context.topology, context.rank)
+            buffers = BufferStates(self._trained.model)
+            if not buffers.is_empty:  # alike on all ranks
+                self._trained.local.register(BUFFERS, buffers)
+        for name, state in self._trained.rank_local.items():
+            self._trained.local.register(registered(name), state)
+        self._transaction = StepTransaction(
+            member,
+            self._trained,
+            context.topology,
+            policy=self._options.retries,
+            device=context.device,
+            on_repair=self._repaired,
+            snapshots=self._snapshots,
+            rehearsal=self.rehearsal,
+        )
+
+    def _repaired(self, repair: Repair) -> None:
+        assert self.member is not None
+        self._trained.entered_with, self._has_moved = None, False
+        self._repairs.append(repair)
+        if repair.is_told_by(self.member.rank, self.member.world.size):
+            log.warning("%s", repair)

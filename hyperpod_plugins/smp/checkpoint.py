@@ -1,0 +1,142 @@
+"""Checkpoints as SMP's scripts write them: torch's distributed checkpoints, in folders.
+
+Each call blocks until all ranks have done their part; `async_save` copies the state first and writes beside training.
+"""
+
+import os
+from concurrent.futures import Future
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, few
+from hyperpod_plugins.parallel.checkpoint.storage import (
+    CheckedWriter,
+    SafePlanner,
+    SafeReader,
+    own_error,
+    safe_planner,
+    safe_reader,
+)
+from hyperpod_plugins.smp.job import note
+
+_writing: list[Future[Any]] = []
+_TUNING = ("coordinator_rank", "queue", "sharded_strategy", "wait_error_handling", "force_check_all_plans", "s3_region")
+
+
+def save(state_dict: dict[str, Any], *, checkpoint_id: str | os.PathLike[str], **options: Any) -> None:
+    """Write a state dict; all ranks call it.
+
+    Args:
+        state_dict: tensors, DTensors and plain values by name.
+        checkpoint_id: a folder that all ranks reach.
+        **options: `storage_writer`, `planner` and `process_group` as torch takes them; options of SMP that tune the
+            writing are left out, with a note.
+
+    Raises:
+        CheckpointError: it was not written, or ranks wrote to folders that they do not share.
+        ConfigError: an address of an object store.
+    """
+    folder, known = _folder(checkpoint_id), _known(options)
+    known.setdefault("storage_writer", CheckedWriter(folder))
+    try:
+        state_dict_saver.save(state_dict, checkpoint_id=folder, **known)
+    except CheckpointException as error:
+        raise own_error(error, f"the checkpoint {folder} was not written") from error
+
+
+def async_save(state_dict: dict[str, Any], *, checkpoint_id: str | os.PathLike[str], **options: Any) -> None:
+    """Copy a state dict, and write it while the program goes on; arguments as of `save`.
+
+    A save that is still being written is waited for first.
+    """
+    maybe_finalize_async_calls(blocking=True)
+    folder, known = _folder(checkpoint_id), _known(options)
+    known.setdefault("storage_writer", CheckedWriter(folder))
+    future = state_dict_saver.async_save(state_dict, checkpoint_id=folder, **known)
+    assert isinstance(future, Future)
+    _writing.append(future)
+
+
+def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None) -> list[int]:
+    """Raise what went wrong in saves that have ended; with `blocking`, wait for all of them.
+
+    Returns:
+        Indices of the saves that have ended, in the order of their beginning.
+    """
+    ended = [index for index, future in enumerate(_writing) if blocking or future.done()]
+    done = [_writing[index] for index in ended]
+    _writing[:] = [future for future in _writing if future not in done]
+    for future in done:
+        try:
+            future.result()
+        except CheckpointException as error:
+            raise own_error(error, "a checkpoint was not written") from error
+    return ended
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str],
+    check_keys_matched: bool = True,
+    **options: Any,
+) -> None:
+    """Read a checkpoint into the tensors of a state dict, whatever degrees it was written with; all ranks call it.
+
+    Args:
+        state_dict: what to read; its tensors are written in place.
+        checkpoint_id: the folder.
+        check_keys_matched: raise where the checkpoint lacks something; otherwise that keeps its value.
+        **options: `storage_reader`, `planner` and `process_group` as torch takes them; torch's own reader and planner
+            are replaced by safe ones.
+
+    No code runs from a checkpoint: values that are no tensors must be plain containers, numbers and strings, or of
+    classes allowed with `torch.serialization.add_safe_globals`.
+
+    Raises:
+        CheckpointDamaged: no checkpoint there, a damaged one, or one that asks for code.
+        CheckpointMismatch: it lacks something.
+    """
+    folder, known = _folder(checkpoint_id), _known(options)
+    reader = safe_reader(known.pop("storage_reader", None) or SafeReader(folder))
+    try:
+        present = reader.read_metadata().state_dict_metadata
+    except OSError as error:
+        raise CheckpointDamaged(f"{folder} holds no checkpoint that can be read ({error}).") from None
+    planner = safe_planner(known.pop("planner", None) or SafePlanner(allow_partial_load=not check_keys_matched))
+    missing = [name for name in flatten_state_dict(state_dict)[0] if name not in present]
+    if missing and check_keys_matched:
+        raise CheckpointMismatch(
+            f"the checkpoint {folder} lacks {few(missing)}. Load it into the model that it was written of, or pass "
+            "check_keys_matched=False to keep the present values of these."
+        )
+    try:
+        state_dict_loader.load(state_dict, storage_reader=reader, planner=planner, **known)
+    except CheckpointException as error:
+        raise own_error(error, f"the checkpoint {folder} was not loaded") from error
+
+
+def _folder(checkpoint_id: str | os.PathLike[str]) -> str:
+    path = os.fspath(checkpoint_id)
+    if "://" in path:
+        raise ConfigError(
+            f"checkpoint_id={path!r} is an address of an object store; only folders can be written. Use a mounted "
+            "folder, or pass a storage_writer of your own with torch.distributed.checkpoint."
+        )
+    return path
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    tuning = sorted(set(options) & set(_TUNING))
+    if tuning:
+        note(f"{', '.join(tuning)}: options that tune how SMP writes checkpoints are left out.")
+    known = {key: value for key, value in options.items() if key not in _TUNING and value is not None}
+    unknown = sorted(set(known) - {"storage_writer", "storage_reader", "planner", "process_group"})
+    if unknown:
+        raise ConfigError(
+            f"checkpoints take storage_writer, storage_reader, planner and process_group, not {', '.join(unknown)}."
+        )
+    return known

@@ -1,0 +1,120 @@
+"""`transform`: which models are to be tensor parallel. They are split where FSDP wraps them, with everything else."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.parallel.tensor_parallel import plan_for
+from hyperpod_plugins.smp.job import current_job
+
+LoadBalancing = Literal["sinkhorn", "balanced", "aux_loss", "none"]
+CpCommType = Literal["p2p", "all_gather"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """SMP's own mixture-of-experts layer, which this release does not have; transformers' layers are trained as is.
+
+    Raises:
+        ConfigError: an unknown way to balance.
+    """
+
+    smp_moe: bool = True
+    """Whether to use that layer."""
+    random_seed: int = 12345
+    """Seed of its parameters."""
+    moe_load_balancing: LoadBalancing = "sinkhorn"
+    """How its router balances experts."""
+    global_token_shuffle: bool = False
+    """Whether tokens are shuffled among ranks."""
+    moe_all_to_all_dispatcher: bool = True
+    """Whether tokens travel to experts by all-to-all."""
+    moe_aux_loss_coeff: float = 0.001
+    """Weight of the loss that balances."""
+    moe_z_loss_coeff: float = 0.001
+    """Weight of the loss that keeps the router's logits small."""
+
+    def __post_init__(self) -> None:
+        """Check the name."""
+        if self.moe_load_balancing not in get_args(LoadBalancing):
+            raise ConfigError(
+                f"moe_load_balancing must be one of {', '.join(get_args(LoadBalancing))}, but is "
+                f"{self.moe_load_balancing!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Transformed:
+    guard: RemovableHandle
+    from_first_rank: bool
+
+
+_transformed: WeakKeyDictionary[nn.Module, _Transformed] = WeakKeyDictionary()
+
+
+def transform(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    config: MoEConfig | None = None,
+    load_state_dict_from_rank0: bool = False,
+    cp_comm_type: CpCommType = "p2p",
+) -> nn.Module:
+    """Mark a model for tensor parallelism, and check that it can be split. The FSDP wrap that follows splits it.
+
+    Args:
+        model: with real parameters, or on the meta device.
+        device: `meta`, the device that the job trains on, or None; the wrap puts parameters where they belong.
+        dtype: type to convert floating parameters to.
+        config: only with `smp_moe=False`.
+        load_state_dict_from_rank0: parameters of rank 0 count; those of others may be on the meta device.
+        cp_comm_type: how context parallelism communicates, which does not exist here yet.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: not initialised, another device, or a plan that does not fit the model.
+        NotBuiltYetError: `smp_moe=True`, or a tensor plan with styles for experts.
+    """
+    job = current_job()
+    if cp_comm_type not in get_args(CpCommType):
+        raise ConfigError(f"cp_comm_type must be one of {', '.join(get_args(CpCommType))}, but is {cp_comm_type!r}")
+    if config is not None and config.smp_moe:
+        raise NotBuiltYetError(
+            "MoEConfig(smp_moe=True) asks for SMP's own layer of experts, which this release does not have. Leave "
+            "config out: the model's own experts are trained, sharded like everything else."
+        )
+    if device is not None and torch.device(device).type not in ("meta", job.mesh.device_type):
+        raise ConfigError(
+            f"transform(device={str(device)!r}) in a job on {job.mesh.device_type!r}: leave device out, or say 'meta'."
+        )
+    if device is not None and torch.device(device).type == "meta":
+        model.to("meta")
+    if dtype is not None:
+        model.to(dtype)
+    plan_for(model, job.config)
+    if model not in _transformed:
+        guard = model.register_forward_pre_hook(_refuse_unwrapped)
+        _transformed[model] = _Transformed(guard=guard, from_first_rank=load_state_dict_from_rank0)
+    return model
+
+
+def take_transformed(model: nn.Module) -> tuple[bool, bool]:
+    """Whether `transform` was given the model or a part of it, and whether rank 0 has its parameters."""
+    found = [_transformed.pop(part) for part in list(model.modules()) if part in _transformed]
+    for each in found:
+        each.guard.remove()
+    return bool(found), any(each.from_first_rank for each in found)
+
+
+def _refuse_unwrapped(model: nn.Module, _: Any) -> None:
+    raise ConfigError(
+        f"{type(model).__name__} was given to transform() and then run without FullyShardedDataParallel(...) around "
+        "it, so it is neither split nor sharded. Wrap it, or call hyperpod_plugins.smp.wrap(model)."
+    )
