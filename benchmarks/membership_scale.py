@@ -51,14 +51,14 @@ class Seat:
     """One simulated member."""
 
     job_store: JobStore
-    assembly: QuorumJoiner
+    joiner: QuorumJoiner
     rank: int
     world_size: int
 
     @classmethod
     def of(cls, job: JobEnv, rank: int, world_size: int, limit_s: float) -> "Seat":
         job_store = JobStore.connect(job)
-        assembly = QuorumJoiner(
+        joiner = QuorumJoiner(
             job_store,
             Worlds(job_store, WorldPlan.initial(world_size)),
             PlanWatcher(partial(JobStore.connect, job)),
@@ -66,12 +66,12 @@ class Seat:
             policy=MembershipPolicy(replacement_timeout_s=limit_s),
             survivors=Survivors(job_store, patience_s=lambda: limit_s, outside_s=limit_s),
         )
-        return cls(job_store=job_store, assembly=assembly, rank=rank, world_size=world_size)
+        return cls(job_store=job_store, joiner=joiner, rank=rank, world_size=world_size)
 
 
 def agree(assignment: Seat, generation: int) -> None:
     """Meet the others, as `Member.join_next` does."""
-    formed = assignment.assembly.join(generation, ARRIVAL, time.monotonic())
+    formed = assignment.joiner.join(generation, ARRIVAL, time.monotonic())
     assert formed is not None
     assert len(formed.arrivals) == assignment.world_size
 

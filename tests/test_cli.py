@@ -4,7 +4,7 @@ import pytest
 
 from hyperpod_plugins.cli import main
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.fault_injection.chaos import ChaosPlan, Process, blows, choose_agents, workers_in
+from hyperpod_plugins.fault_injection.chaos import ChaosPlan, Process, choose_agents, schedule, workers_in
 
 ZYGOTE = (b"python", b"-m", b"hyperpod_plugins.elastic.launcher.fork_server", b"7")
 
@@ -76,11 +76,11 @@ def test_a_job_is_chosen_by_pid_or_name():
 
 def test_the_schedule_of_chaos_is_reproducible_and_keeps_its_pace():
     plan = ChaosPlan(every_s=10, count=500, seed=4, kinds=("kill", "stop"))
-    schedule = list(blows(plan))
-    assert schedule == list(blows(plan))
-    assert sum(blow.wait_s for blow in schedule) / 500 == pytest.approx(10, rel=0.15)
-    assert {blow.kind for blow in schedule} == {"kill", "stop"}
-    assert all(0 <= blow.choice < 1 for blow in schedule)
+    kills = list(schedule(plan))
+    assert kills == list(schedule(plan))
+    assert sum(kill.wait_s for kill in kills) / 500 == pytest.approx(10, rel=0.15)
+    assert {kill.kind for kill in kills} == {"kill", "stop"}
+    assert all(0 <= kill.choice < 1 for kill in kills)
 
 
 def test_presets_are_listed_shown_and_written(tmp_path, capsys):

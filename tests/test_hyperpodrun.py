@@ -223,8 +223,8 @@ def test_nothing_outlives_a_killed_agent(launch):
 def test_a_killed_zygote_costs_the_workers_of_its_node_and_not_the_job(launch):
     job = launch("wait('finish')", "--nproc-per-node=2")
     pids = job.await_here(*founders(2))
-    [zygote] = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids.values()}
-    os.kill(zygote, signal.SIGKILL)
+    [fork_server] = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids.values()}
+    os.kill(fork_server, signal.SIGKILL)
     job.await_here((0, 1), (1, 1))
     job.job_store().put("finish", b"1")
     assert job.code() == 0, job.text()

@@ -55,7 +55,7 @@ class Children:
 
     def __init__(self, folder, preload=(), num_spares=0):
         options = ForkServerOptions(python=sys.executable, preload=preload, num_spares=num_spares)
-        self.zygote = ForkServerProcess(options, os.environ)
+        self.fork_server = ForkServerProcess(options, os.environ)
         self.folder = folder
         self.pids, self.codes = {}, {}
         self.last = 0
@@ -65,7 +65,7 @@ class Children:
         environ = {"PATH": os.environ["PATH"], "PYTHONPATH": "", **(environ or {})}
         files = {stream: str(self.folder / f"{self.last}.{stream}") for stream in ("stdout", "stderr")}
         cwd = str(cwd or self.folder)
-        self.zygote.start(
+        self.fork_server.start(
             SpawnRequest(ticket=self.last, kind=kind, target=str(target), args=args, environ=environ, cwd=cwd, **files)
         )
         return self.last
@@ -74,8 +74,8 @@ class Children:
         until_s = time.monotonic() + deadline_s
         while not condition():
             assert time.monotonic() < until_s, "too late"
-            wait_readable([self.zygote.fileno()], min(until_s, time.monotonic() + 0.05))
-            for event in self.zygote.news():
+            wait_readable([self.fork_server.fileno()], min(until_s, time.monotonic() + 0.05))
+            for event in self.fork_server.news():
                 match event:
                     case Started(ticket, pid):
                         self.pids[ticket] = pid
@@ -103,7 +103,7 @@ class Children:
 def children(tmp_path_factory):
     made = Children(tmp_path_factory.mktemp("children"), preload=("numpy", "lightning_utilities.core.rank_zero"))
     yield made
-    assert made.zygote.close() == 0
+    assert made.fork_server.close() == 0
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def test_a_preloaded_lightning_is_not_the_programs_choice(tmp_path, write):
         assert lightning == [["lightning", "True", "True"]] * 3
         assert rival[::2] == ["pytorch_lightning", "False"]
     finally:
-        some.zygote.close()
+        some.fork_server.close()
 
 
 def test_signals_reach_the_child_and_its_group(children, write):
@@ -278,10 +278,10 @@ def test_signals_reach_the_child_and_its_group(children, write):
     """)
     ticket = children.start("script", path)
     grandchild = int(children.await_line(ticket))
-    children.zygote.send_signal(ticket, signal.SIGUSR1, group=False, last=False)
+    children.fork_server.send_signal(ticket, signal.SIGUSR1, group=False, last=False)
     children.await_(lambda: children.output(ticket).count("noticed") == 1)
     assert is_alive(grandchild)
-    children.zygote.send_signal(ticket, signal.SIGKILL, group=True, last=False)
+    children.fork_server.send_signal(ticket, signal.SIGKILL, group=True, last=False)
     assert children.code(ticket) == -9
     await_gone(grandchild, children.pid(ticket))
 
@@ -313,13 +313,13 @@ def test_spares_are_as_good_and_are_grown_again(tmp_path, write):
             ticket = some.start("script", path, environ={"ONE": str(number)})
             assert some.code(ticket) == 0
             assert some.output(ticket) == f"{number} True\n"
-        some.await_(lambda: len(children_of(some.zygote)) == 2)
-        waiting = children_of(some.zygote)
+        some.await_(lambda: len(children_of(some.fork_server)) == 2)
+        waiting = children_of(some.fork_server)
         os.kill(waiting[0], signal.SIGKILL)
         await_gone(waiting[0])
-        some.await_(lambda: len(children_of(some.zygote)) == 2)
+        some.await_(lambda: len(children_of(some.fork_server)) == 2)
     finally:
-        assert some.zygote.close() == 0
+        assert some.fork_server.close() == 0
     await_gone(*waiting)
 
 
@@ -334,21 +334,21 @@ def test_nothing_outlives_a_zygote(tmp_path, write, how):
     some = Children(tmp_path, num_spares=1)
     ticket = some.start("script", path)
     some.await_line(ticket)
-    pids = [*children_of(some.zygote), some.pid(ticket)]
+    pids = [*children_of(some.fork_server), some.pid(ticket)]
     if how == "killed":
-        some.zygote._process.kill()
-        some.await_(lambda: some.zygote.is_lost)
+        some.fork_server._process.kill()
+        some.await_(lambda: some.fork_server.is_lost)
     else:
-        some.zygote.close()
+        some.fork_server.close()
     await_gone(*pids)
-    some.zygote.close()
+    some.fork_server.close()
 
 
 def test_modules_that_fail_or_touch_the_gpu_are_not_preloaded(tmp_path, monkeypatch):
     some = Children(tmp_path, preload=("there_is_no_such_module",))
-    some.await_(lambda: some.zygote.is_lost)
-    assert not some.zygote.is_ready
-    assert some.zygote.close() == 1
+    some.await_(lambda: some.fork_server.is_lost)
+    assert not some.fork_server.is_ready
+    assert some.fork_server.close() == 1
     monkeypatch.setattr(zygote_module, "_holds_cuda", lambda: True)
     with pytest.raises(ConfigError, match="'json' initialised CUDA"):
         zygote_module.preload(["json"])

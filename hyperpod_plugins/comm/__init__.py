@@ -15,9 +15,9 @@ from hyperpod_plugins.comm.groups import (
     new_axis_group,
     register,
 )
-from hyperpod_plugins.comm.health import GroupHealth, Phase, breaker
+from hyperpod_plugins.comm.health import GroupHealth, Phase, group_health
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup, generation_of, live_groups, pinned
-from hyperpod_plugins.comm.reconfigure import Reconfiguration, abandon_broken, break_groups
+from hyperpod_plugins.comm.reconfigure import Reconfiguration, break_groups, release_broken
 from hyperpod_plugins.comm.traffic import Traffic, reset_traffic, traffic, wire_bytes
 from hyperpod_plugins.comm.work import current_wait
 
@@ -31,9 +31,9 @@ __all__ = [
     "ResilientProcessGroup",
     "Traffic",
     "WORLD",
-    "abandon_broken",
+    "release_broken",
     "break_groups",
-    "breaker",
+    "group_health",
     "choose_transport",
     "commit_vote",
     "connect",

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hyperpod_plugins.comm import sockets
-from hyperpod_plugins.comm.health import breaker
+from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
 from hyperpod_plugins.comm.sockets import Listener, begin_connecting, limit_waits
 from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
@@ -153,38 +153,38 @@ class Channel:
         """Call it with this generation's connections and the patience in seconds; what it raises breaks the groups."""
         group = self._present_group()
         inner = group.connected
-        if breaker.is_open or inner is None:
-            raise_peer_lost(breaker.cause or "it has not joined the others yet")
+        if group_health.is_open or inner is None:
+            raise_peer_lost(group_health.cause or "it has not joined the others yet")
         patience_s = group.timeout.total_seconds() if self._patience_s is None else self._patience_s
         try:
             with PeerWait(group.role):
                 return transfer(self._links_of(group, inner), patience_s)
         except (OSError, dist.DistError) as error:
-            group.notice(error)
-            raise_peer_lost(breaker.cause or str(error), error)
+            group.mark_broken(error)
+            raise_peer_lost(group_health.cause or str(error), error)
 
     def _links_of(self, group: ResilientProcessGroup, inner: dist.ProcessGroup) -> "Links":
         links = _links.setdefault(inner, {})
         if self._name not in links:
             store = PrefixStore(f"{group.store_prefix}/channel/{self._name}", group.root_store)
-            links[self._name] = Links(store, group.rank(), sockets.own_address(inner), _cut_with(inner))
+            links[self._name] = Links(store, group.rank(), sockets.own_address(inner), _shutdown_with(inner))
         return links[self._name]
 
 
 _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Links]]" = weakref.WeakKeyDictionary()
 
 
-def _cut_with(inner: dist.ProcessGroup) -> Callable[[socket.socket], None]:
+def _shutdown_with(inner: dist.ProcessGroup) -> Callable[[socket.socket], None]:
     """What lets a break cut new connections, too."""
     reference = weakref.ref(inner)
 
     def keep(connection: socket.socket) -> None:
         present = reference()
-        if present is None or breaker.cause is not None:
-            raise ConnectionAbortedError(breaker.cause or "the group has ended")
+        if present is None or group_health.cause is not None:
+            raise ConnectionAbortedError(group_health.cause or "the group has ended")
         sockets.add(present, [connection.dup()])
-        if breaker.cause is not None:  # the cut came before
-            raise ConnectionAbortedError(breaker.cause)
+        if group_health.cause is not None:  # the cut came before
+            raise ConnectionAbortedError(group_health.cause)
 
     return keep
 
@@ -239,8 +239,8 @@ class Links:
         look_s = _FIRST_LOOK_S
         while under_way:
             is_all_there = self._connect(sending, receiving)
-            if breaker.cause is not None:
-                raise ConnectionAbortedError(breaker.cause)
+            if group_health.cause is not None:
+                raise ConnectionAbortedError(group_health.cause)
             now_s, has_moved = time.monotonic(), False
             for transfer in under_way:
                 if transfer.link is not None and transfer.advance():

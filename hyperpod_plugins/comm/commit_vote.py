@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hyperpod_plugins.comm import sockets
-from hyperpod_plugins.comm.health import breaker
+from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
 from hyperpod_plugins.comm.sockets import Listener, limit_waits
 from hyperpod_plugins.comm.sockets import connect as open_connection
@@ -113,30 +113,30 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
     if not isinstance(group, ResilientProcessGroup):
         raise CommError('a vote needs a default group of the backend "hyperpod"')
     inner = group.connected
-    if breaker.is_open or inner is None:
+    if group_health.is_open or inner is None:
         return 0
     if group.size() == 1:
         return mine
     try:
         with PeerWait(group.role):
-            ballot = _ballots.get(inner)
-            if ballot is None:
-                ballot = _open(group, inner)
-            return ballot.all_max(mine, told)
+            vote = _ballots.get(inner)
+            if vote is None:
+                vote = _open(group, inner)
+            return vote.all_max(mine, told)
     except (OSError, dist.DistError) as error:
-        group.notice(error)
+        group.mark_broken(error)
         return 0
 
 
 def _open(group: ResilientProcessGroup, inner: dist.ProcessGroup) -> CommitVote:
     """Connect to the neighbours of this generation, and let a break cut these connections, too."""
     store = PrefixStore(f"{group.store_prefix}/ballot", group.root_store)
-    ballot = connect(store, group.rank(), group.size(), sockets.own_address(inner), group.timeout)
-    sockets.add(inner, [each.dup() for each in ballot.sockets])
-    if breaker.cause is not None:  # the cut came before
-        raise ConnectionAbortedError(breaker.cause)
-    _ballots[inner] = ballot
-    return ballot
+    vote = connect(store, group.rank(), group.size(), sockets.own_address(inner), group.timeout)
+    sockets.add(inner, [each.dup() for each in vote.sockets])
+    if group_health.cause is not None:  # the cut came before
+        raise ConnectionAbortedError(group_health.cause)
+    _ballots[inner] = vote
+    return vote
 
 
 def connect(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> CommitVote:
@@ -155,18 +155,18 @@ def connect(store: Store, rank: int, size: int, address: str, timeout: timedelta
     children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
     deadline_s = time.monotonic() + timeout.total_seconds()
     listener = Listener(address)
-    ballot = CommitVote(timeout)
+    vote = CommitVote(timeout)
     try:
         if children:
             store.set(str(rank), listener.invitation)
         if rank:
             invitation = _find(store, str((rank - 1) // 2), deadline_s)
-            ballot.set_parent(open_connection(invitation, rank, _left_s(deadline_s)))
+            vote.set_parent(open_connection(invitation, rank, _left_s(deadline_s)))
         for connection in _accept(listener, children, deadline_s):
-            ballot.add_child(connection)
+            vote.add_child(connection)
     finally:
         listener.close()
-    return ballot
+    return vote
 
 
 def _accept(listener: Listener, children: Sequence[int], deadline_s: float) -> list[socket.socket]:
@@ -189,8 +189,8 @@ def _find(store: Store, key: str, deadline_s: float) -> str:
 
 
 def _refuse_late(deadline_s: float) -> None:
-    if breaker.cause is not None:
-        raise ConnectionAbortedError(breaker.cause)
+    if group_health.cause is not None:
+        raise ConnectionAbortedError(group_health.cause)
     if time.monotonic() > deadline_s:
         raise TimeoutError("a neighbour did not come to vote")
 

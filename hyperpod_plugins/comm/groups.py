@@ -20,7 +20,7 @@ from hyperpod_plugins import env
 from hyperpod_plugins._registration import register_backends
 from hyperpod_plugins.comm import smddp, sockets
 from hyperpod_plugins.comm.api import WORLD, CommOptions, GroupKey, TransportName, without_key
-from hyperpod_plugins.comm.health import Phase, breaker
+from hyperpod_plugins.comm.health import Phase, group_health
 from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup, live_groups, living
 from hyperpod_plugins.comm.smddp import Smddp
 from hyperpod_plugins.comm.transport import Gloo, InnerSpec, Nccl, Transport, remember_transport
@@ -225,7 +225,7 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
         global_ranks=tuple(c10d.global_ranks_in_group or range(c10d.group_size)),
         name=role.short_name(generation=0),
     )
-    is_detached = breaker.phase is Phase.DETACHED  # the others are connected already, and will be again
+    is_detached = group_health.phase is Phase.DETACHED  # the others are connected already, and will be again
     world_size = c10d.group_size if world is None else world.size()
     group = ResilientProcessGroup(
         None if is_detached else connect(spec, options, world_size, role),

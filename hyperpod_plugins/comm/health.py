@@ -28,18 +28,18 @@ class Tolerance:
     A class, for a generator costs more, and each step enters two such blocks.
     """
 
-    def __init__(self, breaker: "GroupHealth") -> None:
-        self._breaker = breaker
+    def __init__(self, health: "GroupHealth") -> None:
+        self._health = health
         self._is_outermost = False
 
     def __enter__(self) -> None:
-        self._is_outermost = self._breaker.phase is Phase.STRICT
+        self._is_outermost = self._health.phase is Phase.STRICT
         if self._is_outermost:
-            self._breaker.phase = Phase.TOLERANT
+            self._health.phase = Phase.TOLERANT
 
     def __exit__(self, *_: object) -> None:
-        if self._is_outermost and self._breaker.phase is Phase.TOLERANT:
-            self._breaker.phase = Phase.STRICT
+        if self._is_outermost and self._health.phase is Phase.TOLERANT:
+            self._health.phase = Phase.STRICT
 
 
 class GroupHealth:
@@ -87,13 +87,13 @@ class GroupHealth:
         """Do not call a listener any more."""
         self._listeners = [each for each in self._listeners if each != listener]
 
-    def mark_broken(self, cause: str, cut: Callable[[], None]) -> bool:
+    def mark_broken(self, cause: str, shutdown: Callable[[], None]) -> bool:
         """Break, unless broken already; `cut` ends the connections. Returns whether this call did it."""
         with self._lock:
             if self._cause is not None:
                 return False
             self._cause = cause
-        cut()
+        shutdown()
         for listener in self._listeners:
             listener(cause)
         return True
@@ -102,7 +102,7 @@ class GroupHealth:
         """Begin as a newcomer."""
         self.phase = Phase.DETACHED
 
-    def part(self) -> None:
+    def leave_others(self) -> None:
         """Go apart from the others after a break: collectives do nothing until the groups are mended."""
         self.phase = Phase.DETACHED
 
@@ -117,5 +117,5 @@ class GroupHealth:
         return Tolerance(self)
 
 
-breaker = GroupHealth()
+group_health = GroupHealth()
 """The one of this process: c10d's default group is one a process, too."""

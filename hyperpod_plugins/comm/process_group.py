@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Backend, Store
 from hyperpod_plugins.comm import sockets
 from hyperpod_plugins.comm.api import CommOptions, GroupKey
 from hyperpod_plugins.comm.device_queue import device_queue
-from hyperpod_plugins.comm.health import breaker
+from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.traffic import Collective, counters
 from hyperpod_plugins.comm.transport import forget_device, transport_of
 from hyperpod_plugins.comm.work import (
@@ -304,12 +304,12 @@ class ResilientProcessGroup(DelegatingGroup):
             )
         if _pin.group is self and _pin.generation != self.generation:
             raise_peer_lost(f"the group was formed again, in generation {self.generation}")
-        if breaker.is_open and (breaker.cause is None or not self.role.is_strict):
-            if not breaker.suppresses_collectives:
-                raise_peer_lost(breaker.cause or "it has not joined the others yet")
-            return _QUIET
-        if self._inner is None or breaker.is_open:
-            raise_peer_lost(breaker.cause or "it has not joined the others yet")
+        if group_health.is_open and (group_health.cause is None or not self.role.is_strict):
+            if not group_health.suppresses_collectives:
+                raise_peer_lost(group_health.cause or "it has not joined the others yet")
+            return _NO_OP_GROUP
+        if self._inner is None or group_health.is_open:
+            raise_peer_lost(group_health.cause or "it has not joined the others yet")
         return self._inner
 
     @property
@@ -334,7 +334,7 @@ class ResilientProcessGroup(DelegatingGroup):
             CommError: the generation is not newer, or the ranks do not fit the group.
         """
         former = self._inner
-        self.refuse_former(generation)
+        self.check_generation_increases(generation)
         if len(global_ranks) != inner.size():
             raise CommError(
                 f"the new group {self.role.name!r} has {inner.size()} members, but {len(global_ranks)} global ranks "
@@ -344,7 +344,7 @@ class ResilientProcessGroup(DelegatingGroup):
         self._set_members(inner.rank(), global_ranks)
         return former
 
-    def refuse_former(self, generation: int) -> None:
+    def check_generation_increases(self, generation: int) -> None:
         """Raise `CommError` unless a generation comes after the present one."""
         if generation <= self.generation:
             raise CommError(
@@ -374,7 +374,7 @@ class ResilientProcessGroup(DelegatingGroup):
         self.role, living[role.name] = role, self
         self._set_members(rank, global_ranks)
 
-    def part_with_inner(self) -> dist.ProcessGroup | None:
+    def take_inner(self) -> dist.ProcessGroup | None:
         """Have no inner group until the next one is put in, and return the present one, which the caller ends."""
         inner, self._inner = self._inner, None
         return inner
@@ -384,7 +384,7 @@ class ResilientProcessGroup(DelegatingGroup):
         super().set_timeout(timeout)
         self.timeout = timeout
 
-    def cut(self) -> None:
+    def shutdown_sockets(self) -> None:
         """Wake whoever waits in a gloo collective of this group, here and at the other members."""
         if self._inner is not None:
             sockets.shutdown(self._inner)
@@ -393,10 +393,10 @@ class ResilientProcessGroup(DelegatingGroup):
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
     ) -> dist.Work:
         # Every collective of every group passes here, and so does its Work: the place to notice a fault.
-        if breaker.refusal and threading.current_thread() is threading.main_thread():
-            breaker.before_refusal()
-            if breaker.refusal:
-                raise LoopError(breaker.refusal)
+        if group_health.refusal and threading.current_thread() is threading.main_thread():
+            group_health.before_refusal()
+            if group_health.refusal:
+                raise LoopError(group_health.refusal)
         self._traffic.add(kind, payload_bytes)
         inner = self._inner
         try:
@@ -404,33 +404,33 @@ class ResilientProcessGroup(DelegatingGroup):
         except RuntimeError as error:
             if not is_transport_error(error):
                 raise
-            self.notice(error)
+            self.mark_broken(error)
             return self._issue_broken(error)
         if isinstance(work, FinishedWork):
             return work
         if inner is None:  # the main thread has let go of it just now
-            return self._issue_broken(PeerLost(breaker.cause or "the groups were broken"))
+            return self._issue_broken(PeerLost(group_health.cause or "the groups were broken"))
         is_numbered = kind not in ("send", "recv", "coalesced")
         self.num_issued += is_numbered
         device = queueing_device(inner, args)
         return ResilientWork(
             work,
             inner,
-            self.notice,
+            self.mark_broken,
             self.role,
             number=self.num_issued if is_numbered else 0,
             in_slices=device is None and kind not in ("send", "recv"),
             queued_on=device,
         )
 
-    def notice(self, error: BaseException) -> None:
+    def mark_broken(self, error: BaseException) -> None:
         """Break all groups of this process, for this one has failed for want of a peer."""
-        breaker.mark_broken(f"{self.role.name}: {transport_message(error)}", cut_all)
+        group_health.mark_broken(f"{self.role.name}: {transport_message(error)}", shutdown_all)
 
     def _issue_broken(self, error: BaseException) -> dist.Work:
-        if self.role.is_strict or not breaker.suppresses_collectives:
-            raise_peer_lost(breaker.cause or str(error), error)
-        return _QUIET.barrier()
+        if self.role.is_strict or not group_health.suppresses_collectives:
+            raise_peer_lost(group_health.cause or str(error), error)
+        return _NO_OP_GROUP.barrier()
 
     # c10d keeps name and description in the backends of a group, and this group has none of its own.
 
@@ -471,7 +471,7 @@ class ResilientProcessGroup(DelegatingGroup):
     def shutdown(self) -> None:
         """End the group and let go of its connections, whoever may still hold this object."""
         self._is_closed = True
-        inner = self.part_with_inner()
+        inner = self.take_inner()
         if inner is not None:
             sockets.release(inner)
             inner.shutdown()
@@ -481,14 +481,14 @@ class ResilientProcessGroup(DelegatingGroup):
 
     def abort(self) -> None:
         """End the group without waiting for its collectives: peers that wait in them get an error."""
-        self.cut()
+        self.shutdown_sockets()
         if self._inner is not None:
             start_aborts([self._inner])
             finish_aborts()
         self.shutdown()
 
 
-_QUIET = no_op_group()
+_NO_OP_GROUP = no_op_group()
 
 
 living: "WeakValueDictionary[str, ResilientProcessGroup]" = WeakValueDictionary()
@@ -499,11 +499,11 @@ def live_groups() -> dict[str, ResilientProcessGroup]:
     return {name: group for name, group in sorted(living.items()) if not group.is_closed}
 
 
-def cut_all() -> None:
+def shutdown_all() -> None:
     """Cut the connections of every group, and drop what would keep them open."""
     groups = list(live_groups().values())
     for group in groups:
-        group.cut()
+        group.shutdown_sockets()
     start_aborts(inner for group in groups if (inner := group.connected) is not None)
     discard_pending()
 

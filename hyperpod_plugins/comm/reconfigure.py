@@ -11,8 +11,14 @@ from torch._C._distributed_c10d import Store
 from hyperpod_plugins.comm import sockets
 from hyperpod_plugins.comm.api import CommOptions, GroupKey
 from hyperpod_plugins.comm.groups import connect, inner_spec
-from hyperpod_plugins.comm.health import breaker
-from hyperpod_plugins.comm.process_group import ResilientProcessGroup, cut_all, finish_aborts, live_groups, start_aborts
+from hyperpod_plugins.comm.health import group_health
+from hyperpod_plugins.comm.process_group import (
+    ResilientProcessGroup,
+    finish_aborts,
+    live_groups,
+    shutdown_all,
+    start_aborts,
+)
 from hyperpod_plugins.comm.transport import InnerSpec
 from hyperpod_plugins.comm.work import discard_pending, is_transport_error, release_group
 from hyperpod_plugins.errors import CommError, PeerLost
@@ -24,19 +30,19 @@ def break_groups(cause: str) -> bool:
     Returns:
         Whether they were whole until now.
     """
-    return breaker.mark_broken(cause, cut_all)
+    return group_health.mark_broken(cause, shutdown_all)
 
 
-def abandon_broken() -> None:
+def release_broken() -> None:
     """End the inner groups of the generation that is over.
 
     gloo takes some 10 ms for each. `Reform` does it too, but then the other members wait for this one: better is while
     this one waits for them.
     """
-    if breaker.is_open:
+    if group_health.is_open:
         discard_pending()
         for group in live_groups().values():
-            _end(group.part_with_inner())
+            _end(group.take_inner())
 
 
 class Reconfiguration:
@@ -93,7 +99,7 @@ class Reconfiguration:
             self.cancel("connections took longer than their timeout")
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, PeerLost):
-            breaker.reset()
+            group_health.reset()
             break_groups(str(outcome))
             raise PeerLost(f"{outcome}. Another rank was lost meanwhile.")
         if isinstance(outcome, Exception):
@@ -101,7 +107,7 @@ class Reconfiguration:
         for group, spec, inner in zip(groups, specs, outcome or [], strict=True):
             inner.set_timeout(group.timeout)
             _end(group.replace_inner(inner, generation=self._generation, global_ranks=spec.global_ranks))
-        breaker.reset()
+        group_health.reset()
 
     def cancel(self, cause: str) -> None:
         """End `run` with an error, from another thread; nothing happens where it has ended by itself."""
@@ -110,7 +116,7 @@ class Reconfiguration:
 
     def _spec(self, group: ResilientProcessGroup) -> InnerSpec:
         """How this process connects to the other members of a group."""
-        group.refuse_former(self._generation)  # before anybody else could meet this process there
+        group.check_generation_increases(self._generation)  # before anybody else could meet this process there
         group.root_store = self._store
         ranks = list(self._members.get(group.role.name, dist.get_process_group_ranks(group)))
         return inner_spec(

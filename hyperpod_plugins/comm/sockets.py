@@ -69,20 +69,20 @@ def recording(store: Store) -> Generator[GroupSockets]:
     Two blocks at once cannot tell their sockets apart. That happens only beside a thread that was left to itself (see
     `generations.Reform`), whose sockets may be cut, and which cuts none that it found.
     """
-    wires, before = GroupSockets(), _open_sockets()
+    sockets, before = GroupSockets(), _open_sockets()
     try:
-        yield wires
+        yield sockets
     finally:
-        wires.add(_connected(_open_sockets() - before, server_ports(store)))
+        sockets.add(_connected(_open_sockets() - before, server_ports(store)))
 
 
-def keep(group: dist.ProcessGroup, wires: GroupSockets) -> None:
-    """Remember whose wires these are."""
-    _wires[group] = wires
+def keep(group: dist.ProcessGroup, sockets: GroupSockets) -> None:
+    """Remember whose sockets these are."""
+    _wires[group] = sockets
 
 
 def add(group: dist.ProcessGroup, sockets: list[socket.socket]) -> None:
-    """Let duplicates be cut with the wires of an inner group."""
+    """Let duplicates be cut with the sockets of an inner group."""
     _wires.setdefault(group, GroupSockets()).add(sockets)
 
 
@@ -93,20 +93,20 @@ def own_address(group: dist.ProcessGroup) -> str:
 
 def shutdown(group: dist.ProcessGroup) -> None:
     """Wake everybody who waits in a gloo collective of this inner group, here and at its other members."""
-    wires = _wires.get(group)
-    if wires is not None:
-        wires.shutdown()
+    sockets = _wires.get(group)
+    if sockets is not None:
+        sockets.shutdown()
 
 
 def release(group: dist.ProcessGroup) -> None:
     """Close the remembered sockets of an inner group that is not used any more."""
-    wires = _wires.pop(group, None)
-    if wires is not None:
-        wires.close()
+    sockets = _wires.pop(group, None)
+    if sockets is not None:
+        sockets.close()
 
 
 @runtime_checkable
-class Served(Protocol):
+class ServedStore(Protocol):
     """A store in Python that says where its servers are."""
 
     @property
@@ -121,7 +121,7 @@ def server_ports(store: Store) -> frozenset[int]:
         store = store.underlying_store
     if isinstance(store, TCPStore):
         return frozenset([store.port])
-    return store.server_ports if isinstance(store, Served) else frozenset()
+    return store.server_ports if isinstance(store, ServedStore) else frozenset()
 
 
 def _open_sockets() -> set[tuple[int, str]]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hyperpod_plugins.comm.api import GroupKey
 from hyperpod_plugins.comm.device_queue import QueuedCollective, device_queue, record
-from hyperpod_plugins.comm.health import breaker
+from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.transport import transport_of
 from hyperpod_plugins.errors import PeerLost
 
@@ -103,11 +103,11 @@ def reduce_scatter(
     for each in given:
         if isinstance(each, Tensor):
             sums = _copied(each).view(inner.size(), -1)
-            works.append(inner.allreduce([sums], _said(dist.AllreduceOptions(), options)))
+            works.append(inner.allreduce([sums], _options_said(dist.AllreduceOptions(), options)))
         else:
             sums = [_copied(part) for part in each]
             for root, part in enumerate(sums):
-                to_root = _said(dist.ReduceOptions(), options)
+                to_root = _options_said(dist.ReduceOptions(), options)
                 to_root.rootRank = root
                 works.append(inner.reduce([part], to_root))
         parts.append(sums[inner.rank()])
@@ -124,7 +124,7 @@ def _options(*args: Any, **kwargs: Any) -> dist.ReduceScatterOptions | None:
     return values[0] if len(values) == 1 and isinstance(values[0], dist.ReduceScatterOptions) else None
 
 
-def _said(options: OptionsT, wanted: dist.ReduceScatterOptions) -> OptionsT:
+def _options_said(options: OptionsT, wanted: dist.ReduceScatterOptions) -> OptionsT:
     options.reduceOp, options.timeout, options.asyncOp = wanted.reduceOp, wanted.timeout, wanted.asyncOp
     return options
 
@@ -161,7 +161,7 @@ _SLICE = timedelta(seconds=0.2)
 _PATIENCE_S = 0.3
 _unfinished: dict[dist.ProcessGroup, list[dist.Work]] = {}
 _gone: "WeakSet[dist.ProcessGroup]" = WeakSet()
-_letting_go = threading.Lock()
+_releasing = threading.Lock()
 
 pending: "WeakSet[ResilientWork]" = WeakSet()
 
@@ -325,8 +325,8 @@ class ResilientWork(dist.Work):
         return is_queued
 
     def _after_break(self, error: BaseException | None) -> bool:
-        if self._role.is_strict or (breaker.cause is not None and not breaker.suppresses_collectives):
-            raise_peer_lost(breaker.cause or str(error), error)
+        if self._role.is_strict or (group_health.cause is not None and not group_health.suppresses_collectives):
+            raise_peer_lost(group_health.cause or str(error), error)
         return True
 
     def is_completed(self) -> bool:
@@ -393,7 +393,7 @@ def release_group(group: dist.ProcessGroup) -> None:
     If a collective in it sleeps on (see the note on slices), both are kept until it ends, which its timeout sees to:
     destroying them would wait.
     """
-    with _letting_go:
+    with _releasing:
         _gone.add(group)
         works = _unfinished.pop(group, [])
     deadline_s = time.monotonic() + _PATIENCE_S
@@ -406,7 +406,7 @@ def release_group(group: dist.ProcessGroup) -> None:
 
 def release_work(group: dist.ProcessGroup, work: dist.Work) -> None:
     """Wait no more for a collective that has not ended; of its group `let_go` will be called, or has been."""
-    with _letting_go:
+    with _releasing:
         if group not in _gone:
             _unfinished.setdefault(group, []).append(work)
             return
@@ -451,9 +451,9 @@ def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
                 return inner.wait()  # its own error, or none if it ended just now
             if not inner.is_success():
                 raise  # one of several has failed
-        if breaker.cause is not None:
+        if group_health.cause is not None:
             release_work(group, inner)
-            raise dist.DistNetworkError(f"the groups are broken: {breaker.cause}")
+            raise dist.DistNetworkError(f"the groups are broken: {group_health.cause}")
 
 
 class FinishedWork(dist.Work):

@@ -42,7 +42,7 @@ def make_snapshot_folder() -> str:
     return str(folder)
 
 
-def hand_down_snapshot_folder() -> None:
+def set_snapshot_folder() -> None:
     """Tell the workers that this process starts later where the folder is, and make it the first time."""
     os.environ[SNAPSHOTS] = make_snapshot_folder()  # noqa: TID251  (written, for workers inherit it)
 

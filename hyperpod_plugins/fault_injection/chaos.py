@@ -18,7 +18,7 @@ from hyperpod_plugins.fault_injection.faults import FaultKind, draw_cause
 
 SIGNALS: dict[FaultKind, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 """What can be done to a process from outside."""
-_ZYGOTE = b"hyperpod_plugins.elastic.launcher.fork_server"
+_FORK_SERVER = b"hyperpod_plugins.elastic.launcher.fork_server"
 _PROC = Path("/proc")
 
 
@@ -50,7 +50,7 @@ class ChaosPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blow:
+class ScheduledKill:
     """A fault that is to come."""
 
     wait_s: float
@@ -61,13 +61,13 @@ class Blow:
     """Which worker, as a fraction of their ordered list, in `0 .. 1`."""
 
 
-def blows(plan: ChaosPlan) -> Iterator[Blow]:
+def schedule(plan: ChaosPlan) -> Iterator[ScheduledKill]:
     """The whole schedule: the same for the same plan."""
     draw = random.Random(plan.seed)
     for _ in range(plan.count):
         wait_s = draw.expovariate(1 / plan.every_s)
         cause, kind = draw_cause(draw, plan.kinds)
-        yield Blow(wait_s=wait_s, kind=kind, cause=cause.name, choice=draw.random())
+        yield ScheduledKill(wait_s=wait_s, kind=kind, cause=cause.name, choice=draw.random())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +102,14 @@ def processes() -> dict[int, Process]:
 
 def agents_in(table: dict[int, Process]) -> list[int]:
     """Pids of all agents: parents of zygotes, which are not zygotes themselves."""
-    zygotes = {each.pid for each in table.values() if _ZYGOTE in each.command and each.is_alive}
-    return sorted({table[pid].parent for pid in zygotes if table[pid].parent not in zygotes} & set(table))
+    fork_servers = {each.pid for each in table.values() if _FORK_SERVER in each.command and each.is_alive}
+    return sorted({table[pid].parent for pid in fork_servers if table[pid].parent not in fork_servers} & set(table))
 
 
 def workers_in(table: dict[int, Process], agents: Sequence[int]) -> list[int]:
     """Pids of the agents' workers; a spare, which has no program and so a single thread, is none where others are."""
-    zygotes = {each.pid for each in table.values() if each.parent in agents and _ZYGOTE in each.command}
-    children = [each for each in table.values() if each.parent in zygotes and each.is_alive]
+    fork_servers = {each.pid for each in table.values() if each.parent in agents and _FORK_SERVER in each.command}
+    children = [each for each in table.values() if each.parent in fork_servers and each.is_alive]
     begun = [each for each in children if each.num_threads > 1]
     return sorted(each.pid for each in begun or children)
 
@@ -155,7 +155,7 @@ def _run_ids(command: Sequence[bytes]) -> set[str]:
     return joined | {after for word, after in itertools.pairwise(words) if word in names}
 
 
-def strike(blow: Blow, agents: Sequence[int]) -> int | None:
+def inject(blow: ScheduledKill, agents: Sequence[int]) -> int | None:
     """Let a blow fall on a worker; its pid, or None where no worker is left."""
     workers = workers_in(processes(), agents)
     if not workers:
@@ -177,10 +177,10 @@ def run_chaos(plan: ChaosPlan, agents: Sequence[int], tell: Callable[[str], None
     stopped: dict[int, float] = {}
     num_faults = 0
     try:
-        for blow in blows(plan):
+        for blow in schedule(plan):
             if not _wait(blow.wait_s, agents, stopped):
                 break
-            pid = strike(blow, agents)
+            pid = inject(blow, agents)
             if pid is None:
                 continue
             num_faults += 1

@@ -35,7 +35,7 @@ from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.datamodule import SizesSteps, TrainerLoader
-from hyperpod_plugins.lightning.lr_scaling import Rates, warn_of_adaptive
+from hyperpod_plugins.lightning.lr_scaling import LearningRates, warn_of_adaptive
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
 
@@ -111,7 +111,7 @@ def with_degrees(
     return ParallelConfig.of(config, hybrid_shard_degree=shard, tensor_parallel_degree=tensor)
 
 
-def num_founders(options: AllowsDegrees, config: ParallelConfig, world_size: int, ranks_per_node: int) -> int:
+def initial_world_size(options: AllowsDegrees, config: ParallelConfig, world_size: int, ranks_per_node: int) -> int:
     """Of the processes that start together, how many make up whole replicas.
 
     Raises:
@@ -256,7 +256,7 @@ class ElasticTraining(SizesSteps):
                 "reproducible=True promises the same bits for any number of replicas, but other degrees add up "
                 "otherwise: leave out shard_degrees and tensor_degrees, or it."
             )
-        self.rates = Rates(rule=rule)
+        self.rates = LearningRates(rule=rule)
         self.reproducible = reproducible
         self._remarks: tuple[str, ...] = ()
         self.step_loss: Tensor | None = None
@@ -279,12 +279,12 @@ class ElasticTraining(SizesSteps):
 
         With AdaScale the gain of the last step, for that of the next one is not known.
         """
-        return 1.0 if self.rates.course is None else self.rates.course.factor
+        return 1.0 if self.rates.lr_state is None else self.rates.lr_state.factor
 
     @property
     def schedule_step(self) -> int:
         """Steps of the schedule that are complete, of a batch that follows the world; a job may end by them."""
-        return 0 if self.rates.course is None else self.rates.course.schedule_step
+        return 0 if self.rates.lr_state is None else self.rates.lr_state.schedule_step
 
     @property
     def averages_replicas(self) -> bool:
@@ -459,7 +459,7 @@ class Elasticity:
         assert self._policy is not None
         assert self._topology is not None
         shard, tensor = self._topology.shard_degree, self._topology.tensor_degree
-        terms = ElasticSpec(
+        spec = ElasticSpec(
             policy=self._policy,
             replica_size=self.replica_size,
             sizes=self._sizes,
@@ -472,7 +472,7 @@ class Elasticity:
             self._job_store.set_if_absent(_REFERENCE, str(reference).encode())
             if self.options.rates.rule.is_measured and trainer.global_rank == 0:
                 warn_of_adaptive(trainer.optimizers)
-        publish_elastic_spec(self._job_store, terms)
+        publish_elastic_spec(self._job_store, spec)
 
     def _refuse_uneven(self, loaders: Sequence[Any]) -> None:
         """Refuse several train loaders where ranks have unequal shares: a loss of several batches has no one weight."""

@@ -142,10 +142,10 @@ class MeasuredGain(OwnAveraging):
     def committed(self) -> None:
         """Pass on what the step has told."""
         if self._compared is not None:
-            self._rates.spread = spread_of(self._compared, self._ranks_per_replica)
+            self._rates.noise = noise_of(self._compared, self._ranks_per_replica)
 
 
-def spread_of(compared: Comparison, ranks_per_replica: int) -> GradientNoise:
+def noise_of(compared: Comparison, ranks_per_replica: int) -> GradientNoise:
     """How far the parts of a step are apart, each by itself.
 
     A part's weighted gradient is that of its samples, times how many more it had than the mean replica in a whole step.

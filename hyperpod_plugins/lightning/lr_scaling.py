@@ -51,21 +51,21 @@ def scaled(optimizer: Optimizer, factor: float, *, scale_adam: bool) -> Generato
 
 
 @dataclass(slots=True)
-class Rates:
+class LearningRates:
     """What a rank knows of rate and schedule; the same on all ranks between two steps."""
 
     rule: LRScalingRule
-    course: LRState | None = None
+    lr_state: LRState | None = None
     """None until the first world has been laid out."""
     ticks: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     """Steps of the schedule that schedulers have been told of: plain ones, and those that wait for a metric."""
-    spread: GradientNoise | None = None
+    noise: GradientNoise | None = None
     """What the gradients of the step that is being committed have told AdaScale; not part of the state."""
 
     def begin(self, reference_batch_size: int) -> None:
         """Begin at the first sample, unless a state has been loaded."""
-        if self.course is None:
-            self.course = LRState.beginning(reference_batch_size, self.rule)
+        if self.lr_state is None:
+            self.lr_state = LRState.beginning(reference_batch_size, self.rule)
 
     @contextmanager
     def step(self, optimizer: Optimizer, *, batch_size: int, num_samples: int, is_first_rank: bool) -> Generator[None]:
@@ -77,21 +77,21 @@ class Rates:
             num_samples: of this step: fewer, if it is the last one of an epoch.
             is_first_rank: whether to log a change.
         """
-        assert self.course is not None
-        before, course = self.course, self.course.toward(batch_size, self.rule)
-        is_change = course is not before
-        course, self.spread = course.measured(self.spread, num_samples), None
-        with scaled(optimizer, course.factor, scale_adam=self.rule.scale_adam):
+        assert self.lr_state is not None
+        before, lr_state = self.lr_state, self.lr_state.toward(batch_size, self.rule)
+        is_change = lr_state is not before
+        lr_state, self.noise = lr_state.measured(self.noise, num_samples), None
+        with scaled(optimizer, lr_state.factor, scale_adam=self.rule.scale_adam):
             yield
-        self.course = course.after(num_samples)
+        self.lr_state = lr_state.after(num_samples)
         if is_change:
-            _announce(before, course, is_first_rank)
+            _announce(before, lr_state, is_first_rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values; empty before the first world."""
-        if self.course is None:
+        if self.lr_state is None:
             return {}
-        return {"course": self.course.to_dict(), "ticks": self.ticks[False], "metric_ticks": self.ticks[True]}
+        return {"course": self.lr_state.to_dict(), "ticks": self.ticks[False], "metric_ticks": self.ticks[True]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there.
@@ -100,21 +100,21 @@ class Rates:
             ConfigError: the state counts steps of another reference batch than the one that was asked for, or counts
                 them otherwise.
         """
-        course, wanted = LRState.of(state["course"]), self.rule.reference_batch_size
-        if wanted not in (0, course.reference_batch_size):
+        lr_state, wanted = LRState.of(state["course"]), self.rule.reference_batch_size
+        if wanted not in (0, lr_state.reference_batch_size):
             raise ConfigError(
-                f"the checkpoint was made with a reference batch of {course.reference_batch_size} samples, and its "
+                f"the checkpoint was made with a reference batch of {lr_state.reference_batch_size} samples, and its "
                 f"schedule counts in such steps; reference_batch_size={wanted} would let it jump. Use "
-                f"{course.reference_batch_size}, or leave it out."
+                f"{lr_state.reference_batch_size}, or leave it out."
             )
-        if (course.gains is not None) != self.rule.is_measured:
-            was, is_now = ("", "not ") if course.gains is not None else ("not ", "")
+        if (lr_state.gains is not None) != self.rule.is_measured:
+            was, is_now = ("", "not ") if lr_state.gains is not None else ("not ", "")
             raise ConfigError(
                 f"the checkpoint was {was}made with lr_scaling='adascale', whose schedule counts what steps are worth "
                 f"instead of samples, and it is {is_now}asked for now; the schedule would jump. Keep the rule, or load "
                 "the weights alone."
             )
-        self.course = course
+        self.lr_state = lr_state
         self.ticks = {False: state["ticks"], True: state["metric_ticks"]}
 
     def check(self, optimizers: list[Optimizer], batch_sizes: Sequence[int]) -> int:
@@ -127,8 +127,8 @@ class Rates:
         Raises:
             ConfigError: a rule that gives no factor, no Adam, or a beta that such a batch would make negative.
         """
-        assert self.course is not None
-        reference = self.course.reference_batch_size
+        assert self.lr_state is not None
+        reference = self.lr_state.reference_batch_size
         largest_factor = max(self.rule.factor(size, reference) for size in batch_sizes)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for group in groups if self.rule.scale_adam else []:
@@ -159,9 +159,9 @@ class Rates:
         Raises:
             ConfigError: the metric that one waits for was not logged.
         """
-        assert self.course is not None
+        assert self.lr_state is not None
         module, progress = trainer.lightning_module, trainer.fit_loop.epoch_loop.scheduler_progress
-        while self.ticks[waiting_for_metric] < self.course.schedule_step:
+        while self.ticks[waiting_for_metric] < self.lr_state.schedule_step:
             self.ticks[waiting_for_metric] += 1
             for config in trainer.lr_scheduler_configs:
                 is_other = config.interval != "step" or config.reduce_on_plateau != waiting_for_metric

@@ -10,7 +10,7 @@ from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.compat import Trainer, TrainerFn
-from hyperpod_plugins.lightning.elastic_training import ElasticTraining, num_founders
+from hyperpod_plugins.lightning.elastic_training import ElasticTraining, initial_world_size
 from hyperpod_plugins.lightning.first_fit import entries
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.parallel import ParallelConfig
@@ -54,7 +54,7 @@ def create_recovery(
         entries.member = None
     worker_id, world_size = env.global_rank, env.world_size
     if elastic is not None and not job.is_joining:
-        world_size = num_founders(elastic, config, world_size, ranks_per_node)
+        world_size = initial_world_size(elastic, config, world_size, ranks_per_node)
         if worker_id >= world_size:
             if job.agent_pid:
                 exit_with_agent(job.agent_pid)

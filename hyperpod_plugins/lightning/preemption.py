@@ -23,7 +23,7 @@ def batches_until_next(batch_s: float) -> int:
     return max(1, min(1000, int(INTERVAL_S / max(batch_s, 1e-9))))
 
 
-class SigtermNews:
+class SigtermConsensus:
     """What a Trainer does about SIGTERM.
 
     Lightning has rank 0 broadcast at the beginning of each batch whether it got the signal, and every batch waits for

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from hyperpod_plugins.comm import abandon_broken, breaker
+from hyperpod_plugins.comm import group_health, release_broken
 from hyperpod_plugins.data.random_numbers import KeyedItems, LoaderKey, key_random_numbers
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import arm, find_world
@@ -81,7 +81,6 @@ from hyperpod_plugins.recovery import (
 )
 from hyperpod_plugins.recovery.local_state import LocalStates, RankLocalState
 from hyperpod_plugins.recovery.moving import move_to_next_world
-from hyperpod_plugins.recovery.preview import StateLayout
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.rng import (
     AFTER,
@@ -95,6 +94,7 @@ from hyperpod_plugins.recovery.rng import (
     FIT_END,
 )
 from hyperpod_plugins.recovery.snapshot_memory import shared_memory
+from hyperpod_plugins.recovery.state_layout import StateLayout
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class TrainerRecovery:
     @property
     def is_apart(self) -> bool:
         """Whether this process enters the loops while its groups are not connected: a newcomer, or after a fault."""
-        return breaker.is_open
+        return group_health.is_open
 
     @property
     def is_joining(self) -> bool:
@@ -251,7 +251,7 @@ class TrainerRecovery:
         for name, registered in rank_local.items():
             self._local.register(f"registered {name!r}", registered)
         self._window.keep_local(self._local, self._means, self._values, self._rows)
-        self._window.preview = StateLayout(self.member, state, topology)
+        self._window.layout = StateLayout(self.member, state, topology)
         if self._snapshots is None and snapshot_group is not None:
             memory = shared_memory(
                 self.member.job,
@@ -307,7 +307,7 @@ class TrainerRecovery:
         self._is_armed = True
 
     def _begin_part(self, trainer: Trainer, part: str) -> None:
-        breaker.allow()  # also within a window, where a fit is asked to stop
+        group_health.allow()  # also within a window, where a fit is asked to stop
         if part == EPOCH_BEGIN and self._reentry.part:
             return  # of that epoch something else comes next
         if part == EVALUATION_BEGIN:
@@ -362,11 +362,11 @@ class TrainerRecovery:
 
         Only what is shared before the first step is recorded: run ids, folders of logs.
         """
-        if not breaker.is_open and self.member.committed > max(0, self._begins_at):
+        if not group_health.is_open and self.member.committed > max(0, self._begins_at):
             return broadcast()
         name = f"broadcast/{entries.number}/{self._broadcasts}"
         self._broadcasts += 1
-        if breaker.is_open:
+        if group_health.is_open:
             data = self.member.job_store.try_get(name)
             with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
                 return value if data is None else torch.load(io.BytesIO(data), weights_only=True)
@@ -388,7 +388,7 @@ class TrainerRecovery:
             from_checkpoint: whether it was to begin from one.
         """
         assert self._window is not None
-        breaker.allow()
+        group_health.allow()
         if from_checkpoint and self._begins_at == NO_STATE and not self.is_joining:
             self.member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
         self.member.end_generation()
@@ -410,7 +410,7 @@ class TrainerRecovery:
         if not has_ended:
             self._put_back(trainer, part)
         self._description = self._describe(self._window, entered_with)
-        breaker.part()
+        group_health.leave_others()
         self._move(trainer)
         self._broadcasts = 0
         if self.member.committed <= 0:
@@ -443,7 +443,7 @@ class TrainerRecovery:
                 self.saved = SavedCheckpoints(JobStore.connect(self.member.job), entries.number)
                 self.continue_runs(trainer)
         if self.has_moved:
-            abandon_broken()
+            release_broken()
 
     def _stop_outside(self, number: int) -> None:
         part = order_of(read_trainer(self._description)) if self._description else 0
@@ -467,12 +467,14 @@ class TrainerRecovery:
         """What a newcomer resumes from, once the others have stopped at a step: all but the tensors."""
         self.member.activity = "waiting for the trainer's state"
         assert self._window is not None
-        self._window.preview.preallocate()
-        halt = self.member.wait_for_stops(
+        self._window.layout.preallocate()
+        resume_point = self.member.wait_for_stops(
             stopped=self._stop_outside if self._is_stopped else None, snapshots=self._snapshots
         )
-        is_ours = self._returned is not None and halt.step == self._returned.step  # parts of it are this rank's alone
-        description = self._returned.trainer if self._returned and is_ours else halt.trainer
+        is_ours = (
+            self._returned is not None and resume_point.step == self._returned.step
+        )  # parts of it are this rank's alone
+        description = self._returned.trainer if self._returned and is_ours else resume_point.trainer
         checkpoint = read_trainer(description)
         self._choose(trainer, checkpoint)
         self._values.give(self._metrics or checkpoint.pop(METRICS, {}))
@@ -488,8 +490,10 @@ class TrainerRecovery:
             checkpoint = keep_own(checkpoint, read_trainer(self._own))
         assert self._transaction is not None
         self._window.entered_with, self._entered_with = description, checkpoint
-        self._transaction.entered_at, self._transaction.entered_part = halt.step, order_of(checkpoint)
-        if halt.step == 0 and not (halt.in_step or is_ours):  # nothing has been trained: begin as everybody began
+        self._transaction.entered_at, self._transaction.entered_part = resume_point.step, order_of(checkpoint)
+        if resume_point.step == 0 and not (
+            resume_point.in_step or is_ours
+        ):  # nothing has been trained: begin as everybody began
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
             return checkpoint
         make_loaders_as_others(trainer, checkpoint)
@@ -673,18 +677,20 @@ class TrainerRecovery:
         """Run a micro-step that is not the last of its window, and see whether the program communicates after it."""
         assert self._window is not None
         assert self._transaction is not None
-        breaker.allow()
+        group_health.allow()
         if self._window.is_empty:
             self._arm()
             self._transaction.begin()
         self._window.add(closure)
         self._transaction.advance(self._window.compute)
         self._window.ends_micro_step()
-        breaker.forbid(WITHIN_WINDOW, self._notice_collective)  # which allows it: this is how the first one is noticed
+        group_health.forbid(
+            WITHIN_WINDOW, self._notice_collective
+        )  # which allows it: this is how the first one is noticed
 
     def _notice_collective(self) -> None:
         """The program communicates between micro-steps."""
-        breaker.allow()
+        group_health.allow()
         assert self._window is not None
         if not self._window.communicates_between and self.member.rank == 0:
             log.warning("%s", WITHIN_WINDOW)
@@ -694,7 +700,7 @@ class TrainerRecovery:
         """Run the last micro-step of a window, and the optimizer."""
         assert self._window is not None
         assert self._transaction is not None
-        breaker.allow()
+        group_health.allow()
         if self._window.is_empty:
             self._arm()
             self._transaction.begin()

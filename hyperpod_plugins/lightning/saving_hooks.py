@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, LoopError, PeerLost
 from hyperpod_plugins.lightning.compat import (
     Callback,
@@ -180,7 +180,7 @@ class SavingHooks:
             owner, hook = _called_hook(error)
             self._left_out.append((owner, hook))
             reads = is_overridden(_READS[hook], owner, parent=_base_of(owner))
-            if reads and breaker.is_open:
+            if reads and group_health.is_open:
                 _log.warning("%s.%s communicates, so a replacement is not given its state", _name(owner), hook)
             elif reads:
                 raise ConfigError(
@@ -198,7 +198,7 @@ class SavingHooks:
         """A copy of its state; None where that communicates."""
         if (callback, "state_dict") in self._left_out:
             return None
-        refusal, breaker.refusal = breaker.refusal, FOR_PEERS
+        refusal, group_health.refusal = group_health.refusal, FOR_PEERS
         try:
             return copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, callback.state_dict()))
         except PeerLost:
@@ -208,7 +208,7 @@ class SavingHooks:
                 raise
             return None  # which `dump` finds, too, and says
         finally:
-            breaker.refusal = refusal
+            group_health.refusal = refusal
 
     def _changed_in(self, part: str, trainer: Trainer) -> list[tuple[Callback, frozenset[str]]]:
         """Callbacks with state and hooks of a part, and these hooks."""
@@ -229,11 +229,11 @@ class SavingHooks:
         return self._changing[key]
 
     def _try(self, trainer: Trainer) -> dict[str, Any] | LoopError | PeerLost:
-        refusal = breaker.refusal
+        refusal = group_health.refusal
         with ExitStack() as stack:
             for owner, hook in self._left_out:
                 stack.enter_context(_silent(owner, hook))
-            breaker.refusal = FOR_PEERS
+            group_health.refusal = FOR_PEERS
             try:
                 return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             except PeerLost as error:
@@ -243,7 +243,7 @@ class SavingHooks:
                     raise
                 return error
             finally:
-                breaker.refusal = refusal
+                group_health.refusal = refusal
 
 
 def refuse_interleaved_hooks(trainer: Trainer) -> None:

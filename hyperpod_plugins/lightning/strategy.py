@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from hyperpod_plugins.comm import CommOptions, GroupKey, breaker, new_axis_group
+from hyperpod_plugins.comm import CommOptions, GroupKey, group_health, new_axis_group
 from hyperpod_plugins.data import StatefulLoader
 from hyperpod_plugins.delayed_init import delayed_init, materialize
 from hyperpod_plugins.elastic.membership.admission import announce
@@ -44,7 +44,7 @@ from hyperpod_plugins.lightning.module_checks import (
 )
 from hyperpod_plugins.lightning.participation import create_recovery
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
-from hyperpod_plugins.lightning.preemption import SigtermNews
+from hyperpod_plugins.lightning.preemption import SigtermConsensus
 from hyperpod_plugins.lightning.saving_hooks import FOR_PEERS
 from hyperpod_plugins.lightning.trainer_state import prepare_data_alone
 from hyperpod_plugins.lightning.weight_averaging import averaging_callback
@@ -126,7 +126,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._averaging: OwnAveraging | None = None
         self._drops_gradients = self._is_set_up = False
         self._rank_local: dict[str, ProgramState] = {}
-        self._sigterm_news: SigtermNews | None = None
+        self._sigterm_news: SigtermConsensus | None = None
 
     # -- who and where ------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class HyperPodStrategy(EvaluatingStrategy):
     @property
     def saves_for_peers(self) -> bool:
         """Whether hooks that save are called for a process that replaces a lost one: they must not communicate then."""
-        return breaker.refusal == FOR_PEERS
+        return group_health.refusal == FOR_PEERS
 
     def register_rank_local(self, name: str, stateful: Stateful) -> None:
         """Keep the state of an object that differs from rank to rank: it comes back where a process is replaced.
@@ -273,7 +273,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             self.precision_plugin.settle = settle_gradients
         is_fit = trainer.state.fn == TrainerFn.FITTING
         # After a fault ranks are not at the same batch: with recovery they do not ask each other.
-        self._sigterm_news = SigtermNews(trainer, agrees=is_fit and self.world_size > 1 and self._recovery is None)
+        self._sigterm_news = SigtermConsensus(trainer, agrees=is_fit and self.world_size > 1 and self._recovery is None)
         if is_fit:
             self._drops_gradients = not looks_at_old_gradients(trainer, module)
             optimizers_to_device(self.optimizers, self.root_device)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 from typing_extensions import override
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.compat import LightningModule, Trainer, WeightAveraging
 from hyperpod_plugins.parallel.checkpoint.parts import CURRENT, NUM_AVERAGED
@@ -293,11 +293,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _without_communication() -> Generator[None]:
-    refusal, breaker.refusal = breaker.refusal, breaker.refusal or _COMMUNICATES
+    refusal, group_health.refusal = group_health.refusal, group_health.refusal or _COMMUNICATES
     try:
         yield
     finally:
-        breaker.refusal = refusal
+        group_health.refusal = refusal
 
 
 def _alike(pairs: Iterable[_Pair]) -> Iterable[list[_Pair]]:

@@ -31,9 +31,9 @@ from hyperpod_plugins.parallel.checkpoint.parts import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.kept_state import FreshGradients, KeptState, Stateful, is_elementwise
 from hyperpod_plugins.recovery.local_state import LocalStates
-from hyperpod_plugins.recovery.preview import StateLayout
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_END, EVALUATION_BEGIN, FIT_END
 from hyperpod_plugins.recovery.state import give_hyperparameters, make_plain
+from hyperpod_plugins.recovery.state_layout import StateLayout
 from hyperpod_plugins.recovery.undo import (
     CAN_RESET,
     Beginning,
@@ -127,7 +127,7 @@ class AccumulationWindow:
         self._means: LoggedMeans
         self._values: ShownValues
         self._rows: LoggedRows
-        self.preview: StateLayout
+        self.layout: StateLayout
         """What newcomers are told of the state that they will get."""
         self.entered_with = b""
         """Description with which the loops were entered, until this rank is among the others."""
@@ -257,7 +257,7 @@ class AccumulationWindow:
         self._hooks.end()
         if self._fresh is not None:  # a forward after the last backward leaves parameters gathered
             forget_iteration(self._state.model)
-        self.preview.publish()
+        self.layout.publish()
 
     def keep_local(self, states: LocalStates, means: LoggedMeans, values: ShownValues, rows: LoggedRows) -> None:
         """Say what is of this rank alone."""

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import UnitsDiffer
 
 _DIGEST_BYTES = 8
@@ -76,7 +76,7 @@ def _settle(watches: Sequence["UnitWatch"], flag: torch.Tensor | None) -> bool:
         return bool(flag)
     alone = flag.to(torch.uint8).reshape(1)
     dist.all_reduce(alone, op=dist.ReduceOp.MAX)
-    return bool(alone) and breaker.cause is None
+    return bool(alone) and group_health.cause is None
 
 
 def _settle_before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -138,7 +138,7 @@ class UnitWatch:
                 all_of_them[-1:].copy_(flag.reshape(1))  # on the device: the host does not wait for it
             dist.all_reduce(all_of_them, op=dist.ReduceOp.MAX)
             agreed = bytes(all_of_them.tolist())
-            if breaker.cause is not None:
+            if group_health.cause is not None:
                 return False  # garbage, and the vote will say so
             if not _are_equal(agreed):
                 self._refuse()
@@ -164,7 +164,7 @@ class UnitWatch:
         limits = torch.tensor([event, -event], device=self._device)
         dist.all_reduce(limits, op=dist.ReduceOp.MAX)
         largest, smallest = limits.tolist()
-        if breaker.cause is None and largest != -smallest:
+        if group_health.cause is None and largest != -smallest:
             self._refuse()
 
     def holds_any(self, parameters: Iterable[torch.Tensor]) -> bool:

@@ -77,10 +77,10 @@ def refuse_older(step: int, job_store: JobStore) -> None:
 
 
 _POLL_S = 0.02
-_FAREWELL_S = 10.0
+_FINAL_SAVE_S = 10.0
 
 
-def start_again(job_store: JobStore, rank: int, restart: JobRestart, event: str, wrong: Exception) -> NoReturn:
+def request_restart(job_store: JobStore, rank: int, restart: JobRestart, event: str, wrong: Exception) -> NoReturn:
     """Have the agents end all processes and start them again; who asks first is heard.
 
     Args:
@@ -91,9 +91,9 @@ def start_again(job_store: JobStore, rank: int, restart: JobRestart, event: str,
         wrong: raised where the agents do nothing within 10 s.
     """
     job_store.set_if_absent(RESTART_KEY, restart.to_json().encode())
-    record(Event(name=event, at_s=time.time(), details={"cause": restart.incident.cause, "step": restart.step}))
+    record(Event(name=event, at_s=time.time(), details={"cause": restart.failure.cause, "step": restart.step}))
     log.warning("rank %d: %s", rank, restart)
-    time.sleep(_FAREWELL_S)
+    time.sleep(_FINAL_SAVE_S)
     raise wrong
 
 
@@ -103,17 +103,17 @@ def restart_all(job_store: JobStore, job: JobEnv, rank: int, lost: StateLost) ->
     Raises:
         StateLost: the agents did not within 10 s.
     """
-    incident = FailureRecord(kind="process", cause=str(lost), reporter=f"rank {rank}")
-    restart = restart_from_newest(job_store, job, incident)
+    failure = FailureRecord(kind="process", cause=str(lost), reporter=f"rank {rank}")
+    restart = restart_from_newest(job_store, job, failure)
     if not restart.resume_from:
         log.error(
             "rank %d: ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint: use a ModelCheckpoint",
             rank,
         )
-    start_again(job_store, rank, restart, RecoveryLevel.CHECKPOINT.event, lost)
+    request_restart(job_store, rank, restart, RecoveryLevel.CHECKPOINT.event, lost)
 
 
-def follow_final_save(job_store: JobStore, patience_s: float = _FAREWELL_S) -> NoReturn:
+def follow_final_save(job_store: JobStore, patience_s: float = _FINAL_SAVE_S) -> NoReturn:
     """End after the process that gives up, so that its own error is the one that the launcher shows.
 
     Raises:

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from hyperpod_plugins.comm import breaker, record_queue
+from hyperpod_plugins.comm import group_health, record_queue
 from hyperpod_plugins.errors import DeviceHung
 
 _LIMIT_S = 30.0
@@ -24,7 +24,7 @@ def synchronize_or_raise(device: torch.device) -> None:
     broken_s: float | None = None
     while is_done is not None and not is_done():
         now_s = time.monotonic()
-        if breaker.cause is not None:
+        if group_health.cause is not None:
             broken_s = now_s if broken_s is None else broken_s
             if now_s - broken_s > _LIMIT_S:
                 raise DeviceHung(f"the queue of {device} did not end within {_LIMIT_S:.0f} s after its groups broke")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.store.entries import (
@@ -30,7 +30,7 @@ from hyperpod_plugins.elastic.store.entries import (
 )
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryError
-from hyperpod_plugins.recovery.abort import start_again
+from hyperpod_plugins.recovery.abort import request_restart
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import RecoveryLevel
 
@@ -87,30 +87,30 @@ class Entries:
                 "processes are replaced must make the same calls in the same order each time that it runs."
             )
         self.is_inside, self.is_passing = True, record is not None
-        breaker.allow()
+        group_health.allow()
         try:
             yield record
         finally:
             self.is_inside = self.is_passing = False
-            breaker.allow()
-            if breaker.phase is Phase.DETACHED:
-                breaker.forbid(_APART, self._start_all_again)
+            group_health.allow()
+            if group_health.phase is Phase.DETACHED:
+                group_health.forbid(_APART, self._request_restart)
 
     @property
     def is_joining(self) -> bool:
         """Whether this process is to join the others in an entry that trains."""
         return self._job is not None and (self._job.is_joining if self.member is None else self.member.is_joining)
 
-    def _start_all_again(self) -> None:
+    def _request_restart(self) -> None:
         """Ask for what a process that is apart from the others cannot do: run what communicates between two entries."""
-        breaker.allow()
+        group_health.allow()
         job, job_store = self._job, self._job_store
         if job is None or job_store is None:
             return
-        incident = FailureRecord(kind="request", cause=_APART)
-        restart = restart_from_newest(job_store, job, incident)
+        failure = FailureRecord(kind="request", cause=_APART)
+        restart = restart_from_newest(job_store, job, failure)
         worker_id = 0 if self.member is None else self.member.worker_id
-        start_again(job_store, worker_id, restart, RecoveryLevel.CHECKPOINT.event, RecoveryError(_APART))
+        request_restart(job_store, worker_id, restart, RecoveryLevel.CHECKPOINT.event, RecoveryError(_APART))
 
     def resume_from(self, kind: str) -> str:
         """Checkpoint from which all processes were started again, where it belongs to the entry that begins."""

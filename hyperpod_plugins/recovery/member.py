@@ -15,11 +15,11 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hyperpod_plugins.comm import Reconfiguration, abandon_broken, break_groups, breaker, current_wait
+from hyperpod_plugins.comm import Reconfiguration, break_groups, current_wait, group_health, release_broken
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import await_turn, pending_world, publish_initial_world
 from hyperpod_plugins.elastic.membership.quorum import BETWEEN_CALLS, MembershipPolicy, RoundBudget
-from hyperpod_plugins.elastic.membership.reshard import heed_all
+from hyperpod_plugins.elastic.membership.reshard import poll_requests
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
 from hyperpod_plugins.elastic.store.records import IncidentKind
@@ -33,9 +33,9 @@ from hyperpod_plugins.recovery.quorum import Generation, PlanWatcher, QuorumJoin
 from hyperpod_plugins.recovery.resume import ResumePoint, StopReports, Survivors
 from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.watchdog import (
-    BeatAges,
     HangPolicy,
     Heartbeat,
+    HeartbeatAges,
     StepTimes,
     diagnose,
     is_loading,
@@ -71,7 +71,7 @@ class Member:
         self.policy = policy
         self.hangs = hangs
         self.step_times = StepTimes()
-        self.generation = self._heeded = 0
+        self.generation = self._watched = 0
         self.committed = NO_STATE
         self.is_joining = job.is_joining
         """Whether this process takes the place of a lost one, until the call in which it joined the others ends."""
@@ -86,7 +86,7 @@ class Member:
         self._reporting = threading.Lock()
         self._rounds = RoundBudget()
         self._num_beats = 0
-        self._ages = BeatAges()
+        self._ages = HeartbeatAges()
         self._next_look_s = 0.0
         self._entered_s: float | None = None  # when this process became a member of its present world
         self._told: FailureRecord | None = None
@@ -96,7 +96,7 @@ class Member:
         self.wants_resize = False
         """Whether the next world is ready to take over, as far as this process has heard."""
         survivors = Survivors(self.job_store, patience_s=self._patience_s, outside_s=hangs.outside_s)
-        self._stops = StopReports(
+        self._stop_reports = StopReports(
             self.job_store,
             self._worlds,
             worker_id=worker_id,
@@ -104,7 +104,7 @@ class Member:
             policy=policy,
             survivors=survivors,
         )
-        self._assembly = QuorumJoiner(
+        self._quorum = QuorumJoiner(
             self.job_store,
             self._worlds,
             PlanWatcher(lambda: JobStore.connect(job)),
@@ -144,11 +144,11 @@ class Member:
         if self.job.agent_pid:
             exit_with_agent(self.job.agent_pid)
         if self.is_joining:
-            breaker.detach()
+            group_health.detach()
         else:
             publish_initial_world(self.job_store, self.world)
             self._entered_s = time.monotonic()
-        breaker.when_broken(self._report)
+        group_health.when_broken(self._report)
         folder = events_folder()
         if folder is not None:
             self._end_listening = listen(EventFile(Path(folder, f"rank-{self.worker_id}.jsonl")))
@@ -161,7 +161,7 @@ class Member:
         with self._changed:
             self._is_leaving = True
             self._changed.notify_all()
-        breaker.forget(self._report)
+        group_health.forget(self._report)
         end, self._end_listening = self._end_listening, lambda: None
         end()
 
@@ -177,7 +177,7 @@ class Member:
         self._told = FailureRecord(
             kind=kind, cause=cause, worker_id=self.worker_id, incarnation=self.job.incarnation, step=self.committed
         )
-        if not breaker.is_open:  # say so before a peer can notice
+        if not group_health.is_open:  # say so before a peer can notice
             self._end(self.generation, self._told)
         break_groups(cause)
 
@@ -187,8 +187,8 @@ class Member:
         self.wants_resize = False
         planned = self.job_store.world(number) if number > self.world.number else None
         if planned is not None:
-            incident = FailureRecord(kind="resize", cause=planned.cause, step=self.committed, world=number)
-            break_groups(str(self._end(self.generation, incident)))
+            failure = FailureRecord(kind="resize", cause=planned.cause, step=self.committed, world=number)
+            break_groups(str(self._end(self.generation, failure)))
 
     def next_world(self) -> WorldPlan:
         """The world for which the generation is formed that comes next, or is being formed."""
@@ -253,22 +253,22 @@ class Member:
             if why_not is not None:
                 self.restart_all(StateLost(why_not))
             stopped(number)
-            abandon_broken()
+            release_broken()
             world = self._worlds.at(number)
             if world.number != self.world.number:
                 raise WorldChanged(number, world)
-            formed = self._assembly.join(number, arrival, began_s)
+            formed = self._quorum.join(number, arrival, began_s)
             if formed is None:
                 continue
             attempt = Reconfiguration(number, store=self.meeting_store(), timeout_s=_REFORM_TIMEOUT_S)
             with self._changed:
-                self._heeded, self._attempt = number, attempt
+                self._watched, self._attempt = number, attempt
                 self._changed.notify_all()
             try:
                 attempt.run()
             except PeerLost:
                 self.generation = number
-                self._report(breaker.cause or "")
+                self._report(group_health.cause or "")
                 if attempt.is_cancelled:  # with this connection to the store
                     self._meeting = JobStore.connect(self.job)
                 num_failures += 1
@@ -286,7 +286,7 @@ class Member:
         if num_failures >= _MAX_FAILURES and lasted_s > self.policy.replacement_timeout_s:
             cause = (
                 f"groups could not be formed {num_failures} times in {lasted_s:.0f} s, though all ranks were there "
-                f"each time: {breaker.cause}"
+                f"each time: {group_health.cause}"
             )
             self.give_up(cause)
             raise RecoveryError(f"{cause}. See whether the ranks reach each other over the network.")
@@ -298,7 +298,7 @@ class Member:
         Newcomers wait for everybody's word, also for that of one that has no state, or none that can be described:
         such a one gives no bytes. What counts is what was said first.
         """
-        self._stops.tell(number, committed=self.committed, in_step=in_step, trainer=trainer, part=part)
+        self._stop_reports.tell(number, committed=self.committed, in_step=in_step, trainer=trainer, part=part)
 
     def wait_for_stops(
         self,
@@ -324,7 +324,7 @@ class Member:
         if self.is_joining and number is None:
             await_turn(self.job_store, self.world, self.worker_id, self.job.incarnation)
         try:
-            return self._stops.wait(number, self.generation, stopped, snapshots)
+            return self._stop_reports.wait(number, self.generation, stopped, snapshots)
         except StateLost as lost:
             self.restart_all(lost)
 
@@ -338,18 +338,18 @@ class Member:
             known = self.job_store.exit_of(self.worker_id, self.job.incarnation - 1)  # why this process is here
             return known or FailureRecord(kind="request", cause="a newcomer joins", reporter=f"rank {self.rank}")
         return self._end(
-            self.generation, FailureRecord(kind="collective", cause=breaker.cause or "", step=self.committed)
+            self.generation, FailureRecord(kind="collective", cause=group_health.cause or "", step=self.committed)
         )
 
-    def first_cause(self, incident: FailureRecord, lost: Iterable[int]) -> FailureRecord:
+    def first_cause(self, failure: FailureRecord, lost: Iterable[int]) -> FailureRecord:
         """What an agent says of a process that is gone, rather than what a peer saw of it."""
-        if incident.kind != "collective":
-            return incident
+        if failure.kind != "collective":
+            return failure
         worker_ids = [self.world.worker_ids[rank] for rank in sorted(lost)]
         exits = [
             self.job_store.exit_of(worker_id, self.job_store.incarnation(worker_id) - 1) for worker_id in worker_ids
         ]
-        return next((replace(known, at_s=min(known.at_s, incident.at_s)) for known in exits if known), incident)
+        return next((replace(known, at_s=min(known.at_s, failure.at_s)) for known in exits if known), failure)
 
     def _report(self, cause: str) -> None:
         """Tell the others; called in whatever thread noticed the break."""
@@ -357,52 +357,52 @@ class Member:
         with contextlib.suppress(dist.DistError):  # the store may be what is lost
             self._end(self.generation, told)
 
-    def _end(self, generation: int, incident: FailureRecord) -> FailureRecord:
+    def _end(self, generation: int, failure: FailureRecord) -> FailureRecord:
         with self._reporting:
-            return self._reports.end(generation, replace(incident, reporter=f"rank {self.rank}"))
+            return self._reports.end(generation, replace(failure, reporter=f"rank {self.rank}"))
 
     def _watch_generation(self) -> None:
         """Wait for the end of each generation in turn; break the groups then, or leave off forming them."""
         try:
             job_store = JobStore.connect(self.job)
             while not self._is_leaving:
-                generation = self._heeded
-                incident = job_store.wait_ended(generation, timeout_s=_LISTEN_S)
-                if incident is not None:
-                    self._hear(generation, incident)
+                generation = self._watched
+                failure = job_store.wait_ended(generation, timeout_s=_LISTEN_S)
+                if failure is not None:
+                    self._on_generation_end(generation, failure)
         except dist.DistError as error:
             self._lost_store(error)
 
-    def _hear(self, generation: int, incident: FailureRecord) -> None:
+    def _on_generation_end(self, generation: int, failure: FailureRecord) -> None:
         """Of the end of a generation; returns when there is something else to listen to."""
         with self._changed:
             heard = generation, self._attempt
-            if generation == self._heeded:
+            if generation == self._watched:
                 if self._attempt is not None:
-                    self._attempt.cancel(str(incident))
+                    self._attempt.cancel(str(failure))
                 elif not self._is_joining:
-                    self._told = self._told or incident
-                    break_groups(str(incident))
-            self._changed.wait_for(lambda: self._is_leaving or (self._heeded, self._attempt) != heard)
+                    self._told = self._told or failure
+                    break_groups(str(failure))
+            self._changed.wait_for(lambda: self._is_leaving or (self._watched, self._attempt) != heard)
 
     def _heartbeat_loop(self) -> None:
         """Say about once a second where this process is, and look whether somebody keeps it waiting."""
         try:
             while not self._is_leaving:
-                own = self._beat()
+                own = self._send_heartbeat()
                 self._reports.heartbeat(self.worker_id, own.to_dict())
-                self._look_after(own)
+                self._check_hangs(own)
                 if self.is_elastic:
-                    self._look_for_worlds()
+                    self._poll_worlds()
                 time.sleep(_BEAT_S)
         except dist.DistError as error:
             self._lost_store(error)
 
-    def _look_for_worlds(self) -> None:
-        is_asked = self.rank == 0 and heed_all(self._reports, self.world)
+    def _poll_worlds(self) -> None:
+        is_asked = self.rank == 0 and poll_requests(self._reports, self.world)
         self.wants_resize = is_asked or pending_world(self._reports) > self.world.number
 
-    def _beat(self) -> Heartbeat:
+    def _send_heartbeat(self) -> Heartbeat:
         wait, entered_s = current_wait(), self._entered_s
         self._num_beats += 1
         return Heartbeat(
@@ -420,7 +420,7 @@ class Member:
             in_world_s=0.0 if entered_s is None else time.monotonic() - entered_s,
         )
 
-    def _look_after(self, own: Heartbeat) -> None:
+    def _check_hangs(self, own: Heartbeat) -> None:
         """End the generation, and the process that hangs, if this rank has waited for it too long."""
         if not own.waits_for:
             return
@@ -432,17 +432,17 @@ class Member:
             return
         self._next_look_s = now_s + between_s
         heard = self._reports.heartbeats(self.world.worker_ids)
-        beats = {worker_id: Heartbeat.from_dict(each) for worker_id, each in heard.items()}
-        silent_s = self._ages.look(beats, time.monotonic())
-        for suspect in diagnose(beats, own, limit_s, self.hangs, silent_s) if is_late else ():
-            incident = FailureRecord(
+        heartbeats = {worker_id: Heartbeat.from_dict(each) for worker_id, each in heard.items()}
+        silent_s = self._ages.look(heartbeats, time.monotonic())
+        for suspect in diagnose(heartbeats, own, limit_s, self.hangs, silent_s) if is_late else ():
+            failure = FailureRecord(
                 kind="hang",
                 cause=suspect.cause,
                 worker_id=suspect.rank,
                 incarnation=suspect.incarnation,
                 step=own.committed,
             )
-            if self._end(own.generation, incident).reporter == f"rank {self.rank}":
+            if self._end(own.generation, failure).reporter == f"rank {self.rank}":
                 self._reports.ask_to_kill(suspect.rank, suspect.incarnation)
 
     def _patience_s(self) -> float:

@@ -117,7 +117,7 @@ class Arrival:
     """Place of the part of the program at which it entered its loops, apart from the others; None in a step."""
     snapshots: tuple[int, ...] = ()
     """Steps of which it has a snapshot of itself."""
-    ward_snapshots: tuple[int, ...] = ()
+    source_snapshots: tuple[int, ...] = ()
     """Steps of which it has a snapshot of the rank whose buddy it is."""
     local_steps: tuple[int, ...] | None = None
     """Steps of which it keeps what its ward has alone; None where nothing is kept, or nothing has been yet."""
@@ -255,7 +255,7 @@ def plan_final_save(arrivals: Mapping[int, Arrival], topology: Topology) -> Fina
 def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
     """The newest step to which all ranks could return, or `NO_STATE`."""
     own = {rank: each.snapshots for rank, each in arrivals.items()}
-    kept = {rank: each.ward_snapshots for rank, each in arrivals.items()}
+    kept = {rank: each.source_snapshots for rank, each in arrivals.items()}
     if not any(own.values()):
         return NO_STATE
     return max(restorable_steps(own, kept, buddies(topology)), default=NO_STATE)
@@ -297,7 +297,7 @@ def _why_lost(
         replaced = f"no rank that is left holds the shard of rank {lost} after step {step}, whose other copies were on "
         replaced += f"the ranks {others}" if others else "no rank (replicate degree 1)"
     own = {rank: each.snapshots for rank, each in arrivals.items()}
-    kept = {rank: each.ward_snapshots for rank, each in arrivals.items()}
+    kept = {rank: each.source_snapshots for rank, each in arrivals.items()}
     taken = sorted(set(chain(*own.values(), *kept.values())))
     gone = [rank for rank, buddy in enumerate(buddy_of) if not (own.get(rank) or kept.get(buddy))]
     if not taken:
@@ -331,7 +331,7 @@ def plan_salvage(arrivals: Mapping[int, Arrival], topology: Topology) -> Salvage
     ward_of, size = sources_of(buddies(topology)), topology.shard_degree * topology.tensor_degree
     held: defaultdict[int, defaultdict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for rank, arrival in sorted(arrivals.items()):
-        for owner, steps in ((rank, arrival.snapshots), (ward_of[rank], arrival.ward_snapshots)):
+        for owner, steps in ((rank, arrival.snapshots), (ward_of[rank], arrival.source_snapshots)):
             for step in steps:
                 held[step][owner % size].append((rank, owner))
     newest = max((step for step, shards in held.items() if step > 0 and len(shards) == size), default=None)

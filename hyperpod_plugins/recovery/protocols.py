@@ -49,7 +49,7 @@ class Repair:
     rolled_forward: bool
     """Whether this rank committed a step that it had only voted for."""
     noticed_s: float
-    """From the incident's report until this rank stopped computing; clocks of different machines may differ."""
+    """From the failure's report until this rank stopped computing; clocks of different machines may differ."""
     assembled_s: float
     """Until all members were there and connected; the start of new processes is in this."""
     restored_s: float
@@ -59,7 +59,7 @@ class Repair:
 
     @property
     def total_s(self) -> float:
-        """From the incident's report until the step could begin again."""
+        """From the failure's report until the step could begin again."""
         return self.noticed_s + self.assembled_s + self.restored_s
 
     def is_told_by(self, rank: int, world_size: int) -> bool:

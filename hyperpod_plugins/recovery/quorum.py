@@ -4,7 +4,7 @@
 all of them can, so each arrival is counted, and the one that finds the count full looks. The count says no more
 than that: it is too high where a process was replaced after it had arrived, and too low for the moment between
 an arrival and its count. Should nobody look who ought to (it died, it hangs), others do: whatever the count, a few
-of all those that wait look each second. Everybody else waits for the plan; see `doorbell.py`.
+of all those that wait look each second. Everybody else waits for the plan; see `watcher.py`.
 """
 
 import json
@@ -123,7 +123,7 @@ class QuorumJoiner:
         self,
         job_store: JobStore,
         worlds: Worlds,
-        doorbell: PlanWatcher,
+        watcher: PlanWatcher,
         *,
         worker_id: int,
         policy: MembershipPolicy,
@@ -132,7 +132,7 @@ class QuorumJoiner:
         """Use `job_store` and `survivors` in the thread that waits."""
         self._job_store = job_store
         self._worlds = worlds
-        self._doorbell = doorbell
+        self._doorbell = watcher
         self._worker_id = worker_id
         self._policy = policy
         self._survivors = survivors
@@ -161,9 +161,9 @@ class QuorumJoiner:
             plan = job_store.plan(number)
             now_s = time.monotonic()
             if plan is None:
-                self._heed(number, arrival)
+                self._check_aborted(number, arrival)
                 if now_s >= look_s or now_s - began_s > self._policy.replacement_timeout_s:
-                    plan = self._look(number, now_s - began_s)
+                    plan = self._scan(number, now_s - began_s)
                     look_s = now_s + scan_interval_s(rank, job_store.num_arrived(number))
             if plan is not None:
                 return self._accept(number, arrival, plan)
@@ -171,7 +171,7 @@ class QuorumJoiner:
         job_store.void_plan(number)
         return None
 
-    def _heed(self, number: int, arrival: Arrival) -> None:
+    def _check_aborted(self, number: int, arrival: Arrival) -> None:
         """Leave if there will be no generation, or none that begins in a step."""
         job_store = self._job_store
         if job_store.try_get(GAVE_UP_KEY) is not None:
@@ -181,7 +181,7 @@ class QuorumJoiner:
             job_store.withdraw(number, self._worker_id, to_text(replace(arrival, incarnation=NO_STATE)))
             raise MustReenterLoop(number)
 
-    def _look(self, number: int, waited_s: float) -> Mapping[int, str] | None:
+    def _scan(self, number: int, waited_s: float) -> Mapping[int, str] | None:
         """Read who is there, if that may be all, or if it is time to do without somebody; the plan if all are."""
         job_store, worker_ids = self._job_store, self._worlds.now.worker_ids
         is_late = self._worlds.may_change or waited_s > min(

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import RecoveryError, few
 from hyperpod_plugins.parallel.hsdp import local_part
@@ -436,7 +436,7 @@ class Rehearsal:
             hashed[1].join()
             held = hashed[1].found
         held = held or _digests(self._alike())
-        with breaker.tolerant():
+        with group_health.tolerant():
             found = compare_replicas(held, self._topology, self._device)
             if found is not None:
                 found = compare_replicas(_digests(self._alike()), self._topology, self._device)

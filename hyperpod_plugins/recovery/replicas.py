@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import RecoveryError, few
 from hyperpod_plugins.parallel.topology import Topology
 
@@ -74,7 +74,7 @@ def compare_replicas(digests: Mapping[str, int], topology: Topology, device: tor
     rank, names = dist.get_rank(), sorted(digests)
     whole = zlib.crc32(" ".join(f"{name}={digests[name]}" for name in names).encode())
     rows = _gathered(torch.tensor([whole, len(names)], dtype=torch.int64, device=device))
-    if breaker.cause is not None:
+    if group_health.cause is not None:
         return None
     totals = [int(row[0]) for row in rows]
     shards = {tuple(sorted({each, *topology.peers(each, "replicate")})) for each in range(topology.world_size)}
@@ -87,7 +87,7 @@ def compare_replicas(digests: Mapping[str, int], topology: Topology, device: tor
     singles = _gathered(mine)
     host = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
     hosts = _gathered(torch.tensor(list(host), dtype=torch.uint8, device=device))
-    if breaker.cause is not None:
+    if group_health.cause is not None:
         return None
     suspects = suspects_of({each: totals[each] for each in shard})
     differing = [

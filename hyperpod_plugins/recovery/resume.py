@@ -13,7 +13,7 @@ from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.polling import poll_interval_s, scan_interval_s
 from hyperpod_plugins.recovery.snapshot import Snapshots
-from hyperpod_plugins.recovery.watchdog import BEATS_MISSED_S, BeatAges, Heartbeat
+from hyperpod_plugins.recovery.watchdog import HEARTBEATS_MISSED_S, Heartbeat, HeartbeatAges
 from hyperpod_plugins.recovery.world_view import Worlds
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Survivors:
         self._job_store = job_store
         self.patience_s = patience_s
         self._outside_s = outside_s
-        self._ages = BeatAges()
+        self._ages = HeartbeatAges()
         self._ended = set[tuple[int, int]]()
 
     def busy(self, awaited: Mapping[int, int], waited_s: float) -> set[int]:
@@ -74,16 +74,16 @@ class Survivors:
         """
         if not awaited or waited_s > self._outside_s:
             return set()
-        beats = {
+        heartbeats = {
             worker_id: Heartbeat.from_dict(each)
             for worker_id, each in self._job_store.heartbeats(list(awaited)).items()
         }
-        silent_s = self._ages.look(beats, time.monotonic())
-        limit_s = max(self.patience_s(), BEATS_MISSED_S)
+        silent_s = self._ages.look(heartbeats, time.monotonic())
+        limit_s = max(self.patience_s(), HEARTBEATS_MISSED_S)
         return {
             worker_id
-            for worker_id, beat in beats.items()
-            if beat.is_outside and beat.is_alive(awaited[worker_id], silent_s[worker_id], limit_s)
+            for worker_id, heartbeat in heartbeats.items()
+            if heartbeat.is_outside and heartbeat.is_alive(awaited[worker_id], silent_s[worker_id], limit_s)
         }
 
     def end_stuck(self, number: int, awaited: Mapping[int, int], waited_s: float) -> None:
@@ -190,9 +190,9 @@ class StopReports:
             # As in an assembly, a count tells whether it may be worth while to read what each has said.
             news = here, job_store.count(f"stopped/{here}"), lost
             if is_last_look or waited_s >= look_s or (news != seen and news[1] + len(lost) >= len(worker_ids)):
-                halt = self._look(here, incarnations, lost, snapshots)
-                if halt is not None:
-                    return halt
+                resume_point = self._look(here, incarnations, lost, snapshots)
+                if resume_point is not None:
+                    return resume_point
                 silent = self._silent(here, incarnations, lost)
                 try:
                     self._worlds.go_on_without(here, silent, waited_s, f"rank {rank}")

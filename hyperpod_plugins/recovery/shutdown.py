@@ -16,7 +16,7 @@ from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.abort import known_checkpoints, newest_checkpoint, start_again
+from hyperpod_plugins.recovery.abort import known_checkpoints, newest_checkpoint, request_restart
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import FinalSavePlan, RecoveryLevel, RecoveryPlan, plan_salvage
 from hyperpod_plugins.recovery.protocols import RESHARD, TrainingLoop
@@ -57,7 +57,7 @@ class JobShutdown:
             raise error
         raise RecoveryError(f"{ends}. Look at the logs of the lost ranks; the step itself may kill them.")
 
-    def part(self, late: ReplacementTimeout, plan: FinalSavePlan, error: Exception | None) -> NoReturn:
+    def leave_others(self, late: ReplacementTimeout, plan: FinalSavePlan, error: Exception | None) -> NoReturn:
         """Save what those that are left hold together, if that is everything, and end.
 
         Raises:
@@ -114,14 +114,14 @@ class JobShutdown:
 _POLL_S = 0.05
 
 
-def reshard_if_asked(member: Member, ending: JobShutdown, step: int) -> None:
+def reshard_if_asked(member: Member, shutdown: JobShutdown, step: int) -> None:
     """Start again with other degrees, if somebody has asked for them; for all ranks to call between the same two steps.
 
     Where the checkpoint cannot be written the job goes on as it is.
 
     Args:
         member: this process.
-        ending: writes the checkpoint.
+        shutdown: writes the checkpoint.
         step: committed steps.
 
     Raises:
@@ -131,7 +131,7 @@ def reshard_if_asked(member: Member, ending: JobShutdown, step: int) -> None:
     if asked is None:
         return
     member.activity = f"writing the checkpoint of step {step}, to start again with other degrees"
-    path = ending.save(step, RESHARD)
+    path = shutdown.save(step, RESHARD)
     shard, tensor = asked
     cause = f"somebody asked for shard degree {shard} and tensor degree {tensor}"
     if not path:
@@ -139,10 +139,10 @@ def reshard_if_asked(member: Member, ending: JobShutdown, step: int) -> None:
         if member.rank == 0:
             forget_asked(member.job_store)
         return
-    incident = FailureRecord(kind="request", cause=cause, step=step, reporter=f"rank {member.rank}")
-    restart = JobRestart(incident=incident, resume_from=path, step=step, shard_degree=shard, tensor_degree=tensor)
+    failure = FailureRecord(kind="request", cause=cause, step=step, reporter=f"rank {member.rank}")
+    restart = JobRestart(failure=failure, resume_from=path, step=step, shard_degree=shard, tensor_degree=tensor)
     restart = from_present_entry(member.job_store, restart)
-    start_again(
+    request_restart(
         member.job_store, member.rank, restart, "elastic.reshard", RecoveryError(f"{cause}; no agent acted on it")
     )
 
@@ -151,7 +151,7 @@ def start_again_without(
     late: ReplacementTimeout,
     plan: FinalSavePlan,
     member: Member,
-    ending: JobShutdown,
+    shutdown: JobShutdown,
     topology: Topology,
     snapshots: Snapshots | None,
 ) -> NoReturn:
@@ -164,7 +164,7 @@ def start_again_without(
         late: who is left, and why the others are not waited for any more.
         plan: who has the state after the last step, if that is whole.
         member: this process, which has committed that step if it could.
-        ending: writes.
+        shutdown: writes.
         topology: of the world that was.
         snapshots: of this rank.
 
@@ -174,31 +174,31 @@ def start_again_without(
     lost = StateLost(str(late))
     writers, step, mine = plan.savers, plan.step, None
     if not writers or step <= 0:
-        rescue = plan_salvage(late.formed.arrivals, topology)
+        salvage = plan_salvage(late.formed.arrivals, topology)
         writers = ()
-        if rescue is not None and rescue.step > newest_checkpoint(known_checkpoints(member.job_store))[1]:
-            writers, step = tuple(rescue.owners), rescue.step
+        if salvage is not None and salvage.step > newest_checkpoint(known_checkpoints(member.job_store))[1]:
+            writers, step = tuple(salvage.owners), salvage.step
             if snapshots is not None and member.rank in writers:
-                mine = {owner: snapshots.of(owner, step) for owner in rescue.owners[member.rank]}
+                mine = {owner: snapshots.of(owner, step) for owner in salvage.owners[member.rank]}
     path = ""
     if member.rank in writers:
         member.activity = f"writing what is left of step {step}, before all start again"
-        path = ending.save(step, RESHARD, writers, late.formed.number, mine)
+        path = shutdown.save(step, RESHARD, writers, late.formed.number, mine)
     elif writers:
         member.activity = f"waiting for the ranks that write what is left of step {step}"
         _await_word(member)
     if not path:
         member.restart_all(lost)
-    incident = FailureRecord(kind="process", cause=str(late), step=step, reporter=f"rank {member.rank}")
+    failure = FailureRecord(kind="process", cause=str(late), step=step, reporter=f"rank {member.rank}")
     restart = JobRestart(
-        incident=incident,
+        failure=failure,
         resume_from=path,
         step=step,
         shard_degree=member.job.shard_degree,
         tensor_degree=member.job.tensor_degree,
     )
     restart = from_present_entry(member.job_store, restart)
-    start_again(member.job_store, member.rank, restart, RecoveryLevel.CHECKPOINT.event, lost)
+    request_restart(member.job_store, member.rank, restart, RecoveryLevel.CHECKPOINT.event, lost)
 
 
 def _await_word(member: Member) -> None:

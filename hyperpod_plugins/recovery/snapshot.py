@@ -26,7 +26,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import WORLD, Channel, ResilientProcessGroup, break_groups, breaker
+from hyperpod_plugins.comm import WORLD, Channel, ResilientProcessGroup, break_groups, group_health
 from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
@@ -118,7 +118,7 @@ class SnapshotPace:
         self._is_told |= is_news
         return is_news
 
-    def begin_again(self, told: Sequence[int]) -> None:
+    def reset(self, told: Sequence[int]) -> None:
         """After a fault; all ranks hear the same.
 
         Args:
@@ -306,12 +306,14 @@ class Snapshots:
         self._rank = dist.get_rank()
         buddy_of = buddies(topology)
         self._ward_of = sources_of(buddy_of)
-        self.buddy, self.ward = buddy_of[self._rank], self._ward_of[self._rank]
+        self.buddy, self.source_rank = buddy_of[self._rank], self._ward_of[self._rank]
         ranks_here = topology.ranks_per_node or topology.world_size
         self._limit_bytes = int(policy.memory_fraction * host_memory_bytes() / ranks_here)
         is_pinned = torch.cuda.is_available()
         own, of_ward = (
-            (None, None) if memory is None else (memory.slots("own", self._rank), memory.slots("ward", self.ward))
+            (None, None)
+            if memory is None
+            else (memory.slots("own", self._rank), memory.slots("ward", self.source_rank))
         )
         self._pace = SnapshotPace(policy.every_steps, is_measured=policy.is_measured)
         self._own = SnapshotBuffer(is_pinned=is_pinned, slots=own)
@@ -330,7 +332,7 @@ class Snapshots:
         return self._own.steps
 
     @property
-    def ward_steps(self) -> tuple[int, ...]:
+    def source_steps(self) -> tuple[int, ...]:
         """Steps of which this rank has a snapshot of its ward."""
         return self._wards.steps
 
@@ -359,7 +361,7 @@ class Snapshots:
         if self._is_off or not self._pace.is_due(step):
             return
         self.settle()
-        if not breaker.is_open and self._pace.adopt() and self._rank == 0:
+        if not group_health.is_open and self._pace.adopt() and self._rank == 0:
             log.warning("%s", self._pace)
         if not self._pace.is_due(step):
             return
@@ -373,7 +375,7 @@ class Snapshots:
                 self._rank,
                 MAX_STALLS,
             )
-        elif not breaker.is_open:
+        elif not group_health.is_open:
             self._begin(step, describe)
 
     def settle_before_commit(self) -> None:
@@ -416,12 +418,12 @@ class Snapshots:
         with PeerWait(self._role):
             while thread.is_alive():
                 thread.join(_SLICE_S)
-                if breaker.is_open:
+                if group_health.is_open:
                     broken_s = time.monotonic() if broken_s is None else broken_s
                     if time.monotonic() - broken_s > _WAKE_S:
                         raise RecoveryError(
                             f"the exchange of snapshots did not end within {_WAKE_S:.0f} s after the groups broke "
-                            f"({breaker.cause}). This process ends, and another takes its place."
+                            f"({group_health.cause}). This process ends, and another takes its place."
                         )
 
     def _copy(self, step: int, describe: Callable[[], bytes]) -> Snapshot | None:
@@ -459,7 +461,7 @@ class Snapshots:
         if max(size[4] for size in sizes) >= MAX_STALLS:
             self._has_stalled = True
             return
-        theirs = sizes[self.ward][1:4]
+        theirs = sizes[self.source_rank][1:4]
         data = self._wards.room(theirs[2], keep=self._complete)
         self._pass_on(own, [theirs[0], theirs[1], data], step)
         self._wards.record(step)
@@ -489,8 +491,8 @@ class Snapshots:
 
     def _pass_on(self, own: Snapshot, places: list[torch.Tensor | int], step: int) -> None:
         """Send this rank's snapshot to the buddy while receiving that of the ward."""
-        parts = self._channel.exchange("snapshot", sends={self.buddy: _parts(own)}, receives={self.ward: places})
-        self._wards.put(_snapshot(step, parts[self.ward]))
+        parts = self._channel.exchange("snapshot", sends={self.buddy: _parts(own)}, receives={self.source_rank: places})
+        self._wards.put(_snapshot(step, parts[self.source_rank]))
 
     def keep(self, step: int) -> None:
         """Hear which snapshot is the newest that all ranks can return to, as far as the members now know.
@@ -506,7 +508,7 @@ class Snapshots:
         all_ranks = [torch.empty_like(mine) for _ in range(self._group.size())]
         with PeerWait(self._role):
             dist.all_gather(all_ranks, mine, group=self._group)
-        self._pace.begin_again([int(each) for each in all_ranks])
+        self._pace.reset([int(each) for each in all_ranks])
         self._is_off = self._has_stalled = False
         self._refusal = None  # `_num_stalls` stays: an exchange that stands still leads to a repair
 
@@ -518,10 +520,10 @@ class Snapshots:
         Raises:
             PeerLost: somebody was lost meanwhile. No training state has been changed.
         """
-        to = self.ward if sources.get(self.ward) == self._rank else None
+        to = self.source_rank if sources.get(self.source_rank) == self._rank else None
         self._hand_over(step, self._wards, to, self._own, sources.get(self._rank))
         # Else the next fault could find nothing of a rank whose buddy is new.
-        to, source = self.buddy if self.buddy in sources else None, self.ward if self._rank in sources else None
+        to, source = self.buddy if self.buddy in sources else None, self.source_rank if self._rank in sources else None
         self._hand_over(step, self._own, to, self._wards, source)
         with PeerWait(self._role):  # waits in the group of a thread beside the step are not told by themselves
             dist.all_reduce(torch.zeros(1), group=self._group)
@@ -601,8 +603,8 @@ def too_little_shared(num_short: int, num_ranks: int) -> str:
 
 def _refuse_broken() -> None:
     """Raise `PeerLost` if the groups are broken: in work that takes long, in which nothing else wakes a thread."""
-    if breaker.cause is not None:
-        raise_peer_lost(breaker.cause)
+    if group_health.cause is not None:
+        raise_peer_lost(group_health.cause)
 
 
 def _parts(snapshot: Snapshot) -> list[torch.Tensor | bytes]:

@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import break_groups, breaker, commit_vote
+from hyperpod_plugins.comm import break_groups, commit_vote, group_health
 from hyperpod_plugins.comm.device_queue import RECORDERS
 from hyperpod_plugins.elastic import FailureRecord
 from hyperpod_plugins.elastic.store.entries import ended_entries
@@ -63,22 +63,22 @@ class Attempts:
         """A step was committed."""
         self._failures.clear()
 
-    def why_end(self, incident: FailureRecord, error: Exception | None, step: int) -> str:
+    def why_end(self, failure: FailureRecord, error: Exception | None, step: int) -> str:
         """Count what ended a generation; why the job is to end, or nothing.
 
         Args:
-            incident: what ended it.
+            failure: what ended it.
             error: what this process's own `compute` raised.
             step: number of the step.
         """
-        if (incident.kind, incident.worker_id) != self._own:  # that one has been counted, whoever was first to report
-            self._failures[incident.kind, incident.worker_id] += 1
+        if (failure.kind, failure.worker_id) != self._own:  # that one has been counted, whoever was first to report
+            self._failures[failure.kind, failure.worker_id] += 1
         if error is not None and self._failures[self._own] >= self._policy.max_attempts:
             return f"{type(error).__name__} in step {step}, {self._policy.max_attempts} times"
-        if incident.kind == "process" and self._failures["process", incident.worker_id] >= self._policy.max_losses:
+        if failure.kind == "process" and self._failures["process", failure.worker_id] >= self._policy.max_losses:
             return (
-                f"rank {incident.worker_id} was lost {self._policy.max_losses} times in step {step}, the last time "
-                f"because: {incident.cause}"
+                f"rank {failure.worker_id} was lost {self._policy.max_losses} times in step {step}, the last time "
+                f"because: {failure.cause}"
             )
         return ""
 
@@ -180,9 +180,9 @@ class StepTransaction:
         """
         if self._rehearsal is not None and not self._has_told:
             self._rehearsal.at("setup", self.step)
-        if self._must_resize and not breaker.is_open:
-            self._make_way()
-        has_recovered = breaker.is_open
+        if self._must_resize and not group_health.is_open:
+            self._yield_to_next_world()
+        has_recovered = group_health.is_open
         if has_recovered:
             self._recover(None)
         if not self._has_told:
@@ -190,7 +190,7 @@ class StepTransaction:
             self._has_told = True
         if self._rehearsal is not None:
             self._begin_rehearsal(self._rehearsal, is_compared=not has_recovered)
-        self._offer()
+        self._maybe_snapshot()
         self._subject.begin(self.step)
         if self._rehearsal is not None:
             self._rehearsal.begun(self.step)
@@ -209,11 +209,11 @@ class StepTransaction:
             Exception: `part` raised the same on this rank too often.
         """
         while True:
-            _, error = (None, None) if breaker.cause else self._attempt(part)
-            if error is None and breaker.cause is None:
+            _, error = (None, None) if group_health.cause else self._attempt(part)
+            if error is None and group_health.cause is None:
                 return
             self._recover(error, _commit_nothing)
-            self._begin_again()
+            self._restart_step()
 
     def join(self) -> None:
         """Meet the others where no step begins, such as before a validation, if this rank is apart from them.
@@ -221,10 +221,10 @@ class StepTransaction:
         Raises:
             PeerLost: it is not, and somebody was lost just now; the way back leads through the loops.
         """
-        if not breaker.is_open:
+        if not group_health.is_open:
             return
         if self._member.committed != NO_STATE and not self._has_reentered:
-            raise PeerLost(f"a rank was lost outside of a step: {breaker.cause}")
+            raise PeerLost(f"a rank was lost outside of a step: {group_health.cause}")
         self._recover(None)
 
     def meet(self) -> None:
@@ -233,13 +233,13 @@ class StepTransaction:
         Raises:
             PeerLost: a rank was lost, here or on its way here. Others may have gone on.
         """
-        if breaker.is_open:
+        if group_health.is_open:
             self.join()  # nothing that was run here since the loops were entered has communicated
         self._member.activity = f"waiting for the others between steps {self.step - 1} and {self.step}"
-        with breaker.tolerant():
+        with group_health.tolerant():
             commit_vote(0)
-        if breaker.cause is not None:
-            raise PeerLost(f"a rank was lost outside of a step: {breaker.cause}")
+        if group_health.cause is not None:
+            raise PeerLost(f"a rank was lost outside of a step: {group_health.cause}")
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
         """One step: call `compute` until all ranks agree that it went well, then `commit` once with its result.
@@ -257,23 +257,23 @@ class StepTransaction:
             self.begin()
         self._has_begun, self._must_resize = False, False
         while True:
-            result, error = (None, None) if breaker.cause else self._attempt(compute)
-            if error is None and breaker.cause is None and self._rehearsal is not None:
+            result, error = (None, None) if group_health.cause else self._attempt(compute)
+            if error is None and group_health.cause is None and self._rehearsal is not None:
                 result, error = self._rehearse(self._rehearsal, compute, result)
             if error is None and self._vote():
                 return self._finish(lambda done=result: commit(done))  # type: ignore[misc]
             committed = self._recover(error, lambda done=result: commit(done))  # type: ignore[misc]
             if committed is not None:
                 return committed[0]
-            self._begin_again()
+            self._restart_step()
 
-    def _begin_again(self) -> None:
+    def _restart_step(self) -> None:
         """The step was undone, and is computed once more."""
         if self._rehearsal is not None:
             self._rehearsal.undone(self.step)
-        self._offer()
+        self._maybe_snapshot()
 
-    def _offer(self) -> None:
+    def _maybe_snapshot(self) -> None:
         """Offer a snapshot, once in each generation: where a newcomer takes one, those that try again do so too."""
         if self._snapshots is not None:
             self._snapshots.maybe_snapshot(self.step, self._subject.capture_own_state)
@@ -282,13 +282,13 @@ class StepTransaction:
         """Compute in tolerant mode; an exception in healthy groups is this rank's own."""
         self._member.activity, self._member.in_step = f"computing step {self.step}", True
         try:
-            with breaker.tolerant(), self._computing():
+            with group_health.tolerant(), self._computing():
                 result = compute()
                 self._synchronize()
         except DeviceHung:
             raise
         except Exception as error:
-            is_own = breaker.cause is None
+            is_own = group_health.cause is None
             if is_own:
                 self._member.fail("exception", f"{type(error).__name__}: {error}".splitlines()[0])
             if not self._subject.can_undo_exceptions:
@@ -304,7 +304,7 @@ class StepTransaction:
         why = "FSDP2 of this torch cannot put its modules back after an exception (that of torch 2.13 can)"
         if is_own:
             return StepFailed(f"{what}. This process ends, to be replaced: {why}.")
-        return RecoveryError(f"{what}, after others were lost ({breaker.cause}). This process ends, for {why}.")
+        return RecoveryError(f"{what}, after others were lost ({group_health.cause}). This process ends, for {why}.")
 
     def _begin_rehearsal(self, rehearsal: Rehearsal, *, is_compared: bool) -> None:
         """Let what a step begins with be compared; not after a fault: ranks within the step do not compare."""
@@ -328,7 +328,7 @@ class StepTransaction:
             self._subject.end_iteration()
             rehearsal.undone(self.step, is_compared=True)
             outcome.append(self._attempt(compute))
-            return outcome[-1][1] is None and breaker.cause is None
+            return outcome[-1][1] is None and group_health.cause is None
 
         try:
             rehearsal.computed(self.step, again)
@@ -342,30 +342,30 @@ class StepTransaction:
         self._member.activity = f"voting for step {step}"
         if self._rehearsal is not None:
             self._rehearsal.at("vote", step)
-        if breaker.is_open:
+        if group_health.is_open:
             return False
         if self._snapshots is not None:
             self._snapshots.settle_before_commit()
-            if breaker.is_open:
+            if group_health.is_open:
                 return False
         try:
             self._subject.share(step + 1)
         except PeerLost:
             return False
         self._prepared = step + 1
-        with breaker.tolerant():
-            wish = commit_vote(int(self._member.wants_resize), self._told)
-        if breaker.cause is not None:
+        with group_health.tolerant():
+            wish = commit_vote(int(self._member.wants_resize), self._exchange_told)
+        if group_health.cause is not None:
             return False
         self._must_resize = self._member.is_elastic and bool(wish)
         return True
 
-    def _told(self) -> None:
+    def _exchange_told(self) -> None:
         """Another rank knows that the vote went well."""
         if self._rehearsal is not None:
             self._rehearsal.at("vote_result", self.step)
 
-    def _make_way(self) -> None:
+    def _yield_to_next_world(self) -> None:
         """End the generation for the sake of the next world, when all stand between the same two steps."""
         self._must_resize = False
         with contextlib.suppress(PeerLost):
@@ -426,8 +426,8 @@ class StepTransaction:
             )
         while True:
             began_s = time.time()
-            incident = self._member.end_generation()
-            ends = self._attempts.why_end(incident, error, self.step)
+            failure = self._member.end_generation()
+            ends = self._attempts.why_end(failure, error, self.step)
             formed = self._join(self._arrival(commit, ends), error, commit)
             if formed is None:
                 continue
@@ -435,7 +435,7 @@ class StepTransaction:
                 return formed
             assembled_s = time.time()
             plan = self._plan(formed)
-            incident = self._member.first_cause(incident, plan.sources)
+            failure = self._member.first_cause(failure, plan.sources)
             outcome = self._adopt(plan, formed, commit)
             commit = None
             try:
@@ -450,13 +450,13 @@ class StepTransaction:
         self._has_reentered, self._must_resize, self.owes = False, False, ""
         self.entered_at = self.entered_part = None
         repair = Repair(
-            failure=incident,
+            failure=failure,
             step=plan.step,
             generation=formed.number,
             level=plan.level,
             joiners=tuple(plan.sources),
             rolled_forward=outcome is not None,
-            noticed_s=max(0.0, began_s - incident.at_s),
+            noticed_s=max(0.0, began_s - failure.at_s),
             assembled_s=assembled_s - began_s,
             restored_s=time.time() - assembled_s,
             steps_lost=plan.steps_lost,
@@ -482,7 +482,7 @@ class StepTransaction:
             in_step=not self._has_reentered,
             entered_part=self.entered_part,
             snapshots=() if snapshots is None else snapshots.own_steps,
-            ward_snapshots=() if snapshots is None else snapshots.ward_steps,
+            source_snapshots=() if snapshots is None else snapshots.source_steps,
             local_steps=self._subject.local_steps,
             needs_local=self._policy.needs_local,
             abort_reason=ends,
@@ -517,10 +517,10 @@ class StepTransaction:
             return self._member.join_next(arrival, lambda number: self._tell(number, description))
         except MustReenterLoop as outside:
             try:
-                halt = self._member.wait_for_stops(outside.number)
+                resume_point = self._member.wait_for_stops(outside.number)
             except PeerLost:
                 return None  # perhaps nobody is outside of a step in the next one
-            if commit is not None and halt.step == self._prepared:
+            if commit is not None and resume_point.step == self._prepared:
                 return (self._finish(commit),)
             self.left_with = description
             if commit is not None:
@@ -544,8 +544,8 @@ class StepTransaction:
         # Nobody goes on before all have their state. Those that wait here are outside of a step, where waits are long.
         dist.all_reduce(torch.zeros(1, device=self._device))
         self._synchronize()
-        if breaker.cause is not None:
-            raise PeerLost(breaker.cause)
+        if group_health.cause is not None:
+            raise PeerLost(group_health.cause)
         if snapshots is None:
             return
         snapshots.keep(newest_snapshot(formed.arrivals, self._topology))
@@ -593,7 +593,7 @@ class StepTransaction:
             self._subject.undo_step()
         if late.starts_again:
             start_again_without(late, plan, self._member, self._ending, self._topology, self._snapshots)
-        self._ending.part(late, plan, error)
+        self._ending.leave_others(late, plan, error)
 
     def _settle(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> None:
         """Write the checkpoint that was interrupted, and end where the job must not go on."""

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from hyperpod_plugins.errors import ConfigError
 
-BEATS_MISSED_S = 5.0
+HEARTBEATS_MISSED_S = 5.0
 """Longest silence of a process that counts as alive."""
 _PART_HEARD = 0.5
 """Longest silence, as a part of the limit, of a rank that is believed to be where it said."""
@@ -90,33 +90,33 @@ class Heartbeat:
         """Whether it is in code of the program outside of a step: a hook, a save, a validation."""
         return not (self.in_step or self.is_loading or self.waits_for)
 
-    def is_alive(self, incarnation: int, silent_s: float, limit_s: float = BEATS_MISSED_S) -> bool:
+    def is_alive(self, incarnation: int, silent_s: float, limit_s: float = HEARTBEATS_MISSED_S) -> bool:
         """Whether that process said it, and has said something new within the last `limit_s` seconds."""
         return self.incarnation == incarnation and silent_s <= limit_s
 
 
-class BeatAges:
+class HeartbeatAges:
     """For how long each rank has said nothing new, by this process's own clock; for one thread."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}
 
-    def look(self, beats: Mapping[int, Heartbeat], now_s: float) -> dict[int, float]:
+    def look(self, heartbeats: Mapping[int, Heartbeat], now_s: float) -> dict[int, float]:
         """Compare what is said now with what was said at the last look.
 
         Args:
-            beats: the last heartbeat of each rank that has left one.
+            heartbeats: the last heartbeat of each rank that has left one.
             now_s: time of the look on this process's monotonic clock.
 
         Returns:
             Seconds of silence of each of them: a lower bound, for what is new may have been said just after the last
             look, and what was there at the first look may be old already.
         """
-        for rank, beat in beats.items():
-            said = beat.incarnation, beat.number
+        for rank, heartbeat in heartbeats.items():
+            said = heartbeat.incarnation, heartbeat.number
             if rank not in self._seen or self._seen[rank][0] != said:
                 self._seen[rank] = said, now_s
-        return {rank: now_s - self._seen[rank][1] for rank in beats}
+        return {rank: now_s - self._seen[rank][1] for rank in heartbeats}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ def look_every_s(limit_s: float, world_size: int) -> float:
 
 
 def furthest_behind(
-    beats: Mapping[int, Heartbeat], own: Heartbeat, silent_s: Mapping[int, float], limit_s: float
+    heartbeats: Mapping[int, Heartbeat], own: Heartbeat, silent_s: Mapping[int, float], limit_s: float
 ) -> frozenset[int]:
     """Ranks in the oldest collective that is incomplete somewhere, of the group in whose later one this rank waits.
 
@@ -181,26 +181,30 @@ def furthest_behind(
     rank began to wait, that is, for it has looked since an eighth.
     """
     heard_s = _PART_HEARD * limit_s
-    if any(not beat.waits_for or silent_s.get(rank, 0.0) > heard_s for rank, beat in beats.items()):
+    if any(not heartbeat.waits_for or silent_s.get(rank, 0.0) > heard_s for rank, heartbeat in heartbeats.items()):
         return frozenset()
     behind = {
-        rank: beat.collective
-        for rank, beat in beats.items()
-        if beat.generation == own.generation
-        and beat.waits_for == own.waits_for
-        and 0 < beat.collective < own.collective
+        rank: heartbeat.collective
+        for rank, heartbeat in heartbeats.items()
+        if heartbeat.generation == own.generation
+        and heartbeat.waits_for == own.waits_for
+        and 0 < heartbeat.collective < own.collective
     }
     oldest = min(behind.values(), default=0)
     return frozenset(rank for rank, number in behind.items() if number == oldest)
 
 
 def diagnose(
-    beats: Mapping[int, Heartbeat], own: Heartbeat, limit_s: float, policy: HangPolicy, silent_s: Mapping[int, float]
+    heartbeats: Mapping[int, Heartbeat],
+    own: Heartbeat,
+    limit_s: float,
+    policy: HangPolicy,
+    silent_s: Mapping[int, float],
 ) -> list[Suspicion]:
     """Ranks to be replaced, if this rank has waited too long for somebody.
 
     Args:
-        beats: what each rank said last, this one included.
+        heartbeats: what each rank said last, this one included.
         own: this rank now.
         limit_s: longest wait inside a step.
         policy: limits outside of one.
@@ -209,23 +213,25 @@ def diagnose(
     limit_s = limit_s if own.in_step else policy.outside_s
     if not own.waits_for or own.waited_s <= limit_s:
         return []
-    behind = furthest_behind(beats, own, silent_s, limit_s)
+    behind = furthest_behind(heartbeats, own, silent_s, limit_s)
     found: list[Suspicion] = []
-    for rank, beat in sorted(beats.items()):
+    for rank, heartbeat in sorted(heartbeats.items()):
         silence_s = silent_s.get(rank, 0.0)
-        is_granted_more = not (beat.in_step or beat.is_loading) and own.waited_s <= policy.outside_s
-        if silence_s > limit_s and silence_s > BEATS_MISSED_S:
-            cause = f"has not been heard of for {silence_s:.0f} s; it was {beat.activity}"
+        is_granted_more = not (heartbeat.in_step or heartbeat.is_loading) and own.waited_s <= policy.outside_s
+        if silence_s > limit_s and silence_s > HEARTBEATS_MISSED_S:
+            cause = f"has not been heard of for {silence_s:.0f} s; it was {heartbeat.activity}"
         elif rank in behind:
             cause = (
-                f"waits in collective {beat.collective} of the {own.waits_for} group, which this rank has completed; "
-                f"it is {beat.activity}"
+                f"waits in collective {heartbeat.collective} of the {own.waits_for} group, which this rank has "
+                f"completed; it is {heartbeat.activity}"
             )
-        elif is_granted_more or beat.waits_for or beat.generation != own.generation:
+        elif is_granted_more or heartbeat.waits_for or heartbeat.generation != own.generation:
             continue
-        elif silence_s <= BEATS_MISSED_S:
-            cause = f"did not come to the {own.waits_for} collective for {own.waited_s:.0f} s; it is {beat.activity}"
+        elif silence_s <= HEARTBEATS_MISSED_S:
+            cause = (
+                f"did not come to the {own.waits_for} collective for {own.waited_s:.0f} s; it is {heartbeat.activity}"
+            )
         else:
             continue
-        found.append(Suspicion(rank=rank, incarnation=beat.incarnation, cause=cause))
+        found.append(Suspicion(rank=rank, incarnation=heartbeat.incarnation, cause=cause))
     return found

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import world_without
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of, what_would_fit
-from hyperpod_plugins.elastic.membership.reshard import layout_without, num_left
+from hyperpod_plugins.elastic.membership.reshard import layout_without, num_survivors
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import RecoveryError, StateLost
-from hyperpod_plugins.recovery.watchdog import BeatAges, Heartbeat
+from hyperpod_plugins.recovery.watchdog import Heartbeat, HeartbeatAges
 
 
 class Worlds:
@@ -19,7 +19,7 @@ class Worlds:
         """Begin with the world `now`; `job_store` is the connection of the thread that calls; `clock` is in seconds."""
         self._job_store = job_store
         self._clock = clock
-        self._ages = BeatAges()
+        self._ages = HeartbeatAges()
         self.now = now
         """The world for which this process has been set up."""
         self._terms: ElasticSpec | None = None
@@ -77,21 +77,21 @@ class Worlds:
                 f"those that are left make up fewer replicas of shard degree {self._terms.degrees[0]} x tensor degree "
                 f"{self._terms.degrees[1]} than the job needs; what is there may have {layout}"
             )
-        incident = FailureRecord(kind="resize", cause=world.cause, reporter=reporter, world=world.number)
-        self._job_store.end(generation, incident)
+        failure = FailureRecord(kind="resize", cause=world.cause, reporter=reporter, world=world.number)
+        self._job_store.end(generation, failure)
         return True
 
     def _gone(self, missing: Mapping[int, int]) -> dict[int, int]:
         """Those of whose process nothing was heard since some looks; one that sets itself up may take its time."""
-        beats = {
+        heartbeats = {
             worker_id: Heartbeat.from_dict(each)
             for worker_id, each in self._job_store.heartbeats(list(missing)).items()
         }
-        silent_s = self._ages.look(beats, self._clock())
+        silent_s = self._ages.look(heartbeats, self._clock())
         return {
             worker_id: number
             for worker_id, number in missing.items()
-            if worker_id not in beats or not beats[worker_id].is_alive(number, silent_s[worker_id])
+            if worker_id not in heartbeats or not heartbeats[worker_id].is_alive(number, silent_s[worker_id])
         }
 
     def what_would_fit(self, generation: int, missing: Mapping[int, int]) -> str:
@@ -99,7 +99,7 @@ class Worlds:
         if not self.may_change:
             return ""
         assert self._terms is not None
-        left = num_left(self._job_store, self.at(generation), missing)
+        left = num_survivors(self._job_store, self.at(generation), missing)
         return (
             f" {what_would_fit(self._terms.layouts, left)}. Allow smaller degrees with ElasticTraining("
             "shard_degrees=...) to have all processes start again with those that are left."

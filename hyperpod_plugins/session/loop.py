@@ -215,7 +215,7 @@ class Loop:
         transactions.arm()
         while True:
             try:
-                if position.in_tail:
+                if position.after_commit:
                     transactions.join()
                 is_interrupted = yield from self._steps(position)
                 if not is_interrupted:
@@ -242,7 +242,7 @@ class Loop:
 
     def _from(self, position: Position) -> Iterator[Step]:
         """First the step whose body was interrupted after it was committed, again; then those that follow."""
-        if position.in_tail:
+        if position.after_commit:
             yield Step(
                 self,
                 index=position.committed - 1,
@@ -319,7 +319,7 @@ class Loop:
             self._trained.advance()
             self._stands = Position(
                 committed=step.index + 1,
-                in_tail=True,
+                after_commit=True,
                 epoch=step.epoch,
                 ends_epoch=step.ends_epoch,
                 result=done.result,

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from hyperpod_plugins.comm import CommOptions, breaker
+from hyperpod_plugins.comm import CommOptions, group_health
 from hyperpod_plugins.data import StatefulLoader
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
@@ -237,7 +237,7 @@ class Session:
         member, name = self._member, f"agreed/{self._num_agreed}"
         self._num_agreed += 1
         data = b""
-        if breaker.is_open and member is not None:
+        if group_health.is_open and member is not None:
             data = member.job_store.try_get(name) or _packed(value)
             return _unpacked(data)
         size = torch.zeros(1, dtype=torch.int64, device=self.device)

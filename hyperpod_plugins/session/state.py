@@ -34,7 +34,7 @@ class Position:
 
     committed: int = 0
     """Steps that have been committed."""
-    in_tail: bool = False
+    after_commit: bool = False
     """Whether the body of the last one has not come to its end."""
     epoch: int = 0
     """Epoch of the last one."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import LoopError, PeerLost
 from hyperpod_plugins.recovery.rng import AFTER, BATCH
 
@@ -37,11 +37,11 @@ class Guard:
 
     def forbid(self, why: str) -> None:
         """Let the main thread's collectives raise from now on."""
-        breaker.forbid(why)
+        group_health.forbid(why)
 
     def allow(self) -> None:
         """Let it communicate."""
-        breaker.allow()
+        group_health.allow()
 
     @contextmanager
     def committing(self) -> Generator[None]:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from hyperpod_plugins.comm import abandon_broken, breaker
+from hyperpod_plugins.comm import group_health, release_broken
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
@@ -22,9 +22,9 @@ from hyperpod_plugins.recovery import (
 )
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates
 from hyperpod_plugins.recovery.moving import move_to_next_world
-from hyperpod_plugins.recovery.preview import StateLayout
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.snapshot_memory import shared_memory
+from hyperpod_plugins.recovery.state_layout import StateLayout
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.state import Position, TrainedState, registered
 
@@ -153,8 +153,8 @@ class Transactions:
         self.member.activity = "waiting for the state of the loop"
         assert self._preview is not None
         self._preview.preallocate()
-        halt = self.member.wait_for_stops(snapshots=self._snapshots)
-        return self._entering(Position.from_bytes(halt.trainer), halt.step)
+        resume_point = self.member.wait_for_stops(snapshots=self._snapshots)
+        return self._entering(Position.from_bytes(resume_point.trainer), resume_point.step)
 
     def reenter(self) -> Position:
         """After a fault outside of a step: be apart from the others, and learn where all go on.
@@ -170,15 +170,17 @@ class Transactions:
         returned = None if self._snapshots is None else self._snapshots.take_returned()
         description = self._stopped_at(returned, transaction)
         self._trained.train_again()
-        breaker.part()
+        group_health.leave_others()
         self._move(member)
         self._renew(member)
-        halt = member.wait_for_stops(stopped=lambda number: member.stop(number, in_step=False, trainer=description))
-        is_ours = returned is not None and halt.step == returned.step  # parts of it are this rank's alone
-        position = Position.from_bytes(description if is_ours else halt.trainer)
+        resume_point = member.wait_for_stops(
+            stopped=lambda number: member.stop(number, in_step=False, trainer=description)
+        )
+        is_ours = returned is not None and resume_point.step == returned.step  # parts of it are this rank's alone
+        position = Position.from_bytes(description if is_ours else resume_point.trainer)
         if is_ours and position.local and self._trained.local is not None:
             self._trained.local.take(position.local, begins_epoch=False)
-        return self._entering(position, halt.step)
+        return self._entering(position, resume_point.step)
 
     def _stopped_at(self, returned: Snapshot | None, transaction: StepTransaction) -> bytes:
         if returned is not None:
@@ -204,7 +206,7 @@ class Transactions:
         if move_to_next_world(member):
             self._has_moved, self._snapshots, self._trained.local = True, None, None
         if self._has_moved:
-            abandon_broken()
+            release_broken()
             self._context.lay_out(has_moved=True)
             self._trained.saving = self._context.saving_group
             if self._context.rank == 0 and self.saved is None and self._is_complete:

@@ -20,9 +20,9 @@ def votes_of(size, numbers):
     store, found = dist.HashStore(), [[] for _ in range(size)]
 
     def take_part(rank):
-        ballot = connect(store, rank, size, "127.0.0.1", PATIENCE)
+        vote = connect(store, rank, size, "127.0.0.1", PATIENCE)
         for said in numbers:
-            found[rank].append(ballot.all_max(said[rank]))
+            found[rank].append(vote.all_max(said[rank]))
 
     threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -67,17 +67,17 @@ def test_a_neighbour_that_does_not_come_is_not_waited_for_long():
 
 
 def vote_until_one_is_gone():
-    from hyperpod_plugins.comm import break_groups, breaker, commit_vote
+    from hyperpod_plugins.comm import break_groups, commit_vote, group_health
 
     dist.init_process_group("hyperpod")
     rank = dist.get_rank()
-    with breaker.tolerant():
+    with group_health.tolerant():
         results = [commit_vote(rank * (step % 2)) for step in range(4)]
         if rank == 3:
             time.sleep(0.3)
             break_groups("a test cuts the connections")
         last = commit_vote(1)
-    is_broken, began_s = breaker.cause is not None, time.monotonic()
+    is_broken, began_s = group_health.cause is not None, time.monotonic()
     again = commit_vote(1)
     return results, last, is_broken, again, time.monotonic() - began_s < 1
 

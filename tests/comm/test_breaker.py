@@ -80,7 +80,7 @@ def test_a_process_that_is_apart_stays_so_in_a_step():
 def test_parting_in_a_step_outlasts_it():
     breaker = broken(Phase.STRICT)
     with breaker.tolerant():
-        breaker.part()
+        breaker.leave_others()
     assert breaker.phase is Phase.DETACHED
     assert breaker.suppresses_collectives
 

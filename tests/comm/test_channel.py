@@ -44,24 +44,24 @@ def test_a_ring_passes_everything_on_again_and_again(size):
     ring = links(size)
 
     def take_part(rank):
-        ward, kept = (rank - 1) % size, []
+        source_rank, kept = (rank - 1) % size, []
         for turn in range(20):
             mine = torch.full((turn * 4099,), float(rank))
             place = torch.empty(turn * 4099)
             parts = ring[rank].exchange(
                 "state",
                 {(rank + 1) % size: [b"step %d" % turn, mine, torch.tensor(rank + turn)]},
-                {ward: [100, place, torch.empty((), dtype=torch.int64)]},
+                {source_rank: [100, place, torch.empty((), dtype=torch.int64)]},
                 **PATIENCE,
-            )[ward]
+            )[source_rank]
             assert parts[1] is place
-            kept.append((parts[0].numpy().tobytes(), bool((place == ward).all()), int(parts[2])))
+            kept.append((parts[0].numpy().tobytes(), bool((place == source_rank).all()), int(parts[2])))
         return kept
 
     found = in_threads(*(lambda rank=rank: take_part(rank) for rank in range(size)))
     for rank in range(size):
-        ward = (rank - 1) % size
-        assert found[rank] == [(b"step %d" % turn, True, ward + turn) for turn in range(20)]
+        source_rank = (rank - 1) % size
+        assert found[rank] == [(b"step %d" % turn, True, source_rank + turn) for turn in range(20)]
 
 
 def test_a_slow_target_delays_no_other():

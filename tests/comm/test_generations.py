@@ -96,10 +96,10 @@ def compiled_training():
 
     for step in range(5):
         if step == 2:
-            with comm.breaker.tolerant():
+            with comm.group_health.tolerant():
                 compute(step, breaks=True)
                 dist.all_reduce(torch.zeros(1))  # the vote
-                assert comm.breaker.cause is not None
+                assert comm.group_health.cause is not None
             Reconfiguration(1, store=meeting_store(), timeout_s=20.0).run()
             optimizer.zero_grad()
         losses.append(compute(step, breaks=False).item())
@@ -141,7 +141,7 @@ def blocked_peer():
         return True
     with pytest.raises(PeerLost):
         dist.all_reduce(torch.ones(1))
-    return comm.breaker.cause is not None
+    return comm.group_health.cause is not None
 
 
 def test_a_blocked_peer_is_woken(run_ranks):
@@ -172,12 +172,12 @@ def waits_that_end():
         lambda: dist.all_to_all_single(torch.empty(4), x, async_op=True),
         lambda: dist.barrier(async_op=True),
     ):
-        with comm.breaker.tolerant():
+        with comm.group_health.tolerant():
             work = begin()
-            threading.Timer(0.1, comm.breaker.mark_broken, ["a test", lambda: None]).start()
+            threading.Timer(0.1, comm.group_health.mark_broken, ["a test", lambda: None]).start()
             work.wait()
         ended.append(work.is_completed())
-        comm.breaker.reset()
+        comm.group_health.reset()
     store.set("all waits have ended", "")
     return ended
 
@@ -202,7 +202,7 @@ def cut_in_a_payload(timeout_s):
         assert not large[-1]
     with pytest.raises(PeerLost):
         work.wait()
-    comm.abandon_broken()
+    comm.release_broken()
     sleeps = "hyperpod_asleep" in {thread.name for thread in threading.enumerate()}
     until_s = time.monotonic() + timeout_s + 20.0
     while len(os.listdir("/proc/self/task")) >= num_threads or len(os.listdir("/proc/self/fd")) >= num_sockets:
@@ -292,7 +292,7 @@ def abandoned_attempt():
         with pytest.raises(PeerLost, match="generation 1 ended while it was formed: a test says so"):
             attempt.run()
         assert attempt.is_cancelled
-        assert comm.breaker.is_open
+        assert comm.group_health.is_open
     else:
         with pytest.raises(PeerLost):
             dist.barrier()
@@ -330,7 +330,7 @@ def attempts_that_fail(transport):
     for generation in range(1, 8, 2):
         store = dist.distributed_c10d._get_default_store()
         value = torch.ones(1)
-        with comm.breaker.tolerant():
+        with comm.group_health.tolerant():
             if rank == 1:
                 dist.all_reduce(value, group=second, async_op=True)  # rank 0 does not come
             store.set(f"{generation}/{rank}", "")
@@ -342,7 +342,7 @@ def attempts_that_fail(transport):
         with pytest.raises(PeerLost):
             attempt.run()
         reconfigure.connect = connect
-        comm.abandon_broken()
+        comm.release_broken()
         Reconfiguration(generation + 1, store=meeting_store(), timeout_s=20.0).run()
         total = torch.ones(1)
         dist.all_reduce(total, group=second)

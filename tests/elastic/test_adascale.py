@@ -26,8 +26,8 @@ def spread_of(gradients, sizes):
     )
 
 
-def gain_of(spread, scale):
-    return AdaScaleState().measured(spread.noise(int(scale * REFERENCE), REFERENCE), scale).gain
+def gain_of(gradient_noise, scale):
+    return AdaScaleState().measured(gradient_noise.noise(int(scale * REFERENCE), REFERENCE), scale).gain
 
 
 @pytest.mark.parametrize("scale", [2, 3, 8])
@@ -37,11 +37,11 @@ def test_the_paper_s_formula(scale):
     mean = gradients.mean(0)
     variance = (gradients - mean).square().sum() / (scale - 1)
     signal = mean.square().sum() - variance / scale
-    spread = spread_of(gradients, [REFERENCE] * scale)
-    noise = spread.noise(scale * REFERENCE, REFERENCE)
+    gradient_noise = spread_of(gradients, [REFERENCE] * scale)
+    noise = gradient_noise.noise(scale * REFERENCE, REFERENCE)
     assert noise.variance == pytest.approx(float(variance))
     assert noise.signal == pytest.approx(float(signal))
-    assert gain_of(spread, scale) == pytest.approx(float((variance + signal) / (variance / scale + signal)))
+    assert gain_of(gradient_noise, scale) == pytest.approx(float((variance + signal) / (variance / scale + signal)))
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_the_paper_s_formula(scale):
 )
 def test_limits(squared_norms, of_mean, gain):
     scale = len(squared_norms)
-    spread = GradientNoise(
+    gradient_noise = GradientNoise(
         squared_norms=tuple(squared_norms), shares=tuple([1 / scale] * scale), mean_squared_norm=of_mean
     )
-    assert gain_of(spread, scale) == pytest.approx(gain)
+    assert gain_of(gradient_noise, scale) == pytest.approx(gain)
 
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)
@@ -73,11 +73,11 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
 @given(st.lists(st.tuples(numbers, numbers), max_size=5), numbers, st.integers(1, 80))
 def test_any_values_give_a_gain_between_the_limits(parts, of_mean, num_samples):
     norms, shares = zip(*parts, strict=True) if parts else ((), ())
-    spread = GradientNoise(squared_norms=norms, shares=shares, mean_squared_norm=of_mean)
+    gradient_noise = GradientNoise(squared_norms=norms, shares=shares, mean_squared_norm=of_mean)
     scale = num_samples / REFERENCE
-    course = LRState.beginning(REFERENCE, ADASCALE).measured(spread, num_samples).after(num_samples)
-    assert min(1.0, scale) <= course.factor <= max(1.0, scale)
-    assert course.schedule_step == int(course.factor)
+    lr_state = LRState.beginning(REFERENCE, ADASCALE).measured(gradient_noise, num_samples).after(num_samples)
+    assert min(1.0, scale) <= lr_state.factor <= max(1.0, scale)
+    assert lr_state.schedule_step == int(lr_state.factor)
 
 
 @pytest.mark.parametrize("sizes", [[8, 8, 8, 8], [3, 9, 0, 4], [2, 2], [2, 0, 14]])
@@ -119,18 +119,18 @@ def test_a_step_that_tells_nothing_goes_by_what_is_known():
 
 
 def test_the_clock_counts_what_steps_are_worth():
-    course, worth = LRState.beginning(REFERENCE, ADASCALE), 0.0
+    lr_state, worth = LRState.beginning(REFERENCE, ADASCALE), 0.0
     for number in range(50):
-        before = course
-        spread = GradientNoise(squared_norms=(3.0 + number, 3.0), shares=(0.5, 0.5), mean_squared_norm=2.0)
-        course = course.toward(2 * REFERENCE, ADASCALE).measured(spread, 2 * REFERENCE)
-        assert course.schedule_step == before.schedule_step  # a step counts when it is committed
-        course = course.after(2 * REFERENCE)
-        worth += course.factor
-        assert course.schedule_step == int(worth)
-        assert course == LRState.of(json.loads(json.dumps(course.to_dict())))
+        before = lr_state
+        gradient_noise = GradientNoise(squared_norms=(3.0 + number, 3.0), shares=(0.5, 0.5), mean_squared_norm=2.0)
+        lr_state = lr_state.toward(2 * REFERENCE, ADASCALE).measured(gradient_noise, 2 * REFERENCE)
+        assert lr_state.schedule_step == before.schedule_step  # a step counts when it is committed
+        lr_state = lr_state.after(2 * REFERENCE)
+        worth += lr_state.factor
+        assert lr_state.schedule_step == int(worth)
+        assert lr_state == LRState.of(json.loads(json.dumps(lr_state.to_dict())))
     assert 50 < worth < 100
-    assert course.num_samples == 100 * REFERENCE
+    assert lr_state.num_samples == 100 * REFERENCE
 
 
 def test_a_course_from_before_there_was_adascale():
@@ -153,20 +153,20 @@ def logistic(scale, scaling, seed):
     optimizer = torch.optim.SGD([weights], lr=0.2, momentum=0.5, foreach=False)
     (group,) = optimizer.param_groups
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
-    course, num_steps = LRState.beginning(REFERENCE, rule), 0
-    while course.schedule_step < NUM_STEPS:
+    lr_state, num_steps = LRState.beginning(REFERENCE, rule), 0
+    while lr_state.schedule_step < NUM_STEPS:
         x = torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)
         y = torch.rand(size, generator=generator, dtype=torch.float64) < torch.sigmoid(x @ true)
         gradients = (torch.sigmoid(x @ weights.detach()) - y.double())[:, None] * x
         gradients = gradients.view(scale, REFERENCE, WIDTH).mean(1)  # of each part
-        before, course = course.schedule_step, course.toward(size, rule)
-        course = course.measured(spread_of(gradients, [REFERENCE] * scale), size)
+        before, lr_state = lr_state.schedule_step, lr_state.toward(size, rule)
+        lr_state = lr_state.measured(spread_of(gradients, [REFERENCE] * scale), size)
         weights.grad = gradients.mean(0)
-        rate, group["lr"] = group["lr"], group["lr"] * course.factor
+        rate, group["lr"] = group["lr"], group["lr"] * lr_state.factor
         optimizer.step()
         group["lr"] = rate
-        course, num_steps = course.after(size), num_steps + 1
-        for _ in range(course.schedule_step - before):
+        lr_state, num_steps = lr_state.after(size), num_steps + 1
+        for _ in range(lr_state.schedule_step - before):
             schedule.step()
     x = torch.randn(20_000, WIDTH, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     logits = x @ weights.detach()

@@ -33,7 +33,7 @@ def job(tmp_path, monkeypatch):
     def answer():
         own = ticket.job_store()
         while not over.wait(0.02):
-            controller.heed("job/1", own)
+            controller.poll("job/1", own)
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()

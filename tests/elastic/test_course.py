@@ -45,19 +45,19 @@ def test_rules_that_make_no_sense(options, words):
 )
 def test_factors_of_the_learning_rate(scaling, warmup, batches, factors):
     rule, found = LRScalingRule(scaling=scaling, warmup_samples=warmup), []
-    course = LRState.beginning(REFERENCE, rule)
+    lr_state = LRState.beginning(REFERENCE, rule)
     for batch in batches:
-        course = course.toward(batch, rule)
-        found.append(course.factor)
-        course = course.after(batch)
+        lr_state = lr_state.toward(batch, rule)
+        found.append(lr_state.factor)
+        lr_state = lr_state.after(batch)
     assert found == pytest.approx(factors)
 
 
 def test_a_reference_other_than_the_first_batch():
     rule = LRScalingRule(scaling="linear", reference_batch_size=50, warmup_samples=200)
-    course = LRState.beginning(50, rule).toward(100, rule)
-    assert course.factor == 1.0
-    assert course.after(200).factor == 2.0
+    lr_state = LRState.beginning(50, rule).toward(100, rule)
+    assert lr_state.factor == 1.0
+    assert lr_state.after(200).factor == 2.0
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.booleans()), max_size=30), st.sampled_from([0, 150, 1000]))

@@ -28,13 +28,13 @@ def job_store(job):
     return JobStore.connect(job)
 
 
-def incident(cause, rank=0):
+def failure(cause, rank=0):
     return FailureRecord(kind="process", cause=cause, worker_id=rank)
 
 
 def test_the_first_word_on_a_generation_counts(job):
     def end(number):
-        return JobStore.connect(job).end(3, incident(f"cause {number}", number))
+        return JobStore.connect(job).end(3, failure(f"cause {number}", number))
 
     with ThreadPoolExecutor(8) as pool:
         said = list(pool.map(end, range(8)))
@@ -57,7 +57,7 @@ def test_a_generation_lasts_until_its_end(job_store):
     assert job_store.ended(0) is None
     assert job_store.generation() == 0
     for number in range(3):
-        job_store.end(number, incident("gone"))
+        job_store.end(number, failure("gone"))
     assert job_store.generation() == 3
     assert job_store.generation(at_least=2) == 3
     assert job_store.generation(at_least=5) == 5
@@ -69,7 +69,7 @@ def test_waiting_for_an_end(job, job_store):
     assert job_store.wait_ended(0, timeout_s=0.2) is None
     assert time.monotonic() - began_s < 5
     writer = JobStore.connect(job)
-    threading.Timer(0.2, lambda: writer.end(0, incident("gone", 2))).start()
+    threading.Timer(0.2, lambda: writer.end(0, failure("gone", 2))).start()
     ended = job_store.wait_ended(0, timeout_s=20)
     assert ended is not None
     assert (ended.worker_id, ended.cause) == (2, "gone")
@@ -240,7 +240,7 @@ def test_values(job_store):
 
 def test_jobs_do_not_see_each_other(job, job_store):
     other = JobStore.connect(JobEnv(store_host=job.store_host, store_port=job.store_port, run_id="another"))
-    job_store.end(0, incident("gone"))
+    job_store.end(0, failure("gone"))
     job_store.set("name", b"value")
     assert other.ended(0) is None
     assert other.try_get("name") is None

@@ -71,20 +71,27 @@ def test_a_job_does_not_come_together_for_ever(rounds, is_refused):
     assert [budget.refusal(*each, MembershipPolicy()) is not None for each in rounds][-1] == is_refused
 
 
-def beat(number, worker_id=BETWEEN_CALLS):
+def heartbeat(number, worker_id=BETWEEN_CALLS):
     return {8: {"number": number, "activity": worker_id}}
 
 
 @pytest.mark.parametrize(
     ("looks", "over"),
     [
-        pytest.param([({1}, lambda n: beat(n))] * 4, [False, False, False, True], id="past-the-last-call"),
-        pytest.param([({1}, lambda n: beat(n, "computing step 7"))] * 9, [False] * 9, id="in-a-step"),
-        pytest.param([({1}, lambda _: beat(3, "computing step 7"))] * 4, [False, False, False, True], id="silent"),
+        pytest.param([({1}, lambda n: heartbeat(n))] * 4, [False, False, False, True], id="past-the-last-call"),
+        pytest.param([({1}, lambda n: heartbeat(n, "computing step 7"))] * 9, [False] * 9, id="in-a-step"),
+        pytest.param([({1}, lambda _: heartbeat(3, "computing step 7"))] * 4, [False, False, False, True], id="silent"),
         pytest.param([({1}, lambda _: {})] * 4, [False, False, False, True], id="nobody-in-its-places"),
         pytest.param([({1}, lambda _: None)] * 9, [False] * 9, id="a-program-that-tells-nothing"),
         pytest.param(
-            [({1, 2}, beat), ({1, 2}, beat), ({1}, beat), ({1}, beat), ({1}, beat), ({1}, beat)],
+            [
+                ({1, 2}, heartbeat),
+                ({1, 2}, heartbeat),
+                ({1}, heartbeat),
+                ({1}, heartbeat),
+                ({1}, heartbeat),
+                ({1}, heartbeat),
+            ],
             [False, False, False, False, False, True],
             id="another-finishes-meanwhile",
         ),

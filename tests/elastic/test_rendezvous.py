@@ -210,13 +210,13 @@ def test_successors_are_newer_than_all_that_were_there(nodes, pair):
 
 def test_a_node_that_was_only_slow_loses_nothing_but_a_step(nodes, pair):
     (_, slow), job_store = pair
-    claim = slow._keeper.assignment.claim
+    lease = slow._keeper.assignment.lease
     look = slow._keeper._look
     slow._keeper._look = lambda: None
     await_(lambda: job_store.ended(0) is not None)
     slow._keeper._look = look
     rdzv_store = slow._application.rdzv_store
-    await_(lambda: rdzv_store.claims(0)[1] == claim)
+    await_(lambda: rdzv_store.leases(0)[1] == lease)
     time.sleep(0.1)
     assert slow.num_nodes_waiting() == 0
     assert job_store.incarnations(range(4)) == [0, 0, 0, 0]
@@ -326,8 +326,8 @@ def test_members_can_have_all_begin_again_from_a_checkpoint_of_this_user(nodes, 
         named = tmp_path / "last"
         named.symlink_to(checkpoint)
     handlers, job_store = pair
-    incident = FailureRecord(kind="process", cause="all copies of a shard are gone")
-    restart = JobRestart(incident=incident, resume_from=str(named), step=7)
+    failure = FailureRecord(kind="process", cause="all copies of a shard are gone")
+    restart = JobRestart(failure=failure, resume_from=str(named), step=7)
     job_store.set(RESTART_KEY, restart.to_json().encode())
     await_(lambda: all(handler.num_nodes_waiting() == 1 for handler in handlers))
     if not whose.endswith("ours"):
@@ -364,7 +364,7 @@ def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes, tmp_pat
     waiting = nodes.node(1, 3)
     assert nodes.enter(waiting) == [(2, 3, 4, 6)]
     nodes.vanish(trained[0])
-    await_(lambda: LeaseState.VACANT in [claim.holding for claim in waiting._application.rdzv_store.claims(0)])
+    await_(lambda: LeaseState.VACANT in [lease.holding for lease in waiting._application.rdzv_store.leases(0)])
     time.sleep(0.2)
     assert waiting.num_nodes_waiting() == 0  # one is left that can take it in
     for step in (3, 7):
@@ -405,7 +405,7 @@ def test_an_unequal_newcomer_does_not_harm_the_others(nodes, pair):
 def test_the_end_of_a_job(nodes, pair):
     handlers, _ = pair
     spare = nodes.submit(nodes.node())
-    infos = [handler._application.rdzv_store.claims(0) for handler in handlers]
+    infos = [handler._application.rdzv_store.leases(0) for handler in handlers]
     assert infos[0] == infos[1]
     for handler in handlers:
         handler.finish()
@@ -453,7 +453,7 @@ def test_the_last_meeting_of_torch_agents_is_overheard(nodes):
     info = handler.next_rendezvous()
     info.store.set("torchelastic/role_info/0", json.dumps({"local_world_size": 1}).encode())
     barrier(info.store, 1, "torchelastic/agent/terminal_state", PATIENCE_S)
-    assert [claim.holding for claim in handler._application.rdzv_store.claims(0)] == [LeaseState.DONE]
+    assert [lease.holding for lease in handler._application.rdzv_store.leases(0)] == [LeaseState.DONE]
 
 
 def test_an_endpoint_serves_one_job(nodes):
@@ -530,7 +530,7 @@ def test_wrong_options_are_refused(wrong):
 
 def test_the_workers_of_torchrun_are_watched():
     """The handler's process is their parent; torchrun learns from the kernel itself."""
-    assignment = NodeAssignment(number=0, slot=0, num_slots=1, claim=SlotLease(node="a"), ranks=range(4), incarnation=3)
+    assignment = NodeAssignment(number=0, slot=0, num_slots=1, lease=SlotLease(node="a"), ranks=range(4), incarnation=3)
     brood = WorkerMonitor()
     program = "import sys, time; print(flush=True); sys.stdin.read(); sys.exit({})"
     workers = []

@@ -12,8 +12,8 @@ from hyperpod_plugins.elastic.membership.reshard import (
     ask_for_degrees,
     asked_degrees,
     forget_asked,
-    heed_all,
     layout_without,
+    poll_requests,
     refusal,
     stand_aside,
 )
@@ -47,10 +47,10 @@ def job_store():
         pytest.param(4, (3,), 30.0, replace(TERMS, layouts=LAYOUTS[:1]), None, id="no other degree is allowed"),
     ],
 )
-def test_when_a_world_cannot_go_on(job_store, world_size, missing, waited_s, terms, degree):
+def test_when_a_world_cannot_go_on(job_store, world_size, missing, waited_s, spec, degree):
     world = WorldPlan.initial(world_size)
     publish_initial_world(job_store, world)
-    layout = layout_without(job_store, terms, world, dict.fromkeys(missing, 0), waited_s)
+    layout = layout_without(job_store, spec, world, dict.fromkeys(missing, 0), waited_s)
     assert (None if layout is None else layout.shard_degree) == degree
 
 
@@ -83,8 +83,8 @@ def test_those_that_wait_take_part_in_a_start_of_all(job_store):
 def test_what_may_be_asked_for(job_store, asked, words):
     world = WorldPlan.initial(4)
     publish_initial_world(job_store, world)
-    terms = replace(TERMS, layouts=(*LAYOUTS, Layout(shard_degree=8, sizes=(1,))))
-    why_not = refusal(job_store, terms, world, *asked)
+    spec = replace(TERMS, layouts=(*LAYOUTS, Layout(shard_degree=8, sizes=(1,))))
+    why_not = refusal(job_store, spec, world, *asked)
     assert why_not is None if words is None else words in why_not
 
 
@@ -92,11 +92,11 @@ def test_the_first_request_of_a_round_counts(job_store):
     world = WorldPlan.initial(4)
     publish_initial_world(job_store, world)
     publish_elastic_spec(job_store, TERMS)
-    assert not heed_all(job_store, world)
+    assert not poll_requests(job_store, world)
     ask_for_degrees(job_store, (2, 1))
     ask_for_degrees(job_store, (1, 1))
     assert asked_degrees(job_store) == (2, 1)
-    assert heed_all(job_store, world)
+    assert poll_requests(job_store, world)
     assert refusal(job_store, TERMS, world, 2, 0) is None
     assert "about to start again with shard degree 2" in refusal(job_store, TERMS, world, 1, 0)
     forget_asked(job_store)
@@ -104,15 +104,15 @@ def test_the_first_request_of_a_round_counts(job_store):
 
 
 def test_terms_travel(job_store):
-    terms = replace(TERMS, tensor_degree=2)
-    publish_elastic_spec(job_store, terms)
-    assert elastic_spec_of(job_store) == terms
-    assert terms.degrees == (2, 2)
+    spec = replace(TERMS, tensor_degree=2)
+    publish_elastic_spec(job_store, spec)
+    assert elastic_spec_of(job_store) == spec
+    assert spec.degrees == (2, 2)
 
 
 def test_what_was_asked_for_reaches_the_next_round():
     restart = JobRestart(
-        incident=FailureRecord(kind="request", cause="x", reporter="y"), shard_degree=2, tensor_degree=1
+        failure=FailureRecord(kind="request", cause="x", reporter="y"), shard_degree=2, tensor_degree=1
     )
     end = RoundEnd.of(JobRestart.from_json(restart.to_json()), before=None)
     assert (end.shard_degree, end.tensor_degree) == (2, 1)

@@ -26,12 +26,12 @@ def held(*nodes):
     return tuple(SlotLease(node=node) for node in nodes)
 
 
-def vacant(claims, *slots):
-    return tuple(claim.become(LeaseState.VACANT) if slot in slots else claim for slot, claim in enumerate(claims))
+def vacant(leases, *slots):
+    return tuple(lease.become(LeaseState.VACANT) if slot in slots else lease for slot, lease in enumerate(leases))
 
 
-def done(claims, *slots):
-    return tuple(claim.become(LeaseState.DONE) if slot in slots else claim for slot, claim in enumerate(claims))
+def done(leases, *slots):
+    return tuple(lease.become(LeaseState.DONE) if slot in slots else lease for slot, lease in enumerate(leases))
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ ALL = held("a", "b", "c")
         pytest.param("c", held("a", "b", "d"), True, True, Decision(JoinStep.WAIT), id="and replaced"),
     ],
 )
-def test_a_running_round(node, claims, has_entered, can_absorb, decision):
-    view = RendezvousView(node=node, claims=claims, has_entered=has_entered, can_absorb=can_absorb)
+def test_a_running_round(node, leases, has_entered, can_absorb, decision):
+    view = RendezvousView(node=node, leases=leases, has_entered=has_entered, can_absorb=can_absorb)
     found = next_step(view, POLICY)
     assert found.step is decision.step
     assert found.slot == decision.slot or decision.step is JoinStep.RENEW
@@ -102,8 +102,8 @@ def test_a_running_round(node, claims, has_entered, can_absorb, decision):
         pytest.param(done(held("a", "b"), 0), True, Decision(JoinStep.WAIT), id="at the end"),
     ],
 )
-def test_a_round_that_grows(claims, can_absorb, decision):
-    assert next_step(RendezvousView(node="d", claims=claims, can_absorb=can_absorb, can_grow=True), POLICY) == decision
+def test_a_round_that_grows(leases, can_absorb, decision):
+    assert next_step(RendezvousView(node="d", leases=leases, can_absorb=can_absorb, can_grow=True), POLICY) == decision
 
 
 @pytest.mark.parametrize(
@@ -113,18 +113,18 @@ def test_a_round_that_grows(claims, can_absorb, decision):
         pytest.param(vacant(ALL, 2), Decision(JoinStep.RENEW, 2), id="without the one that was lost nobody goes on"),
     ],
 )
-def test_a_round_that_has_trained(claims, decision):
+def test_a_round_that_has_trained(leases, decision):
     for can_grow in (False, True):
         assert (
-            next_step(RendezvousView(node="d", claims=claims, has_trained=True, can_grow=can_grow), POLICY) == decision
+            next_step(RendezvousView(node="d", leases=leases, has_trained=True, can_grow=can_grow), POLICY) == decision
         )
 
 
 @pytest.mark.parametrize("claims", [ALL, vacant(ALL, 1), done(ALL, 0), done(ALL, 1, 2)])
 @pytest.mark.parametrize("node", ["a", "d"])
-def test_all_begin_again_where_a_member_wants_it_those_that_are_done_too(claims, node):
+def test_all_begin_again_where_a_member_wants_it_those_that_are_done_too(leases, node):
     for has_entered in (False, True):
-        view = RendezvousView(node=node, claims=claims, has_entered=has_entered, is_ending=True)
+        view = RendezvousView(node=node, leases=leases, has_entered=has_entered, is_ending=True)
         assert next_step(view, POLICY).step is JoinStep.RENEW
 
 
@@ -133,23 +133,23 @@ HOLDINGS = st.sampled_from(LeaseState)
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), HOLDINGS), min_size=1, max_size=3), st.booleans(), st.booleans())
 def test_no_slot_is_taken_from_a_living_node(slots, has_entered, can_absorb):
-    claims = tuple(SlotLease(node=node, holding=holding) for node, holding in slots)
+    leases = tuple(SlotLease(node=node, state=holding) for node, holding in slots)
     decision = next_step(
-        RendezvousView(node="a", claims=claims, has_entered=has_entered, can_absorb=can_absorb), POLICY
+        RendezvousView(node="a", leases=leases, has_entered=has_entered, can_absorb=can_absorb), POLICY
     )
     if decision.step in (JoinStep.ENTER, JoinStep.CLAIM):
-        claim = claims[decision.slot]
-        assert claim.node == "a" or claim.holding is LeaseState.VACANT
-        assert claim.holding is not LeaseState.DONE
+        lease = leases[decision.slot]
+        assert lease.node == "a" or lease.state is LeaseState.VACANT
+        assert lease.state is not LeaseState.DONE
         assert can_absorb or decision.step is JoinStep.ENTER
 
 
 def test_claims_are_counted_and_written_down():
     first = SlotLease(node="a")
-    second = first.become(LeaseState.VACANT).next("b")
-    assert (second.node, second.number, second.holding) == ("b", 1, LeaseState.HELD)
-    for claim in (first, second, second.become(LeaseState.DONE)):
-        assert SlotLease.from_json(claim.to_json()) == claim
+    second = first.with_state(LeaseState.VACANT).next("b")
+    assert (second.node, second.number, second.state) == ("b", 1, LeaseState.HELD)
+    for lease in (first, second, second.with_state(LeaseState.DONE)):
+        assert SlotLease.from_json(lease.to_json()) == lease
 
 
 def test_founders_are_those_who_came_first_in_the_order_of_their_hosts():
@@ -195,9 +195,9 @@ def test_every_lost_node_is_found_out_by_one_that_is_left(num_nodes, data):
         ([5, 90, 90, 90], False),
     ],
 )
-def test_silence_is_counted_in_looks(beats, lost):
+def test_silence_is_counted_in_looks(heartbeats, lost):
     pulse = LivenessTracker(max_missed=3)
-    for count in beats:
+    for count in heartbeats:
         pulse.look({"a": count})
     assert pulse.is_lost("a") is lost
     assert not pulse.is_lost("b")
@@ -215,6 +215,6 @@ def test_impossible_policies_are_refused(wrong):
 
 def test_options_of_the_command_line():
     policy = policy_from({"last_call_timeout": "5", "keep_alive_interval": 0.5, "is_host": "1"}, 1, 4)
-    assert policy == SlotPolicy(min_nodes=1, max_nodes=4, last_call_s=5.0, beat_s=0.5)
+    assert policy == SlotPolicy(min_nodes=1, max_nodes=4, last_call_s=5.0, heartbeat_s=0.5)
     with pytest.raises(ConfigError, match="--rdzv-conf"):
         policy_from({"join_timeout": "soon"}, 1, 1)

@@ -71,7 +71,7 @@ def gated():
     outcomes = [was_done, is_done()]
     device_sync._LIMIT_S = 0.2
     is_done = keep_busy(device, 2.0)
-    threading.Timer(0.1, comm.breaker.mark_broken, ["a test", lambda: None]).start()
+    threading.Timer(0.1, comm.group_health.mark_broken, ["a test", lambda: None]).start()
     with pytest.raises(DeviceHung, match=f"queue of {device}"):
         device_sync.synchronize_or_raise(device)
     return [*outcomes, is_done()]

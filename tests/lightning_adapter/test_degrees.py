@@ -6,7 +6,7 @@ from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.lightning import ElasticTraining
-from hyperpod_plugins.lightning.elastic_training import layouts_of, num_founders, with_degrees
+from hyperpod_plugins.lightning.elastic_training import initial_world_size, layouts_of, with_degrees
 from hyperpod_plugins.parallel import ParallelConfig
 
 
@@ -67,7 +67,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(given, config, words):
 )
 def test_a_job_begins_with_what_is_there(world_size, founders, degree):
     allowed, config = options(shard_degrees=(4, 2, 1)), ParallelConfig()
-    assert num_founders(allowed, config, world_size, ranks_per_node=1) == founders
+    assert initial_world_size(allowed, config, world_size, ranks_per_node=1) == founders
     layouts = layouts_of(allowed, config, ranks_per_node=1)
     # Whoever takes a founder's place later comes to the same.
     assert with_degrees(config, None, layouts, founders).hybrid_shard_degree == degree
@@ -76,8 +76,8 @@ def test_a_job_begins_with_what_is_there(world_size, founders, degree):
 
 def test_who_comes_later_is_told():
     layouts = (Layout(shard_degree=4, sizes=(1,)), Layout(shard_degree=1, tensor_degree=2, sizes=(1, 2)))
-    terms = ElasticSpec(policy=ElasticPolicy(), replica_size=2, sizes=(1, 2), tensor_degree=2, layouts=layouts)
-    config = with_degrees(ParallelConfig(), terms, layouts, world_size=4)
+    spec = ElasticSpec(policy=ElasticPolicy(), replica_size=2, sizes=(1, 2), tensor_degree=2, layouts=layouts)
+    config = with_degrees(ParallelConfig(), spec, layouts, world_size=4)
     assert (config.hybrid_shard_degree, config.tensor_parallel_degree) == (1, 2)
 
 
@@ -85,4 +85,4 @@ def test_too_few_processes():
     with pytest.raises(
         DegreeError, match="1 ranks are here, and this job may have shard degree 2 with 2 ranks or more"
     ):
-        num_founders(options(shard_degrees=(2,)), ParallelConfig(), 1, ranks_per_node=1)
+        initial_world_size(options(shard_degrees=(2,)), ParallelConfig(), 1, ranks_per_node=1)

@@ -10,7 +10,7 @@ from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.events import listen
-from hyperpod_plugins.lightning.lr_scaling import Rates, scaled
+from hyperpod_plugins.lightning.lr_scaling import LearningRates, scaled
 
 REFERENCE = 10
 SCHEDULERS = {
@@ -64,7 +64,7 @@ def trainer_with(scheduler, frequency=1, **options):
 
 
 def rates_of(**options):
-    rates = Rates(rule=LRScalingRule(**options))
+    rates = LearningRates(rule=LRScalingRule(**options))
     rates.begin(REFERENCE)
     return rates
 
@@ -112,7 +112,7 @@ def test_a_job_whose_members_are_replaced_goes_on_as_one_whose_are_not():
         step = run(rates, optimizer, trainer_with(scheduler), [size])
         used, left = used + step[0], left + step[1]
         state, states = rates.state_dict(), (optimizer.state_dict(), scheduler.state_dict())
-        optimizer, rates = adam(), Rates(rule=rates.rule)
+        optimizer, rates = adam(), LearningRates(rule=rates.rule)
         scheduler = SCHEDULERS["step"](optimizer)
         optimizer.load_state_dict(states[0])
         scheduler.load_state_dict(states[1])
@@ -180,10 +180,10 @@ def test_optimizers_that_the_rule_is_not_for():
 def test_a_checkpoint_with_another_reference():
     state = rates_of().state_dict()
     with pytest.raises(ConfigError, match="reference batch of 10 samples"):
-        Rates(rule=LRScalingRule(reference_batch_size=20)).load_state_dict(state)
-    rates = Rates(rule=LRScalingRule(reference_batch_size=10))
+        LearningRates(rule=LRScalingRule(reference_batch_size=20)).load_state_dict(state)
+    rates = LearningRates(rule=LRScalingRule(reference_batch_size=10))
     rates.load_state_dict(state)
-    assert rates.course == LRState.beginning(10, rates.rule)
+    assert rates.lr_state == LRState.beginning(10, rates.rule)
 
 
 NOISE = GradientNoise(squared_norms=(4.0, 4.0), shares=(0.5, 0.5), mean_squared_norm=2.0)
@@ -195,13 +195,13 @@ def test_adascale_goes_by_what_each_step_has_told():
     scheduler = SCHEDULERS["lambda"](optimizer)
     trainer, rates, used = trainer_with(scheduler), rates_of(scaling="adascale"), []
     # variance 4 and signal 0; then 0 and 4, so 2 and 2 in the mean; then nothing new
-    for spread, size in ((NOISE, 20), (AGREEMENT, 20), (None, 20), (None, 5)):
-        rates.spread = spread
+    for gradient_noise, size in ((NOISE, 20), (AGREEMENT, 20), (None, 20), (None, 5)):
+        rates.noise = gradient_noise
         used += run(rates, optimizer, trainer, [size])[0]
-        assert rates.spread is None
+        assert rates.noise is None
     gains, done = [2.0, 4 / 3, 4 / 3, 4 / 6], [0, 2, 3, 4]  # 2, 3.33, 4.67 and 5.33 steps
     assert used == pytest.approx([0.01 * gain / (1 + step) for gain, step in zip(gains, done, strict=True)])
-    assert trainer.fit_loop.epoch_loop.scheduler_progress.num_steps == rates.course.schedule_step == 5
+    assert trainer.fit_loop.epoch_loop.scheduler_progress.num_steps == rates.lr_state.schedule_step == 5
 
 
 def test_a_checkpoint_that_counts_otherwise():

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, LoopError, PeerLost
 from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
@@ -166,8 +166,8 @@ def test_what_a_part_asks_the_trainer_to_do_is_asked_again(part):
 
 def gather():
     """What a group does with a collective; there is none here."""
-    if breaker.refusal:
-        raise LoopError(breaker.refusal)
+    if group_health.refusal:
+        raise LoopError(group_health.refusal)
 
 
 class Gathers(Count):
@@ -198,7 +198,7 @@ def test_callbacks_whose_state_communicates_keep_it():
     hooks.begin(trainer, EVALUATION_BEGIN)
     for each in (gathers, loses, count):
         each.up()
-    assert breaker.refusal == ""
+    assert group_health.refusal == ""
     hooks.put_back(trainer)
     assert counts(gathers, loses, count) == [1, 1, 0]
     with pytest.raises(ConfigError, match=r"Gathers\.state_dict communicates"):
@@ -208,7 +208,7 @@ def test_callbacks_whose_state_communicates_keep_it():
     assert gathers.num_calls == num_calls  # once is enough to know
     with pytest.raises(LoopError, match="of its own"):
         SavingHooks().begin(trainer_with(Fails()), EVALUATION_BEGIN)
-    assert breaker.refusal == ""
+    assert group_health.refusal == ""
 
 
 def test_what_was_saved_and_averages_of_weights_are_never_put_back(tmp_path):

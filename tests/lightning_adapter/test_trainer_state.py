@@ -7,7 +7,7 @@ import pytest
 import torch
 from device import ACCELERATOR
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, LoopError
 from hyperpod_plugins.lightning.reentry import watch_parts
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
@@ -203,8 +203,8 @@ def test_a_description_carries_the_learning_rate():
 
 def gather():
     """What a group does with a collective; there is none here."""
-    if breaker.refusal:
-        raise LoopError(breaker.refusal)
+    if group_health.refusal:
+        raise LoopError(group_health.refusal)
 
 
 class Exports(pl.Callback):
@@ -239,7 +239,7 @@ def test_hooks_that_communicate_are_left_out_of_descriptions_or_refused():
         trainer.callbacks[-1] = callback
         with pytest.raises(ConfigError, match=f"{hook} communicates"):
             SavingHooks().dump(trainer)
-    assert breaker.refusal == ""
+    assert group_health.refusal == ""
 
 
 def test_survivors_keep_what_is_of_one_rank_alone():

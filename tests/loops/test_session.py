@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError, DeviceHung, LoopError, NonFiniteError, RecoveryError
@@ -22,7 +22,7 @@ def session(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "HYPERPOD_STORE"):
         monkeypatch.delenv(name, raising=False)
     yield Session()
-    breaker.refusal = ""
+    group_health.refusal = ""
     dist.destroy_process_group()
 
 

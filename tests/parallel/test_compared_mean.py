@@ -9,7 +9,7 @@ from torch import nn
 from hyperpod_plugins.data import BatchSplit, sample_weight
 from hyperpod_plugins.data.batch_split import Cursor, share
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.grad_averaging import spread_of
+from hyperpod_plugins.lightning.grad_averaging import noise_of
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.replica_mean.noise import ComparedMean
 
@@ -99,7 +99,7 @@ def compare_on_meshes():
                     loss.backward()
                     is_last = attempt == 1 and index == len(micro_steps) - 1
                     compared = mean.add(weight, is_first=index == 0, is_last=is_last)
-            results[layout, case] = spread_of(compared, mesh.size(1)), gradients_of(model)
+            results[layout, case] = noise_of(compared, mesh.size(1)), gradients_of(model)
     return results
 
 
@@ -126,18 +126,18 @@ def compared_by_hand(layout, case):
 @pytest.mark.spawns
 def test_parts_of_a_step_on_any_mesh(run_ranks):
     by_rank = run_ranks(compare_on_meshes, world_size=4, timeout_s=120)
-    for key, (spread, gradients) in by_rank[0].items():
+    for key, (gradient_noise, gradients) in by_rank[0].items():
         norms, shares, wanted = compared_by_hand(*key)
-        assert spread.squared_norms == pytest.approx(norms, rel=1e-4), key
-        assert spread.shares == pytest.approx(shares), key
+        assert gradient_noise.squared_norms == pytest.approx(norms, rel=1e-4), key
+        assert gradient_noise.shares == pytest.approx(shares), key
         of_mean = sum(float(grad.double().square().sum()) for grad in wanted.values())
-        assert spread.mean_squared_norm == pytest.approx(of_mean, rel=1e-4), key
+        assert gradient_noise.mean_squared_norm == pytest.approx(of_mean, rel=1e-4), key
         assert gradients.keys() == wanted.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda m, w=key: f"{w}: {m}")
     for results in by_rank[1:]:
-        for key, (spread, _) in results.items():
-            assert spread == by_rank[0][key][0], f"{key}: ranks disagree"
+        for key, (gradient_noise, _) in results.items():
+            assert gradient_noise == by_rank[0][key][0], f"{key}: ranks disagree"
 
 
 def averaged_by_fsdp():

@@ -199,14 +199,14 @@ def die_in_votes(wanted, folder, trainer):
         finally:
             is_meeting.clear()
 
-    def send_or_die(ballot, to, value):
+    def send_or_die(vote, to, value):
         place = "val" if trainer.validating else "epoch"
         mark = Path(folder, f"done-vote-{RANK}-{place}-{trainer.current_epoch - (place == 'epoch')}")
-        if is_meeting and to in ballot._down and mark.name[5:].replace("-", ":") in wanted and not mark.exists():
+        if is_meeting and to in vote._down and mark.name[5:].replace("-", ":") in wanted and not mark.exists():
             mark.touch()
             time.sleep(0.2)  # others go on
             os.kill(os.getpid(), signal.SIGKILL)
-        send(ballot, to, value)
+        send(vote, to, value)
 
     StepTransaction.meet, CommitVote._send = meet_or_die, send_or_die
 
@@ -220,21 +220,21 @@ def die_as_the_only_one_that_knows(folder, trainer):
         Path(folder, "done-only"),
     )
 
-    def receive_late(ballot, of):
-        if of is ballot._up and trainer.validating and trainer.current_epoch == 1:
+    def receive_late(vote, of):
+        if of is vote._up and trainer.validating and trainer.current_epoch == 1:
             until_s = time.monotonic() + 5
             while not first.exists() and time.monotonic() < until_s:
                 time.sleep(0.01)
             time.sleep(1)  # until the groups are broken
-        return receive(ballot, of)
+        return receive(vote, of)
 
     def wait_and_die(*args, **more):
-        halt = wait(*args, **more)
+        resume_point = wait(*args, **more)
         if first.exists() and not mark.exists():
             time.sleep(2)
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return halt
+        return resume_point
 
     if RANK == 2:
         CommitVote._receive = receive_late

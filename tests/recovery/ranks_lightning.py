@@ -297,9 +297,9 @@ def instrument():
         faults.at("vote", self.step)
         went_well = vote(self)
         faults.at("voted", self.step)
-        from hyperpod_plugins.comm import breaker
+        from hyperpod_plugins.comm import group_health
 
-        return went_well and breaker.cause is None
+        return went_well and group_health.cause is None
 
     def restoring(self, plan, rank):
         nonlocal step

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from faults import DEVICE, Faults, own_device
 from torch import nn
 
-from hyperpod_plugins.comm import breaker
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, WorkerEnv
@@ -168,7 +168,7 @@ def main():
             local_part(model.teacher).lerp_(local_part(model.layers[0].weight), 0.5)
         faults.note(kind="loss", step=step, loss=loss.hex(), lr=optimizer.param_groups[0]["lr"])
         scheduler.step()
-    assert breaker.cause is None
+    assert group_health.cause is None
     state = {name: local(value) for name, value in [*model.named_parameters(), *model.named_buffers()]}
     for number, values in enumerate(optimizer.state.values()):
         state |= {f"{number}.{key}": local(value) for key, value in values.items()}
@@ -192,7 +192,7 @@ def instrument():
         faults.at("vote", self.step)
         vote(self)
         faults.at("voted", self.step)
-        return breaker.cause is None and not breaker.is_open
+        return group_health.cause is None and not group_health.is_open
 
     StepTransaction._vote = voting
 

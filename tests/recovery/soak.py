@@ -37,8 +37,8 @@ def workers(mark):
                 continue
             status = dict(line.split(":\t", 1) for line in (entry / "status").read_text().splitlines() if ":\t" in line)
             found[int(entry.name)] = int(status["PPid"])
-    zygotes = [pid for pid in found if sum(parent == pid for parent in found.values()) >= 4]
-    return [pid for pid, parent in found.items() if parent in zygotes and pid not in zygotes]
+    fork_servers = [pid for pid in found if sum(parent == pid for parent in found.values()) >= 4]
+    return [pid for pid, parent in found.items() if parent in fork_servers and pid not in fork_servers]
 
 
 def measure(pid):

@@ -48,7 +48,7 @@ def play(connect):
 
         def begin(rank, arrival=SURVIVOR, *, world_size=3, timeout_s=DEADLINE_S, patience_s=DEADLINE_S, outside_s=0.0):
             job_store = connect()
-            assembly = QuorumJoiner(
+            joiner = QuorumJoiner(
                 job_store,
                 Worlds(job_store, WorldPlan.initial(world_size)),
                 PlanWatcher(connect),
@@ -56,7 +56,7 @@ def play(connect):
                 policy=MembershipPolicy(replacement_timeout_s=timeout_s),
                 survivors=Survivors(job_store, patience_s=lambda: patience_s, outside_s=outside_s),
             )
-            return pool.submit(assembly.join, 1, arrival, time.monotonic())
+            return pool.submit(joiner.join, 1, arrival, time.monotonic())
 
         yield begin
 
@@ -230,7 +230,7 @@ def test_only_survivors_that_do_not_come_are_chased(play, connect):
 def test_a_survivor_that_is_busy_outside_of_a_step_is_waited_for(play, connect):
     """Longer than for lost ones to be replaced, as hang detection grants it; then it is stuck like any other."""
     job_store = connect()
-    beat = Heartbeat(
+    heartbeat = Heartbeat(
         incarnation=0,
         generation=0,
         committed=7,
@@ -241,7 +241,7 @@ def test_a_survivor_that_is_busy_outside_of_a_step_is_waited_for(play, connect):
         waited_s=0.0,
         number=1,
     )
-    job_store.heartbeat(1, beat.to_dict())
+    job_store.heartbeat(1, heartbeat.to_dict())
     began_s = time.monotonic()
     waiting = play(0, world_size=2, timeout_s=0.5, patience_s=0.2, outside_s=4.0)
     until(lambda: job_store.new_kills() == [(1, 0)])

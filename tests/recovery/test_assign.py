@@ -50,7 +50,7 @@ def keeping(*local_steps, snapshots=(), needs_local=False):
         incarnation=0,
         committed=5,
         snapshots=snapshots,
-        ward_snapshots=snapshots,
+        source_snapshots=snapshots,
         local_steps=local_steps,
         needs_local=needs_local,
     )

@@ -9,9 +9,9 @@ import torch
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.recovery.watchdog import (
-    BeatAges,
     HangPolicy,
     Heartbeat,
+    HeartbeatAges,
     StepTimes,
     Suspicion,
     diagnose,
@@ -112,18 +112,18 @@ def at(collective, group="shard"):
     ],
 )
 def test_of_ranks_that_all_wait_those_in_the_oldest_collective_are_suspected(others, suspected):
-    beats = dict(enumerate([at(9), *others]))
-    silent_s = dict.fromkeys(beats, 0.0)
-    assert [each.rank for each in diagnose(beats, at(9), LIMIT_S, POLICY, silent_s)] == suspected
-    assert furthest_behind(beats, at(0), {}, LIMIT_S) == frozenset()  # nothing to compare with
+    heartbeats = dict(enumerate([at(9), *others]))
+    silent_s = dict.fromkeys(heartbeats, 0.0)
+    assert [each.rank for each in diagnose(heartbeats, at(9), LIMIT_S, POLICY, silent_s)] == suspected
+    assert furthest_behind(heartbeats, at(0), {}, LIMIT_S) == frozenset()  # nothing to compare with
 
 
 def test_nobody_counts_as_behind_while_a_rank_is_silent():
     """It was stopped in a collective of another group, and the one behind waits for it."""
-    beats = {0: at(9), 1: at(8), 2: at(3, "world")}
-    assert [each.rank for each in diagnose(beats, at(9), LIMIT_S, POLICY, {2: 0.0})] == [1]
-    assert not diagnose(beats, at(9), LIMIT_S, POLICY, {2: 21.0})
-    assert [each.rank for each in diagnose(beats, at(9), LIMIT_S, POLICY, {2: 41.0})] == [2]
+    heartbeats = {0: at(9), 1: at(8), 2: at(3, "world")}
+    assert [each.rank for each in diagnose(heartbeats, at(9), LIMIT_S, POLICY, {2: 0.0})] == [1]
+    assert not diagnose(heartbeats, at(9), LIMIT_S, POLICY, {2: 21.0})
+    assert [each.rank for each in diagnose(heartbeats, at(9), LIMIT_S, POLICY, {2: 41.0})] == [2]
 
 
 def test_a_short_limit_leaves_time_for_some_beats():
@@ -136,15 +136,15 @@ def test_a_short_limit_leaves_time_for_some_beats():
 
 
 def test_all_that_hang_are_named_with_their_incarnations():
-    beats = {5: replace(COMPUTES, incarnation=2), 3: WAITS, 1: WAITS, 0: WAITS}
-    assert diagnose(beats, WAITS, LIMIT_S, POLICY, {5: 0.0, 3: 50.0, 1: 0.5, 0: 0.5}) == [
+    heartbeats = {5: replace(COMPUTES, incarnation=2), 3: WAITS, 1: WAITS, 0: WAITS}
+    assert diagnose(heartbeats, WAITS, LIMIT_S, POLICY, {5: 0.0, 3: 50.0, 1: 0.5, 0: 0.5}) == [
         Suspicion(rank=3, incarnation=0, cause="has not been heard of for 50 s; it was computing step 7"),
         Suspicion(rank=5, incarnation=2, cause="did not come to the shard collective for 41 s; it is computing step 7"),
     ]
 
 
 def test_silence_is_measured_by_the_clock_of_the_one_that_reads():
-    ages = BeatAges()
+    ages = HeartbeatAges()
     assert ages.look({0: WAITS, 1: WAITS}, 1000.0) == {0: 0.0, 1: 0.0}  # however old they are
     later = replace(WAITS, number=71)
     assert ages.look({0: later, 1: WAITS}, 1030.0) == {0: 0.0, 1: 30.0}

@@ -162,7 +162,7 @@ class Lively(JobStore):
 
     def heartbeats(self, ranks):
         self.num_asked = getattr(self, "num_asked", 0) + 1
-        beat = Heartbeat(
+        heartbeat = Heartbeat(
             incarnation=0,
             generation=0,
             committed=7,
@@ -173,7 +173,7 @@ class Lively(JobStore):
             waited_s=0.0,
             number=self.num_asked,
         )
-        return {rank: beat.to_dict() for rank in ranks}
+        return {rank: heartbeat.to_dict() for rank in ranks}
 
 
 @pytest.mark.parametrize("is_lively", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from recovery.faults import run_job
 
-from hyperpod_plugins.fault_injection.chaos import ChaosPlan, blows
+from hyperpod_plugins.fault_injection.chaos import ChaosPlan, schedule
 from hyperpod_plugins.parallel.checkpoint.files import read_document
 
 EVERYWHERE = [
@@ -356,7 +356,7 @@ def chaos(name, plan, record):
 
 def test_chaos_from_outside_does_what_it_says(undisturbed, tmp_path):
     plan = ChaosPlan(every_s=0.5, count=2, seed=8, kinds=("kill", "stop"), resume_s=1.0)
-    drawn = [(blow.cause, blow.kind) for blow in blows(plan)]
+    drawn = [(blow.cause, blow.kind) for blow in schedule(plan)]
     assert {kind for _, kind in drawn} == {"kill", "stop"}
     with ThreadPoolExecutor(1) as pool:
         striking = pool.submit(chaos, str(tmp_path), plan, tmp_path / "record-0.jsonl")

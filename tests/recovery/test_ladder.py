@@ -20,7 +20,7 @@ HSDP = Topology(world_size=4, shard_degree=2)
 
 
 def restart(step, path="/ckpt"):
-    return JobRestart(incident=FailureRecord(kind="process", cause="all died"), resume_from=path, step=step)
+    return JobRestart(failure=FailureRecord(kind="process", cause="all died"), resume_from=path, step=step)
 
 
 def test_a_job_that_gets_further_may_begin_again_as_often_as_it_likes():

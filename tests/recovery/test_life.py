@@ -175,7 +175,7 @@ def test_restarts_are_counted_by_place():
         (1, 5, False, False),
         (1, 5, False, True),
     ]:
-        restart = JobRestart(incident=LOST, entry=entry, step=step, is_own_fault=is_own)
+        restart = JobRestart(failure=LOST, entry=entry, step=step, is_own_fault=is_own)
         assert (budget.refusal(restart) is not None) is is_refused, (entry, step)
 
 

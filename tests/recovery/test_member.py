@@ -119,13 +119,13 @@ def test_those_that_are_left_write_snapshots_unless_a_checkpoint_is_newer(monkey
     checkpoint, rescued = tmp_path / "checkpoint", tmp_path / "rescued"
     checkpoint.mkdir()
     SavedCheckpoints(member.job_store).add(str(checkpoint), saved_step)
-    left = {0: Arrival(incarnation=0, snapshots=(10,), ward_snapshots=(10,))}
+    left = {0: Arrival(incarnation=0, snapshots=(10,), source_snapshots=(10,))}
     late = ReplacementTimeout(Generation(number=1, arrivals=left), "rank 1 does not come back", starts_again=True)
     snapshots = SimpleNamespace(of=lambda owner, step: (owner, step))
-    ending = JobShutdown(member, subject_that_saves(str(rescued)))
+    shutdown = JobShutdown(member, subject_that_saves(str(rescued)))
     nothing = FinalSavePlan(roll_forward=(), savers=(), step=-1)
     topology = Topology(world_size=2, shard_degree=2, ranks_per_node=1)
     with pytest.raises(StateLost, match="rank 1 does not come back"):
-        start_again_without(late, nothing, member, ending, topology, snapshots)
+        start_again_without(late, nothing, member, shutdown, topology, snapshots)
     restart = JobRestart.from_json(member.job_store.try_get(RESTART_KEY))
     assert (restart.resume_from, restart.step) == (str(rescued if begins_at == 10 else checkpoint), begins_at)

@@ -10,8 +10,8 @@ from hyperpod_plugins.recovery.plan import buddies, plan_salvage
 def arrivals(**snapshots):
     """Of the ranks `r0=((own steps), (steps of the ward))`."""
     return {
-        int(name[1:]): Arrival(incarnation=0, snapshots=own, ward_snapshots=ward)
-        for name, (own, ward) in snapshots.items()
+        int(name[1:]): Arrival(incarnation=0, snapshots=own, source_snapshots=source_rank)
+        for name, (own, source_rank) in snapshots.items()
     }
 
 
@@ -43,13 +43,13 @@ HYBRID = Topology(world_size=4, shard_degree=2, ranks_per_node=2)
     ],
 )
 def test_what_can_be_saved(topology, here, step, owners):
-    rescue = plan_salvage(arrivals(**here), topology)
+    salvage = plan_salvage(arrivals(**here), topology)
     if step is None:
-        assert rescue is None
+        assert salvage is None
         return
-    assert (rescue.step, dict(rescue.owners)) == (step, owners)
+    assert (salvage.step, dict(salvage.owners)) == (step, owners)
     size = topology.shard_degree * topology.tensor_degree
-    assert sorted(owner % size for those in rescue.owners.values() for owner in those) == list(range(size))
+    assert sorted(owner % size for those in salvage.owners.values() for owner in those) == list(range(size))
 
 
 def test_the_buddies_that_the_tables_count_on():

@@ -59,7 +59,7 @@ def test_buddies_are_a_permutation_without_fixed_points_and_leave_the_node_where
     ranks = range(topology.world_size)
     assert sorted(found) == list(ranks)
     assert topology.world_size == 1 or all(found[rank] != rank for rank in ranks)
-    assert [found[ward] for ward in sources_of(found)] == list(ranks)
+    assert [found[source_rank] for source_rank in sources_of(found)] == list(ranks)
     nodes = [topology.node_of(rank) for rank in ranks]
     if 2 * max(nodes.count(node) for node in nodes) <= topology.world_size:
         assert all(nodes[rank] != nodes[found[rank]] for rank in ranks)
@@ -90,7 +90,7 @@ HYBRID = Topology(world_size=4, shard_degree=2)
 
 
 def survivor(committed, *steps):
-    return Arrival(incarnation=0, committed=committed, snapshots=steps, ward_snapshots=steps)
+    return Arrival(incarnation=0, committed=committed, snapshots=steps, source_snapshots=steps)
 
 
 def joiner():
@@ -119,7 +119,7 @@ def test_both_replicas_of_a_shard_come_from_their_buddies():
 
 def test_an_exchange_that_only_some_completed_does_not_count():
     given = arrivals(13, (5, 10), {1})
-    given[2] = Arrival(incarnation=0, committed=13, snapshots=(5, 10), ward_snapshots=(5,))
+    given[2] = Arrival(incarnation=0, committed=13, snapshots=(5, 10), source_snapshots=(5,))
     assert plan_recovery(given, FULL).step == 5
     assert newest_snapshot(given, FULL) == 5
 
@@ -208,12 +208,12 @@ def exchange(rank_that_breaks):
         model(torch.ones(4)).sum().backward()
         optimizer.step()
     snapshots.settle()
-    after_ten = snapshots.own_steps, snapshots.ward_steps
+    after_ten = snapshots.own_steps, snapshots.source_steps
     if rank == rank_that_breaks:
         break_groups("a test")
     snapshots.maybe_snapshot(15, lambda: b"")
     snapshots.settle()
-    interrupted = snapshots.own_steps, snapshots.ward_steps
+    interrupted = snapshots.own_steps, snapshots.source_steps
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     break_groups("a test")

@@ -58,7 +58,7 @@ def test_after_a_fault_it_goes_on_where_all_know_the_same(told, expected):
     paces = [measured(SnapshotPace(1, is_measured=True)), SnapshotPace(1, is_measured=True)]
     assert [pace.told_steps for pace in paces] == [3, 0]
     for pace in paces:
-        pace.begin_again(told)
+        pace.reset(told)
         assert pace.every_steps == expected
         assert pace.told_steps == (0 if expected == 1 else expected)
     assert [step for step in range(9) if measured(paces[0]).is_due(step)] == [0, 3, 6]
@@ -68,7 +68,7 @@ def test_no_commit_waits_for_a_snapshot_of_every_step_before_its_cost_is_known()
     pace = SnapshotPace(1, is_measured=True)
     assert pace.is_due(1)
     assert not pace.is_every_step
-    pace.begin_again([1, 0])
+    pace.reset([1, 0])
     assert pace.is_every_step
     assert SnapshotPace(1, is_measured=False).is_every_step
     assert not measured(SnapshotPace(1, is_measured=True)).is_every_step

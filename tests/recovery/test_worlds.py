@@ -49,13 +49,13 @@ def test_where_no_replica_is_whole_all_start_again():
 def test_a_replacement_that_sets_itself_up_is_awaited(incarnation, is_speaking, is_awaited):
     found_worlds, job_store = worlds(4, 2, 1)
     said = {"generation": 1, "committed": -1, "activity": "", "in_step": False, "is_loading": False, "waits_for": ""}
-    beat = Heartbeat(**said, incarnation=incarnation, waited_s=0.0, number=1)
-    job_store.heartbeat(3, beat.to_dict())
+    heartbeat = Heartbeat(**said, incarnation=incarnation, waited_s=0.0, number=1)
+    job_store.heartbeat(3, heartbeat.to_dict())
     now_s[0] = 100.0
     assert not found_worlds.go_on_without(0, {3: 1}, 1.0, "rank 0")
     now_s[0] = 160.0
     if is_speaking:
-        job_store.heartbeat(3, replace(beat, number=2).to_dict())
+        job_store.heartbeat(3, replace(heartbeat, number=2).to_dict())
     if is_awaited:
         assert not found_worlds.go_on_without(0, {3: 1}, 61.0, "rank 0")
     else:

@@ -38,10 +38,10 @@ from hyperpod_plugins.elastic.launcher.local_workers import (
     WorkerStatus,
     cause,
     error_of,
-    failure,
+    process_failure,
 )
 from hyperpod_plugins.elastic.launcher.logs import Sink
-from hyperpod_plugins.elastic.launcher.round import AgentOptions, Meeting, posts_of
+from hyperpod_plugins.elastic.launcher.round import AgentOptions, RoundCounter, worker_slots
 from hyperpod_plugins.elastic.launcher.signal_queue import SignalInbox
 from hyperpod_plugins.elastic.membership.admission import announce_preemption, is_known, takes_part, world_or_none
 from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
@@ -81,7 +81,7 @@ _STUCK_S = 2.0
 """How long the main thread may take to pass that signal on to the workers."""
 _NEWS_S = 0.5
 """How long the store outlives the decision to stop, for the other nodes to read why."""
-_STOPPED = "agent/stopped"  # value: the Incident for which the whole job ends
+_STOPPED = "agent/stopped"  # value: the Failure for which the whole job ends
 _DONE = "agent/done"  # value NODE: all workers of that node have come to a good end
 _LEFT = "agent/left"  # value NODE: it needs the rendezvous no more
 _FINISHED = "agent/finished"  # value RANK: that worker has
@@ -111,8 +111,8 @@ class HyperPodAgent(SimpleElasticAgent):
         self._inbox = SignalInbox(options.ending_signals)
         self._inbox.on_ending(self._enforce_end)
         self._is_stopping = False
-        self._crew = LocalWorkers(options.program, options.zygote, dict(options.environ))
-        self._meeting = Meeting()
+        self._workers = LocalWorkers(options.program, options.fork_server, dict(options.environ))
+        self._rounds = RoundCounter()
         self._budgets: dict[int, RestartBudget] = {}
         self._job_restarts = JobRestartBudget()
         self._restart: JobRestart | None = None
@@ -120,7 +120,7 @@ class HyperPodAgent(SimpleElasticAgent):
         self._failures: dict[int, ProcessFailure] = {}
         self._reporter = ""
         self._generation, self._next_poll_s = 0, 0.0
-        self._has_left = self._has_ledger = False
+        self._has_left = self._has_job_store = False
         self._leave_by_s: float | None = None
         self._next_signal, self._next_signal_s = signal.SIGTERM, 0.0
         self._is_needed = True
@@ -144,41 +144,43 @@ class HyperPodAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         restart, self._restart = self._restart, None
         records, num_before = self._records_of_last_round(restart)
-        self._round = self._meeting.begin(worker_group, restart.resume_from if restart is not None else "")
+        self._round = self._rounds.begin(worker_group, restart.resume_from if restart is not None else "")
         handler = worker_group.spec.rdzv_handler
-        slots = handler if isinstance(handler, HyperPodRendezvousHandler) else None
+        rendezvous = handler if isinstance(handler, HyperPodRendezvousHandler) else None
         job = self._round.job
-        self._job_store = JobStore.connect(job) if slots is None else JobStore.of(job.run_id, slots.connect())
+        self._job_store = JobStore.connect(job) if rendezvous is None else JobStore.of(job.run_id, rendezvous.connect())
         if records is not None:
             records.hand_over(self._job_store, num_before)
-        self._has_ledger, self._generation = True, 0
+        self._has_job_store, self._generation = True, 0
         self._reporter = f"agent of node {self._round.node}"
         self._budgets.clear()
         with self._inbox.deferred():
-            posts, destination = posts_of(worker_group, self._round, self._options)
-            self._crew.start(posts, self._sinks(destination))
-            for post, code in self._crew.wait_started(self._inbox, lambda: slots is not None and slots.is_over):
-                self._on_end(post, code)
+            slots, destination = worker_slots(worker_group, self._round, self._options)
+            self._workers.start(slots, self._sinks(destination))
+            for slot, code in self._workers.wait_started(
+                self._inbox, lambda: rendezvous is not None and rendezvous.is_over
+            ):
+                self._on_end(slot, code)
             if self._leave_by_s is not None:  # what it said in the round before is forgotten
-                self._give_notice()
-            return {post.local_rank: post.pid for post in posts}
+                self._announce_preemption()
+            return {slot.local_rank: slot.pid for slot in slots}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         until_s = time.monotonic() + self._options.monitor_interval_s
         with self._inbox.deferred():
             while True:
-                for post, code in self._crew.wait(min(until_s, self._next_poll_s), self._inbox):
-                    self._on_end(post, code)
+                for slot, code in self._workers.wait(min(until_s, self._next_poll_s), self._inbox):
+                    self._on_end(slot, code)
                 self._inbox.raise_pending()
                 for notice in self._inbox.take_notices():
-                    self._heed_notice(notice)
-                self._poll_ledger()
+                    self._announce_leaving(notice)
+                self._poll_job_store()
                 result = self._outcome()
                 if result is not None:
                     return result
                 if time.monotonic() >= until_s:
-                    for post in self._crew.slots:
-                        worker_group.workers[post.local_rank].id = post.pid
+                    for slot in self._workers.slots:
+                        worker_group.workers[slot.local_rank].id = slot.pid
                     return RunResult(state=WorkerState.HEALTHY)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -194,15 +196,15 @@ class HyperPodAgent(SimpleElasticAgent):
     def _end_node(self, death_sig: signal.Signals) -> None:
         if self.stopped is None:
             with contextlib.suppress(DistError):
-                self._give_notice()
+                self._announce_preemption()
                 if death_sig == signal.SIGTERM:
                     self._leave_between_steps()
-        for post, code in self._stop(death_sig):
+        for slot, code in self._stop(death_sig):
             if code != 0 and self.stopped is None and self._round.num_nodes > 1:
                 with contextlib.suppress(DistError):
-                    if not self._is_void(post):
-                        self._write_up(post, code)  # this node leaves and the others stay: they need not find out
-        self._crew.close()
+                    if not self._is_void(slot):
+                        self._record_exit(slot, code)  # this node leaves and the others stay: they need not find out
+        self._workers.close()
         if self.stopped is not None and (self._worker_group.group_world_size or 1) > 1:
             time.sleep(max(0.0, self._stopped_s + _NEWS_S - time.monotonic()))
 
@@ -219,20 +221,20 @@ class HyperPodAgent(SimpleElasticAgent):
                         return
                     is_first = handler.serves_store or (not handler.needs_server and self._round.node == 0)
                     if is_first and not handler.unfinished():
-                        kept = self._kept()
+                        kept = self._kept_folder()
             self.leave_rendezvous()
             self._remove(kept)  # the job is closed, so nobody begins again with it
             return
         with contextlib.suppress(DistError):  # a node that has waited long enough may leave first, with its store
             if self._await_all_nodes(_DONE, self._exit_barrier_timeout) and self._round.node == 0:
-                kept = self._kept()
+                kept = self._kept_folder()
             self.leave_rendezvous()
             self._await_all_nodes(_LEFT, _LEAVE_S)
         self._remove(kept)
         if self._round.node == 0 and num_nodes > 1:
             time.sleep(2 * self._options.monitor_interval_s)  # the others still look for the last `_LEFT`
 
-    def _kept(self) -> Path | None:
+    def _kept_folder(self) -> Path | None:
         """The state after the calls of the program, where that has come to a good end."""
         return kept_folder(self._job_store) if self.stopped is None else None
 
@@ -252,11 +254,11 @@ class HyperPodAgent(SimpleElasticAgent):
         next_look_s, next_report_s = now_s, now_s + _REPORT_S
         while self._job_store.try_get(_STOPPED) is None and not handler.is_closed() and (left := handler.unfinished()):
             now_s = time.monotonic()
-            if handler.is_done and self._heeds_restart():
+            if handler.is_done and self._follows_restart():
                 return
             if now_s >= next_look_s:
                 next_look_s = now_s + look_s
-                if wait.is_over(left, self._said_by(handler, left), now_s) and not self._heeds_restart():
+                if wait.is_over(left, self._heartbeats_of(handler, left), now_s) and not self._follows_restart():
                     logger.warning(
                         "the workers of this node are done, and it waits no longer for those of nodes %s: nothing has "
                         "been heard of a step or a call of the program there for %.0f s",
@@ -268,19 +270,19 @@ class HyperPodAgent(SimpleElasticAgent):
                 logger.warning("the workers of this node are done; it waits for those of nodes %s", sorted(left))
             time.sleep(self._options.monitor_interval_s)
 
-    def _heeds_restart(self) -> bool:
+    def _follows_restart(self) -> bool:
         """Whether others want all processes to start again, those that are done too: what they ran, they pass."""
         wanted = self._job_store.try_get(RESTART_KEY)
         if wanted is not None:
             with contextlib.suppress(*MALFORMED):  # the keeper's thread tells of such values
-                self._begin_again(JobRestart.from_json(wanted))
+                self._restart_all(JobRestart.from_json(wanted))
         return self._restart is not None
 
-    def _said_by(self, handler: HyperPodRendezvousHandler, left: set[int]) -> dict[int, dict[str, Any]] | None:
+    def _heartbeats_of(self, handler: HyperPodRendezvousHandler, left: set[int]) -> dict[int, dict[str, Any]] | None:
         """What processes of other nodes have told; None to wait on without knowing, for a round needs the store."""
         if handler.has_new_round:
             return None if handler.serves_store else {}
-        return handler.beats_of(left)
+        return handler.heartbeats_of(left)
 
     def _await_all_nodes(self, what: str, timeout_s: float) -> bool:
         self._job_store.set(f"{what}/{self._round.node}", b"1")
@@ -304,85 +306,85 @@ class HyperPodAgent(SimpleElasticAgent):
 
     # -- the life of a worker -------------------------------------------------------------------------------------
 
-    def _on_end(self, post: WorkerSlot, code: int) -> None:
+    def _on_end(self, slot: WorkerSlot, code: int) -> None:
         """Tell the job store that a process has ended, and replace it unless that is pointless."""
         try:
             if code == 0:
-                self._job_store.set(f"{_FINISHED}/{post.global_rank}", b"1")
+                self._job_store.set(f"{_FINISHED}/{slot.global_rank}", b"1")
                 return
             if self._restart is not None or not self._is_needed or self._excluded is not None:
                 return
-            self._is_proven |= post.uptime_s >= self._options.restarts.early_s
+            self._is_proven |= slot.uptime_s >= self._options.restarts.early_s
             if self.stopped is not None:
-                self._blame(post, code)
+                self._record_failure(slot, code)
                 return
-            if self._is_void(post):
+            if self._is_void(slot):
                 return
-            incident = self._write_up(post, code)
-            is_taken_over = self._job_store.incarnation(post.global_rank) != incident.incarnation + 1  # just now
+            failure = self._record_exit(slot, code)
+            is_taken_over = self._job_store.incarnation(slot.global_rank) != failure.incarnation + 1  # just now
             if is_taken_over or self._leave_by_s is not None:
                 return
-            is_new, loss = self._is_on_trial(post, code), self._loss(post, code)
-            if not is_new and self._starts_all_again(post, loss, incident):
+            is_new, loss = self._is_on_trial(slot, code), self._loss(slot, code)
+            if not is_new and self._starts_all_again(slot, loss, failure):
                 return
-            refusal = self._refusal(post, loss)
+            refusal = self._refusal(slot, loss)
             is_on_trial = refusal is not None and is_new
         except (DistError, *MALFORMED) as error:
-            self._fail(post, code, error)
+            self._fail(slot, code, error)
             return
         if refusal is not None:
-            self._blame(post, code)
+            self._record_failure(slot, code)
             if is_on_trial:
-                self._exclude_node(incident, refusal)
+                self._exclude_node(failure, refusal)
             else:
-                self._stop_job(incident, refusal)
+                self._stop_job(failure, refusal)
             return
         logger.warning(
             "rank %d (pid %d, incarnation %d) ended after %.1f s: %s; another takes its place",
-            *(post.global_rank, post.pid, post.incarnation, post.uptime_s, incident.cause),
+            *(slot.global_rank, slot.pid, slot.incarnation, slot.uptime_s, failure.cause),
         )
-        self._crew.replace(post, incident.incarnation + 1)
+        self._workers.replace(slot, failure.incarnation + 1)
 
-    def _is_on_trial(self, post: WorkerSlot, code: int) -> bool:
+    def _is_on_trial(self, slot: WorkerSlot, code: int) -> bool:
         """Whether a failure speaks against this node rather than the job: it came later, and has been of no use yet."""
         if self._job_store.try_get(GAVE_UP_KEY) is not None or not self._job_store.is_armed:
             return False
         if not isinstance(self._worker_group.spec.rdzv_handler, HyperPodRendezvousHandler):
             return False
-        if not takes_part(self._job_store, post.global_rank):
+        if not takes_part(self._job_store, slot.global_rank):
             return True
         return self._round.job.incarnation > 0 and not self._is_proven and code != GAVE_UP
 
-    def _exclude_node(self, incident: FailureRecord, why: str) -> None:
+    def _exclude_node(self, failure: FailureRecord, why: str) -> None:
         """Give the slot of this node back, and end; where it serves the store, it stays for that alone."""
         handler = self._worker_group.spec.rdzv_handler
         assert isinstance(handler, HyperPodRendezvousHandler)
         stays = "it only serves the job's store from now on" if handler.serves_store else "it leaves"
-        logger.error("%s; the job goes on without the workers of this node, and %s: %s", incident, stays, why)
-        self._excluded = replace(incident, cause=f"{incident.cause}; {why}")
-        self._crew.stop(signal.SIGKILL, 0.0, self._inbox)
+        logger.error("%s; the job goes on without the workers of this node, and %s: %s", failure, stays, why)
+        self._excluded = replace(failure, cause=f"{failure.cause}; {why}")
+        self._workers.stop(signal.SIGKILL, 0.0, self._inbox)
         with contextlib.suppress(DistError):
-            handler.withdraw(f"its workers fail as they start: {incident.cause}")
+            handler.withdraw(f"its workers fail as they start: {failure.cause}")
 
-    def _is_void(self, post: WorkerSlot) -> bool:
+    def _is_void(self, slot: WorkerSlot) -> bool:
         """Whether another node has taken this one for lost, and its slot."""
-        return self._job_store.incarnation(post.global_rank) != post.incarnation
+        return self._job_store.incarnation(slot.global_rank) != slot.incarnation
 
-    def _write_up(self, post: WorkerSlot, code: int) -> FailureRecord:
-        incident = FailureRecord(
+    def _record_exit(self, slot: WorkerSlot, code: int) -> FailureRecord:
+        failure = FailureRecord(
             kind="process",
-            cause=cause(post, code),
-            worker_id=post.global_rank,
-            incarnation=post.incarnation,
+            cause=cause(slot, code),
+            worker_id=slot.global_rank,
+            incarnation=slot.incarnation,
             reporter=self._reporter,
         )
-        self._generation = record_worker_exit(self._job_store, incident, self._generation)
-        return incident
+        self._generation = record_worker_exit(self._job_store, failure, self._generation)
+        return failure
 
-    def _loss(self, post: WorkerSlot, code: int) -> Loss:
+    def _loss(self, slot: WorkerSlot, code: int) -> Loss:
         job_store = self._job_store
-        is_armed, error = job_store.is_armed, error_of(post) if code > 0 else ""
-        raised = job_store.try_get(f"{RAISED_KEY}/{post.global_rank}") if error else None
+        is_armed, error = job_store.is_armed, error_of(slot) if code > 0 else ""
+        raised = job_store.try_get(f"{RAISED_KEY}/{slot.global_rank}") if error else None
         self._is_known |= is_known(job_store)
         return Loss(
             code=code,
@@ -391,19 +393,19 @@ class HyperPodAgent(SimpleElasticAgent):
             is_armed=is_armed,
             has_begun=job_store.try_get(BEGUN_KEY) is not None,
             is_known=self._is_known,
-            is_needed=takes_part(job_store, post.global_rank),
-            can_all_start=is_armed or not self._any_node_gone(),
+            is_needed=takes_part(job_store, slot.global_rank),
+            can_all_start=is_armed or not self._has_any_node_left(),
             may_restart=self._options.restarts.max_restarts > 0,
         )
 
-    def _any_node_gone(self) -> bool:
+    def _has_any_node_left(self) -> bool:
         """Whether a node whose workers are done has left, or may have."""
         handler = self._worker_group.spec.rdzv_handler
         if isinstance(handler, HyperPodRendezvousHandler):
             return handler.is_any_gone
         return bool(self._job_store.try_get_all([f"{_DONE}/{node}" for node in range(self._round.num_nodes)]))
 
-    def _starts_all_again(self, post: WorkerSlot, loss: Loss, incident: FailureRecord) -> bool:
+    def _starts_all_again(self, slot: WorkerSlot, loss: Loss, failure: FailureRecord) -> bool:
         """Have all nodes start their processes again, where the others cannot take a replacement in, and that may help.
 
         Returns:
@@ -411,17 +413,17 @@ class HyperPodAgent(SimpleElasticAgent):
         """
         if loss.remedy is not Remedy.START_AGAIN or self._job_store.try_get(GAVE_UP_KEY) is not None:
             return False
-        found = restart_from_newest(self._job_store, self._round.job, incident)
+        found = restart_from_newest(self._job_store, self._round.job, failure)
         wanted = replace(found, is_own_fault=loss.is_own_fault)
         self._job_store.set_if_absent(RESTART_KEY, wanted.to_json().encode())
-        self._begin_again(JobRestart.from_json(self._job_store.try_get(RESTART_KEY) or wanted.to_json()))
+        self._restart_all(JobRestart.from_json(self._job_store.try_get(RESTART_KEY) or wanted.to_json()))
         if self.stopped is not None:
-            self._blame(post, loss.code)
+            self._record_failure(slot, loss.code)
         return True
 
-    def _refusal(self, post: WorkerSlot, loss: Loss) -> str | None:
-        budget, code = self._budgets.setdefault(post.global_rank, RestartBudget(self._options.restarts)), loss.code
-        refusal = budget.refusal(loss, post.uptime_s, time.monotonic())
+    def _refusal(self, slot: WorkerSlot, loss: Loss) -> str | None:
+        budget, code = self._budgets.setdefault(slot.global_rank, RestartBudget(self._options.restarts)), loss.code
+        refusal = budget.refusal(loss, slot.uptime_s, time.monotonic())
         given_up = self._job_store.try_get(GAVE_UP_KEY)
         if given_up is not None:
             return f"the job has given up: {FailureRecord.from_json(given_up)}"
@@ -435,28 +437,28 @@ class HyperPodAgent(SimpleElasticAgent):
         if refusal is None:
             world = world_or_none(self._job_store)
             worker_ids = range(self._worker_group.workers[0].world_size) if world is None else world.worker_ids
-            others = set(worker_ids) - {post.global_rank}
+            others = set(worker_ids) - {slot.global_rank}
             if others and all(self._job_store.try_get(f"{_FINISHED}/{rank}") is not None for rank in sorted(others)):
                 return "all others have finished, and a new process would wait for them in vain"
         return refusal
 
-    def _poll_ledger(self) -> None:
+    def _poll_job_store(self) -> None:
         """Kill whom others want killed, and hear whether another node has ended the job."""
         if time.monotonic() < self._next_poll_s:
             return
         self._next_poll_s = time.monotonic() + max(_POLL_S, self._round.num_nodes * _POLL_PER_NODE_S)
         try:
             for wanted in self._job_store.new_kills():
-                here = [post for post in self._crew.slots if (post.global_rank, post.incarnation) == wanted]
-                self._crew.send(here, signal.SIGKILL)
+                here = [slot for slot in self._workers.slots if (slot.global_rank, slot.incarnation) == wanted]
+                self._workers.send(here, signal.SIGKILL)
             stopped, restart = self._job_store.try_get(_STOPPED), self._job_store.try_get(RESTART_KEY)
             if self._leave_by_s is not None:
-                self._take_leave(self._leave_by_s)
+                self._end_superfluous_workers(self._leave_by_s)
             stop = None if stopped is None else FailureRecord.from_json(stopped)
             wanted = None if restart is None else JobRestart.from_json(restart)
             may_begin = stop is None and self._restart is None and self._excluded is None
             if wanted is not None and may_begin and not self._is_superfluous():
-                self._begin_again(wanted)
+                self._restart_all(wanted)
         except DistError as error:
             if not self._is_superfluous():
                 self._lose_store(error)
@@ -466,9 +468,9 @@ class HyperPodAgent(SimpleElasticAgent):
         if self._is_superfluous():
             logger.warning("the job is done, and has not taken this node in: its workers end")
             self._is_needed = False
-            self._crew.stop(signal.SIGKILL, 0.0, self._inbox)
+            self._workers.stop(signal.SIGKILL, 0.0, self._inbox)
         elif stop is not None:
-            self._end_with(stop)
+            self._end_job(stop)
 
     def _is_superfluous(self) -> bool:
         """Whether the job has come to a good end, and the workers of this node still wait to be taken in."""
@@ -477,51 +479,51 @@ class HyperPodAgent(SimpleElasticAgent):
 
     # -- this node leaves, and the job goes on --------------------------------------------------------------------
 
-    def _heed_notice(self, notice: signal.Signals) -> None:
+    def _announce_leaving(self, notice: signal.Signals) -> None:
         """Have the job shrink, so that this node can leave between two steps; where it cannot, tell the workers."""
         if self._leave_by_s is not None:
             return
         handler = self._worker_group.spec.rdzv_handler
         try:
-            terms = elastic_spec_of(self._job_store)
-            if terms is None or not isinstance(handler, HyperPodRendezvousHandler):
-                self._crew.send(self._crew.slots, notice)
+            spec = elastic_spec_of(self._job_store)
+            if spec is None or not isinstance(handler, HyperPodRendezvousHandler):
+                self._workers.send(self._workers.slots, notice)
                 return
             if handler.serves_store:
                 logger.warning("%s: this node serves the store of the job, and cannot leave it", notice.name)
                 return
-            self._give_notice()
+            self._announce_preemption()
         except DistError as error:
             self._lose_store(error)
             return
-        timeout_s = terms.policy.graceful_shutdown_timeout_s
+        timeout_s = spec.policy.graceful_shutdown_timeout_s
         logger.warning("%s: this node leaves the job, between two steps, within %.0f s", notice.name, timeout_s)
         self._leave_by_s = time.monotonic() + timeout_s
 
     def _leave_between_steps(self) -> None:
         """Wait a while for the job to go on without this node, if it can; another signal ends the wait."""
         handler = self._worker_group.spec.rdzv_handler
-        own = {post.global_rank for post in self._crew.slots if post.phase is WorkerStatus.RUNNING}
+        own = {slot.global_rank for slot in self._workers.slots if slot.status is WorkerStatus.RUNNING}
         if not own or not isinstance(handler, HyperPodRendezvousHandler) or handler.serves_store:
             return
-        terms, world = elastic_spec_of(self._job_store), world_or_none(self._job_store)
-        if terms is None or world is None or own.issuperset(world.worker_ids):
+        spec, world = elastic_spec_of(self._job_store), world_or_none(self._job_store)
+        if spec is None or world is None or own.issuperset(world.worker_ids):
             return
-        grace_s = min(terms.policy.graceful_shutdown_timeout_s, self._options.shutdown_timeout_s * _PART_FOR_LEAVING)
+        grace_s = min(spec.policy.graceful_shutdown_timeout_s, self._options.shutdown_timeout_s * _PART_FOR_LEAVING)
         self._leave_by_s = time.monotonic() + grace_s
         with self._inbox.deferred(), contextlib.suppress(SignalException):
-            while self._outcome() is None and any(post.phase is WorkerStatus.RUNNING for post in self._crew.slots):
-                for post, code in self._crew.wait(self._next_poll_s, self._inbox):
-                    self._on_end(post, code)
+            while self._outcome() is None and any(slot.status is WorkerStatus.RUNNING for slot in self._workers.slots):
+                for slot, code in self._workers.wait(self._next_poll_s, self._inbox):
+                    self._on_end(slot, code)
                 self._inbox.raise_pending()
-                self._poll_ledger()
+                self._poll_job_store()
 
-    def _give_notice(self) -> None:
-        for post in self._crew.slots:  # none before the first round
-            if post.phase is not WorkerStatus.DONE:
-                announce_preemption(self._job_store, post.global_rank, post.incarnation)
+    def _announce_preemption(self) -> None:
+        for slot in self._workers.slots:  # none before the first round
+            if slot.status is not WorkerStatus.DONE:
+                announce_preemption(self._job_store, slot.global_rank, slot.incarnation)
 
-    def _take_leave(self, leave_by_s: float) -> None:
+    def _end_superfluous_workers(self, leave_by_s: float) -> None:
         """End those of this node's processes that the job has done without.
 
         Raises:
@@ -533,19 +535,19 @@ class HyperPodAgent(SimpleElasticAgent):
         world = world_or_none(self._job_store)
         if world is None:
             return
-        aside = [post for post in self._crew.slots if post.global_rank not in world.worker_ids]
-        self._is_needed = len(aside) < len(self._crew.slots)
+        aside = [slot for slot in self._workers.slots if slot.global_rank not in world.worker_ids]
+        self._is_needed = len(aside) < len(self._workers.slots)
         if aside and time.monotonic() >= self._next_signal_s:
-            self._crew.send(aside, self._next_signal, last=True)
+            self._workers.send(aside, self._next_signal, last=True)
             self._next_signal, self._next_signal_s = signal.SIGKILL, time.monotonic() + _LEAVE_S
 
     # -- the end of the job ---------------------------------------------------------------------------------------
 
-    def _begin_again(self, restart: JobRestart) -> None:
+    def _restart_all(self, restart: JobRestart) -> None:
         """Have torch's loop start all workers again, unless that has not helped before."""
         refusal = self._job_restarts.refusal(restart)
         if refusal is not None:
-            self._stop_job(restart.incident, refusal)
+            self._stop_job(restart.failure, refusal)
             return
         logger.warning("%s", restart)
         self._records = EntryRecords.of(self._job_store)
@@ -553,7 +555,7 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _records_of_last_round(self, restart: JobRestart | None) -> tuple[EntryRecords | None, int]:
         """What the workers of the next round are told of the entries that have ended, and how many they are."""
-        if not self._has_ledger:
+        if not self._has_job_store:
             return None, 0
         if restart is not None and self._records is not None:
             return self._records, restart.entry
@@ -571,10 +573,10 @@ class HyperPodAgent(SimpleElasticAgent):
         if self._restart is not None:
             return RunResult(state=WorkerState.UNHEALTHY)
         final = {WorkerStatus.DONE} if self._is_needed else {WorkerStatus.DONE, WorkerStatus.LOST}
-        if any(post.phase not in final for post in self._crew.slots):
+        if any(slot.status not in final for slot in self._workers.slots):
             return None
         return RunResult(
-            state=WorkerState.SUCCEEDED, return_values={post.global_rank: None for post in self._crew.slots}
+            state=WorkerState.SUCCEEDED, return_values={slot.global_rank: None for slot in self._workers.slots}
         )
 
     def _outcome_without_workers(self) -> RunResult | None:
@@ -588,28 +590,28 @@ class HyperPodAgent(SimpleElasticAgent):
         failures = {} if is_success else self._failures
         return RunResult(state=WorkerState.SUCCEEDED if is_success else WorkerState.FAILED, failures=failures)
 
-    def _stop_job(self, incident: FailureRecord, why: str) -> None:
-        reason = replace(incident, cause=f"{incident.cause}; it is not replaced, for {why}")
-        self._end_with(reason)
+    def _stop_job(self, failure: FailureRecord, why: str) -> None:
+        reason = replace(failure, cause=f"{failure.cause}; it is not replaced, for {why}")
+        self._end_job(reason)
         with contextlib.suppress(DistError):
             self._job_store.set(_STOPPED, reason.to_json().encode())
 
-    def _fail(self, post: WorkerSlot, code: int, error: Exception) -> None:
+    def _fail(self, slot: WorkerSlot, code: int, error: Exception) -> None:
         """End the job where it is not known what a loss means, for the store is gone or holds what no agent writes."""
         if isinstance(error, DistError):
             self._lose_store(error)
         else:
-            self._blame(post, code)
-            incident = FailureRecord(kind="agent", cause=f"rank {post.global_rank} has ended", reporter=self._reporter)
-            self._stop_job(incident, f"a value in the job's store is none that an agent writes ({error})")
+            self._record_failure(slot, code)
+            failure = FailureRecord(kind="agent", cause=f"rank {slot.global_rank} has ended", reporter=self._reporter)
+            self._stop_job(failure, f"a value in the job's store is none that an agent writes ({error})")
 
     def _lose_store(self, error: Exception) -> None:
         cause = f"the store of the job, which an agent serves or etcd, does not answer any more ({error})"
-        self._end_with(FailureRecord(kind="agent", cause=cause, reporter=self._reporter))
+        self._end_job(FailureRecord(kind="agent", cause=cause, reporter=self._reporter))
 
-    def _end_with(self, incident: FailureRecord) -> None:
+    def _end_job(self, failure: FailureRecord) -> None:
         if self.stopped is None:
-            self.stopped, self._stopped_s = incident, time.monotonic()
+            self.stopped, self._stopped_s = failure, time.monotonic()
 
     def _enforce_end(self, number: signal.Signals) -> None:
         """End this process after a signal where its main thread does not, for it waits in C; in a thread of its own."""
@@ -617,12 +619,12 @@ class HyperPodAgent(SimpleElasticAgent):
         is_passed_on = False
         handler = self._worker_group.spec.rdzv_handler
         end_s = _END_S + (
-            handler.farewell_s if isinstance(handler, HyperPodRendezvousHandler) and handler.serves_store else 0.0
+            handler.closing_s if isinstance(handler, HyperPodRendezvousHandler) and handler.serves_store else 0.0
         )
         stop_s = longest_stop_s(self._options.shutdown_timeout_s)
         while time.monotonic() < last_s + end_s:
             time.sleep(_POLL_S)
-            running = [post.pid for post in self._crew.slots if post.phase is WorkerStatus.RUNNING and post.pid > 0]
+            running = [slot.pid for slot in self._workers.slots if slot.status is WorkerStatus.RUNNING and slot.pid > 0]
             running = [pid for pid in running if Path(f"/proc/{pid}").exists()]
             age_s = time.monotonic() - began_s
             if running and age_s < stop_s:
@@ -641,14 +643,14 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _stop(self, number: signal.Signals) -> list[tuple[WorkerSlot, int]]:
         with self._inbox.deferred():
-            ended = self._crew.stop(number, self._options.shutdown_timeout_s, self._inbox)
-            for post, code in ended:
-                if self.stopped is not None and (code > 0 or error_of(post)):  # not by our signal, or before it
-                    self._blame(post, code)
+            ended = self._workers.stop(number, self._options.shutdown_timeout_s, self._inbox)
+            for slot, code in ended:
+                if self.stopped is not None and (code > 0 or error_of(slot)):  # not by our signal, or before it
+                    self._record_failure(slot, code)
             return ended
 
-    def _blame(self, post: WorkerSlot, code: int) -> None:
-        self._failures[post.global_rank] = failure(post, code)
+    def _record_failure(self, slot: WorkerSlot, code: int) -> None:
+        self._failures[slot.global_rank] = process_failure(slot, code)
 
     def _sinks(self, destination: LogsDest) -> list[Sink]:
         sinks = [Sink("stdout", sys.stdout), Sink("stderr", sys.stderr)]

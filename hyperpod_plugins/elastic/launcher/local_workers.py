@@ -58,17 +58,17 @@ class WorkerSlot:
     global_rank: int
     environ: dict[str, str]
     logs: ProcessLogs
-    founder_logs: ProcessLogs
+    first_logs: ProcessLogs
     prefix: str
     """Put before each line that is copied to the console."""
     args: tuple[str, ...] = ()
-    successors_environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    replacement_environ: Mapping[str, str] = field(default_factory=dict[str, str])
     """What is different for processes that take the place of a lost one."""
     incarnation: int = 0
     ticket: int = -1
     pid: int = -1
     started_s: float = 0.0
-    phase: WorkerStatus = WorkerStatus.LOST
+    status: WorkerStatus = WorkerStatus.LOST
 
     @property
     def uptime_s(self) -> float:
@@ -77,37 +77,37 @@ class WorkerSlot:
 
 
 class LocalWorkers:
-    """All posts of this node."""
+    """All slots of this node."""
 
     def __init__(self, program: Program, options: ForkServerOptions, environ: dict[str, str]) -> None:
         """Start the zygote; its imports run while the nodes find each other."""
         self._program = program
         self._options = options
         self._environ = environ
-        self._zygote = ForkServerProcess(options, environ)
+        self._fork_server = ForkServerProcess(options, environ)
         self._tee = Tee()
         self._cwd = os.getcwd()
         self._num_tickets = 0
         self._sinks: Sequence[Sink] = ()
         self.slots: Sequence[WorkerSlot] = ()
 
-    def start(self, posts: Sequence[WorkerSlot], sinks: Sequence[Sink]) -> None:
-        """Start a process for each post, and copy to `sinks` the streams that are to be copied."""
-        self.slots, self._sinks = posts, sinks
-        for post in posts:
-            self._start(post)
+    def start(self, slots: Sequence[WorkerSlot], sinks: Sequence[Sink]) -> None:
+        """Start a process for each slot, and copy to `sinks` the streams that are to be copied."""
+        self.slots, self._sinks = slots, sinks
+        for slot in slots:
+            self._start(slot)
 
-    def replace(self, post: WorkerSlot, incarnation: int) -> None:
+    def replace(self, slot: WorkerSlot, incarnation: int) -> None:
         """Put a new process in the place of one that has ended."""
-        for stream in post.logs.teed:
-            self._tee.complete(post.logs.path(stream))
-        post.incarnation = incarnation
-        post.logs = post.founder_logs.of_replacement(incarnation)
-        post.environ |= {"TORCHELASTIC_ERROR_FILE": post.logs.error_file, **post.successors_environ}
-        self._start(post)
+        for stream in slot.logs.teed:
+            self._tee.complete(slot.logs.path(stream))
+        slot.incarnation = incarnation
+        slot.logs = slot.first_logs.of_replacement(incarnation)
+        slot.environ |= {"TORCHELASTIC_ERROR_FILE": slot.logs.error_file, **slot.replacement_environ}
+        self._start(slot)
 
     def wait_started(self, inbox: SignalInbox, is_over: Callable[[], bool]) -> list[tuple[WorkerSlot, int]]:
-        """Wait until every running post has a pid, or the job is over; returns who has ended, as `wait` does.
+        """Wait until every running slot has a pid, or the job is over; returns who has ended, as `wait` does.
 
         Raises:
             ConfigError: the zygote ended, or is not ready in time.
@@ -115,7 +115,7 @@ class LocalWorkers:
         """
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         ended: list[tuple[WorkerSlot, int]] = []
-        while any(post.pid < 0 for post in self.slots if post.phase is WorkerStatus.RUNNING):
+        while any(slot.pid < 0 for slot in self.slots if slot.status is WorkerStatus.RUNNING):
             inbox.raise_pending()
             if is_over():
                 break
@@ -133,36 +133,36 @@ class LocalWorkers:
         Raises:
             ConfigError: the zygote ended before it could start anything.
         """
-        descriptors = [inbox.fileno()] if self._zygote.is_lost else [inbox.fileno(), self._zygote.fileno()]
+        descriptors = [inbox.fileno()] if self._fork_server.is_lost else [inbox.fileno(), self._fork_server.fileno()]
         wait_readable(descriptors, deadline_s)
         ended: list[tuple[WorkerSlot, int]] = []
-        posts = {post.ticket: post for post in self.slots if post.phase is WorkerStatus.RUNNING}
-        for event in self._zygote.news():
-            post = posts.get(event.ticket)
-            if post is None:
+        slots = {slot.ticket: slot for slot in self.slots if slot.status is WorkerStatus.RUNNING}
+        for event in self._fork_server.news():
+            slot = slots.get(event.ticket)
+            if slot is None:
                 continue
             if isinstance(event, Started):
-                post.pid, post.started_s = event.pid, time.monotonic()
+                slot.pid, slot.started_s = event.pid, time.monotonic()
             else:
-                post.phase = WorkerStatus.LOST if event.code else WorkerStatus.DONE
-                ended.append((post, event.code))
-        if self._zygote.is_lost:
-            ended += self._after_zygote(post for post in posts.values() if post.phase is WorkerStatus.RUNNING)
+                slot.status = WorkerStatus.LOST if event.code else WorkerStatus.DONE
+                ended.append((slot, event.code))
+        if self._fork_server.is_lost:
+            ended += self._after_fork_server(slot for slot in slots.values() if slot.status is WorkerStatus.RUNNING)
         return ended
 
-    def send(self, posts: Iterable[WorkerSlot], number: signal.Signals, *, last: bool = False) -> None:
-        """Send a signal to running posts; SIGKILL takes all that a worker has started with it."""
+    def send(self, slots: Iterable[WorkerSlot], number: signal.Signals, *, last: bool = False) -> None:
+        """Send a signal to running slots; SIGKILL takes all that a worker has started with it."""
         group = number == signal.SIGKILL or self._program.kind == "executable"
-        for post in posts:
-            if post.phase is WorkerStatus.RUNNING:
-                self._zygote.send_signal(post.ticket, number, group=group, last=last)
+        for slot in slots:
+            if slot.status is WorkerStatus.RUNNING:
+                self._fork_server.send_signal(slot.ticket, number, group=group, last=last)
 
     def stop(self, number: signal.Signals, timeout_s: float, inbox: SignalInbox) -> list[tuple[WorkerSlot, int]]:
         """Signal everybody, wait, kill those that are left; returns who ended, and the code."""
-        if not self._zygote.is_ready:  # it would hear of this when its imports are done; nobody runs yet
-            self._zygote.close()
-            for post in self.slots:
-                post.phase = WorkerStatus.LOST if post.phase is WorkerStatus.RUNNING else post.phase
+        if not self._fork_server.is_ready:  # it would hear of this when its imports are done; nobody runs yet
+            self._fork_server.close()
+            for slot in self.slots:
+                slot.status = WorkerStatus.LOST if slot.status is WorkerStatus.RUNNING else slot.status
             return []
         self.send(self.slots, number, last=True)
         ended = self._wait_all(time.monotonic() + timeout_s, inbox)
@@ -171,57 +171,57 @@ class LocalWorkers:
 
     def close(self) -> None:
         """End the zygote and copy the last output; the crew is of no use afterwards."""
-        self._zygote.close()
+        self._fork_server.close()
         self._tee.close()
 
     def _wait_all(
         self, deadline_s: float, inbox: SignalInbox, *, patient: bool = False
     ) -> list[tuple[WorkerSlot, int]]:
         ended: list[tuple[WorkerSlot, int]] = []
-        while any(post.phase is WorkerStatus.RUNNING for post in self.slots) and time.monotonic() < deadline_s:
+        while any(slot.status is WorkerStatus.RUNNING for slot in self.slots) and time.monotonic() < deadline_s:
             if inbox.is_impatient and not patient:
                 break
             ended += self.wait(min(deadline_s, time.monotonic() + 0.2), inbox)
             inbox.drain()
         return ended
 
-    def _start(self, post: WorkerSlot) -> None:
-        if self._zygote.is_lost:
-            self._zygote = ForkServerProcess(self._options, self._environ)
+    def _start(self, slot: WorkerSlot) -> None:
+        if self._fork_server.is_lost:
+            self._fork_server = ForkServerProcess(self._options, self._environ)
         self._num_tickets += 1
-        post.ticket, post.pid, post.phase = self._num_tickets, -1, WorkerStatus.RUNNING
-        post.started_s = time.monotonic()
-        post.environ["HYPERPOD_INCARNATION"] = str(post.incarnation)
-        self._zygote.start(
+        slot.ticket, slot.pid, slot.status = self._num_tickets, -1, WorkerStatus.RUNNING
+        slot.started_s = time.monotonic()
+        slot.environ["HYPERPOD_INCARNATION"] = str(slot.incarnation)
+        self._fork_server.start(
             SpawnRequest(
-                ticket=post.ticket,
+                ticket=slot.ticket,
                 kind=self._program.kind,
                 target=self._program.target,
-                args=post.args,
-                environ=post.environ,
+                args=slot.args,
+                environ=slot.environ,
                 cwd=self._cwd,
-                stdout=post.logs.stdout,
-                stderr=post.logs.stderr,
+                stdout=slot.logs.stdout,
+                stderr=slot.logs.stderr,
             )
         )
         for sink in self._sinks:
-            if sink.stream in post.logs.teed:
-                self._tee.follow(post.logs.path(sink.stream), post.prefix, sink)
+            if sink.stream in slot.logs.teed:
+                self._tee.follow(slot.logs.path(sink.stream), slot.prefix, sink)
 
-    def _after_zygote(self, posts: Iterable[WorkerSlot]) -> list[tuple[WorkerSlot, int]]:
+    def _after_fork_server(self, slots: Iterable[WorkerSlot]) -> list[tuple[WorkerSlot, int]]:
         """The zygote is gone, and the kernel has killed its children; what they had started is killed here."""
-        ended, was_ready, code = list(posts), self._zygote.is_ready, self._zygote.close()
+        ended, was_ready, code = list(slots), self._fork_server.is_ready, self._fork_server.close()
         if ended and not was_ready and code >= 0:
             raise ConfigError(
                 f"the process that imports for the workers ended with code {code} before it was ready; its error is "
                 f"above. It was to import {', '.join(self._options.preload)}: change that with --preload."
             )
-        for post in ended:
-            post.phase = WorkerStatus.LOST
-            if post.pid > 0:
+        for slot in ended:
+            slot.status = WorkerStatus.LOST
+            if slot.pid > 0:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(post.pid, signal.SIGKILL)
-        return [(post, -signal.SIGKILL) for post in ended]
+                    os.killpg(slot.pid, signal.SIGKILL)
+        return [(slot, -signal.SIGKILL) for slot in ended]
 
 
 # What is known of a worker that failed: one line for the job store, and the whole story for the console.
@@ -229,32 +229,32 @@ class LocalWorkers:
 _NUM_LINES = 20
 
 
-def cause(post: WorkerSlot, code: int) -> str:
-    """How the process of a post ended, in one line; a negative code is that of a signal."""
+def cause(slot: WorkerSlot, code: int) -> str:
+    """How the process of a slot ended, in one line; a negative code is that of a signal."""
     if code < 0:
         return f"killed by {signal_name(-code)}"
-    match _error(post.logs.error_file):
+    match _error(slot.logs.error_file):
         case {"message": {"message": str(text)}}:
             return f"exit code {code} ({text.strip().splitlines()[0] if text.strip() else text})"
         case _:
             return f"exit code {code}"
 
 
-def error_of(post: WorkerSlot) -> str:
-    """First line of the exception that ended the process of a post, with its class; empty where none is known."""
-    match _error(post.logs.error_file):
+def error_of(slot: WorkerSlot) -> str:
+    """First line of the exception that ended the process of a slot, with its class; empty where none is known."""
+    match _error(slot.logs.error_file):
         case {"message": message}:
             return _first_line(message)
         case _:
             return ""
 
 
-def failure(post: WorkerSlot, code: int) -> ProcessFailure:
+def process_failure(slot: WorkerSlot, code: int) -> ProcessFailure:
     """The record of a failure as torch knows it: the program's own traceback, or the end of its error output."""
-    whole = post.logs.error_file if _error(post.logs.error_file) is not None else ""
-    record = ProcessFailure(local_rank=post.local_rank, pid=post.pid, exitcode=code, error_file=whole)
-    if not whole and post.logs.stderr:
-        record.message = f"{record.message}\nLast lines of {post.logs.stderr}:\n{_tail(post.logs.stderr)}"
+    whole = slot.logs.error_file if _error(slot.logs.error_file) is not None else ""
+    record = ProcessFailure(local_rank=slot.local_rank, pid=slot.pid, exitcode=code, error_file=whole)
+    if not whole and slot.logs.stderr:
+        record.message = f"{record.message}\nLast lines of {slot.logs.stderr}:\n{_tail(slot.logs.stderr)}"
     return record
 
 

@@ -46,7 +46,7 @@ from hyperpod_plugins.elastic.process import RESOLVER, allow_connections
 from hyperpod_plugins.elastic.rendezvous.backends import CONNECTING
 from hyperpod_plugins.elastic.rendezvous.handler import NAME as SLOTS
 from hyperpod_plugins.elastic.rendezvous.handler import create_rendezvous
-from hyperpod_plugins.elastic.snapshot_folder import hand_down_snapshot_folder
+from hyperpod_plugins.elastic.snapshot_folder import set_snapshot_folder
 from hyperpod_plugins.elastic.store.etcd import SCHEME
 from hyperpod_plugins.errors import ConfigError, HyperPodError, NotBuiltYetError
 
@@ -262,7 +262,7 @@ def run(args: argparse.Namespace) -> None:
             "and bind each worker at the start of the program (os.sched_setaffinity), or use torchrun."
         )
     config, python = config_of(args)
-    hand_down_snapshot_folder()
+    set_snapshot_folder()
     environ = dict(os.environ)  # noqa: TID251  (handed on to the workers, not read)
     os.environ.setdefault("RES_OPTIONS", RESOLVER)  # noqa: TID251  (for the store that this process serves)
     # torch's sharing of the rendezvous store tells a newcomer nothing in the second round, and keeps a dead master.
@@ -271,7 +271,7 @@ def run(args: argparse.Namespace) -> None:
     program = program_of(args)
     options = AgentOptions(
         program=program,
-        zygote=ForkServerOptions(
+        fork_server=ForkServerOptions(
             python=python if isinstance(python, str) and program.kind != "executable" else sys.executable,
             preload=() if program.kind == "executable" else modules_to_preload(args.preload),
             num_spares=args.spares,

@@ -30,7 +30,7 @@ class AgentOptions:
 
     program: Program
     """What every worker runs."""
-    zygote: ForkServerOptions
+    fork_server: ForkServerOptions
     """How workers are forked."""
     restarts: RestartPolicy
     """How often they are replaced."""
@@ -140,7 +140,7 @@ class RestartRound:
     """The same for processes that take the places of lost ones."""
 
 
-class Meeting:
+class RoundCounter:
     """Brings the nodes of a round together at one store; node 0 serves it where the rendezvous does not."""
 
     def __init__(self) -> None:
@@ -194,8 +194,8 @@ class Meeting:
         return RestartRound(job=job, number=number, node=node, num_nodes=group.group_world_size or 1)
 
 
-def posts_of(group: WorkerGroup, settled: RestartRound, options: AgentOptions) -> tuple[list[WorkerSlot], LogsDest]:
-    """The posts of this node, and where torch wants their output."""
+def worker_slots(group: WorkerGroup, settled: RestartRound, options: AgentOptions) -> tuple[list[WorkerSlot], LogsDest]:
+    """The slots of this node, and where torch wants their output."""
     environs = {
         worker.local_rank: worker_environ(
             group,
@@ -212,22 +212,22 @@ def posts_of(group: WorkerGroup, settled: RestartRound, options: AgentOptions) -
     host, port = settled.successors_master or ("", 0)
     successors = {"MASTER_ADDR": host, "MASTER_PORT": str(port)} if host else {}
     destination = options.logs.reify(environs)
-    posts: list[WorkerSlot] = []
+    slots: list[WorkerSlot] = []
     for worker in group.workers:
         logs = ProcessLogs.of(destination, worker.local_rank)
-        post = WorkerSlot(
+        slot = WorkerSlot(
             local_rank=worker.local_rank,
             global_rank=worker.global_rank,
             args=tuple(macros.substitute(list(options.program.args), str(worker.local_rank))),
             environ=environs[worker.local_rank],
-            successors_environ=successors,
+            replacement_environ=successors,
             incarnation=settled.job.incarnation,
             prefix=_prefix(group, worker, options.log_line_prefix_template),
-            founder_logs=logs,
+            first_logs=logs,
             logs=logs,
         )
-        posts.append(post)
-    return posts, destination
+        slots.append(slot)
+    return slots, destination
 
 
 def _prefix(group: WorkerGroup, worker: Worker, template: str | None) -> str:

@@ -133,8 +133,8 @@ def find_world(job_store: JobStore, worker_id: int, incarnation: int) -> WorldPl
     world = present_world(job_store)
     if worker_id in world.worker_ids:
         return world
-    terms = elastic_spec_of(job_store)
-    if terms is None:
+    spec = elastic_spec_of(job_store)
+    if spec is None:
         raise RecoveryError(
             f"worker {worker_id} lies outside of a world of {world.size} ranks, and the job does not change its size. "
             "Use the callback ElasticTraining where it should."
@@ -156,7 +156,7 @@ def find_world(job_store: JobStore, worker_id: int, incarnation: int) -> WorldPl
         if len(waiting) != num_waiting:
             num_waiting, came_s = len(waiting), now_s
         if planned is None or _is_void(job_store, planned, world) or now_s - changed_s > _SET_UP_S:
-            _plan(job_store, terms, world, waiting, now_s - came_s, after=max(number, world.number))
+            _plan(job_store, spec, world, waiting, now_s - came_s, after=max(number, world.number))
             changed_s = now_s
         if seen != (len(waiting), number, world.number):
             seen, quiet_s = (len(waiting), number, world.number), now_s
@@ -218,7 +218,7 @@ def announce_preemption(job_store: JobStore, worker_id: int, incarnation: int) -
 
 
 def world_without(
-    job_store: JobStore, terms: ElasticSpec, world: WorldPlan, missing: Mapping[int, int], waited_s: float
+    job_store: JobStore, spec: ElasticSpec, world: WorldPlan, missing: Mapping[int, int], waited_s: float
 ) -> WorldPlan | None:
     """Plan the world that goes on without those of its places that are missing; None to wait, and to look again.
 
@@ -227,7 +227,7 @@ def world_without(
 
     Args:
         job_store: of the job.
-        terms: of the job.
+        spec: of the job.
         world: the present one.
         missing: places of it without a process, and the number of the process that is to come.
         waited_s: how long they have been missing, in seconds.
@@ -238,7 +238,7 @@ def world_without(
     are_leaving = have_left(job_store, missing)
     if waited_s < _SPARE_AFTER_S and not are_leaving:
         return None
-    size, now = terms.replica_size, world.size // terms.replica_size
+    size, now = spec.replica_size, world.size // spec.replica_size
     healthy = set(world.worker_ids).difference(missing)
     waiting = candidates(job_store, world)
     if len(waiting) >= len(missing):
@@ -246,11 +246,11 @@ def world_without(
     else:
         whole = num_whole(world, healthy, size)
         view = ReplicaView(now=now, healthy=whole, since_loss_s=math.inf if are_leaving else waited_s)
-        target = next_size(view, terms.policy, terms.sizes)
+        target = next_size(view, spec.policy, spec.sizes)
         cause = f"the job shrinks from {now} to {target} replicas"
         if target >= now:
             return None
-    return _propose(job_store, terms, world, target, cause, healthy=healthy, joining=waiting)
+    return _propose(job_store, spec, world, target, cause, healthy=healthy, joining=waiting)
 
 
 def have_left(job_store: JobStore, missing: Mapping[int, int]) -> bool:
@@ -271,35 +271,35 @@ def plan_scale_down(job_store: JobStore, world: WorldPlan) -> None:
     """Plan a smaller world, where somebody has asked for one, or processes have got notice; for one member to call
     about once a second.
     """
-    asked, leaving, terms = _asked(job_store), leaving_of(job_store, world.worker_ids), elastic_spec_of(job_store)
-    if terms is None or not (asked or leaving) or pending_world(job_store) > world.number:
+    asked, leaving, spec = _asked(job_store), leaving_of(job_store, world.worker_ids), elastic_spec_of(job_store)
+    if spec is None or not (asked or leaving) or pending_world(job_store) > world.number:
         return
-    now, staying = world.size // terms.replica_size, set(world.worker_ids) - leaving
+    now, staying = world.size // spec.replica_size, set(world.worker_ids) - leaving
     view = ReplicaView(
         now=now,
         healthy=now,
-        leaving=now - num_whole(world, staying, terms.replica_size),
+        leaving=now - num_whole(world, staying, spec.replica_size),
         wanted=asked,
     )
-    target = next_size(view, terms.policy, terms.sizes)
+    target = next_size(view, spec.policy, spec.sizes)
     if target >= now:
         return
     why = f"{len(leaving)} processes have got notice" if leaving else f"somebody asked for {asked} replicas"
     cause = f"{why}: the job shrinks from {now} to {target}"
-    smaller = _propose(job_store, terms, world, target, cause, healthy=staying)
+    smaller = _propose(job_store, spec, world, target, cause, healthy=staying)
     if smaller is not None:
         job_store.raise_to(_WANTED, smaller.number)
 
 
 def describe(job_store: JobStore) -> dict[str, int]:
     """The size of the job, for people."""
-    world, terms = world_or_none(job_store), elastic_spec_of(job_store)
+    world, spec = world_or_none(job_store), elastic_spec_of(job_store)
     size = 0 if world is None else world.size
     return {
         "ranks": size,
-        "replicas": size // terms.replica_size if terms is not None else 0,
-        "shard_degree": terms.degrees[0] if terms is not None else 0,
-        "tensor_degree": terms.degrees[1] if terms is not None else 0,
+        "replicas": size // spec.replica_size if spec is not None else 0,
+        "shard_degree": spec.degrees[0] if spec is not None else 0,
+        "tensor_degree": spec.degrees[1] if spec is not None else 0,
         "waiting": 0 if world is None else len(candidates(job_store, world)),
         "asked": _asked(job_store),
         "generation": job_store.generation(),
@@ -339,7 +339,7 @@ def num_whole(world: WorldPlan, staying: AbstractSet[int], replica_size: int) ->
 
 def _plan(
     job_store: JobStore,
-    terms: ElasticSpec,
+    spec: ElasticSpec,
     world: WorldPlan,
     waiting: Sequence[int],
     since_arrival_s: float,
@@ -349,30 +349,30 @@ def _plan(
     """Plan the world that comes next, if the policy lets the job grow now, and nobody is about to leave it."""
     if leaving_of(job_store, world.worker_ids):
         return
-    now = world.size // terms.replica_size
+    now = world.size // spec.replica_size
     view = ReplicaView(
         now=now,
         healthy=now,
-        waiting=len(waiting) // terms.replica_size,
+        waiting=len(waiting) // spec.replica_size,
         wanted=_asked(job_store),
         since_arrival_s=since_arrival_s,
     )
-    if next_size(view, terms.policy, terms.sizes) <= now:
+    if next_size(view, spec.policy, spec.sizes) <= now:
         return
-    history = job_store.history() if terms.policy.min_stable_s else []
+    history = job_store.history() if spec.policy.min_stable_s else []
     if history:
         founders = WorldPlan.initial(int(job_store.try_get(_FOUNDERS) or 0))
-        setbacks = num_setbacks([founders, *history], terms.policy.min_stable_s)
+        setbacks = num_setbacks([founders, *history], spec.policy.min_stable_s)
         view = replace(view, since_change_s=_age_s(job_store, world), num_setbacks=setbacks)
-    target = next_size(view, terms.policy, terms.sizes)
+    target = next_size(view, spec.policy, spec.sizes)
     if target > now:
         cause = f"the job grows from {now} to {target} replicas"
-        _propose(job_store, terms, world, target, cause, after=after, joining=waiting)
+        _propose(job_store, spec, world, target, cause, after=after, joining=waiting)
 
 
 def _propose(
     job_store: JobStore,
-    terms: ElasticSpec,
+    spec: ElasticSpec,
     world: WorldPlan,
     num_replicas: int,
     cause: str,
@@ -385,7 +385,7 @@ def _propose(
 
     Args:
         job_store: of the job.
-        terms: of the job.
+        spec: of the job.
         world: the present one.
         num_replicas: of the next one.
         cause: for the record.
@@ -401,10 +401,10 @@ def _propose(
         healthy=staying,
         joining=joining,
         num_replicas=num_replicas,
-        replica_size=terms.replica_size,
+        replica_size=spec.replica_size,
         cause=cause,
     )
-    age_s = _age_s(job_store, world) if terms.policy.min_stable_s else math.inf
+    age_s = _age_s(job_store, world) if spec.policy.min_stable_s else math.inf
     planned = replace(planned, num_lost=world.size - len(staying), lasted_s=age_s)
     if newest.number > world.number and replace(planned, number=newest.number) == newest:
         return newest
@@ -414,7 +414,7 @@ def _propose(
 def _age_s(job_store: JobStore, world: WorldPlan) -> float:
     """Seconds for which the present world has lasted, by its members' own clocks; 0 before they have said anything."""
     said = job_store.heartbeats(world.worker_ids).values()
-    return max((beat["in_world_s"] for beat in said if beat["world"] == world.number), default=0.0)
+    return max((heartbeat["in_world_s"] for heartbeat in said if heartbeat["world"] == world.number), default=0.0)
 
 
 def _newest_plan(job_store: JobStore, at_least: int) -> WorldPlan | None:

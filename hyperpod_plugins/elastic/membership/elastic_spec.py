@@ -125,9 +125,9 @@ class ElasticSpec:
         return cls(**values | whole)
 
 
-def publish_elastic_spec(job_store: JobStore, terms: ElasticSpec) -> None:
+def publish_elastic_spec(job_store: JobStore, spec: ElasticSpec) -> None:
     """Let others come in from now on; the first word counts."""
-    job_store.set_if_absent(_TERMS, terms.to_json())
+    job_store.set_if_absent(_TERMS, spec.to_json())
 
 
 def elastic_spec_of(job_store: JobStore) -> ElasticSpec | None:

@@ -104,22 +104,22 @@ class ExitWait:
         self._left: AbstractSet[int] = frozenset()
         self._numbers: dict[int, int] = {}
 
-    def is_over(self, left: AbstractSet[int], beats: Mapping[int, Mapping[str, Any]] | None, now_s: float) -> bool:
+    def is_over(self, left: AbstractSet[int], heartbeats: Mapping[int, Mapping[str, Any]] | None, now_s: float) -> bool:
         """Whether it has been in vain for too long.
 
         Args:
             left: nodes that have not finished.
-            beats: what the processes in the places of those nodes have told last; None where they tell nothing, for
-                the program takes no part in recovery: then nobody knows how far they are, and the wait goes on.
+            heartbeats: the last ones of the workers of those nodes; None where they send none because the program takes
+                no part in recovery. Their progress is unknown then, and the wait goes on.
             now_s: the clock.
         """
-        found = {} if beats is None else beats
-        numbers = {worker_id: int(beat["number"]) for worker_id, beat in found.items()}
+        found = {} if heartbeats is None else heartbeats
+        numbers = {worker_id: int(heartbeat["number"]) for worker_id, heartbeat in found.items()}
         is_at_work = any(
-            beat["activity"] != BETWEEN_CALLS and self._numbers.get(worker_id) != numbers[worker_id]
-            for worker_id, beat in found.items()
+            heartbeat["activity"] != BETWEEN_CALLS and self._numbers.get(worker_id) != numbers[worker_id]
+            for worker_id, heartbeat in found.items()
         )
-        if beats is None or left != self._left or is_at_work:
+        if heartbeats is None or left != self._left or is_at_work:
             self._since_s = now_s
         self._left, self._numbers = frozenset(left), numbers
         return now_s - self._since_s > self._limit_s

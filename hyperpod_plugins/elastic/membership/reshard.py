@@ -21,51 +21,51 @@ _FOUNDING_S = 1800.0
 
 
 def layout_without(
-    job_store: JobStore, terms: ElasticSpec, world: WorldPlan, missing: Mapping[int, int], waited_s: float
+    job_store: JobStore, spec: ElasticSpec, world: WorldPlan, missing: Mapping[int, int], waited_s: float
 ) -> Layout | None:
     """Choose the degrees in which all processes start again, since no world can be made of those that are left.
 
     The arguments are those of `world_without`. None to wait, and to look again; or where nothing fits.
     """
     healthy = set(world.worker_ids).difference(missing)
-    if num_whole(world, healthy, terms.replica_size) >= min(terms.sizes):
+    if num_whole(world, healthy, spec.replica_size) >= min(spec.sizes):
         return None
-    if waited_s < terms.policy.faulty_scale_down_timeout_s and not have_left(job_store, missing):
+    if waited_s < spec.policy.faulty_scale_down_timeout_s and not have_left(job_store, missing):
         return None
-    return first_that_fits(terms.layouts, num_left(job_store, world, missing))
+    return first_that_fits(spec.layouts, num_survivors(job_store, world, missing))
 
 
-def num_left(job_store: JobStore, world: WorldPlan, missing: Mapping[int, int]) -> int:
+def num_survivors(job_store: JobStore, world: WorldPlan, missing: Mapping[int, int]) -> int:
     """Ranks that a start of all processes could have: those that are left, and those that wait to come in."""
     return world.size - len(missing) + len(candidates(job_store, world))
 
 
 def refusal(
-    job_store: JobStore, terms: ElasticSpec, world: WorldPlan, shard_degree: int, tensor_degree: int
+    job_store: JobStore, spec: ElasticSpec, world: WorldPlan, shard_degree: int, tensor_degree: int
 ) -> str | None:
     """Why a running job cannot be given other degrees; None if it can.
 
     Args:
         job_store: of the job.
-        terms: of the job.
+        spec: of the job.
         world: the present one.
         shard_degree: asked for; 0 for the present one.
         tensor_degree: the same.
     """
-    wanted = completed(terms, shard_degree, tensor_degree)
+    wanted = completed(spec, shard_degree, tensor_degree)
     name = f"shard degree {wanted[0]} with tensor degree {wanted[1]}"
-    if wanted == terms.degrees:
+    if wanted == spec.degrees:
         return f"the job has {name} already"
-    layout = next((each for each in terms.layouts if each.degrees == wanted), None)
-    if not terms.layouts:
+    layout = next((each for each in spec.layouts if each.degrees == wanted), None)
+    if not spec.layouts:
         return "a loop that is written by hand keeps the degrees that it began with"
     if layout is None:
-        allowed = ", ".join(f"{shard} with {tensor}" for shard, tensor in (each.degrees for each in terms.layouts))
+        allowed = ", ".join(f"{shard} with {tensor}" for shard, tensor in (each.degrees for each in spec.layouts))
         return (
             f"{name} is not possible in this job; {allowed} are. ElasticTraining(shard_degrees=..., "
             "tensor_degrees=...) says so"
         )
-    num_ranks = num_left(job_store, world, {})
+    num_ranks = num_survivors(job_store, world, {})
     if not layout.replicas_in(num_ranks):
         return f"the job may have {layout}: there are {num_ranks}"
     asked = asked_degrees(job_store)
@@ -74,9 +74,9 @@ def refusal(
     return f"the job is about to start again with shard degree {asked[0]} and tensor degree {asked[1]}"
 
 
-def completed(terms: ElasticSpec, shard_degree: int, tensor_degree: int) -> tuple[int, int]:
+def completed(spec: ElasticSpec, shard_degree: int, tensor_degree: int) -> tuple[int, int]:
     """Both degrees, of which somebody has named one or both."""
-    return shard_degree or terms.degrees[0], tensor_degree or terms.degrees[1]
+    return shard_degree or spec.degrees[0], tensor_degree or spec.degrees[1]
 
 
 def ask_for_degrees(job_store: JobStore, degrees: tuple[int, int]) -> None:
@@ -93,7 +93,7 @@ def asked_degrees(job_store: JobStore) -> tuple[int, int] | None:
     return shard, tensor
 
 
-def heed_all(job_store: JobStore, world: WorldPlan) -> bool:
+def poll_requests(job_store: JobStore, world: WorldPlan) -> bool:
     """What `joining.heed` does; whether somebody has asked for other degrees."""
     plan_scale_down(job_store, world)
     return asked_degrees(job_store) is not None

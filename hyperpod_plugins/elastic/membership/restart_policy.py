@@ -175,7 +175,7 @@ class JobRestart(JsonRecord):
     A part of the training state is gone, or somebody has asked for other degrees.
     """
 
-    incident: FailureRecord
+    failure: FailureRecord
     resume_from: str = ""
     """The last checkpoint; empty where there is none, and the program begins as it began."""
     step: int = 0
@@ -192,14 +192,14 @@ class JobRestart(JsonRecord):
     def from_json(cls, text: str | bytes) -> Self:
         """Inverse of `to_json`."""
         found = cls.checked(json.loads(text))
-        return replace(found, incident=FailureRecord.checked(found.incident))
+        return replace(found, failure=FailureRecord.checked(found.failure))
 
     def __str__(self) -> str:
         """What happens now, in one sentence part."""
         where = f"from {self.resume_from} (step {self.step})" if self.resume_from else "from the beginning"
         if self.entry:
             where += f", past the {self.entry} calls of the program that have ended"
-        return f"all processes start again {where}: {self.incident.cause}"
+        return f"all processes start again {where}: {self.failure.cause}"
 
 
 @dataclass(slots=True)

@@ -387,7 +387,7 @@ class EtcdStoreBackend(StoreBackend):
     def workers_store(self, assignment: NodeAssignment, rdzv_store: RendezvousStore) -> tuple[str, int]:
         """See `Endpoint`."""
         host, port = self.joiners_store(assignment.number)
-        if assignment.claim.number > 0:
+        if assignment.lease.number > 0:
             return host, port
         host, _, text = rdzv_store.first_master(assignment.number, f"{host}:{port}").rpartition(":")
         return host, int(text)

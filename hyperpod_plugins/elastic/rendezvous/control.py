@@ -209,7 +209,7 @@ class Controller:
         unfinished.replace(path)
         self._seen: dict[str, int] = {}
 
-    def heed(self, name: str, job_store: JobStore) -> None:
+    def poll(self, name: str, job_store: JobStore) -> None:
         """Answer what has been asked since the last call; `name` is that of the job store's round."""
         request, answer = _names(self._ticket.queue)
         first = self._seen.get(name, 0)
@@ -229,23 +229,23 @@ class Controller:
             return "refused: the request was not made with this job's ticket"
         if request.kind == "status":
             return json.dumps(describe(job_store))
-        terms = elastic_spec_of(job_store)
-        if terms is None:
+        spec = elastic_spec_of(job_store)
+        if spec is None:
             return "refused: the job does not change its size, for it has no ElasticTraining, or has not begun"
         if not request.value:
-            return _reshard(job_store, terms, request)
-        if request.value not in terms.sizes:
-            return f"refused: {request.value} replicas are not possible in this job; {list(terms.sizes)} are"
+            return _reshard(job_store, spec, request)
+        if request.value not in spec.sizes:
+            return f"refused: {request.value} replicas are not possible in this job; {list(spec.sizes)} are"
         ask_for(job_store, request.value)
         return f"the job goes to {request.value} replicas, as soon as there are enough"
 
 
-def _reshard(job_store: JobStore, terms: ElasticSpec, request: Request) -> str:
+def _reshard(job_store: JobStore, spec: ElasticSpec, request: Request) -> str:
     """Have the job start again with other degrees, if they are possible; the answer."""
-    why_not = refusal(job_store, terms, present_world(job_store), request.shard_degree, request.tensor_degree)
+    why_not = refusal(job_store, spec, present_world(job_store), request.shard_degree, request.tensor_degree)
     if why_not is not None:
         return f"refused: {why_not}"
-    shard, tensor = completed(terms, request.shard_degree, request.tensor_degree)
+    shard, tensor = completed(spec, request.shard_degree, request.tensor_degree)
     ask_for_degrees(job_store, (shard, tensor))
     return f"all ranks save the next step, and start again with shard degree {shard} and tensor degree {tensor}"
 

@@ -21,14 +21,14 @@ def can_absorb(job_store: JobStore) -> bool:
     return job_store.is_armed and not any(map(job_store.try_get, (GAVE_UP_KEY, RESTART_KEY)))
 
 
-def end_running(job_store: JobStore, incident: FailureRecord, at_least: int = 0) -> int:
+def end_running(job_store: JobStore, failure: FailureRecord, at_least: int = 0) -> int:
     """End the generation that is running, unless somebody has; returns the first that has not ended, or that one.
 
     One that is still being formed is left alone: those who form it know already.
     """
     generation = job_store.generation(at_least)
     if generation == 0 or job_store.plan(generation) is not None:
-        job_store.end(generation, incident)
+        job_store.end(generation, failure)
     return generation
 
 
@@ -37,20 +37,20 @@ def register_workers(job_store: JobStore, worker_ids: Sequence[int]) -> int:
     return max((job_store.next_incarnation(worker_id) for worker_id in worker_ids), default=0)
 
 
-def record_worker_exit(job_store: JobStore, incident: FailureRecord, at_least: int = 0) -> int:
-    """Void the place of the process that `incident` is about; returns what `end_running` does."""
-    job_store.next_incarnation(incident.worker_id)
-    job_store.record_exit(incident)
-    return end_running(job_store, incident, at_least) if takes_part(job_store, incident.worker_id) else at_least
+def record_worker_exit(job_store: JobStore, failure: FailureRecord, at_least: int = 0) -> int:
+    """Void the place of the process that `failure` is about; returns what `end_running` does."""
+    job_store.next_incarnation(failure.worker_id)
+    job_store.record_exit(failure)
+    return end_running(job_store, failure, at_least) if takes_part(job_store, failure.worker_id) else at_least
 
 
-def record_node_exit(job_store: JobStore, ranks: Sequence[int], incident: FailureRecord) -> int:
+def record_node_exit(job_store: JobStore, ranks: Sequence[int], failure: FailureRecord) -> int:
     """Void the places of all processes of a node; returns the number that all their successors get.
 
     Args:
         job_store: of the round.
         ranks: of the node.
-        incident: what happened to it; the incarnation is filled in, and the rank where it is none of the node's.
+        failure: what happened to it; the incarnation is filled in, and the rank where it is none of the node's.
     """
     before = job_store.incarnations(ranks)
     now, number = list(before), max(before) + 1
@@ -61,23 +61,23 @@ def record_node_exit(job_store: JobStore, ranks: Sequence[int], incident: Failur
         number = max(number, *now)  # the node that was silent may have counted one of its own just now
     for rank, incarnation in zip(ranks, before, strict=True):
         for gone in range(incarnation, number):
-            job_store.record_exit(replace(incident, worker_id=rank, incarnation=gone))
-    first = ranks.index(incident.worker_id) if incident.worker_id in ranks else 0
+            job_store.record_exit(replace(failure, worker_id=rank, incarnation=gone))
+    first = ranks.index(failure.worker_id) if failure.worker_id in ranks else 0
     if any(takes_part(job_store, worker_id) for worker_id in ranks):
-        end_running(job_store, replace(incident, worker_id=ranks[first], incarnation=before[first]))
+        end_running(job_store, replace(failure, worker_id=ranks[first], incarnation=before[first]))
     return number
 
 
 def expire_slot(
     rdzv_store: RendezvousStore, job_store: JobStore, assignment: NodeAssignment, cause: str, reporter: str
 ) -> bool:
-    """Let others have a slot, and wake those who wait for its workers; False if the claim was no longer the last.
+    """Let others have a slot, and wake those who wait for its workers; False if the lease was no longer the last.
 
     The places of its ranks are void when somebody comes for them, so a node that was only slow loses nothing but the
     attempt at one step.
     """
     if not rdzv_store.swap(
-        assignment.number, assignment.slot, assignment.claim, assignment.claim.become(LeaseState.VACANT)
+        assignment.number, assignment.slot, assignment.lease, assignment.lease.with_state(LeaseState.VACANT)
     ):
         return False
     size = rdzv_store.agreed_size(assignment.number) or 0
@@ -127,5 +127,5 @@ def request_new_round(rdzv_store: RendezvousStore, job_store: JobStore, number: 
     if end.count <= most:
         rdzv_store.end_round(number, end)
     else:
-        cause = f"{no_further(end.step, most)}; {restart.incident.cause}"
+        cause = f"{no_further(end.step, most)}; {restart.failure.cause}"
         rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))

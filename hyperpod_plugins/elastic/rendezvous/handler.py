@@ -47,9 +47,9 @@ from hyperpod_plugins.elastic.rendezvous.slots import (
     policy_from,
 )
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, name_of_round
-from hyperpod_plugins.elastic.rendezvous.torchrun_workers import Failed, hand_down, prepare
+from hyperpod_plugins.elastic.rendezvous.torchrun_workers import Failed, prepare, set_worker_environ
 from hyperpod_plugins.elastic.resume import check_checkpoint
-from hyperpod_plugins.elastic.snapshot_folder import hand_down_snapshot_folder
+from hyperpod_plugins.elastic.snapshot_folder import set_snapshot_folder
 from hyperpod_plugins.elastic.store.etcd import SCHEME
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
 from hyperpod_plugins.elastic.store.records import FailureRecord
@@ -130,9 +130,9 @@ logger = get_logger(__name__)
 
 NAME = "hyperpod"
 _POLL_S = 0.1
-_FAREWELL_S = 3.0
+_CLOSING_S = 3.0
 """Least that an agent grants the others to leave before it, where the store needs it so long."""
-_FAREWELL_BEATS = 2
+_CLOSING_HEARTBEATS = 2
 """How many heartbeats more than those that show a loss it grants: a killed agent is not waited for to the end."""
 
 
@@ -183,7 +183,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             assignment = self._apply().acquire_slot(former)
             host, port = self._endpoint.workers_store(assignment, self._apply().rdzv_store)
         except (DistError, RendezvousConnectionError) as error:
-            self._excuse()
+            self._report_unexpected_end()
             if isinstance(error, RendezvousConnectionError):
                 raise
             raise self._endpoint.loss(error) from error
@@ -214,7 +214,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         with contextlib.suppress(DistError):  # whoever served the store may have left first
             assignment = self._keeper.assignment
             if self._is_done and self._stays and assignment is not None and self.unfinished():
-                self._swap_claim(assignment, LeaseState.DONE)  # others still train, or are about to start again
+                self._swap_lease(assignment, LeaseState.DONE)  # others still train, or are about to start again
             elif self._is_done:
                 self._application.rdzv_store.close(RendezvousClosing(cause="its workers are done", is_success=True))
             elif assignment is not None:
@@ -228,7 +228,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
                 else:
                     self._give_up(assignment)
             self._application.rdzv_store.leave(self._node)
-            self._see_others_off()
+            self._await_others_leaving()
         self._keeper.stop()
         return True
 
@@ -244,7 +244,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         try:
             return self._endpoint.connect()
         except RendezvousConnectionError:
-            self._excuse()
+            self._report_unexpected_end()
             raise
 
     @property
@@ -262,7 +262,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         """Whether the workers of this node have trained to the end of the job."""
         return self._is_done
 
-    def _excuse(self) -> None:
+    def _report_unexpected_end(self) -> None:
         """End well where the store is gone with a job that has come to a good end."""
         if self._keeper.closing is not None and self._keeper.closing.is_success:
             logger.warning("the job is done, and its store with it; this node was not needed")
@@ -284,9 +284,9 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         return isinstance(self._endpoint, ServedStoreBackend)
 
     @property
-    def farewell_s(self) -> float:
+    def closing_s(self) -> float:
         """Longest that `shutdown` waits for the others to leave first."""
-        return max(_FAREWELL_S, (self._policy.max_missed_beats + _FAREWELL_BEATS) * self._policy.beat_s)
+        return max(_CLOSING_S, (self._policy.max_missed_heartbeats + _CLOSING_HEARTBEATS) * self._policy.heartbeat_s)
 
     @property
     def joiners_store(self) -> tuple[str, int] | None:
@@ -318,38 +318,38 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         if not self._is_done:
             self._keeper.assignment = None
         done = LeaseState.STAYS if stays else LeaseState.DONE
-        self._swap_claim(assignment, done if self._is_done else LeaseState.VACANT)
+        self._swap_lease(assignment, done if self._is_done else LeaseState.VACANT)
 
-    def _swap_claim(self, assignment: NodeAssignment, holding: LeaseState) -> None:
+    def _swap_lease(self, assignment: NodeAssignment, state: LeaseState) -> None:
         """Say something else of the slot of this node, unless another node has it by now."""
         rdzv_store = self._apply().rdzv_store
-        claims = rdzv_store.claims(assignment.number)
-        last = assignment.claim if claims is None else claims[assignment.slot]
-        if (last.node, last.number) == (assignment.claim.node, assignment.claim.number):
-            rdzv_store.swap(assignment.number, assignment.slot, last, last.become(holding))
+        leases = rdzv_store.leases(assignment.number)
+        last = assignment.lease if leases is None else leases[assignment.slot]
+        if (last.node, last.number) == (assignment.lease.node, assignment.lease.number):
+            rdzv_store.swap(assignment.number, assignment.slot, last, last.with_state(state))
 
     @property
     def is_any_gone(self) -> bool:
         """Whether a node whose workers were done has left, or would not start them again."""
-        claims = self._apply().rdzv_store.claims(self.round_number) or ()
-        return self.is_closed() or any(claim.holding is LeaseState.DONE for claim in claims)
+        leases = self._apply().rdzv_store.leases(self.round_number) or ()
+        return self.is_closed() or any(lease.state is LeaseState.DONE for lease in leases)
 
     def unfinished(self) -> set[int]:
         """Slots of the nodes that train now, and are not done; -1 stands for those of a round without this node."""
         if self.has_new_round:
             return {-1}
         application = self._apply()
-        claims, size = (
-            application.rdzv_store.claims(self.round_number),
+        leases, size = (
+            application.rdzv_store.leases(self.round_number),
             application.rdzv_store.agreed_size(self.round_number),
         )
-        held = {slot for slot, claim in enumerate(claims or ()) if claim.holding is LeaseState.HELD}
+        held = {slot for slot, lease in enumerate(leases or ()) if lease.state is LeaseState.HELD}
         world = world_or_none(application.job_store)
         if world is None or not size:
             return held
         return held.intersection(worker_id // size for worker_id in world.worker_ids)
 
-    def beats_of(self, slots: Collection[int]) -> dict[int, dict[str, Any]] | None:
+    def heartbeats_of(self, slots: Collection[int]) -> dict[int, dict[str, Any]] | None:
         """What the processes of some nodes have told last, by their places; None if the program tells nothing.
 
         A node that takes no part in this round any more has none.
@@ -416,8 +416,8 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             tensor_degree=0 if end is None else end.tensor_degree,
         )
         self._keeper.assignment = replace(assignment, ranks=ranks, incarnation=incarnation)
-        hand_down(replace(self.job, agent_pid=os.getpid()))
-        hand_down_snapshot_folder()
+        set_worker_environ(replace(self.job, agent_pid=os.getpid()))
+        set_snapshot_folder()
 
     def _checked(self, checkpoint: str) -> str:
         """Begin from no folder that a stranger has made; the job ends instead.
@@ -451,30 +451,30 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         cause = f"workers of node {assignment.slot} failed, and its agent does not start them again"
         application.rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))
         if assignment.ranks:
-            incident = FailureRecord(
+            failure = FailureRecord(
                 kind="agent",
                 cause=cause,
                 worker_id=assignment.ranks[0],
                 incarnation=assignment.incarnation,
                 reporter=assignment.reporter,
             )
-            application.job_store.record_exit(incident)
-            application.job_store.set(GAVE_UP_KEY, incident.to_json().encode())
+            application.job_store.record_exit(failure)
+            application.job_store.set(GAVE_UP_KEY, failure.to_json().encode())
 
-    def _see_others_off(self) -> None:
+    def _await_others_leaving(self) -> None:
         """Wait until all that use the store have left, where that is this node's business."""
         is_over = self._apply().rdzv_store.closing() is not None
         if not self._endpoint.must_outlast_others(job_is_over=is_over):
             return
         store = self._endpoint.connect()
-        store.set_timeout(timedelta(seconds=self.farewell_s))  # what is asked for may have been cleared away by now
+        store.set_timeout(timedelta(seconds=self.closing_s))  # what is asked for may have been cleared away by now
         rdzv_store, pulse, beat_s = (
             RendezvousStore(store),
-            LivenessTracker(self._policy.max_missed_beats),
-            self._policy.beat_s,
+            LivenessTracker(self._policy.max_missed_heartbeats),
+            self._policy.heartbeat_s,
         )
         nodes, next_look_s = self._others(rdzv_store), 0.0
-        deadline_s = time.monotonic() + self.farewell_s
+        deadline_s = time.monotonic() + self.closing_s
         while nodes and time.monotonic() < deadline_s:
             if time.monotonic() >= next_look_s:
                 pulse.look(rdzv_store.heartbeats(nodes))
@@ -487,9 +487,9 @@ class HyperPodRendezvousHandler(RendezvousHandler):
     def _others(self, rdzv_store: RendezvousStore) -> set[str]:
         """Nodes that may still use the store."""
         number = self._apply().number
-        claims = rdzv_store.claims(number) or ()
-        vacated = {claim.node for claim in claims if claim.holding is LeaseState.VACANT}
-        nodes = {*rdzv_store.candidates(number), *(claim.node for claim in claims)}
+        leases = rdzv_store.leases(number) or ()
+        vacated = {lease.node for lease in leases if lease.state is LeaseState.VACANT}
+        nodes = {*rdzv_store.candidates(number), *(lease.node for lease in leases)}
         return nodes.difference(vacated, rdzv_store.left(), {self._node})
 
     def _release(self) -> None:

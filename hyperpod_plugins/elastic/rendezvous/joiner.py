@@ -45,13 +45,13 @@ class RendezvousJoiner:
     job_store: JobStore
     """What the members of that round write down."""
 
-    def __init__(self, keeper: KeepAlive, endpoint: StoreBackend, policy: SlotPolicy, run_id: str) -> None:
+    def __init__(self, keep_alive: KeepAlive, endpoint: StoreBackend, policy: SlotPolicy, run_id: str) -> None:
         """Connect, and begin to beat.
 
         Raises:
             RendezvousConnectionError: nobody answers, or the endpoint serves another job.
         """
-        self._keeper = keeper
+        self._keeper = keep_alive
         self._endpoint = endpoint
         self._policy = policy
         self._run_id = run_id
@@ -63,8 +63,8 @@ class RendezvousJoiner:
                 "another port with --rdzv-endpoint, for each job needs its own."
             )
         self._check_open(None)  # before others count on this node, or wait for it
-        keeper.start()
-        self._stand(self.rdzv_store.round())
+        keep_alive.start()
+        self._add_candidate(self.rdzv_store.round())
 
     def acquire_slot(self, former: NodeAssignment | None) -> NodeAssignment:
         """Wait for a slot, and take it.
@@ -81,8 +81,8 @@ class RendezvousJoiner:
             self._check_open(former)
             number = self.rdzv_store.round(at_least=self.number)
             if number != self.number:
-                self._stand(number)
-            view = self._look(has_entered=former is not None and former.number == number)
+                self._add_candidate(number)
+            view = self._view(has_entered=former is not None and former.number == number)
             decision = next_step(view, self._policy)
             if decision.step is JoinStep.WAIT:
                 self._wait(view)
@@ -91,7 +91,7 @@ class RendezvousJoiner:
             if assignment is not None:
                 return assignment
 
-    def _stand(self, number: int) -> None:
+    def _add_candidate(self, number: int) -> None:
         """Turn to a round, and say that this node wants to take part."""
         self.number = number
         self._stood_s, self._enough_s, self._is_spare = time.monotonic(), None, False
@@ -99,25 +99,25 @@ class RendezvousJoiner:
         self._endpoint.keep_alive(number, self.rdzv_store)
         self.rdzv_store.add_candidate(number, self._keeper.node)
 
-    def _look(self, *, has_entered: bool) -> RendezvousView:
-        claims = self.rdzv_store.claims(self.number)
-        gone = set(self.rdzv_store.left()) if claims is None else set[str]()
-        candidates = self.rdzv_store.candidates(self.number) if claims is None else ()
+    def _view(self, *, has_entered: bool) -> RendezvousView:
+        leases = self.rdzv_store.leases(self.number)
+        gone = set(self.rdzv_store.left()) if leases is None else set[str]()
+        candidates = self.rdzv_store.candidates(self.number) if leases is None else ()
         here = tuple(name for name in candidates if not (name in gone or self._keeper.is_lost(name)))
         if self._enough_s is None and len(here) >= self._policy.min_nodes:
             self._enough_s = time.monotonic()
-        can_absorb_others = claims is not None and can_absorb(self.job_store)
+        can_absorb_others = leases is not None and can_absorb(self.job_store)
         return RendezvousView(
             node=self._keeper.node,
             candidates=here,
             called_s=0.0 if self._enough_s is None else time.monotonic() - self._enough_s,
-            are_all_back=claims is None and self._are_all_back(here, gone),
-            claims=claims,
+            are_all_back=leases is None and self._are_all_back(here, gone),
+            leases=leases,
             has_entered=has_entered,
             can_absorb=can_absorb_others,
-            has_trained=claims is not None and not can_absorb_others and self.job_store.was_armed,
-            can_grow=claims is not None and elastic_spec_of(self.job_store) is not None,
-            is_ending=claims is not None and self.job_store.try_get(RESTART_KEY) is not None,
+            has_trained=leases is not None and not can_absorb_others and self.job_store.was_armed,
+            can_grow=leases is not None and elastic_spec_of(self.job_store) is not None,
+            is_ending=leases is not None and self.job_store.try_get(RESTART_KEY) is not None,
         )
 
     def _are_all_back(self, here: Sequence[str], gone: AbstractSet[str]) -> bool:
@@ -125,23 +125,23 @@ class RendezvousJoiner:
         end = self.rdzv_store.round_end(self.number - 1)
         if end is None or end.step < 0:
             return False
-        before, waited_for = self.rdzv_store.claims(self.number - 1) or (), (LeaseState.HELD, LeaseState.STAYS)
-        return all(claim.node in here or claim.node in gone for claim in before if claim.holding in waited_for)
+        before, waited_for = self.rdzv_store.leases(self.number - 1) or (), (LeaseState.HELD, LeaseState.STAYS)
+        return all(lease.node in here or lease.node in gone for lease in before if lease.state in waited_for)
 
     def _act(self, decision: Decision, view: RendezvousView) -> NodeAssignment | None:
         """Do what was decided; a seat where that led to one."""
-        claims, slot = view.claims or (), decision.slot
+        leases, slot = view.leases or (), decision.slot
         match decision.step:
             case JoinStep.ENTER:
-                return self._assignment(slot, claims[slot], claims)
+                return self._assignment(slot, leases[slot], leases)
             case JoinStep.CLAIM:
-                claim = claims[slot].next(self._keeper.node)
-                if self.rdzv_store.swap(self.number, slot, claims[slot], claim):
-                    return self._assignment(slot, claim, claims)  # nobody was faster
+                lease = leases[slot].next(self._keeper.node)
+                if self.rdzv_store.swap(self.number, slot, leases[slot], lease):
+                    return self._assignment(slot, lease, leases)  # nobody was faster
             case JoinStep.ADD:
-                claim = SlotLease(node=self._keeper.node, number=1)
-                if self.rdzv_store.add_slot(self.number, slot, claim):
-                    return NodeAssignment(number=self.number, slot=slot, num_slots=slot + 1, claim=claim, is_new=True)
+                lease = SlotLease(node=self._keeper.node, number=1)
+                if self.rdzv_store.add_slot(self.number, slot, lease):
+                    return NodeAssignment(number=self.number, slot=slot, num_slots=slot + 1, lease=lease, is_new=True)
             case JoinStep.PROPOSE:
                 self.rdzv_store.start_round(self.number, initial_nodes(view.candidates, self._policy))
             case JoinStep.RENEW:
@@ -150,10 +150,10 @@ class RendezvousJoiner:
                 raise RendezvousClosedError("the workers of other nodes are done: a newcomer is in vain")
         return None
 
-    def _assignment(self, slot: int, claim: SlotLease, claims: tuple[SlotLease, ...]) -> NodeAssignment:
-        predecessor = claims[slot].node if claim.number > 0 else ""
+    def _assignment(self, slot: int, lease: SlotLease, leases: tuple[SlotLease, ...]) -> NodeAssignment:
+        predecessor = leases[slot].node if lease.number > 0 else ""
         return NodeAssignment(
-            number=self.number, slot=slot, num_slots=len(claims), claim=claim, predecessor=predecessor
+            number=self.number, slot=slot, num_slots=len(leases), lease=lease, predecessor=predecessor
         )
 
     def _check_open(self, former: NodeAssignment | None) -> None:
@@ -162,8 +162,8 @@ class RendezvousJoiner:
         closing = self.rdzv_store.closing()
         if closing is None:
             return
-        claims = None if former is None else self.rdzv_store.claims(former.number)
-        is_needed = former is not None and claims is not None and claims[former.slot].node == self._keeper.node
+        leases = None if former is None else self.rdzv_store.leases(former.number)
+        is_needed = former is not None and leases is not None and leases[former.slot].node == self._keeper.node
         if former is not None and former.ranks:
             job_store = JobStore.of(name_of_round(self._run_id, former.number), self._endpoint.connect())
             is_needed &= any(takes_part(job_store, worker_id) for worker_id in former.ranks)
@@ -174,12 +174,12 @@ class RendezvousJoiner:
 
     def _wait(self, view: RendezvousView) -> None:
         waited_s = time.monotonic() - self._stood_s
-        if view.claims is None and waited_s > self._policy.join_timeout_s:
+        if view.leases is None and waited_s > self._policy.join_timeout_s:
             raise RendezvousTimeoutError(
                 f"only {len(view.candidates)} of {self._policy.min_nodes} nodes came within {waited_s:.0f} s. Start "
                 "the others, or allow more time with --rdzv-conf=join_timeout=SECONDS."
             )
-        if view.claims is not None and not self._is_spare:
+        if view.leases is not None and not self._is_spare:
             self._is_spare = True
-            logger.warning("all %d slots are held: this node waits as a spare", len(view.claims))
-        time.sleep(max(_POLL_S, _POLL_PER_NODE_S * max(len(view.candidates), len(view.claims or ()))))
+            logger.warning("all %d slots are held: this node waits as a spare", len(view.leases))
+        time.sleep(max(_POLL_S, _POLL_PER_NODE_S * max(len(view.candidates), len(view.leases or ()))))

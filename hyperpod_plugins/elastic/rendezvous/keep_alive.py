@@ -37,7 +37,7 @@ _GRACE_S = 5.0
 
 
 class KeepAlive:
-    """Beats, looks at the beats of others, and listens to what concerns this node."""
+    """Heartbeats, looks at the heartbeats of others, and listens to what concerns this node."""
 
     def __init__(self, node: str, endpoint: StoreBackend, policy: SlotPolicy, run_id: str) -> None:
         """Nothing happens before `start`."""
@@ -48,7 +48,7 @@ class KeepAlive:
         self._endpoint = endpoint
         self._policy = policy
         self._run_id = run_id
-        self._pulse = LivenessTracker(policy.max_missed_beats)
+        self._pulse = LivenessTracker(policy.max_missed_heartbeats)
         self._dead_end: NodeAssignment | None = None
         self._brood = WorkerMonitor()
         self._failed: Failed | None = None
@@ -79,11 +79,11 @@ class KeepAlive:
             threading.Thread(target=self._end_when_cut_off, name="hyperpod-cut-off", daemon=True).start()
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Heartbeat no more."""
         self._end.set()
         self._brood.wake()
         if self._thread.is_alive():
-            self._thread.join(2 * self._policy.beat_s)
+            self._thread.join(2 * self._policy.heartbeat_s)
         if self._controller is not None:
             self._controller.close()
 
@@ -103,7 +103,7 @@ class KeepAlive:
     def _run(self) -> None:
         try:
             while not self._end.is_set():
-                self._watch(time.monotonic() + self._policy.beat_s)
+                self._watch(time.monotonic() + self._policy.heartbeat_s)
                 try:
                     self._look()
                 except MALFORMED as error:
@@ -123,7 +123,7 @@ class KeepAlive:
 
         Seconds are counted, not measured, so that a process that was stopped for a while is not taken for cut off.
         """
-        silence_s = self._policy.beat_s * max(1.0, self._policy.max_missed_beats)
+        silence_s = self._policy.heartbeat_s * max(1.0, self._policy.max_missed_heartbeats)
         limit_s = math.ceil(max(self._policy.answer_s, _CUT_OFF_BEATS * silence_s))
         num_looks, silent_s = -1, 0
         while self.error is None and not self._end.wait(1.0):
@@ -163,14 +163,14 @@ class KeepAlive:
         if number != self.number:
             self._turn_to(number)
         self._endpoint.keep_alive(number, rdzv_store)
-        claims = rdzv_store.claims(number)
-        holders = [claim.node for claim in claims or () if claim.holding in (LeaseState.HELD, LeaseState.STAYS)]
-        nodes = rdzv_store.candidates(number) if claims is None else holders
+        leases = rdzv_store.leases(number)
+        holders = [lease.node for lease in leases or () if lease.state in (LeaseState.HELD, LeaseState.STAYS)]
+        nodes = rdzv_store.candidates(number) if leases is None else holders
         self._pulse.look(rdzv_store.heartbeats(watched(nodes, self.node)))
-        if claims is not None:
-            self._clear(number, claims)
+        if leases is not None:
+            self._clear(number, leases)
         if self._controller is not None:
-            self._controller.heed(name_of_round(self._run_id, number), self._job_store)
+            self._controller.poll(name_of_round(self._run_id, number), self._job_store)
         self.closing = closing = rdzv_store.closing()
         if assignment is None:
             return
@@ -184,11 +184,11 @@ class KeepAlive:
             if self.ended_without_this_node and self._brood.adopt(assignment):
                 is_over = True
                 self._brood.kill_after_grace()
-        if claims is not None and closing is None and not is_over and self._waits_in_vain(assignment, claims):
+        if leases is not None and closing is None and not is_over and self._waits_in_vain(assignment, leases):
             cause = "all nodes that trained are gone, and those that are left only waited"
             logger.warning("round %d ends: %s", number, cause)
             end_unasked(rdzv_store, self._job_store, number, cause)
-        if is_over or (claims is not None and not self._keep(assignment, claims[assignment.slot])):
+        if is_over or (leases is not None and not self._renew(assignment, leases[assignment.slot])):
             self._dead_end = assignment
         elif assignment.ranks:
             self._serve(assignment)
@@ -198,42 +198,42 @@ class KeepAlive:
         end = self._rdzv_store.round_end(assignment.number)
         if end is None or end.step >= 0:
             return end is not None
-        claims = self._rdzv_store.claims(assignment.number) or ()
-        return not any(claim.holding.is_done for claim in claims)
+        leases = self._rdzv_store.leases(assignment.number) or ()
+        return not any(lease.state.is_done for lease in leases)
 
     def _turn_to(self, number: int) -> None:
         self.number = number
         self._job_store = JobStore.of(name_of_round(self._run_id, number), self._endpoint.connect())
 
-    def _clear(self, number: int, claims: tuple[SlotLease, ...]) -> None:
+    def _clear(self, number: int, leases: tuple[SlotLease, ...]) -> None:
         """Vacate the slots of nodes that have fallen silent; one whose workers were done is not to come back."""
-        for slot, claim in enumerate(claims):
-            if claim.holding is LeaseState.STAYS and self.is_lost(claim.node):
-                self._rdzv_store.swap(number, slot, claim, claim.become(LeaseState.DONE))
-            if claim.holding is LeaseState.HELD and self.is_lost(claim.node):
-                assignment = NodeAssignment(number=number, slot=slot, num_slots=len(claims), claim=claim)
-                cause = f"nothing is heard of the agent {claim.node}"
+        for slot, lease in enumerate(leases):
+            if lease.state is LeaseState.STAYS and self.is_lost(lease.node):
+                self._rdzv_store.swap(number, slot, lease, lease.with_state(LeaseState.DONE))
+            if lease.state is LeaseState.HELD and self.is_lost(lease.node):
+                assignment = NodeAssignment(number=number, slot=slot, num_slots=len(leases), lease=lease)
+                cause = f"nothing is heard of the agent {lease.node}"
                 if expire_slot(self._rdzv_store, self._job_store, assignment, cause, f"agent {self.node}"):
                     logger.warning("slot %d is vacant: %s", slot, cause)
 
-    def _waits_in_vain(self, assignment: NodeAssignment, claims: tuple[SlotLease, ...]) -> bool:
+    def _waits_in_vain(self, assignment: NodeAssignment, leases: tuple[SlotLease, ...]) -> bool:
         """Whether the workers of this node wait for others to take them in, and none of those is left."""
-        held = {slot for slot, claim in enumerate(claims) if claim.holding is not LeaseState.VACANT}
-        if not assignment.ranks or len(held) == len(claims):
+        held = {slot for slot, lease in enumerate(leases) if lease.state is not LeaseState.VACANT}
+        if not assignment.ranks or len(held) == len(leases):
             return False
         world = world_or_none(self._job_store)
         return world is not None and not any(
             worker_id // len(assignment.ranks) in held for worker_id in world.worker_ids
         )
 
-    def _keep(self, assignment: NodeAssignment, last: SlotLease) -> bool:
+    def _renew(self, assignment: NodeAssignment, last: SlotLease) -> bool:
         """Whether the slot is still this node's; one that others took for lost is taken back."""
-        if (last.node, last.number) != (assignment.claim.node, assignment.claim.number):
+        if (last.node, last.number) != (assignment.lease.node, assignment.lease.number):
             if self.assignment is assignment:
                 logger.warning("slot %d went to %s, for this node was silent for too long", assignment.slot, last.node)
             return False
-        if last.holding is LeaseState.VACANT and self.assignment is assignment:
-            return self._rdzv_store.swap(assignment.number, assignment.slot, last, last.become(LeaseState.HELD))
+        if last.state is LeaseState.VACANT and self.assignment is assignment:
+            return self._rdzv_store.swap(assignment.number, assignment.slot, last, last.with_state(LeaseState.HELD))
         return True
 
     def _serve(self, assignment: NodeAssignment) -> None:

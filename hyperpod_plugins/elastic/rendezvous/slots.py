@@ -2,7 +2,7 @@
 
 A job has as many slots as nodes took part when it began, and one more for each node that comes later to a program that
 grows. A slot has the same places for workers (see `world.py`) for as long as it lasts. A node holds a slot while its
-heart beats. One that has fallen silent is vacant, and whoever claims it next counts the claim.
+heart beats. One that has fallen silent is vacant, and whoever leases it next counts the claim.
 """
 
 import enum
@@ -27,11 +27,11 @@ class SlotPolicy:
     """Longest wait for enough nodes (`join_timeout`)."""
     last_call_s: float = 30.0
     """Wait for more nodes once there are enough (`last_call_timeout`)."""
-    beat_s: float = 1.0
+    heartbeat_s: float = 1.0
     """Time between two heartbeats (`keep_alive_interval`)."""
     answer_s: float = 60.0
     """Longest silence of the store that a node rides out (`read_timeout`)."""
-    max_missed_beats: float = 5
+    max_missed_heartbeats: float = 5
     """Looks, `beat_s` apart, at the same heartbeat that show a loss (`keep_alive_max_attempt`)."""
 
     def __post_init__(self) -> None:
@@ -40,11 +40,11 @@ class SlotPolicy:
             raise ConfigError(
                 f"--nnodes={self.min_nodes}:{self.max_nodes} is not possible. Give MIN:MAX with MIN >= 1."
             )
-        positive = self.join_timeout_s, self.beat_s, self.max_missed_beats, self.answer_s
+        positive = self.join_timeout_s, self.heartbeat_s, self.max_missed_heartbeats, self.answer_s
         if not (min(positive) > 0 and self.last_call_s >= 0 and all(map(math.isfinite, positive))):
             raise ConfigError(
-                f"join_timeout={self.join_timeout_s}, keep_alive_interval={self.beat_s}, keep_alive_max_attempt="
-                f"{self.max_missed_beats} and read_timeout={self.answer_s} of --rdzv-conf must be positive, and "
+                f"join_timeout={self.join_timeout_s}, keep_alive_interval={self.heartbeat_s}, keep_alive_max_attempt="
+                f"{self.max_missed_heartbeats} and read_timeout={self.answer_s} of --rdzv-conf must be positive, and "
                 f"last_call_timeout={self.last_call_s} not negative."
             )
 
@@ -70,7 +70,7 @@ def policy_from(options: Mapping[str, Any], min_nodes: int, max_nodes: int) -> S
 
 
 class LeaseState(enum.Enum):
-    """What a slot's last claim permits."""
+    """What a slot's last lease permits."""
 
     HELD = "its node is alive: nobody else may claim the slot"
     VACANT = "its node is gone, or has left: anybody may claim the slot"
@@ -90,12 +90,12 @@ class SlotLease:
     node: str
     """Name of the node that holds it, or held it last."""
     number: int = 0
-    """Claims of this slot before: 0 for the founder's."""
-    holding: LeaseState = LeaseState.HELD
+    """Leases of this slot before: 0 for the founder's."""
+    state: LeaseState = LeaseState.HELD
 
     def to_json(self) -> str:
         """One line of JSON, the same for equal claims."""
-        return json.dumps({**asdict(self), "holding": self.holding.name})
+        return json.dumps({**asdict(self), "holding": self.state.name})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -105,20 +105,18 @@ class SlotLease:
             ValueError: the text is that of no claim.
         """
         match json.loads(text):
-            case {"node": str(node), "number": int(number), "holding": str(holding)} if (
-                holding in LeaseState.__members__
-            ):
-                return cls(node=node, number=number, holding=LeaseState[holding])
+            case {"node": str(node), "number": int(number), "holding": str(state)} if state in LeaseState.__members__:
+                return cls(node=node, number=number, state=LeaseState[state])
             case values:
                 raise ValueError(f"this is no claim of a slot: {values!r:.100}")
 
-    def become(self, holding: LeaseState) -> Self:
-        """The same claim, with another word on it."""
-        return replace(self, holding=holding)
+    def with_state(self, state: LeaseState) -> Self:
+        """The same lease, with another word on it."""
+        return replace(self, state=state)
 
     def next(self, node: str) -> Self:
-        """The claim of whoever takes the slot after this one."""
-        return replace(self, node=node, number=self.number + 1, holding=LeaseState.HELD)
+        """The lease of whoever takes the slot after this one."""
+        return replace(self, node=node, number=self.number + 1, state=LeaseState.HELD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,7 +127,7 @@ class NodeAssignment:
     """Of the round."""
     slot: int
     num_slots: int
-    claim: SlotLease
+    lease: SlotLease
     predecessor: str = ""
     """Who held it before; empty for a founder."""
     is_new: bool = False
@@ -169,7 +167,7 @@ class RendezvousView:
     """Seconds since this node saw that they are enough."""
     are_all_back: bool = False
     """Whether a member has ended the round before, and all its nodes are here that have not been lost."""
-    claims: tuple[SlotLease, ...] | None = None
+    leases: tuple[SlotLease, ...] | None = None
     """The slots; None before the round has begun."""
     has_entered: bool = False
     """Whether workers of this node have run in this round."""
@@ -185,8 +183,8 @@ class RendezvousView:
     @property
     def own_slot(self) -> int | None:
         """The slot that this node holds."""
-        for slot, claim in enumerate(self.claims or ()):
-            if claim.node == self.node and claim.holding is LeaseState.HELD:
+        for slot, lease in enumerate(self.leases or ()):
+            if lease.node == self.node and lease.state is LeaseState.HELD:
                 return slot
         return None
 
@@ -201,7 +199,7 @@ class Decision:
 
 def next_step(view: RendezvousView, policy: SlotPolicy) -> Decision:
     """Decide; the table of cases is in `tests/elastic/test_slots.py`."""
-    if view.claims is None:
+    if view.leases is None:
         return Decision(JoinStep.PROPOSE if _is_time(view, policy) else JoinStep.WAIT)
     if view.is_ending:
         return Decision(JoinStep.RENEW)
@@ -209,15 +207,15 @@ def next_step(view: RendezvousView, policy: SlotPolicy) -> Decision:
     if slot is not None and not view.has_entered:
         return Decision(JoinStep.ENTER, slot)
     if slot is None:
-        vacant = (number for number, claim in enumerate(view.claims) if claim.holding is LeaseState.VACANT)
+        vacant = (number for number, lease in enumerate(view.leases) if lease.state is LeaseState.VACANT)
         slot = next(vacant, None)
     if slot is None:
-        if len(view.claims) >= policy.max_nodes or _some_are_done(view.claims):
+        if len(view.leases) >= policy.max_nodes or _some_are_done(view.leases):
             return Decision(JoinStep.WAIT)
         if not view.can_absorb:  # one more node is no reason to run again what has ended
             return Decision(JoinStep.WAIT if view.has_trained else JoinStep.RENEW)
-        return Decision(JoinStep.ADD, len(view.claims)) if view.can_grow else Decision(JoinStep.WAIT)
-    if _some_are_done(view.claims):
+        return Decision(JoinStep.ADD, len(view.leases)) if view.can_grow else Decision(JoinStep.WAIT)
+    if _some_are_done(view.leases):
         return Decision(JoinStep.REFUSE, slot)
     return Decision(JoinStep.CLAIM if view.can_absorb else JoinStep.RENEW, slot)
 
@@ -246,8 +244,8 @@ def _is_time(view: RendezvousView, policy: SlotPolicy) -> bool:
     return here >= policy.max_nodes or (here >= policy.min_nodes and is_called)
 
 
-def _some_are_done(claims: tuple[SlotLease, ...]) -> bool:
-    return any(claim.holding.is_done for claim in claims)
+def _some_are_done(leases: tuple[SlotLease, ...]) -> bool:
+    return any(lease.state.is_done for lease in leases)
 
 
 @dataclass(slots=True)
@@ -261,10 +259,10 @@ class LivenessTracker:
     max_missed: float
     _seen: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
-    def look(self, beats: Mapping[str, int]) -> None:
-        """Take in the beats counted so far, of exactly the nodes that matter now."""
+    def look(self, heartbeats: Mapping[str, int]) -> None:
+        """Take in the heartbeats counted so far, of exactly the nodes that matter now."""
         seen: dict[str, tuple[int, int]] = {}
-        for node, count in beats.items():
+        for node, count in heartbeats.items():
             last, missed = self._seen.get(node, (-1, 0))
             seen[node] = (count, missed + 1 if count == last else 0)
         self._seen = seen

@@ -6,8 +6,8 @@
     over/ROUND                RoundEnd                           whoever needs another round (compare and set)
     candidates/ROUND/NUMBER   name of a node                     each agent that wants to take part
     founders/ROUND            names, in the order of slots       whoever sees enough of them (compare and set)
-    slot/ROUND/SLOT           Claim, if not the founder's        see `slots.py` (compare and set)
-    changes/ROUND/NUMBER      SLOT                               whoever has changed its claim
+    slot/ROUND/SLOT           Lease, if not the founder's        see `slots.py` (compare and set)
+    changes/ROUND/NUMBER      SLOT                               whoever has changed its lease
     size/ROUND                workers a node                     the first agent to know (compare and set)
     port/ROUND                port of the workers' store         the agent that serves the stores
     master/ROUND              HOST:PORT of it, with etcd         the first founder (compare and set)
@@ -146,7 +146,7 @@ class RendezvousStore:
         return None if text is None else RoundEnd.from_json(text)
 
     def add_candidate(self, number: int, node: str) -> None:
-        """Say that a node, whose heart beats, wants to take part in a round."""
+        """Say that a node, whose heart heartbeats, wants to take part in a round."""
         self._append(f"candidates/{number}", node)
 
     def candidates(self, number: int) -> Sequence[str]:
@@ -157,37 +157,37 @@ class RendezvousStore:
         """Begin a round with these nodes, unless it has begun."""
         self._first(f"founders/{number}", json.dumps(nodes))
 
-    def claims(self, number: int) -> tuple[SlotLease, ...] | None:
+    def leases(self, number: int) -> tuple[SlotLease, ...] | None:
         """The slots of a round, None before it has begun; asks for those that have changed since the last call."""
         if number not in self._claims:
             text = self._read(f"founders/{number}")
             if text is None:
                 return None
             self._claims[number] = [SlotLease(node=node) for node in json.loads(text)]
-        claims = self._claims[number]
+        leases = self._claims[number]
         changed = {int(slot) for slot in self._news(f"changes/{number}")}
         self._num_looks += 1
         if self._num_looks % _LOOKS_AT_ALL == 0:
-            changed = set(range(len(claims) + 1))
-        changed |= set(range(len(claims), max(changed, default=-1) + 1))  # slots are added one after another
+            changed = set(range(len(leases) + 1))
+        changed |= set(range(len(leases), max(changed, default=-1) + 1))  # slots are added one after another
         keys = [f"slot/{number}/{slot}" for slot in sorted(changed)]
         found = read_keys(self._store, keys)
         for slot, key in zip(sorted(changed), keys, strict=True):
             if key in found:
-                claims[slot : slot + 1] = [SlotLease.from_json(found[key])]
-        return tuple(claims)
+                leases[slot : slot + 1] = [SlotLease.from_json(found[key])]
+        return tuple(leases)
 
-    def add_slot(self, number: int, slot: int, claim: SlotLease) -> bool:
-        """Claim the slot that comes after those that there are; False if somebody was faster."""
-        is_mine = self._first(f"slot/{number}/{slot}", claim.to_json()) == claim.to_json()
+    def add_slot(self, number: int, slot: int, lease: SlotLease) -> bool:
+        """Lease the slot that comes after those that there are; False if somebody was faster."""
+        is_mine = self._first(f"slot/{number}/{slot}", lease.to_json()) == lease.to_json()
         self._append(f"changes/{number}", str(slot))
         return is_mine
 
     def swap(self, number: int, slot: int, old: SlotLease, new: SlotLease) -> bool:
-        """Put one claim in the place of another; False if that was no longer the last."""
+        """Put one lease in the place of another; False if that was no longer the last."""
         key = f"slot/{number}/{slot}"
-        if old.number == 0 and old.holding is LeaseState.HELD:
-            self._first(key, old.to_json())  # the founder's claim, which nobody had to write down before
+        if old.number == 0 and old.state is LeaseState.HELD:
+            self._first(key, old.to_json())  # the founder's lease, which nobody had to write down before
         is_mine = self._store.compare_set(key, old.to_json(), new.to_json()).decode() == new.to_json()
         self._append(f"changes/{number}", str(slot))
         return is_mine

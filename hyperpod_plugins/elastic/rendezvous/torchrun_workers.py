@@ -29,7 +29,7 @@ def prepare() -> None:
     environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)  # with it, torch's agent tells nobody how many workers it has
 
 
-def hand_down(job: JobEnv) -> None:
+def set_worker_environ(job: JobEnv) -> None:
     """Tell workers that this process starts later how to reach the job store, as `worker_environ` does for our own."""
     os.environ.update(job.to_environ())  # noqa: TID251  (written, for torchrun's workers inherit it)
 

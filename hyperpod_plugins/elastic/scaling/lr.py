@@ -225,16 +225,16 @@ class LRState:
         ramp = Ramp(start=self.factor, end=end, num_samples=rule.warmup_samples)
         return replace(self, batch_size=batch_size, ramp=ramp, ramp_from=self.num_samples)
 
-    def measured(self, spread: GradientNoise | None, num_samples: int) -> "LRState":
+    def measured(self, gradient_noise: GradientNoise | None, num_samples: int) -> "LRState":
         """The course with what the gradients of the next step have told, of so many samples.
 
         Args:
-            spread: of that step; None where nobody has looked.
+            gradient_noise: of that step; None where nobody has looked.
             num_samples: of that step: fewer than `batch_size`, if it is the last one of an epoch.
         """
         if self.gains is None:
             return self
-        noise = None if spread is None else spread.noise(num_samples, self.reference_batch_size)
+        noise = None if gradient_noise is None else gradient_noise.noise(num_samples, self.reference_batch_size)
         return replace(self, gains=self.gains.measured(noise, num_samples / self.reference_batch_size))
 
     def after(self, num_samples: int) -> "LRState":

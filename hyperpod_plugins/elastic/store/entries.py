@@ -169,17 +169,17 @@ def newest_checkpoint(known: list[tuple[str, int]]) -> tuple[str, int]:
     return next(((path, step) for path, step in reversed(known) if Path(path).exists()), ("", 0))
 
 
-def restart_from_newest(job_store: JobStore, job: JobEnv, incident: FailureRecord) -> JobRestart:
-    """How all processes start again after an incident: past what has ended, from the newest checkpoint of what has not.
+def restart_from_newest(job_store: JobStore, job: JobEnv, failure: FailureRecord) -> JobRestart:
+    """How all processes start again after an failure: past what has ended, from the newest checkpoint of what has not.
 
     Args:
         job_store: of the round that ends.
         job: of that round.
-        incident: why.
+        failure: why.
     """
     path, step = next_beginning(job_store, job.resume_from)
     return JobRestart(
-        incident=incident,
+        failure=failure,
         resume_from=path,
         step=step,
         entry=len(ended_entries(job_store)),

@@ -3,8 +3,8 @@
     key                       value                             written by
     incarnation/RANK          number of the process in a place  the agent, before it starts one
     list/replaced/NUMBER      "RANK INCARNATION"                the agent, after that
-    exit/RANK/INCARNATION     Incident                          the agent that saw the process end
-    end/GENERATION            Incident                          whoever knows first (compare and set)
+    exit/RANK/INCARNATION     Failure                          the agent that saw the process end
+    end/GENERATION            Failure                          whoever knows first (compare and set)
     arrive/GENERATION/RANK    an arrival (text)                 each process that wants to be a member
     arrived/GENERATION        how many have arrived             each of them, after that
     plan/GENERATION           all arrivals (packed), or `void`  whoever sees that (compare and set)
@@ -90,7 +90,7 @@ _KILLS = "kills"
 _REPLACED = "replaced"
 _VOID = b"void"
 GAVE_UP_KEY = "gave_up"
-"""Name of the value, an Incident, that a member leaves when nobody is to be replaced any more."""
+"""Name of the value, an Failure, that a member leaves when nobody is to be replaced any more."""
 RESTART_KEY = "restart"
 """Name of the value, a `JobRestart`, that a member leaves when only a restart of all processes can help."""
 
@@ -152,9 +152,9 @@ class JobStore:
         self.append(_REPLACED, lambda _: f"{rank} {incarnation}")
         return incarnation
 
-    def record_exit(self, incident: FailureRecord) -> None:
+    def record_exit(self, failure: FailureRecord) -> None:
         """Say how a process ended."""
-        self._store.set(f"exit/{incident.worker_id}/{incident.incarnation}", incident.to_json())
+        self._store.set(f"exit/{failure.worker_id}/{failure.incarnation}", failure.to_json())
 
     def exit_of(self, rank: int, incarnation: int) -> FailureRecord | None:
         """How a process ended, once its agent has said so."""
@@ -163,9 +163,9 @@ class JobStore:
 
     # -- generations --------------------------------------------------------------------------------------------
 
-    def end(self, generation: int, incident: FailureRecord) -> FailureRecord:
-        """End a generation, unless it has ended; returns the incident that ended it."""
-        return FailureRecord.from_json(self._store.compare_set(f"end/{generation}", "", incident.to_json()))
+    def end(self, generation: int, failure: FailureRecord) -> FailureRecord:
+        """End a generation, unless it has ended; returns the failure that ended it."""
+        return FailureRecord.from_json(self._store.compare_set(f"end/{generation}", "", failure.to_json()))
 
     def ended(self, generation: int) -> FailureRecord | None:
         """What ended a generation, or None while it lasts."""
@@ -205,13 +205,13 @@ class JobStore:
         if not self._ends_seen and self.world(1) is None:
             return 0
         while self._ends_seen < generation:
-            incident = self.ended(self._ends_seen)
-            if incident is None:
+            failure = self.ended(self._ends_seen)
+            if failure is None:
                 break
             self._ends_seen += 1
-            if incident.world > self._world_number:
-                self._world_number = incident.world
-                world = self.world(incident.world)
+            if failure.world > self._world_number:
+                self._world_number = failure.world
+                world = self.world(failure.world)
                 self._history += [] if world is None else [world]
         return self._world_number
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from hyperpod_plugins.comm import breaker, generation_of, pinned
+from hyperpod_plugins.comm import generation_of, group_health, pinned
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch
 from hyperpod_plugins.parallel.checkpoint.files import (
@@ -368,7 +368,7 @@ def _write_apart(
 
 
 def _read(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:
-    no_dist = not dist.is_initialized() or breaker.phase is Phase.DETACHED  # apart from the others, it reads alone
+    no_dist = not dist.is_initialized() or group_health.phase is Phase.DETACHED  # apart from the others, it reads alone
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
