@@ -1,12 +1,12 @@
-"""Makes `Trainer(strategy="hyperpod")` and `init_process_group("hyperpod")` work with no import.
+"""Make `Trainer(strategy="hyperpod")` and `init_process_group("hyperpod")` work without importing this package.
 
-torch calls `autoload` (entry-point group `torch.backends`) at the end of `import torch`. Neither torch nor
-Lightning is slowed down: the c10d backend is announced by a creator that imports ours when it is first used, and the
-strategy by a hook that waits for Lightning's registry to be imported.
+torch calls `autoload` (entry-point group `torch.backends`) at the end of `import torch`. This slows down neither
+torch nor Lightning: the c10d backends are registered with functions that import ours on first use, and the strategy
+by an import hook that waits for Lightning's strategy registry.
 
-Only the standard library is imported here, and nothing may be raised: an error would break `import torch` for every
-program of the environment. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns the entry point off; then
-`import hyperpod_plugins` does the same.
+This module imports only the standard library and must not raise: an error would break `import torch` for every
+program in the environment. With `TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch does not call the entry point;
+`import hyperpod_plugins` then does the same.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from hyperpod_plugins import _registration
 
 
 def autoload() -> None:
-    """Announce the backends and the strategy, now or when what they belong to is imported; safe to call again."""
+    """Register the backends and the strategy, now or when c10d or Lightning is imported. Idempotent."""
     for name in AFTER_IMPORT:
         if name in sys.modules:
             run_quietly(name)
@@ -32,7 +32,7 @@ def autoload() -> None:
 
 
 def run_quietly(name: str) -> None:
-    """Do what is to be done after the import of a module; where that fails, warn and go on."""
+    """Run the hook of `AFTER_IMPORT` for an imported module; if it fails, only warn."""
     try:
         AFTER_IMPORT[name](sys.modules[name])
     except Exception as error:
@@ -41,9 +41,9 @@ def run_quietly(name: str) -> None:
 
 
 def announce_backends(c10d: ModuleType) -> None:
-    """Register the names of our c10d backends; the real modules are imported when a group is made.
+    """Register our c10d backends by name; their modules are imported when a group is created.
 
-    `smddp` is ours until the vendor's library is imported, which then takes the name over.
+    `smddp` is ours until the vendor's library is imported and registers its own.
     """
 
     def create_hyperpod(options: Any, backend_options: Any) -> Any:
@@ -60,7 +60,11 @@ def announce_backends(c10d: ModuleType) -> None:
 
 
 def register_strategy(strategies: ModuleType) -> None:
-    """Put a factory into a Lightning's strategy registry; the strategy's module is imported when it is asked for."""
+    """Add a factory to Lightning's strategy registry; the strategy's module is imported on first use.
+
+    Args:
+        strategies: `lightning.pytorch.strategies` or `pytorch_lightning.strategies`.
+    """
 
     def make(**options: Any) -> object:
         from hyperpod_plugins.lightning import HyperPodStrategy
@@ -71,9 +75,9 @@ def register_strategy(strategies: ModuleType) -> None:
 
 
 def rendezvous_creator() -> Callable[[Any], Any]:
-    """For torchrun: what makes the rendezvous `hyperpod` (entry-point group `torchrun.handlers`).
+    """Return the function that creates torchrun's rendezvous `hyperpod` (entry-point group `torchrun.handlers`).
 
-    torch asks for it whenever its rendezvous package is imported; ours is imported when it is used.
+    torch calls this whenever its rendezvous package is imported; ours is imported on first use.
     """
     return _create_rendezvous
 
@@ -92,7 +96,7 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the modules of `AFTER_IMPORT` as usual, and sees to them once they have been executed."""
+    """Import hook: finds the modules in `AFTER_IMPORT` as usual, and runs their hooks once they are imported."""
 
     def __init__(self) -> None:
         self._searching: set[str] = set()
@@ -113,7 +117,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """The module's own loader, followed by what is to be done after the import."""
+    """The module's own loader, followed by its hook."""
 
     def __init__(self, inner: importlib.abc.Loader) -> None:
         self._inner = inner

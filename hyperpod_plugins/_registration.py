@@ -1,7 +1,6 @@
-"""Registering our names with torch and Lightning: the standard library only, and nothing of this package.
+"""Register our names with torch and Lightning. Imports only the standard library, and nothing from this package.
 
-The caller passes the functions behind the names: `comm` its own, `_autoload` functions that import ours when they are
-first called.
+The caller passes the functions to register: `comm` its own, `_autoload` ones that import ours on first call.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,11 +11,11 @@ STRATEGY_NAME = "hyperpod"
 
 
 def register_backends(c10d: ModuleType, creators: Mapping[str, Callable[[Any, Any], Any]]) -> None:
-    """Register c10d backends by their names, but for those that exist.
+    """Register c10d backends, skipping names that are already registered.
 
     Args:
         c10d: `torch.distributed.distributed_c10d`.
-        creators: makes a group from c10d's options and ours, by the name of its backend.
+        creators: backend name to the function that creates a group from c10d's options and the backend's.
     """
     for name, create in creators.items():
         if name.upper() not in c10d.Backend._plugins:
@@ -24,7 +23,7 @@ def register_backends(c10d: ModuleType, creators: Mapping[str, Callable[[Any, An
 
 
 def register_strategy(strategies: ModuleType, make: Callable[..., object]) -> None:
-    """Put a factory into a Lightning's strategy registry, unless it is there."""
+    """Add a factory to Lightning's strategy registry, unless one is registered already."""
     registry = strategies.StrategyRegistry
     if STRATEGY_NAME not in registry:
         registry.register(STRATEGY_NAME, make, description="Hybrid sharding and tensor parallelism that recover")

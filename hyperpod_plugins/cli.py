@@ -1,4 +1,4 @@
-"""`hyperpod COMMAND`: what people ask of a job from a shell. Each command is a line of `COMMANDS`.
+"""The `hyperpod` command. Its subcommands are listed in `COMMANDS`.
 
 hyperpod chaos --every 30 --seed 1 --kinds kill,stop --pid AGENT_PID
 hyperpod scale --replicas 2
@@ -26,27 +26,27 @@ from hyperpod_plugins.recovery.rehearsal_jobs import PHASES, Plan, rehearse, tab
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One of the commands."""
+    """A subcommand."""
 
     name: str
     summary: str
     """One line for `hyperpod --help`."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    """Does it; returns the exit code, and raises a `HyperPodError` where the user has to change something."""
+    """Runs the command and returns the exit code; raises a `HyperPodError` for the user to act on."""
 
 
 def _add_chaos_arguments(parser: argparse.ArgumentParser) -> None:
     plan = ChaosPlan()
-    parser.add_argument("--every", type=float, default=plan.every_s, help="mean seconds between two faults")
-    parser.add_argument("--count", type=int, default=plan.count, help="faults in all")
-    parser.add_argument("--seed", type=int, default=plan.seed, help="the same seed draws the same faults")
-    parser.add_argument("--kinds", default=",".join(plan.kinds), help=f"comma-separated; some of {', '.join(SIGNALS)}")
+    parser.add_argument("--every", type=float, default=plan.every_s, help="mean seconds between faults")
+    parser.add_argument("--count", type=int, default=plan.count, help="total number of faults")
+    parser.add_argument("--seed", type=int, default=plan.seed, help="seed of the fault schedule")
+    parser.add_argument("--kinds", default=",".join(plan.kinds), help=f"comma-separated, from {', '.join(SIGNALS)}")
     parser.add_argument(
-        "--resume-after", type=float, default=plan.resume_s, help="seconds until a stopped worker goes on"
+        "--resume-after", type=float, default=plan.resume_s, help="seconds until a stopped worker is resumed"
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--pid", type=int, help="of the hyperpodrun whose workers are meant")
+    which.add_argument("--pid", type=int, help="pid of the hyperpodrun agent")
     which.add_argument("--run-id", help="the job's --rdzv-id (default: the only job on this machine)")
 
 
@@ -72,9 +72,16 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scale_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--replicas", type=int, default=0, help="how many replicas to go on with, without a restart")
-    parser.add_argument("--shard-degree", type=int, default=0, help="start again from the next step with this one")
-    parser.add_argument("--tensor-degree", type=int, default=0, help="the same; each is left as it is if not given")
+    parser.add_argument(
+        "--replicas", type=int, default=0, help="number of replicas to continue with, without a restart"
+    )
+    parser.add_argument(
+        "--shard-degree",
+        type=int,
+        default=0,
+        help="restart all workers from the next step with this shard degree; 0 keeps it",
+    )
+    parser.add_argument("--tensor-degree", type=int, default=0, help="the same for the tensor degree")
     _add_job_arguments(parser)
 
 
@@ -82,8 +89,8 @@ def _scale(arguments: argparse.Namespace) -> int:
     asked = arguments.replicas, arguments.shard_degree, arguments.tensor_degree
     if min(asked) < 0 or (asked[0] > 0) == (max(asked[1:]) > 0):
         raise ConfigError(
-            "give --replicas, which the running processes follow, or --shard-degree and --tensor-degree, for which all "
-            "start again; each a number from 1 on."
+            "give either --replicas, which needs no restart, or --shard-degree and/or --tensor-degree, which restart "
+            "all workers; each must be at least 1."
         )
     ticket = Ticket.find(arguments.run_id)
     request = Request(kind="scale", value=asked[0], shard_degree=asked[1], tensor_degree=asked[2])
@@ -97,19 +104,19 @@ def _status(arguments: argparse.Namespace) -> int:
     try:
         found = dict(json.loads(answer))
     except (ValueError, TypeError):
-        raise ConfigError(f"this is no answer of an agent: {answer:.100}") from None
+        raise ConfigError(f"not a valid answer from an agent: {answer:.100}") from None
     _say(f"job {ticket.run_id}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
     return 0
 
 
 def _add_preset_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="list|show|write|NAME", help="a name alone prints the path of its file")
-    parser.add_argument("name", nargs="?", help="of the preset to show or write")
+    parser.add_argument("name", nargs="?", help="preset to show or write")
     parser.add_argument("path", nargs="?", help="where to write it; default: NAME.yaml in the working directory")
 
 
 def _preset(arguments: argparse.Namespace) -> int:
-    """A file's path alone, for `accelerate launch --config_file $(hyperpod preset NAME)`."""
+    """List, show or write presets; a bare name prints its path for `accelerate launch --config_file $(...)`."""
     match arguments.what, arguments.name, arguments.path:
         case "list", None, None:
             for name in preset_names():
@@ -128,11 +135,13 @@ def _preset(arguments: argparse.Namespace) -> int:
 
 
 def _add_rehearse_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks, as for hyperpodrun")
-    parser.add_argument("--phases", default=",".join(PHASES), help="comma-separated; a rank is killed in each")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one job; there are two at least")
-    parser.add_argument("--preload", default="", help="modules that workers find imported, as for hyperpodrun")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="the script, and its arguments")
+    parser.add_argument("--nproc-per-node", type=int, default=2, help="number of ranks, as for hyperpodrun")
+    parser.add_argument("--phases", default=",".join(PHASES), help="comma-separated phases to kill a rank in")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="time limit of each job in seconds; at least two jobs run"
+    )
+    parser.add_argument("--preload", default="", help="modules to import ahead for workers, as for hyperpodrun")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script and its arguments")
 
 
 def _rehearse(arguments: argparse.Namespace) -> int:
@@ -152,13 +161,13 @@ def _rehearse(arguments: argparse.Namespace) -> int:
 COMMANDS = (
     Command(
         name="rehearse",
-        summary="run a program briefly with a kill in each phase, and tell from which it would not recover exactly",
+        summary="run a program briefly with a kill in each phase, and report where it does not recover exactly",
         add_arguments=_add_rehearse_arguments,
         run=_rehearse,
     ),
     Command(
         name="scale",
-        summary="have a running job with ElasticTraining grow, shrink, or start again with other degrees",
+        summary="grow or shrink a running ElasticTraining job, or restart its workers with other degrees",
         add_arguments=_add_scale_arguments,
         run=_scale,
     ),
@@ -184,7 +193,7 @@ COMMANDS = (
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """All commands with their options."""
+    """The parser of `hyperpod`, with all commands and their options."""
     parser = argparse.ArgumentParser(prog="hyperpod", description="Tools for jobs that survive faults.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
@@ -200,7 +209,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 2 for bad input, as argparse has it."""
+    """Run a command and return its exit code: 2 for a `HyperPodError`, as argparse for bad input; 130 for Ctrl-C."""
     arguments = get_parser().parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -212,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(line: str) -> None:
-    print(printable(line), flush=True)  # noqa: T201  (what comes from a store may hold escape sequences)
+    print(printable(line), flush=True)  # noqa: T201  (text from a store may contain escape sequences)
 
 
 if __name__ == "__main__":

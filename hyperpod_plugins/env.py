@@ -1,4 +1,4 @@
-"""Who this process is: the only file that reads the environment. Explicit arguments always win over it."""
+"""Environment variables of a process and its job. Only this file reads them; explicit arguments take precedence."""
 
 import os
 import re
@@ -11,21 +11,21 @@ from typing import Self
 from hyperpod_plugins.errors import ConfigError
 
 SNAPSHOTS = "HYPERPOD_SNAPSHOTS"
-"""Folder in shared memory for the snapshots of a node's workers; agents set it."""
+"""Folder in shared memory for the snapshots of a node's workers; set by agents."""
 _SHARED_MEMORY = Path("/dev/shm")
 _OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEnv:
-    """The place of this process in the job, as its launcher wrote it (torchrun's variables; Slurm's as a fallback)."""
+    """Ranks and world sizes of this process, from torchrun's variables, or Slurm's as a fallback."""
 
     global_rank: int = 0
-    """Rank in the world, `0 .. world_size - 1`."""
+    """Rank in the world, in `0 .. world_size - 1`."""
     world_size: int = 1
     """Number of worker processes in the job."""
     local_rank: int = 0
-    """Rank on this node, which is also the index of this process's accelerator."""
+    """Rank on this node, and index of this process's accelerator."""
     local_world_size: int = 1
     """Number of worker processes on this node."""
     node_rank: int = 0
@@ -45,7 +45,7 @@ class WorkerEnv:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, when all have as many workers as this one."""
+        """Number of nodes, assuming that each has as many workers as this one."""
         return max(1, self.world_size // self.local_world_size)
 
     @property
@@ -81,35 +81,36 @@ class WorkerEnv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnv:
-    """How a worker reaches the job store of its job; written by `hyperpodrun` and by the rendezvous `hyperpod`."""
+    """What a worker is told about its job and job store, by `hyperpodrun` or by the rendezvous `hyperpod`."""
 
     run_id: str
     """Name of the job."""
     store_host: str = ""
-    """Host of the store, which an agent serves, never a worker; empty where it is in etcd."""
+    """Host of the store, which an agent serves, never a worker; empty if the store is in etcd."""
     store_port: int = 0
     """Port of the store."""
     etcd_url: str = ""
-    """`etcd://HOST:PORT[,HOST:PORT...]/NAME` where it is in etcd."""
+    """`etcd://HOST:PORT[,HOST:PORT...]/NAME` if the store is in etcd, else empty."""
     incarnation: int = 0
-    """Which process in this rank's place: 0 for the founder, more for one that replaces a lost one."""
+    """Number of this process in its worker slot: 0 for the first, higher for a joiner."""
     restart_count: int = 0
-    """How often the agents have started all processes again."""
+    """How often the agents have restarted all workers."""
     agent_pid: int = 0
-    """Process whose end is to end this one; 0 where `hyperpodrun` sees to that."""
+    """Pid of the agent, with which this process exits; 0 if `hyperpodrun` takes care of that."""
     resume_from: str = ""
-    """Checkpoint that a program started again by its agents is to go on from; empty for what the program says."""
+    """Checkpoint to resume from after a restart of all workers; empty to follow the program."""
     shard_degree: int = 0
-    """What somebody has asked of the running job, with the next; 0 for what the program says."""
+    """Shard degree requested of the running job; 0 to follow the program."""
     tensor_degree: int = 0
+    """Tensor-parallel degree requested with it."""
 
     @property
     def is_joining(self) -> bool:
-        """Whether the others may have begun without this process."""
+        """Whether this process joins a job that may already be running."""
         return self.incarnation > 0
 
     def to_environ(self) -> dict[str, str]:
-        """The variables that tell a worker."""
+        """The environment variables to give to the worker."""
         return {
             "HYPERPOD_STORE": self.etcd_url or f"{self.store_host}:{self.store_port}",
             "HYPERPOD_RUN_ID": self.run_id,
@@ -121,10 +122,10 @@ class JobEnv:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Self | None:
-        """Read the variables; None in a process that no agent of ours started.
+        """Read the variables; None if no agent of ours started this process.
 
         Raises:
-            ConfigError: a variable is damaged.
+            ConfigError: a variable is malformed.
         """
         address = environ.get("HYPERPOD_STORE")
         if address is None:
@@ -152,17 +153,17 @@ class JobEnv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalEnv:
-    """What `hyperpod rehearse` tells the workers of its jobs."""
+    """What `hyperpod rehearse` tells its workers."""
 
     folder: str
-    """Where they write digests, and which faults have happened."""
+    """Folder for the workers' digests and the record of injected faults."""
     last_step: int
-    """After how many steps they end."""
+    """Number of steps after which the workers exit."""
     faults: str
-    """See `recovery.rehearsal.parse_schedule`."""
+    """Fault schedule; see `recovery.rehearsal.parse_schedule`."""
 
     def to_environ(self) -> dict[str, str]:
-        """The variables that tell a worker."""
+        """The environment variables to give to the workers."""
         return {
             "HYPERPOD_REHEARSAL": self.folder,
             "HYPERPOD_REHEARSAL_STEPS": str(self.last_step),
@@ -170,12 +171,12 @@ class RehearsalEnv:
         }
 
     def added_to_environ(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """This process's environment with those variables, for the launcher of a job."""
+        """`environ` with those variables, for the launcher of a job."""
         return {**environ, **self.to_environ()}
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Self | None:
-        """Read the variables; None outside of a rehearsed job."""
+        """Read the variables; None outside a rehearsal."""
         folder = environ.get("HYPERPOD_REHEARSAL")
         if not folder:
             return None
@@ -184,23 +185,23 @@ class RehearsalEnv:
 
 
 def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Path of the file named by `HYPERPOD_CONFIG` (SMP JSON; for Accelerate also its YAML), or None."""
+    """Path in `HYPERPOD_CONFIG` (a file of SMP JSON; for Accelerate also of its YAML), or None."""
     return environ.get("HYPERPOD_CONFIG") or None
 
 
 def accelerate_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What `accelerate launch` tells its workers: the variables that Accelerate's own plugins read."""
+    """The variables that `accelerate launch` sets for Accelerate's own plugins."""
     return {name: value for name, value in environ.items() if name.startswith(_OF_ACCELERATE)}
 
 
 def runtime_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Folder of this user for what running processes leave for each other: `XDG_RUNTIME_DIR`, else one in /tmp."""
+    """This user's folder for files that running processes share: in `XDG_RUNTIME_DIR`, else in /tmp."""
     given = environ.get("XDG_RUNTIME_DIR")
     return Path(given, "hyperpod") if given else Path(tempfile.gettempdir(), f"hyperpod-{os.getuid()}")
 
 
 def events_folder(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Folder for the events of each process, from `HYPERPOD_EVENTS`, or None."""
+    """Folder for each process's events, from `HYPERPOD_EVENTS`, or None."""
     return environ.get("HYPERPOD_EVENTS") or None
 
 
@@ -211,17 +212,17 @@ def snapshot_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def shared_memory_folder() -> Path | None:
-    """Folder of this user in shared memory; None where the machine has none."""
+    """This user's folder in shared memory; None if the machine has no /dev/shm."""
     return Path(_SHARED_MEMORY, f"hyperpod-{os.getuid()}") if _SHARED_MEMORY.is_dir() else None
 
 
 def instance_type(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Cloud instance type: what the user says, else what the platform tells (SageMaker does), or None."""
+    """Cloud instance type: the user's setting, else SageMaker's, or None."""
     return environ.get("HYPERPOD_INSTANCE_TYPE") or environ.get("SM_CURRENT_INSTANCE_TYPE") or None
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
-    """Tasks on this node, from `SLURM_TASKS_PER_NODE`, which says `4(x2),3`: two nodes of four tasks, one of three."""
+    """Tasks on this node, from `SLURM_TASKS_PER_NODE`: `4(x2),3` means two nodes of four tasks and one of three."""
     nodes: list[int] = []
     for part in environ.get("SLURM_TASKS_PER_NODE", "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

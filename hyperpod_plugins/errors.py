@@ -1,29 +1,29 @@
-"""Everything this package raises on purpose.
+"""Exceptions that this package raises.
 
     HyperPodError
-    ├── ConfigError (ValueError)            the user asked for something impossible
-    │   ├── UnknownKeyError                 a configuration key nobody knows
+    ├── ConfigError (ValueError)            the configuration is invalid
+    │   ├── UnknownKeyError                 unknown configuration key
     │   ├── DegreeError                     degrees that do not fit each other or the world
-    │   ├── PlanError                       a tensor plan that matches nothing, or cannot be followed
-    │   └── NotBuiltYetError                valid, known, and not part of this release
+    │   ├── PlanError                       a tensor-parallel plan that matches nothing or cannot be applied
+    │   └── NotBuiltYetError                valid, but not supported by this release
     ├── MissingExtraError (ImportError)     an optional dependency is not installed
-    ├── OutdatedExtraError (ImportError)    an optional dependency is installed in a version that does not fit
+    ├── OutdatedExtraError (ImportError)    an optional dependency is installed in an unsuitable version
     ├── CommError (RuntimeError)
     │   ├── BackendUnavailable              no collective library serves this device
-    │   ├── DeviceHung                      a device does not end what was queued on it; its process is replaced
-    │   └── PeerLost                        a member of a process group is gone
-    ├── RecoveryError (RuntimeError)        the job cannot repair itself in place
-    │   ├── StateLost                       no rank that is left holds a part of the training state
+    │   ├── DeviceHung                      work queued on a device does not finish; the process is replaced
+    │   └── PeerLost                        a member of a process group was lost
+    ├── RecoveryError (RuntimeError)        the job cannot recover in place
+    │   ├── StateLost                       no remaining rank holds some part of the training state
     │   └── RecoveryTimeout                 a lost process was not replaced in time
-    ├── LoopError (RuntimeError)            a loop written by hand does what could not be repaired
+    ├── LoopError (RuntimeError)            a hand-written loop does something that cannot be recovered
     ├── UnitsDiffer (RuntimeError)          ranks ran different sharded modules in one step
     ├── NonFiniteError (RuntimeError)       the loss or the gradients of a step are not finite
     ├── DataError (RuntimeError)
-    │   ├── DatasetDamaged                  a token file that was cut short or altered
+    │   ├── DatasetDamaged                  a token file that was truncated or altered
     │   └── DatasetChanged                  a sampler state that belongs to other data
-    ├── InitializationError (RuntimeError)  a module that was built on the meta device cannot be filled
+    ├── InitializationError (RuntimeError)  a module built on the meta device cannot be initialised
     └── CheckpointError (RuntimeError)
-        ├── CheckpointDamaged               not a checkpoint, or an interrupted one
+        ├── CheckpointDamaged               not a checkpoint, or an incomplete one
         └── CheckpointMismatch              a checkpoint of another model
 
 A message says what was given, what is allowed, and what to do next, in one paragraph.
@@ -33,22 +33,22 @@ from collections.abc import Iterable
 
 
 def few(names: Iterable[str], at_most: int = 5) -> str:
-    """The first names, and how many more there are, for a message."""
+    """Join the first `at_most` names for a message, and say how many more there are."""
     listed = list(names)
     more = len(listed) - at_most
     return ", ".join(listed[:at_most]) + (f" and {more} more" if more > 0 else "")
 
 
 class HyperPodError(Exception):
-    """Root of every error this package raises on purpose."""
+    """Base class of this package's exceptions."""
 
 
 class ConfigError(HyperPodError, ValueError):
-    """The configuration asks for something impossible."""
+    """The configuration is invalid."""
 
 
 class UnknownKeyError(ConfigError):
-    """A configuration key nobody knows."""
+    """Unknown configuration key."""
 
 
 class DegreeError(ConfigError):
@@ -56,15 +56,15 @@ class DegreeError(ConfigError):
 
 
 class PlanError(ConfigError):
-    """A tensor-parallel plan that matches nothing, or that the model cannot follow."""
+    """A tensor-parallel plan that matches nothing, or that cannot be applied to the model."""
 
 
 class NotBuiltYetError(ConfigError):
-    """A valid and known request that this release does not serve yet."""
+    """A valid request that this release does not support yet."""
 
 
 class MissingExtraError(HyperPodError, ImportError):
-    """An optional dependency is needed and not installed."""
+    """A required optional dependency is not installed."""
 
     def __init__(self, module: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -74,38 +74,38 @@ class MissingExtraError(HyperPodError, ImportError):
 
 
 class OutdatedExtraError(HyperPodError, ImportError):
-    """An optional dependency is installed in a version that does not fit."""
+    """An optional dependency is installed in an unsuitable version."""
 
     def __init__(self, package: str, version: str, needed: str, purpose: str, lacking: str = "") -> None:
         lacks = f", and it has no {lacking}" if lacking else ""
         super().__init__(
             f"{purpose} needs {package} {needed}, but version {version} is installed here{lacks}. "
-            f"Install one that fits with: pip install --upgrade '{package}{needed}'"
+            f"Install a suitable version with: pip install --upgrade '{package}{needed}'"
         )
 
 
 class CommError(HyperPodError, RuntimeError):
-    """Communication between ranks cannot be set up or has broken."""
+    """Communication between ranks cannot be set up, or has failed."""
 
 
 class BackendUnavailable(CommError):
-    """No collective library, or not the one asked for, serves this device."""
+    """No collective library, or not the requested one, serves this device."""
 
 
 class DeviceHung(CommError):
-    """A device does not end what was queued on it, though its groups were aborted: the process cannot go on."""
+    """Work queued on a device does not finish although its groups were aborted; the process cannot continue."""
 
 
 class PeerLost(CommError):
-    """A member of a process group is gone, and the collective was not inside a step."""
+    """A member of a process group was lost, and the collective was not inside a step."""
 
 
 class RecoveryError(HyperPodError, RuntimeError):
-    """The job cannot repair itself in place."""
+    """The job cannot recover in place."""
 
 
 class StateLost(RecoveryError):
-    """No rank that is left holds a part of the training state."""
+    """No remaining rank holds some part of the training state."""
 
 
 class RecoveryTimeout(RecoveryError):
@@ -113,31 +113,31 @@ class RecoveryTimeout(RecoveryError):
 
 
 class LoopError(HyperPodError, RuntimeError):
-    """A loop written by hand does something that could not be repaired after a fault."""
+    """A hand-written training loop does something that cannot be recovered after a fault."""
 
 
 class UnitsDiffer(HyperPodError, RuntimeError):
-    """Ranks ran different sharded modules in one step, so that they gathered shards of different ones as one."""
+    """Ranks ran different sharded modules in one step, so an all-gather mixed shards of different modules."""
 
 
 class NonFiniteError(HyperPodError, RuntimeError):
-    """The loss or the gradient norm of a step is infinite or not a number; nothing was updated."""
+    """The loss or the gradient norm of a step is infinite or NaN; nothing was updated."""
 
 
 class DataError(HyperPodError, RuntimeError):
-    """Training data that cannot be used as it is."""
+    """Training data that cannot be used."""
 
 
 class DatasetDamaged(DataError):
-    """A token file that was cut short, altered, or is none of ours."""
+    """A token file that was truncated or altered, or a file of another format."""
 
 
 class DatasetChanged(DataError):
-    """A saved position that belongs to other data, another seed or another sample length."""
+    """A saved position for other data, another seed or another sample length."""
 
 
 class InitializationError(HyperPodError, RuntimeError):
-    """A module that was built on the meta device cannot be given its initial values."""
+    """A module built on the meta device cannot be given its initial values."""
 
 
 class CheckpointError(HyperPodError, RuntimeError):
@@ -145,7 +145,7 @@ class CheckpointError(HyperPodError, RuntimeError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """The path holds no checkpoint, or one whose writing was interrupted."""
+    """The path holds no checkpoint, or an incomplete one."""
 
 
 class CheckpointMismatch(CheckpointError):

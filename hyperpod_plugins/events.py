@@ -1,4 +1,7 @@
-"""Watching the CUDA caching allocator: a flush of its cache means that the job is at the limit of device memory."""
+"""Events with their listeners, and a warning when the CUDA caching allocator flushes its cache.
+
+An event says what happened, when, and how long it took. Events are rare: a repair is one, a training step is not.
+"""
 
 import json
 import logging
@@ -10,19 +13,17 @@ from typing import final
 
 import torch
 
-# Events: what happened, when, and how long it took. They are few: a step is none, a repair is one.
-
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that began, and has ended."""
+    """Something that happened, recorded once it has ended."""
 
     name: str
     """Package and kind, such as `recovery.replace`."""
     at_s: float
-    """Unix time of its beginning, in seconds."""
+    """Start, as Unix time in seconds."""
     duration_s: float = 0.0
     details: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
 
@@ -32,25 +33,29 @@ _listeners: list[Listener] = []
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Have `listener` called with each event of this process, in the thread that records it; returns what ends that."""
+    """Call `listener` with each event of this process, in the thread that records the event.
+
+    Returns:
+        A function that removes the listener.
+    """
     _listeners.append(listener)
     return lambda: _listeners.remove(listener)
 
 
 def record(event: Event) -> None:
-    """Tell all listeners; an error of one is only logged."""
+    """Pass an event to all listeners; an exception in one is only logged."""
     for listener in list(_listeners):
         try:
             listener(event)
         except Exception:
-            log.exception("a listener failed at the event %s", event.name)
+            log.exception("a listener failed on event %s", event.name)
 
 
 class EventFile:
-    """A listener that appends each event to a file, as a line of JSON."""
+    """A listener that appends each event to a file as a line of JSON."""
 
     def __init__(self, path: Path) -> None:
-        """The file and its folders are made with the first event."""
+        """Store the path; the file and its folders are created with the first event."""
         self.path = path
 
     def __call__(self, event: Event) -> None:
@@ -62,11 +67,11 @@ class EventFile:
 
 @final
 class AllocatorWatch:
-    """Warns when the allocator had to free its cache and try again, which stalls the device.
+    """Warns when the CUDA allocator freed its cache to retry an allocation, which stalls the device.
 
     Args:
-        device: a CUDA device; on any other the watch does nothing.
-        every_num_steps: how often to look. Reading the allocator's statistics takes some 0.1 ms.
+        device: a CUDA device; for any other device the watch does nothing.
+        every_num_steps: how often to read the allocator's statistics, which takes about 0.1 ms.
     """
 
     def __init__(self, device: torch.device, every_num_steps: int = 50) -> None:
@@ -76,7 +81,7 @@ class AllocatorWatch:
         self._num_retries = 0
 
     def after_step(self) -> None:
-        """Count a step, and look at the allocator where it is time to."""
+        """Count a step; every `every_num_steps` steps, check the allocator and warn."""
         self._num_steps += 1
         if self._device.type == "cuda" and self._num_steps % self._every_num_steps == 0:
             news = self.news(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
@@ -84,7 +89,7 @@ class AllocatorWatch:
                 warnings.warn(news, stacklevel=2)
 
     def news(self, num_retries: int) -> str:
-        """What to say about the number of retries since the process began; empty where there were no new ones."""
+        """Warning for the number of retries since the process started; empty if there are no new ones."""
         new, self._num_retries = num_retries - self._num_retries, num_retries
         if new <= 0:
             return ""

@@ -1,4 +1,4 @@
-"""The presets: configuration files of Accelerate, shipped with the package. Nothing of Accelerate is imported here."""
+"""Presets: configuration files for Accelerate, shipped with the package. This module does not import Accelerate."""
 
 from pathlib import Path
 
@@ -8,31 +8,31 @@ FOLDER = Path(__file__).parent / "accelerate" / "presets"
 
 
 def preset_names() -> tuple[str, ...]:
-    """All presets, in alphabetical order."""
+    """Names of all presets, in alphabetical order."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
 def preset_path(name: str) -> Path:
-    """The file of a preset, for `accelerate launch --config_file`.
+    """Path of a preset's file, for `accelerate launch --config_file`.
 
     Raises:
         ConfigError: there is no such preset.
     """
     if name not in preset_names():
-        raise ConfigError(f"there is no preset {name!r}. There are: {', '.join(preset_names())}.")
+        raise ConfigError(f"there is no preset {name!r}. Available: {', '.join(preset_names())}.")
     return FOLDER / f"{name}.yaml"
 
 
 def preset_summary(name: str) -> str:
-    """What a preset is for: the first line of its file."""
+    """Purpose of a preset: the first line of its file."""
     return preset_path(name).read_text().splitlines()[0].removeprefix("# ")
 
 
 def write_preset(name: str, path: str | Path | None = None) -> Path:
-    """Copy a preset to `path`, a file or a folder (default: the working directory), to be changed there.
+    """Copy a preset to `path`, a file or a folder (default: the working directory), and return the new path.
 
     Raises:
-        ConfigError: there is no such preset, or a file where it would be written.
+        ConfigError: there is no such preset, or the file exists already or cannot be written.
     """
     source = preset_path(name)
     target = Path.cwd() if path is None else Path(path)

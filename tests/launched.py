@@ -23,7 +23,7 @@ from hyperpod_plugins.elastic.launcher.round import worker_environ
 from hyperpod_plugins.env import JobEnv
 began_s = time.time()
 job, rank = JobEnv.from_environ(), int(os.environ["RANK"])
-job store = JobStore.connect(job)
+job_store = JobStore.connect(job)
 if "UNARMED" not in os.environ:
     job_store.arm()
     job_store.set("begun", b"1")

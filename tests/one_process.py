@@ -299,7 +299,7 @@ def repair_each_step(session: Any) -> None:
                 parameter.grad = None
         trained.begin(step)
         compute()
-        trained.undo()
+        trained.undo_step()
         trained.end_iteration()
         return commit(compute())
 

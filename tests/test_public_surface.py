@@ -38,6 +38,20 @@ def test_the_surface_is_the_frozen_one():
     assert found == json.loads(SNAPSHOT.read_text()), "see the head of this file for how to accept a change"
 
 
+def test_what_most_programs_need_comes_from_the_root():
+    root = importlib.import_module("hyperpod_plugins")
+    names = root._PACKAGE_OF
+    for name, package in names.items():
+        assert getattr(root, name) is getattr(importlib.import_module(f"hyperpod_plugins.{package}"), name)
+        assert name in public_names(package)
+    assert set(names) <= set(dir(root))
+    tree = ast.parse(Path(root.__file__).read_text())
+    typed = {each.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for each in node.names}
+    assert typed - {None} == set(names), "type checkers see other names than programs do"
+    with pytest.raises(AttributeError, match="no attribute 'Sesion'"):
+        _ = root.Sesion
+
+
 def test_no_package_is_forgotten():
     root = Path(importlib.import_module("hyperpod_plugins").__file__).parent
     assert tuple(sorted(path.parent.name for path in root.glob("*/__init__.py"))) == PACKAGES

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hyperpod_plugins.data import TokenDataset
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic import ElasticPolicy
 from hyperpod_plugins.session import Session
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

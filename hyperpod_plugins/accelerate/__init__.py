@@ -1,4 +1,4 @@
-"""The Accelerate adapter: translate and delegate. Begin with `plugin.py`."""
+"""Hugging Face Accelerate integration: the plugin, and the `Accelerator` that it creates. Start with `plugin.py`."""
 
 from hyperpod_plugins.accelerate.accelerator import HyperPodAccelerator
 from hyperpod_plugins.accelerate.launch_config import AccelerateSettings

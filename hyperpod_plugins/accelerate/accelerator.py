@@ -1,6 +1,6 @@
-"""`HyperPodAccelerator`: Accelerate's own class, where models are sharded by `parallelize`."""
+"""`HyperPodAccelerator`: Accelerate's own class, with models sharded by `parallelize`."""
 
-# Accelerate's steps of `prepare` are private names, and meant to be overridden nowhere; see docs/design/accelerate.md.
+# The steps of Accelerate's `prepare` are private and not meant to be overridden; see docs/design/accelerate.md.
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
 
 from collections.abc import Generator, Iterable
@@ -42,14 +42,15 @@ _OF_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "dy
 
 
 class HyperPodAccelerator(Accelerator):
-    """An `Accelerator` on the backend `hyperpod`; what `HyperPodPlugin.accelerator` returns.
+    """An `Accelerator` on the backend `hyperpod`; `HyperPodPlugin.accelerator` creates it.
 
-    `prepare` gives back the same model, whose parameters are DTensors over `mesh`, and optimizers of torch over these.
+    `prepare` returns the same model, whose parameters are now DTensors over `mesh`, and wraps torch optimizers of
+    these parameters.
 
     Args:
-        plugin: what is asked for.
+        plugin: configuration of the job.
         session: see `HyperPodPlugin.accelerator`.
-        **options: arguments of `accelerate.Accelerator`, but for those that the plugin makes.
+        **options: arguments of `accelerate.Accelerator`, except those that the plugin creates.
 
     Raises:
         ConfigError: see `HyperPodPlugin.accelerator`.
@@ -90,12 +91,12 @@ class HyperPodAccelerator(Accelerator):
             session.when_moved(lambda: self._moved(session.topology))
 
     def _moved(self, topology: Topology) -> None:
-        """Follow the job to another number of replicas; models, optimizers and groups stay what they are."""
+        """Follow the job to another number of replicas; models, optimizers and groups stay the same objects."""
         tell_again()
         self._parallelism.move(topology, self.device.type)
         self._data_group = build_data_group(topology)
 
-    # -- who and where ------------------------------------------------------------------------------------------
+    # -- topology and groups ------------------------------------------------------------------------------------
 
     @property
     def topology(self) -> Topology:
@@ -104,13 +105,13 @@ class HyperPodAccelerator(Accelerator):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """`("replicate", "shard", "tensor")`; `torch_device_mesh` has the same groups under Accelerate's names."""
+        """Mesh `("replicate", "shard", "tensor")`; `torch_device_mesh` names the same groups as Accelerate does."""
         assert self._parallelism.mesh is not None
         return self._parallelism.mesh
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """This rank and those that read other samples; tensor peers read the same."""
+        """Group of this rank and those that read other samples; tensor-parallel peers read the same samples."""
         assert self._data_group is not None
         return self._data_group
 
@@ -118,12 +119,12 @@ class HyperPodAccelerator(Accelerator):
 
     @override
     def _prepare_tp(self, *args: Any) -> Any:
-        """Nothing: tensor parallelism is part of `parallelize`."""
+        """Do nothing: `parallelize` applies tensor parallelism."""
         return args
 
     @override
     def _prepare_fsdp2(self, *args: Any) -> Any:
-        """Shard the model and give its optimizers the sharded parameters; prepare the rest as always."""
+        """Shard the model, give its optimizers the sharded parameters, and prepare the rest as usual."""
         model = next((each for each in args if isinstance(each, nn.Module)), None)
         if model is None:
             return super()._prepare_fsdp2(*args)
@@ -143,7 +144,7 @@ class HyperPodAccelerator(Accelerator):
         return tuple(each if each is model else self._prepare_one(each) for each in ready)
 
     def _leave_to_accelerate(self, model: nn.Module) -> None:
-        """What its own FSDP2 would leave out: the same values on all ranks, and dropout that drops the same again."""
+        """Add what Accelerate's FSDP2 lacks: equal values on all ranks, and exact recomputation of dropout."""
         if any(True for _ in sharded_parts(model)):
             return  # by an earlier `prepare`
         settings, fsdp = self.plugin.settings, self.state.fsdp_plugin
@@ -175,15 +176,15 @@ class HyperPodAccelerator(Accelerator):
 
     @override
     def _prepare_device_mesh(self) -> DeviceMesh | None:
-        """What data loaders divide samples by; None where every rank reads its own.
+        """Return the mesh by which data loaders divide samples; None if every rank reads its own.
 
-        Accelerate takes any axis `tp`, also one of size 1, for a sign that ranks read the same samples.
+        Accelerate takes any axis `tp`, even one of size 1, as a sign that ranks read the same samples.
         """
         return super()._prepare_device_mesh() if self.topology.tensor_degree > 1 else None
 
     @override
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> HyperPodOptimizer:
-        """Wrap an optimizer, whose arithmetic then runs on local shards."""
+        """Wrap an optimizer so that its arithmetic runs on local shards."""
         if isinstance(optimizer, HyperPodOptimizer):
             return optimizer
         for model in self._models if len(self._models) == 1 else ():  # others may hold the rest of its parameters
@@ -195,7 +196,7 @@ class HyperPodAccelerator(Accelerator):
 
     @override
     def prepare_scheduler(self, scheduler: LRScheduler) -> HyperPodScheduler:
-        """Wrap a scheduler, which then advances by one for each rank that reads its own samples."""
+        """Wrap a scheduler so that it advances by one for each rank that reads its own samples."""
         if isinstance(scheduler, HyperPodScheduler):
             return scheduler
         own = [each for each in self._optimizers if each.optimizer is scheduler.optimizer]
@@ -214,39 +215,39 @@ class HyperPodAccelerator(Accelerator):
     @override
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
-        """Leave out the all-reduce between replicas; gradients stay shards, where Accelerate would keep them whole."""
+        """Skip the all-reduce between replicas; gradients stay sharded, whereas Accelerate would keep them whole."""
         with without_replica_sync(model):
             yield
 
     @override
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Divide the loss by the accumulation steps and run backward, in the context the loss was computed in."""
+        """Divide the loss by the accumulation steps and run backward, in the context in which it was computed."""
         self._check.note_loss(loss)
         with loss_parallel_context(self.plugin.config):
             super().backward(loss, **kwargs)
 
     @override
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Scale gradients so that their norm over all ranks and meshes is at most `max_norm`; the norm before."""
+        """Scale gradients so that their norm over all ranks and meshes is at most `max_norm`; return the old norm."""
         norm = clip_grad_norm_(parameters, max_norm, norm_type)
         self._check.note_norm(norm)
         return norm
 
     @override
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp every element of every gradient, which Accelerate refuses for sharded ones."""
+        """Clamp every element of every gradient, which Accelerate refuses for sharded gradients."""
         clip_grad_value_(parameters, clip_value)
 
-    # -- collectives: tensor peers hold the same values, and count once ------------------------------------------
+    # -- collectives: tensor-parallel peers hold the same values and count once ----------------------------------
 
     @override
     def gather(self, tensor: Any) -> Any:
-        """Join the tensors of all ranks that read different samples along the first dimension."""
+        """Concatenate the tensors of all ranks that read different samples, along the first dimension."""
         return gathered(tensor, self.data_group)
 
     @override
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather`, without the samples that only filled up the last batch."""
+        """Like `gather`, without the samples that only pad the last batch."""
         if self.topology.tensor_degree == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         gather = gathered if are_tensors(input_data) and not use_gather_object else gathered_objects
@@ -254,15 +255,15 @@ class HyperPodAccelerator(Accelerator):
 
     @override
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Add, average or take the maximum over the ranks that read different samples."""
+        """Sum, average or take the maximum over the ranks that read different samples."""
         return reduced(tensor, self.data_group, reduction)
 
 
 def _checked(options: dict[str, Any]) -> list[Any]:
-    """The user's handlers, taken out of the arguments of an Accelerator.
+    """Check the arguments of an Accelerator; remove and return the user's handlers.
 
     Raises:
-        ConfigError: an argument that the plugin makes itself, or one of another engine.
+        ConfigError: an argument is one that the plugin creates itself, or belongs to another engine.
     """
     for name in (*_OF_THE_PLUGIN, *_OF_OTHERS):
         if options.get(name) is not None:

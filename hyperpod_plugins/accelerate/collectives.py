@@ -15,9 +15,9 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.
 
 
 def gathered(data: Any, group: dist.ProcessGroup) -> Any:
-    """Tensors in lists, tuples and dicts, each joined with those of the other ranks along its first dimension.
+    """Concatenate tensors in lists, tuples and dicts with those of the other ranks, each along its first dimension.
 
-    A scalar becomes a vector. Logits that are split over the vocabulary are made whole first.
+    A scalar becomes a vector. Logits that are split over the vocabulary are gathered into full tensors first.
     """
 
     def gather_one(tensor: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def gathered(data: Any, group: dist.ProcessGroup) -> Any:
 
 
 def are_tensors(data: Any) -> bool:
-    """Whether there is nothing but tensors in lists, tuples and dicts."""
+    """Whether lists, tuples and dicts contain nothing but tensors."""
     if isinstance(data, Mapping):
         return all(map(are_tensors, cast("Mapping[Any, Any]", data).values()))
     if isinstance(data, list | tuple):
@@ -40,17 +40,17 @@ def are_tensors(data: Any) -> bool:
 
 
 def gathered_objects(data: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Lists of picklable objects, joined in the order of ranks."""
+    """Concatenate the ranks' lists of picklable objects, in the order of ranks."""
     lists: list[Any] = [None] * group.size()
     dist.all_gather_object(lists, data, group=group)
     return [each for one in lists for each in one]
 
 
 def reduced(data: Any, group: dist.ProcessGroup, reduction: str) -> Any:
-    """Copies of tensors in lists, tuples and dicts, reduced over a group; `none` copies only.
+    """Return copies of tensors in lists, tuples and dicts, reduced over a group; `none` only copies.
 
     Raises:
-        ConfigError: an unknown reduction.
+        ConfigError: the reduction is unknown.
     """
     if reduction not in (*_OPERATIONS, "none"):
         raise ConfigError(f"reduction must be one of {', '.join(_OPERATIONS)}, none, but is {reduction!r}")
@@ -65,7 +65,7 @@ def reduced(data: Any, group: dist.ProcessGroup, reduction: str) -> Any:
 
 
 def without_padding(data: Any, gradient_state: Any) -> Any:
-    """What was gathered in the last batch of a loader, without the samples that only filled it up."""
+    """Remove from gathered data the samples that only pad the last batch of a loader."""
     remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
     if remainder <= 0:
         return data

@@ -1,4 +1,4 @@
-"""Accelerate's names for the rest of this folder, or a clear error where it is not installed."""
+"""Names of Accelerate that this package uses; importing this raises a clear error if it is not installed."""
 
 try:
     from accelerate import Accelerator

@@ -1,7 +1,8 @@
-"""What a job asks of Accelerate beside degrees, and how its variables and files say both. Pure; nothing is imported.
+"""Settings of Accelerate besides parallel degrees, and how its environment variables and files express both.
 
-`accelerate launch` reads a YAML file and gives its contents to the workers as environment variables. Where another
-launcher starts the job, the same file can be read here: `variables_in` says what the launcher would have exported.
+`accelerate launch` reads a YAML file and passes its contents to the workers as environment variables. If another
+launcher starts the job, the same file can be read here: `variables_in` returns the variables that `accelerate launch`
+would have exported. This file is pure and does not import Accelerate.
 """
 
 from collections.abc import Mapping
@@ -13,8 +14,8 @@ from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 Fp8 = Literal["off", "torchao", "te"]
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 PRECISION_OF = {"no": "32-true", "bf16": "bf16-mixed", "fp8": "bf16-mixed"}
-"""Accelerate's name of a precision -> ours. What is not computed in fp8 is computed in bfloat16."""
-_FP8_OF = {"AO": "torchao", "TE": "te", "NO": "torchao"}  # the launcher says NO where the file says nothing
+"""Maps Accelerate's name of a precision to ours. With fp8, all else is computed in bfloat16."""
+_FP8_OF = {"AO": "torchao", "TE": "te", "NO": "torchao"}  # the launcher exports NO if the file names no backend
 _DEGREES = {
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "hybrid_shard_degree",
     "PARALLELISM_CONFIG_TP_SIZE": "tensor_parallel_degree",
@@ -31,22 +32,22 @@ _OWN_NAMES: dict[str, str] = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerateSettings:
-    """What Accelerate's own parts are asked to do.
+    """Settings of Accelerate besides parallel degrees.
 
     Raises:
-        ConfigError: an unknown value, or two that exclude each other.
+        ConfigError: a value is unknown, or two values exclude each other.
     """
 
     activation_checkpointing: bool = False
-    """Drop the activations of each block and compute them again in backward, with the same random numbers."""
+    """Drop the activations of each block and recompute them in backward, with the same random numbers."""
     activation_checkpointing_offload: bool = False
-    """Keep each block's input in host memory until then; done by Accelerate's own FSDP2."""
+    """Keep each block's input in host memory until backward; done by Accelerate's own FSDP2."""
     offload_params: bool = False
     """Keep parameters, gradients and optimizer state in host memory; done by Accelerate's own FSDP2."""
     fp8: Fp8 = "off"
-    """Library for matrix products in fp8; done by Accelerate, with its own FSDP2."""
+    """Library for matrix products in fp8; set up by Accelerate, with its own FSDP2."""
     state_dict_type: StateDictType = "SHARDED_STATE_DICT"
-    """What `save_state` writes: one file of each rank's shards, or everything in one file."""
+    """What `save_state` writes: one file per rank with its shards, or everything in one file."""
 
     def __post_init__(self) -> None:
         """Check values, then the combination."""
@@ -58,13 +59,13 @@ class AccelerateSettings:
                 raise ConfigError(f"{name} must be true or false, but is {getattr(self, name)!r}")
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError(
-                "activation_checkpointing_offload=True needs activation_checkpointing=True: what it moves to host "
-                "memory is what recomputation begins with."
+                "activation_checkpointing_offload=True needs activation_checkpointing=True: it moves to host memory "
+                "the inputs from which activations are recomputed."
             )
 
     @property
     def of_accelerate(self) -> tuple[str, ...]:
-        """Names of the settings that only Accelerate's own FSDP2 can honour."""
+        """Names of the enabled settings that only Accelerate's own FSDP2 supports."""
         asked = {
             "offload_params": self.offload_params,
             "activation_checkpointing_offload": self.activation_checkpointing_offload,
@@ -74,7 +75,7 @@ class AccelerateSettings:
 
 
 def variables_in(file: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that `accelerate launch` makes of a configuration file, as far as `options_in` reads them."""
+    """Return the variables that `accelerate launch` derives from a configuration file, for `options_in`."""
     variables = {"ACCELERATE_MIXED_PRECISION": str(file.get("mixed_precision") or "no")}
     if file.get("distributed_type") == "FSDP":
         variables["ACCELERATE_USE_FSDP"] = "true"
@@ -93,12 +94,12 @@ def variables_in(file: Mapping[str, Any]) -> dict[str, str]:
 
 
 def options_in(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of `HyperPodPlugin` that the variables of `accelerate launch` ask for; none where there are none.
+    """Return the `HyperPodPlugin` arguments that variables of `accelerate launch` ask for; empty without variables.
 
-    The number of replicas is not among them: it is what the world gives, and may change.
+    The number of replicas is not among them: it follows from the world size, and may change.
 
     Raises:
-        ConfigError: something that can not be honoured is asked for.
+        ConfigError: a variable asks for something that is not supported, or has an invalid value.
     """
     options: dict[str, Any] = {}
     if _is_true(variables, "ACCELERATE_USE_PARALLELISM_CONFIG"):
@@ -128,10 +129,10 @@ def options_in(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def precision_of(name: str) -> str:
-    """Our name of a precision of Accelerate.
+    """Return our name of a precision of Accelerate.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the precision is not supported.
     """
     if name not in PRECISION_OF:
         raise ConfigError(
@@ -142,7 +143,7 @@ def precision_of(name: str) -> str:
 
 
 def _refuse(variables: Mapping[str, str]) -> None:
-    """Raise for what FSDP's variables ask for and neither side honours."""
+    """Raise `ConfigError` if FSDP's variables ask for something that is not supported."""
     version = variables.get("FSDP_VERSION", "1")
     if version != "2":
         raise ConfigError(
@@ -156,7 +157,7 @@ def _refuse(variables: Mapping[str, str]) -> None:
             "fsdp_transformer_layer_cls_to_wrap the layers a model runs one after the other are sharded one by one."
         )
     if variables.get("FSDP_IGNORED_MODULES", "None") != "None":
-        raise NotBuiltYetError("fsdp_ignored_modules is not served: every parameter is sharded. Leave it out.")
+        raise NotBuiltYetError("fsdp_ignored_modules is not supported: every parameter is sharded. Leave it out.")
     compiler = variables.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper()
     if compiler != "NO":
         raise NotBuiltYetError(

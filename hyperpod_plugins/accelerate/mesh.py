@@ -1,4 +1,4 @@
-"""The mesh under the names by which Accelerate looks for its axes."""
+"""The device mesh, under the axis names that Accelerate expects."""
 
 from typing import Self
 
@@ -14,25 +14,25 @@ NAMES = ("dp_replicate", "dp_shard", "tp")
 
 
 class HyperPodParallelism(ParallelismConfig):
-    """Accelerate's `ParallelismConfig` over our mesh: all three axes exist, also those of size 1.
+    """Accelerate's `ParallelismConfig` over our mesh: all three axes exist, even those of size 1.
 
-    Accelerate leaves axes of size 1 out, and refuses tensor parallelism over replicas that are not sharded.
+    Accelerate itself omits axes of size 1, and refuses tensor parallelism over replicas that are not sharded.
     """
 
     topology: Topology
     mesh: DeviceMesh | None = None
-    """`("replicate", "shard", "tensor")`, once it is built; Accelerate's names are for the same groups."""
+    """Mesh `("replicate", "shard", "tensor")`, once it is built; Accelerate's names refer to the same groups."""
 
     @classmethod
     def of(cls, topology: Topology) -> Self:
-        """The sizes of a topology."""
+        """Create the configuration for a topology."""
         replicate, shard, tensor = topology.shape
         sizes = cls(dp_replicate_size=replicate, dp_shard_size=shard, tp_size=tensor, cp_size=1, sp_size=1)
         sizes.topology = topology
         return sizes
 
     def move(self, topology: Topology, device_type: str) -> None:
-        """Take over the sizes of another world, whose groups exist."""
+        """Take over the sizes of another world, whose groups already exist."""
         self.topology, self.dp_replicate_size = topology, topology.replicate_degree
         self._sizes["dp_replicate"] = topology.replicate_degree
         self.mesh = build_mesh(topology, device_type)
@@ -52,19 +52,19 @@ class HyperPodParallelism(ParallelismConfig):
     @property
     @override
     def fsdp_dim_names(self) -> list[str]:
-        """Axes that FSDP2 shards and replicates over."""
+        """Axes over which FSDP2 replicates and shards."""
         return list(NAMES[:2])
 
     @override
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Make the mesh; each axis has a group of its own, which can change its size."""
+        """Build the mesh; each axis has its own group, which can change its size."""
         self.mesh = build_mesh(self.topology, device_type)
         groups = [self.mesh.get_group(axis) for axis in range(3)]
         return DeviceMesh.from_group(groups, device_type, mesh=self.mesh.mesh, mesh_dim_names=NAMES)
 
     @override
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Raise where the mesh is of another world than the process group."""
+        """Raise `DegreeError` if mesh and process group have different sizes."""
         if self.topology.world_size != dist.get_world_size():
             raise DegreeError(
                 f"the layout {self.topology} has {self.topology.world_size} ranks, but the process group has "

@@ -1,4 +1,4 @@
-"""Accelerate's optimizer and scheduler, where parameters are shards and not every rank reads its own samples."""
+"""Accelerate's optimizer and scheduler, for sharded parameters and for ranks that share samples."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ from hyperpod_plugins.parallel.local_optimizer import step_locally
 
 
 class StepCheck:
-    """Looks at what went through `accelerator.backward` and `clip_grad_norm_` since optimizers stepped last."""
+    """Checks losses in `accelerator.backward` and the norm in `clip_grad_norm_` since the last optimizer step."""
 
     def __init__(self, finite: FiniteCheck) -> None:
-        """Look at nothing yet; `finite` says what to do about a step that is not finite."""
+        """Start without losses; `finite` has the policy for steps that are not finite."""
         self._finite = finite
         self._losses = RankLosses(finite)
         self._norm: Tensor | None = None
@@ -25,14 +25,14 @@ class StepCheck:
         self._is_new, self._may_update = False, True
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note the loss of this rank's next batch, with one element."""
+        """Record the loss of this rank's next batch, a tensor with one element."""
         if self._finite.looks:
             self._begin()
             self._losses.note(self._num_batches, loss)
         self._num_batches += 1
 
     def note_norm(self, norm: Tensor) -> None:
-        """Note the norm of all gradients, `()`, the same on all ranks."""
+        """Record the norm of all gradients, `()`, the same on all ranks."""
         if self._finite.looks:
             self._begin()
             self._norm = norm
@@ -43,7 +43,7 @@ class StepCheck:
             self._norm, self._is_new = None, True
 
     def allows_update(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer may step; of several that step on the same losses, all do or none.
+        """Whether an optimizer may step; of several optimizers that step on the same losses, all do or none.
 
         Raises:
             NonFiniteError: a loss of any rank, or the norm, is not finite, and the policy is to stop.
@@ -58,12 +58,12 @@ class StepCheck:
 
 
 class HyperPodOptimizer(AcceleratedOptimizer):
-    """An optimizer whose arithmetic runs on local shards, past the dispatch of DTensor; `optimizer` is torch's.
+    """An optimizer whose arithmetic runs on local shards, bypassing DTensor dispatch.
 
     Args:
-        optimizer: torch's.
-        check: looks at each step before it is made.
-        **options: of Accelerate's own class.
+        optimizer: the torch optimizer, also the attribute `optimizer`.
+        check: checks each step before it is made.
+        **options: arguments of `AcceleratedOptimizer`.
     """
 
     def __init__(self, optimizer: Optimizer, *, check: StepCheck, **options: Any) -> None:
@@ -72,9 +72,9 @@ class HyperPodOptimizer(AcceleratedOptimizer):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update parameters where an accumulation window ends; otherwise do nothing.
+        """Update parameters at the end of an accumulation window; otherwise do nothing.
 
-        A step that is left out, for it is not finite, is skipped in Accelerate's sense: schedulers do not advance.
+        A step that is left out because it is not finite is skipped in Accelerate's sense: schedulers do not advance.
 
         Raises:
             NonFiniteError: see `HyperPodPlugin`; nothing was updated.
@@ -89,23 +89,23 @@ class HyperPodOptimizer(AcceleratedOptimizer):
 class HyperPodScheduler(AcceleratedScheduler):
     """A scheduler that advances by one for each rank that reads its own samples.
 
-    Accelerate's advances by the number of processes, which under tensor parallelism is a multiple of that.
+    Accelerate's scheduler advances by the number of processes, which tensor parallelism makes a multiple of that.
     """
 
     def __init__(self, *args: Any, data_group: dist.ProcessGroup, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._data_group = data_group  # asked for its size at each step: replicas come and go
+        self._data_group = data_group  # its size is read at each step, because replicas come and go
 
     @override
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance where the optimizer has made a step."""
+        """Advance if the optimizer has made a step."""
         is_shared_out = self.step_with_optimizer and not self.split_batches and self.gradient_state.sync_gradients
         if not is_shared_out:
             super().step(*args, **kwargs)
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
-        end = vars(self.scheduler).get("total_steps")  # of one that refuses to go further (OneCycleLR)
+        end = vars(self.scheduler).get("total_steps")  # set if it refuses to go further (OneCycleLR)
         for _ in range(self._data_group.size()):
             if end is None or self.scheduler._step_count <= end:
                 self.scheduler.step(*args, **kwargs)

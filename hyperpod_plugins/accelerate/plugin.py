@@ -1,4 +1,4 @@
-"""`HyperPodPlugin`: what a job asks for, in our words, read from wherever it is written down."""
+"""`HyperPodPlugin`: configuration of a job with Accelerate, from arguments, files or environment variables."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,19 +27,19 @@ class HyperPodPlugin(AcceleratorSpec):
     """Hybrid sharding, tensor parallelism and the backend `hyperpod` for a program that uses Accelerate.
 
     Args:
-        config: a `ParallelConfig`, a dict, the path of an SMP v2 JSON file, or of a configuration file of Accelerate
+        config: a `ParallelConfig`, a dict, or the path of an SMP v2 JSON file or of an Accelerate configuration file
             (YAML). Default: the file named by `HYPERPOD_CONFIG`, else hybrid sharding over all ranks.
         comm: collective library to use, and whether a fallback is allowed.
         timeout_s: seconds after which a collective that does not complete fails.
-        non_finite: what `optimizer.step()` does where a loss of any rank that went through `accelerator.backward`, or
-            the norm that `accelerator.clip_grad_norm_` has found, is infinite or not a number: "stop" raises
-            `NonFiniteError` on all ranks, with nothing updated; "skip" leaves the step out; "warn" goes on; "off" does
-            not look. "auto" is "stop" on CPU, and "off" elsewhere, where the host would have to wait for the device.
-            A Session has an option of its own.
-        **options: fields of `ParallelConfig` and of `AccelerateSettings`; they win over `config`.
+        non_finite: what `optimizer.step()` does if a loss of any rank in `accelerator.backward`, or the norm computed
+            by `accelerator.clip_grad_norm_`, is infinite or NaN. "stop" raises `NonFiniteError` on all ranks before
+            anything is updated, "skip" skips the step, "warn" warns and continues, and "off" does not check. "auto"
+            is "stop" on CPU, and "off" elsewhere, where the host would have to wait for the device. With a `Session`,
+            use the option of `Session.train` instead.
+        **options: fields of `ParallelConfig` and of `AccelerateSettings`; they override those of `config`.
 
     Raises:
-        ConfigError: unknown options, impossible values or combinations.
+        ConfigError: unknown options, invalid values or combinations.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class HyperPodPlugin(AcceleratorSpec):
 
     @classmethod
     def from_environ(cls, **options: Any) -> Self:
-        """Read the file of `HYPERPOD_CONFIG`; where there is none, what `accelerate launch` exports, if anything.
+        """Create a plugin from the file named by `HYPERPOD_CONFIG`, or else from what `accelerate launch` exports.
 
         Args:
-            **options: arguments of the constructor; they win over both.
+            **options: arguments of the constructor; they override both.
         """
         given = {} if config_path() else options_in(accelerate_variables())
         return cls(**(given | options))
@@ -81,15 +81,14 @@ class HyperPodPlugin(AcceleratorSpec):
     # -- the Accelerator ---------------------------------------------------------------------------------------------
 
     def accelerator(self, *, session: World | None = None, **options: Any) -> HyperPodAccelerator:
-        """Join the process group (one that has been joined already is used) and make the Accelerator.
+        """Join the process group, unless it has been joined already, and create the Accelerator.
 
         Args:
-            session: a `Session` whose loop the Accelerator is for; the Accelerator follows it when the job changes its
-                size.
-            **options: arguments of `accelerate.Accelerator`, but for those that this plugin makes itself.
+            session: the `Session` whose loop uses the Accelerator, which then follows changes of the job's size.
+            **options: arguments of `accelerate.Accelerator`, except those that this plugin creates itself.
 
         Raises:
-            ConfigError: an argument contradicts the plugin; another Accelerator was made before without it.
+            ConfigError: an argument contradicts the plugin, or another Accelerator was created earlier without it.
         """
         given = options.pop("mixed_precision", None)
         return HyperPodAccelerator(self._with_precision(None if given is None else str(given)), session, **options)
@@ -97,11 +96,11 @@ class HyperPodPlugin(AcceleratorSpec):
     # -- checks -------------------------------------------------------------------------------------------------
 
     def _with_precision(self, given: str | None) -> "HyperPodPlugin":
-        """This plugin with the precision that the Accelerator is to have.
+        """Return this plugin, with the precision that the Accelerator is to have.
 
         Args:
-            given: the argument `mixed_precision`; None: what the plugin says, else the variable that Accelerate
-                itself would read.
+            given: the argument `mixed_precision`; None for the plugin's own precision, or else that of the variable
+                that Accelerate itself would read.
         """
         is_said = self.config.precision != "32-true"
         variables = accelerate_variables()
@@ -123,12 +122,13 @@ class HyperPodPlugin(AcceleratorSpec):
     def _check(self) -> None:
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, but is {self.timeout_s}")
-        FiniteCheck(self.non_finite, waits_anyway=True)  # refuses other values
+        FiniteCheck(self.non_finite, waits_anyway=True)  # validates the value
         left_to_accelerate = self.settings.of_accelerate
         if left_to_accelerate and self.config.tensor_parallel_degree > 1:
             raise NotBuiltYetError(
                 f"{' and '.join(left_to_accelerate)} with tensor_parallel_degree={self.config.tensor_parallel_degree} "
-                "is not served: Accelerate's own FSDP2 does the former, and cannot do the latter. Drop one of them."
+                "is not supported: Accelerate's own FSDP2 does the former, but cannot do the latter. Drop one of "
+                "them."
             )
         if self.settings.fp8 != "off" and self.config.precision != "bf16-mixed":
             raise ConfigError(
@@ -138,7 +138,7 @@ class HyperPodPlugin(AcceleratorSpec):
 
 
 def _read(source: Source | None) -> tuple[ParallelConfig | Mapping[str, Any] | str | Path | None, dict[str, Any]]:
-    """What `ParallelConfig.of` can read, and options from what it cannot: a file of Accelerate."""
+    """Return what `ParallelConfig.of` can read, and the options from what it cannot read: an Accelerate file."""
     if not isinstance(source, str | Path) or Path(source).suffix not in (".yaml", ".yml"):
         return source, {}
     try:

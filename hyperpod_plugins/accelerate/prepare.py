@@ -21,17 +21,17 @@ from hyperpod_plugins.parallel.local_optimizer import refuse_closures
 def shard_with_optimizers(
     model: nn.Module, optimizers: Sequence[Optimizer], shard: Callable[[nn.Module], None], device: torch.device
 ) -> None:
-    """Shard a model in place, and put its new parameters in the place of the old ones in its optimizers.
+    """Shard a model in place, and replace the old parameters in its optimizers by the new ones.
 
-    Accelerate finds a parameter again by the address of its memory, which those on the meta device and empty shards
-    do not have. Here it is found by its name. Meanwhile the optimizers hold none, so that each can be freed.
+    Accelerate maps parameters by their memory address, which parameters on the meta device and empty shards do not
+    have. Here they are mapped by name. Meanwhile the optimizers hold no parameters, so that each can be freed.
 
     Raises:
-        ConfigError: an optimizer has begun, computes gradients itself, or holds a parameter that is not the model's;
-            ranks hold unlike models.
+        ConfigError: an optimizer already has state, computes gradients itself, or holds a parameter that is not the
+            model's; or parameters have values on some ranks only.
     """
     if any(True for _ in sharded_parts(model)):
-        return  # by an earlier `prepare`, or by the user: its optimizers have the shards
+        return  # by an earlier `prepare`, or by the user: its optimizers hold the shards
     _refuse_half_loaded(model, device)
     refuse_closures(optimizers)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -61,16 +61,17 @@ def shard_with_optimizers(
 
 
 def recompute_blocks(model: nn.Module, class_names: tuple[str, ...]) -> None:
-    """Let each block that will be sharded as one drop its activations and compute them again in backward.
+    """Make each block that will be sharded as a unit drop its activations and recompute them in backward.
 
-    Random numbers are drawn again as they were: dropout then drops the same. Names of parameters stay as they are.
+    Recomputation draws the same random numbers, so that dropout drops the same elements. Parameter names do not
+    change.
     """
     for block in list(find_blocks(model, class_names)):
         checkpoint(block, preserve_rng_state=True)
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """Raise where recomputation by Accelerate would drop other activations than the first computation did."""
+    """Raise `ConfigError` if the model has dropout: Accelerate's recomputation would drop other elements."""
     names = [name for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]
     if names:
         raise ConfigError(
@@ -81,9 +82,9 @@ def refuse_dropout(model: nn.Module) -> None:
 
 
 def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[None]], *, returns_float32: bool) -> None:
-    """Run a model's `forward` in a context, and return floating tensors in float32 where Accelerate would.
+    """Run a model's `forward` in a context; with `returns_float32`, convert floating-point outputs to float32.
 
-    It lies around the model as Accelerate's own does, so that `Accelerator.unwrap_model` can take it away.
+    The wrapper is attached like Accelerate's own, so that `Accelerator.unwrap_model` can remove it.
     """
     if "_original_forward" in vars(model):
         return
@@ -102,16 +103,16 @@ def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[No
 
 
 def _reshard_after_evaluation(model: nn.Module, *_: Any) -> None:
-    """What averages or swaps weights between evaluation and training must find the parameters the optimizer holds."""
+    """Reshard after an evaluation, so that code that averages or swaps weights finds the optimizer's parameters."""
     if not torch.is_grad_enabled():
         reshard(model)
 
 
 def _refuse_half_loaded(model: nn.Module, device: torch.device) -> None:
-    """Raise where some ranks have values for a parameter and others have none: they would wait for each other.
+    """Raise `ConfigError` if parameters have values on some ranks only: the ranks would wait for each other.
 
-    With `cpu_ram_efficient_loading`, which `accelerate launch` turns on unless it is told not to, transformers loads a
-    model on the first rank of each node alone.
+    With `cpu_ram_efficient_loading`, which `accelerate launch` enables by default, transformers loads a model only on
+    the first rank of each node.
     """
     here = torch.tensor([sum(parameter.is_meta for parameter in model.parameters())])
     counts = torch.cat([here, -here]).to(device)

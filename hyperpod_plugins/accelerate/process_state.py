@@ -1,13 +1,13 @@
-"""How a process of Accelerate joins our process group, and how Accelerate is told of it.
+"""Join the process group of the backend `hyperpod`, and set Accelerate's process state accordingly.
 
-[Note: Accelerate and FSDP2 on CPU] Accelerate 1.15 reaches its FSDP2 branch only from a list of device types without
-CPU: there `Accelerator(cpu=True, fsdp_plugin=...)` trains with DDP, without a word, and without `cpu=True` every
-process is rank 0 of 1. Its record of the process (`PartialState`) is therefore made first, from our process group, with
-a type that leads into that branch. `AcceleratorState` then turns the type into FSDP as it does on GPUs. Nothing of
-Accelerate is replaced, and a program that makes no plugin's Accelerator sees nothing of this.
+[Note: Accelerate and FSDP2 on CPU] Accelerate 1.15 enters its FSDP2 branch only for a list of device types that does
+not include CPU: on CPU, `Accelerator(cpu=True, fsdp_plugin=...)` silently trains with DDP, and without `cpu=True`
+every process is rank 0 of 1. Its process state (`PartialState`) is therefore created first, from our process group,
+with a type that leads into that branch. `AcceleratorState` then changes the type to FSDP, as it does on GPUs. No part
+of Accelerate is replaced, and programs that create no Accelerator through the plugin are not affected.
 """
 
-# Accelerate's record of the process has no public way to be written.
+# Accelerate has no public way to set its process state.
 # pyright: reportPrivateUsage=false
 
 import warnings
@@ -33,21 +33,21 @@ class World(Protocol):
         ...
 
     def when_moved(self, listener: Callable[[], object]) -> None:
-        """Call `listener()` each time that there is another world."""
+        """Call `listener()` each time the world changes."""
         ...
 
 
 def uses_cpu() -> bool:
-    """Whether training runs on CPU: there is no GPU, or `accelerate launch` was told not to use it."""
+    """Whether training runs on CPU: there is no GPU, or `accelerate launch` was told not to use GPUs."""
     asked = accelerate_variables().get("ACCELERATE_USE_CPU", "false").lower()
     return asked in ("true", "1", "yes") or not torch.cuda.is_available()
 
 
 def join(comm: CommOptions, timeout_s: float) -> None:
-    """Join the process group of the backend `hyperpod`, unless that has been done; one process is a group, too.
+    """Join the process group with the backend `hyperpod`, unless it has been joined; a single process forms one, too.
 
     Raises:
-        ConfigError: the process belongs to a group of another backend.
+        ConfigError: the process already belongs to a group with another backend.
     """
     if dist.is_initialized():
         if not isinstance(dist.group.WORLD, ResilientProcessGroup):
@@ -74,16 +74,16 @@ def join(comm: CommOptions, timeout_s: float) -> None:
 
 
 def tell_again() -> None:
-    """Let Accelerate's records say what the process group says since the job has changed its size."""
+    """Update rank and world size in Accelerate's process state after the job has changed its size."""
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         state["num_processes"], state["process_index"] = dist.get_world_size(), dist.get_rank()
 
 
 def tell_accelerate() -> None:
-    """Make Accelerate's record of this process say what the process group says.
+    """Set Accelerate's process state from the process group.
 
     Raises:
-        ConfigError: an Accelerator, or a `PartialState`, that knows of no group was made before.
+        ConfigError: an Accelerator or a `PartialState` was created before, without the process group.
     """
     state = PartialState._shared_state
     if not state:

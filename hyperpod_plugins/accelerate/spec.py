@@ -1,4 +1,4 @@
-"""`AcceleratorSpec`: what a job asks for, and the objects of Accelerate that say the same."""
+"""`AcceleratorSpec`: configuration of a job, and the equivalent objects of Accelerate."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,25 +30,25 @@ _PACKAGES = {"torchao": "torchao", "te": "transformer_engine"}
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
-    """What a `HyperPodAccelerator` is made from."""
+    """Configuration from which a `HyperPodAccelerator` is created."""
 
     config: ParallelConfig
     """Degrees and policies."""
     settings: AccelerateSettings
-    """What Accelerate's own parts are asked to do."""
+    """Settings of Accelerate besides parallel degrees."""
     comm: CommOptions
-    """Collective library."""
+    """Collective library to use."""
     timeout_s: float
     """Seconds after which a collective that does not complete fails."""
     non_finite: NonFinitePolicy
-    """What is done about a step that is not finite."""
+    """What to do about a step that is not finite."""
 
     @property
     def topology(self) -> Topology:
-        """Degrees and rank arithmetic in the world of the process group, or, before it is joined, of the launcher.
+        """Degrees and rank arithmetic for the process group or, before it is joined, for the launcher's world.
 
         Raises:
-            DegreeError: the degrees do not fit it.
+            DegreeError: the degrees do not fit the world size.
         """
         env = WorkerEnv.from_environ()
         world_size = dist.get_world_size() if dist.is_initialized() else env.world_size
@@ -61,12 +61,12 @@ class AcceleratorSpec:
 
     @property
     def parallelism_config(self) -> HyperPodParallelism:
-        """Accelerate's sizes of the mesh, and the mesh; its groups can lose members and be built again."""
+        """Accelerate's mesh sizes, and the mesh, whose groups can lose members and be rebuilt."""
         return HyperPodParallelism.of(self.topology)
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin:
-        """FSDP2 as Accelerate configures it; reduces gradients in float32, where Accelerate's default is bfloat16."""
+        """Accelerate's FSDP2 plugin; reduces gradients in float32, whereas Accelerate's default is bfloat16."""
         return FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=self.config.reshard_after_forward,
@@ -77,12 +77,12 @@ class AcceleratorSpec:
             state_dict_type=self.settings.state_dict_type,
             activation_checkpointing=self.settings.activation_checkpointing,
             activation_checkpointing_offload=self.settings.activation_checkpointing_offload,
-            cpu_ram_efficient_loading=False,  # values come from rank 0 anyway, and only it would have any
+            cpu_ram_efficient_loading=False,  # True: only rank 0 loads values, which come from rank 0 in any case
         )
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """Where parameters live between uses; pinned memory only where there is a device that copies from it."""
+        """Where parameters live between uses; memory is pinned only if there is a GPU that copies from it."""
         if not self.settings.offload_params:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -97,8 +97,8 @@ class AcceleratorSpec:
         """Accelerate's recipe for fp8, or None.
 
         Raises:
-            MissingExtraError: the library asked for is not installed.
-            ConfigError: this machine has no matrix units for fp8.
+            MissingExtraError: the selected library is not installed.
+            ConfigError: this machine has no GPU that supports fp8.
         """
         if self.settings.fp8 == "off":
             return None

@@ -1,4 +1,4 @@
-"""Communication: the c10d backend `hyperpod`, whose groups outlive their connections, and what moves their bytes."""
+"""Communication: the c10d backend `hyperpod`, whose process groups outlive their connections, and its transports."""
 
 from hyperpod_plugins.comm.api import WORLD, CommOptions, GroupKey
 from hyperpod_plugins.comm.channel import Channel
@@ -31,9 +31,7 @@ __all__ = [
     "ResilientProcessGroup",
     "Traffic",
     "WORLD",
-    "release_broken",
     "break_groups",
-    "group_health",
     "choose_transport",
     "commit_vote",
     "connect",
@@ -42,6 +40,7 @@ __all__ = [
     "current_wait",
     "device_queue",
     "generation_of",
+    "group_health",
     "inner_spec",
     "join_world",
     "live_groups",
@@ -49,6 +48,7 @@ __all__ = [
     "pinned",
     "record_queue",
     "register",
+    "release_broken",
     "reset_traffic",
     "traffic",
     "wire_bytes",

@@ -1,19 +1,19 @@
-"""Point-to-point transfers between the ranks of a group, over TCP connections of their own.
+"""Point-to-point transfers between the ranks of a group, over separate TCP connections.
 
     channel = Channel(group, "snapshots")
-    received = channel.exchange("state", sends={buddy: [header, tensor]}, receives={ward: [1 << 20, place]})
+    received = channel.exchange("state", sends={buddy: [header, tensor]}, receives={source: [1 << 20, buffer]})
 
-[Note: why not send and recv] gloo does not wake a send or a receive whose payload is under way when a peer dies, and
-its point-to-point waits keep the timeout with which the group was connected, whatever `set_timeout` says (torch 2.13).
-nccl's wait for a lost peer ends with an abort of the whole communicator. Here every wait ends within milliseconds of a
-break of the groups (the break shuts these sockets down, see `wires`) or of the peer's end (the kernel resets the
-connection), and otherwise when nothing has moved for a while.
+[Note: why not send and recv] gloo does not wake a send or receive whose payload is in flight when a peer dies, and
+its point-to-point waits keep the timeout with which the group was connected, even after `set_timeout` (torch 2.13).
+nccl ends a wait for a lost peer only by aborting the whole communicator. Here every wait ends within milliseconds of
+a break of the groups, which shuts these sockets down (see `sockets.py`), or of the peer's death, when the kernel
+resets the connection; otherwise it ends when no byte has moved for a while.
 
-[Note: how long] A sender waits before its first large part until its receiver has said that it is ready, so there are
-two limits: `patience_s` for the other rank to come to the transfer, and `stall_s` without a byte once it is under way.
-There is none for a whole transfer, for that depends on its size. A rank with several targets serves them at the same
-time. Small parts are sent at once (in MPI's terms: eagerly, and the others by rendezvous): a rank that has sent those
-does not know that they have arrived.
+[Note: how long] Before its first large part a sender waits until the receiver is ready. So there are two limits:
+`patience_s` for the other rank to start the transfer, and `stall_s` without a byte once it is under way. There is no
+limit for a whole transfer, because that depends on its size. A rank with several targets serves them concurrently.
+Small parts are sent at once (in MPI's terms, eagerly; large parts by rendezvous), so their sender does not know
+whether they have arrived.
 """
 
 import select
@@ -37,7 +37,7 @@ from hyperpod_plugins.comm.sockets import Listener, begin_connecting, limit_wait
 from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import CommError
 
-_FRAME = struct.Struct("!IIQ")  # type, number of the message, bytes of payload
+_FRAME = struct.Struct("!IIQ")  # type, message number, payload size in bytes
 _READY = b"R"
 _CHUNK_BYTES = 4 * 2**20
 _SLICE_S = 0.2
@@ -45,31 +45,31 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
 
 T = TypeVar("T")
 Part = torch.Tensor | bytes
-"""What is sent: a tensor on any device, or bytes."""
+"""Data to send: a tensor on any device, or bytes."""
 Place = torch.Tensor | int
-"""Where a part is received: a contiguous tensor, which it must fill, or the largest size in bytes of a new one."""
+"""Where to receive a part: a contiguous tensor of its exact size, or the maximum size in bytes of a new tensor."""
 
 
 class Channel:
-    """Transfers between the ranks of a group in its present generation; connects when it is first used in each.
+    """Transfers between the ranks of a group; connects at its first use in each generation.
 
-    Each channel has its own connections: one exchange at a time on each, from whatever thread. Two threads that
-    communicate at the same time, and each kind of transfer that may overlap with another, need a channel each.
+    Each channel has its own connections and runs one exchange at a time, in any thread. Threads that communicate at
+    the same time, and kinds of transfer that may overlap, need separate channels.
     """
 
     SMALL_BYTES = 2**14
-    """Largest part that goes out at once, together with its header."""
+    """Largest part, in bytes, that is sent eagerly, together with its header."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, name: str, *, stall_s: float = 60.0, patience_s: float | None = None
     ) -> None:
-        """Connect to nobody yet; all ranks that use the channel give it the same name.
+        """Create the channel without connecting; all ranks that use it must give it the same name.
 
         Args:
-            group: of the backend `hyperpod`; None for the default group.
-            name: two of the same name use the same connections.
+            group: group of the `hyperpod` backend; None for the default group.
+            name: two channels with the same name share their connections.
             stall_s: longest time without a byte in a transfer that is under way, in seconds.
-            patience_s: longest wait for another rank to come to a transfer; by default the timeout of the group.
+            patience_s: longest wait for another rank to start a transfer, in seconds; by default the group's timeout.
         """
         self._group = group
         self._name = name
@@ -78,23 +78,24 @@ class Channel:
     def exchange(
         self, label: str, *, sends: Mapping[int, Sequence[Part]], receives: Mapping[int, Sequence[Place]]
     ) -> dict[int, list[torch.Tensor]]:
-        """Send to some ranks while receiving from others; returns when all of it is done.
+        """Send to some ranks while receiving from others; return when all transfers are done.
 
-        The ranks at the other ends call this too, with the same label and as many parts. A part of which only a limit
-        was given is received into new host memory, as bytes.
+        The ranks at the other ends call this too, with the same label and number of parts. A part for which only a
+        maximum size was given is received into new host memory, as bytes.
 
         Args:
-            label: what is transferred; a peer that sends something else is an error.
-            sends: parts for each rank of the group.
-            receives: places for the parts of each rank of the group.
+            label: name of what is transferred; it is an error if a peer sends under another label.
+            sends: for each rank of the group to send to, the parts.
+            receives: for each rank of the group to receive from, the places for its parts.
 
         Returns:
-            The parts from each rank in `receives`, in order; a place that was given is returned itself.
+            For each rank in `receives`, its parts in order; a tensor passed as a place is returned itself.
 
         Raises:
-            PeerLost: a peer is gone, stalled or sent something else, or the groups broke. All groups are broken then.
-                Also inside a step: no transfer is skipped quietly.
-            CommError: the group is not of the backend `hyperpod`, or a rank is this process's own.
+            PeerLost: a peer is lost, stalled or sent something else, or the groups broke. All groups are broken then.
+                This is raised inside a step too: transfers are never skipped.
+            CommError: the group is not of the `hyperpod` backend, a rank is this process's own, or a receiving tensor
+                is not contiguous.
         """
         rank = self._present_group().rank()
         if rank in sends or rank in receives:
@@ -104,7 +105,7 @@ class Channel:
             for each in receives.values()
             for place in each
         ):
-            raise CommError(f"{label!r} is to be received into a tensor that is not contiguous")
+            raise CommError(f"cannot receive {label!r} into a tensor that is not contiguous")
         return self._over_links(
             lambda links, patience_s: links.exchange(
                 label, sends, receives, patience_s=patience_s, stall_s=self._stall_s
@@ -112,20 +113,20 @@ class Channel:
         )
 
     def send_receive(self, label: str, data: bytes, *, to: int, of: int) -> bytes:
-        """Send a few bytes to one rank, and receive a few from one: `exchange` in a fraction of its processor time.
+        """Send a few bytes to one rank and receive a few from one; takes a fraction of the CPU time of `exchange`.
 
         Args:
             label: see `exchange`.
-            data: at most `Channel.SMALL_BYTES`.
-            to: rank of the group that receives them, with this method or with `exchange`.
-            of: rank of the group that sends some.
+            data: at most `Channel.SMALL_BYTES` bytes.
+            to: rank of the group that receives `data`, by this method or by `exchange`.
+            of: rank of the group that sends to this one, by either method.
 
         Returns:
-            What that rank has sent.
+            The bytes from rank `of`.
 
         Raises:
-            PeerLost: see `exchange`. Here a rank that does not come is waited for as long as one that stalls.
-            CommError: there are too many bytes, or the group is not of the backend `hyperpod`.
+            PeerLost: see `exchange`. Here `patience_s` is the limit for a stalled transfer too.
+            CommError: `data` is too large, or the group is not of the `hyperpod` backend.
         """
         if len(data) > Channel.SMALL_BYTES:
             raise CommError(
@@ -136,7 +137,7 @@ class Channel:
         )
 
     def send(self, label: str, parts: Sequence[Part], ranks: Sequence[int]) -> None:
-        """Send the same parts to several ranks at the same time; see `exchange`."""
+        """Send the same parts to several ranks concurrently; see `exchange`."""
         self.exchange(label, sends=dict.fromkeys(ranks, parts), receives={})
 
     def receive(self, label: str, places: Sequence[Place], rank: int) -> list[torch.Tensor]:
@@ -150,11 +151,11 @@ class Channel:
         return group
 
     def _over_links(self, transfer: "Callable[[Links, float], T]") -> T:
-        """Call it with this generation's connections and the patience in seconds; what it raises breaks the groups."""
+        """Call `transfer` with this generation's links and patience; its transport errors break the groups."""
         group = self._present_group()
         inner = group.connected
         if group_health.is_open or inner is None:
-            raise_peer_lost(group_health.cause or "it has not joined the others yet")
+            raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
         patience_s = group.timeout.total_seconds() if self._patience_s is None else self._patience_s
         try:
             with PeerWait(group.role):
@@ -175,7 +176,7 @@ _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Links]]" = weakr
 
 
 def _shutdown_with(inner: dist.ProcessGroup) -> Callable[[socket.socket], None]:
-    """What lets a break cut new connections, too."""
+    """Return a function that makes a break shut down new connections too."""
     reference = weakref.ref(inner)
 
     def keep(connection: socket.socket) -> None:
@@ -183,25 +184,25 @@ def _shutdown_with(inner: dist.ProcessGroup) -> Callable[[socket.socket], None]:
         if present is None or group_health.cause is not None:
             raise ConnectionAbortedError(group_health.cause or "the group has ended")
         sockets.add(present, [connection.dup()])
-        if group_health.cause is not None:  # the cut came before
+        if group_health.cause is not None:  # the break came first
             raise ConnectionAbortedError(group_health.cause)
 
     return keep
 
 
 class Links:
-    """The connections of one rank to others, for one channel in one generation; for one thread at a time."""
+    """The connections of one rank for one channel in one generation; for one thread at a time."""
 
     def __init__(
         self, store: Store, rank: int, address: str, keep: Callable[[socket.socket], None] = lambda _: None
     ) -> None:
-        """Connect to nobody yet.
+        """Start without connections.
 
         Args:
-            store: of this channel in this generation alone.
-            rank: of this process.
-            address: by which others reach this machine.
-            keep: told of each new connection.
+            store: store that only this channel uses, in this generation.
+            rank: rank of this process.
+            address: address at which other ranks reach this machine.
+            keep: called with each new connection.
         """
         self._store = store
         self._rank = rank
@@ -212,7 +213,7 @@ class Links:
         self._from: dict[int, _Link] = {}
 
     def __del__(self) -> None:
-        """Close them with the group that they belong to."""
+        """Close the connections together with the group that they belong to."""
         for link in (*self._to.values(), *self._from.values()):
             link.socket.close()
 
@@ -228,7 +229,7 @@ class Links:
         """See `Channel.exchange`.
 
         Raises:
-            OSError: a peer is gone, stalled or sent something else, or the groups broke.
+            OSError: a peer is lost, stalled or sent something else, or the groups broke.
         """
         if receives and self._listener is None:
             self._listener = Listener(self._address)
@@ -259,7 +260,7 @@ class Links:
             OSError: see `exchange`.
         """
         target, source = self._to.get(to), self._from.get(of)
-        if target is None or target.greeting or source is None:  # the first time: connect
+        if target is None or target.greeting or source is None:  # not connected yet
             places = {of: [Channel.SMALL_BYTES]}
             (received,) = self.exchange(label, {to: [data]}, places, patience_s=patience_s, stall_s=patience_s)[of]
             return received.numpy().tobytes()
@@ -277,7 +278,7 @@ class Links:
             ) from None
 
     def _connect(self, sending: Sequence["_Sending"], receiving: Sequence["_Receiving"]) -> bool:
-        """Whether no more peers have to be looked for in the store."""
+        """Connect to the peers that are ready; return whether all ranks to send to were found."""
         for transfer in sending:
             if transfer.link is None and self._store.check([str(transfer.rank)]):
                 invitation = self._store.get(str(transfer.rank)).decode()
@@ -298,7 +299,7 @@ class Links:
         return all(transfer.link is not None for transfer in sending)
 
     def _wait(self, under_way: Sequence["_Transfer"], limit_s: float) -> None:
-        """Until one of them may go on."""
+        """Wait until one of the transfers can make progress, at most `limit_s`."""
         poll = select.poll()
         if self._listener is not None and any(isinstance(each, _Receiving) and each.link is None for each in under_way):
             for each in self._listener.sockets:
@@ -310,23 +311,23 @@ class Links:
 
 
 class _Link:
-    """One connection, on which one side sends and the other says when it is ready."""
+    """One connection, on which one side sends and the other reports when it is ready."""
 
     def __init__(self, connection: socket.socket, greeting: bytes) -> None:
         self.socket = connection
         self.greeting = greeting
-        """What is still to be sent before anything else."""
+        """Remaining bytes of the greeting, which must be sent first."""
         self._number = 0
-        """Of the next message."""
+        """Number of the next message."""
         self._patience_s = 0.0
 
     def header(self, kind: int, num_bytes: int) -> bytes:
-        """What goes before the next message."""
+        """Return the header of the next message."""
         self._number += 1
         return _FRAME.pack(kind, self._number - 1, num_bytes)
 
     def size_in(self, header: bytes | bytearray, kind: int, label: str, rank: int) -> int:
-        """Bytes of a message from `rank`, if it is the one that was to come."""
+        """Return the payload size in a message header; raise `ConnectionError` if it is not the expected message."""
         came, number, num_bytes = _FRAME.unpack(header)
         if (came, number) != (kind, self._number):
             raise ConnectionError(
@@ -337,7 +338,7 @@ class _Link:
         return num_bytes
 
     def blocks(self, patience_s: float) -> socket.socket:
-        """The connection as one whose waits the kernel limits: one system call for each message, not two."""
+        """Return the socket in blocking mode with a kernel timeout; see `limit_waits`."""
         if self._patience_s != patience_s:
             limit_waits(self.socket, patience_s)
             self._patience_s = patience_s
@@ -345,12 +346,12 @@ class _Link:
 
 
 def _receive_all(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or `BlockingIOError` where they do not come in time."""
+    """Receive exactly `num_bytes`; raise `BlockingIOError` on a timeout."""
     data = b""
     while len(data) < num_bytes:
         more = connection.recv(num_bytes - len(data), socket.MSG_WAITALL)
         if not more:
-            raise ConnectionResetError("a connection was closed by its peer")
+            raise ConnectionResetError("the connection was closed by its peer")
         data += more
     return data
 
@@ -371,11 +372,11 @@ class _Transfer:
         raise NotImplementedError
 
     def advance(self) -> bool:
-        """Move what can be moved without waiting; whether there was anything."""
+        """Move what can be moved without waiting; return whether anything moved."""
         raise NotImplementedError
 
     def refuse_late(self, now_s: float, *, patience_s: float, stall_s: float) -> None:
-        """Raise `TimeoutError` if nothing has moved for too long."""
+        """Raise `TimeoutError` if nothing has moved for longer than the limit."""
         limit_s = stall_s if self.has_begun else patience_s
         if not self.is_done and now_s - self.moved_s > limit_s:
             what = "no byte moved" if self.has_begun else "it did not come"
@@ -385,7 +386,7 @@ class _Transfer:
 
 
 class _Sending(_Transfer):
-    """This rank's side of what it gives."""
+    """The sending side of a transfer."""
 
     def __init__(self, rank: int, label: str, parts: Sequence[Part], link: _Link | None) -> None:
         super().__init__(rank, label, link)
@@ -408,7 +409,7 @@ class _Sending(_Transfer):
             elif self._awaits_ready:
                 if link.socket.recv(1, socket.MSG_DONTWAIT) != _READY:
                     raise ConnectionResetError(
-                        f"connection closed by rank {self.rank}, which was to take {self.label!r}"
+                        f"connection closed by rank {self.rank} before it received {self.label!r}"
                     )
                 self.has_begun, self._awaits_ready = True, False
             elif self._view:
@@ -423,7 +424,7 @@ class _Sending(_Transfer):
         self.is_done = self._view is None
 
     def _make_views(self, parts: Sequence[Part]) -> Generator[memoryview]:
-        """What goes over the wire, in pieces of host memory, none of them empty."""
+        """Yield the bytes to send, in nonempty pieces of host memory."""
         for part in parts:
             data = _as_bytes(part)
             assert self.link is not None
@@ -441,7 +442,7 @@ class _Sending(_Transfer):
 
 
 class _Receiving(_Transfer):
-    """This rank's side of what it takes."""
+    """The receiving side of a transfer."""
 
     def __init__(self, rank: int, label: str, places: Sequence[Place], link: _Link | None) -> None:
         super().__init__(rank, label, link)
@@ -466,7 +467,9 @@ class _Receiving(_Transfer):
             assert self._view is not None
             num_bytes = link.socket.recv_into(self._view, 0, socket.MSG_DONTWAIT)
             if num_bytes == 0:
-                raise ConnectionResetError(f"connection closed by rank {self.rank}, which was to give {self.label!r}")
+                raise ConnectionResetError(
+                    f"connection closed by rank {self.rank} before it sent all of {self.label!r}"
+                )
             self.has_begun = True
             self._view = self._view[num_bytes:]
             if not self._view:
@@ -476,7 +479,7 @@ class _Receiving(_Transfer):
         return False
 
     def _read(self) -> Generator[memoryview]:
-        """Memory for what comes next; each is full when the next one is asked for."""
+        """Yield host memory for the next bytes; the caller fills each piece before it takes the next one."""
         for place in self._places:
             header = bytearray(_FRAME.size)
             yield memoryview(header)
@@ -495,7 +498,7 @@ class _Receiving(_Transfer):
                     chunk.copy_(stage[: chunk.numel()])
 
     def _room(self, place: Place, header: bytearray) -> torch.Tensor:
-        """Where the payload goes, if it is what was to come."""
+        """Return a byte tensor for the payload; raise `ConnectionError` if it does not fit or is unexpected."""
         assert self.link is not None
         num_bytes = self.link.size_in(header, self._type, self.label, self.rank)
         size = place if isinstance(place, int) else place.nbytes
@@ -508,14 +511,14 @@ class _Receiving(_Transfer):
 
 
 def _as_bytes(part: Part) -> torch.Tensor:
-    """All bytes of a part, one-dimensional; of a contiguous tensor the very same memory."""
+    """Return a part as a one-dimensional byte tensor, which shares memory with a contiguous tensor."""
     if isinstance(part, bytes):
         return torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)
     return part.detach().reshape(-1).view(torch.uint8)
 
 
 def _stage(data: torch.Tensor) -> torch.Tensor | None:
-    """Host memory through which the bytes of a device go; None for bytes in host memory."""
+    """Return pinned host memory to stage the bytes of a device tensor; None for a CPU tensor."""
     if data.device.type == "cpu":
         return None
     return torch.empty(min(_CHUNK_BYTES, data.numel()), dtype=torch.uint8, pin_memory=True)

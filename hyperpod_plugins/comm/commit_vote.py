@@ -1,11 +1,11 @@
-"""The vote of a step: a small number from every rank, and the largest of them to all.
+"""The commit vote of a step: an all-reduce (max) of a small number over all ranks.
 
-A collective library has threads that wake each other for each message of a group; for two numbers in every step they
-cost more than all the rest of a healthy step's bookkeeping. Here the ranks of a generation form a binary tree of TCP
-connections, and a vote goes up and down it: a few system calls a rank, and 2 log2(n) messages one after the other where
-a ring has 2 n. See docs/design/vote.md.
+The threads of a collective library wake each other for each message of a group; for two numbers per step this costs
+more than all other bookkeeping of a step without failures. Here the ranks of a generation form a binary tree of TCP
+connections, and a vote goes up and down it: a few system calls per rank, and 2 log2(n) sequential messages instead of
+the 2 n of a ring. See docs/design/vote.md.
 
-Nobody gets a result before every rank has given its number: the root answers when it has heard of all.
+No rank gets the result before every rank has voted: the root answers only when it has heard from all of them.
 """
 
 import select
@@ -27,48 +27,48 @@ from hyperpod_plugins.comm.work import PeerWait
 from hyperpod_plugins.errors import CommError
 
 _SLICE = timedelta(seconds=0.2)
-_MESSAGE_BYTES = 2  # number of the vote, modulo 256, and the value
+_MESSAGE_BYTES = 2  # number of the vote modulo 256, and the value
 
 
 class CommitVote:
-    """The connections of one rank to its neighbours in the tree."""
+    """The connections of one rank to its neighbors in the tree; for one thread at a time."""
 
     def __init__(self, timeout: timedelta) -> None:
-        """Begin without any; `timeout` is the longest wait for a neighbour in each vote."""
+        """Start without connections; `timeout` is the longest wait for a neighbor in each vote."""
         self._timeout = timeout
         self._up: socket.socket | None = None
         self._down: list[socket.socket] = []
         self._number = 0
 
     def set_parent(self, connection: socket.socket) -> None:
-        """Have a parent."""
+        """Set the connection to the parent."""
         self._up = connection
         limit_waits(connection, self._timeout.total_seconds())
 
     def add_child(self, connection: socket.socket) -> None:
-        """Have one more child."""
+        """Add the connection to a child."""
         self._down.append(connection)
         limit_waits(connection, self._timeout.total_seconds())
 
     def __del__(self) -> None:
-        """Close them with the group that they belong to."""
+        """Close the connections together with the group that they belong to."""
         for each in self.sockets:
             each.close()
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """All of them."""
+        """All connections, the parent's first."""
         return [*([] if self._up is None else [self._up]), *self._down]
 
     def all_max(self, mine: int, told: Callable[[], object] | None = None) -> int:
-        """The largest of all ranks' numbers, each in `0 .. 255`.
+        """Return the largest of all ranks' numbers, each in `0 .. 255`.
 
         Args:
-            mine: this rank's.
-            told: called each time that one of this rank's children has been sent the result.
+            mine: this rank's number.
+            told: called each time the result has been sent to one of this rank's children.
 
         Raises:
-            OSError: a connection is gone, or a neighbour did not vote within the timeout.
+            OSError: a connection is lost, or a neighbor did not vote within the timeout.
         """
         for each in self._down:
             mine = max(mine, self._receive(each))
@@ -88,9 +88,9 @@ class CommitVote:
     def _receive(self, of: socket.socket) -> int:
         data = of.recv(_MESSAGE_BYTES, socket.MSG_WAITALL)
         if len(data) < _MESSAGE_BYTES:
-            raise ConnectionResetError("a connection for votes was closed by its peer")
+            raise ConnectionResetError("a commit-vote connection was closed by its peer")
         if data[0] != self._number:
-            raise ConnectionError(f"a vote has number {data[0]} in the place of {self._number}")
+            raise ConnectionError(f"received vote {data[0]} instead of vote {self._number}")
         return data[1]
 
 
@@ -98,20 +98,21 @@ _ballots: "WeakKeyDictionary[dist.ProcessGroup, CommitVote]" = WeakKeyDictionary
 
 
 def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
-    """The largest of all ranks' numbers; 0 and a break of all groups if one is missing.
+    """Return the largest of all ranks' numbers; if a rank is lost, break all groups and return 0.
 
-    All ranks call this once a step, inside of it. The first vote of a generation connects.
+    All ranks call this once per step, inside the step. The first vote of a generation opens the connections. Returns
+    0 at once if the groups are broken or not connected.
 
     Args:
-        mine: this rank's, in `0 .. 255`.
-        told: see `Ballot.largest`.
+        mine: this rank's number, in `0 .. 255`.
+        told: see `CommitVote.all_max`.
 
     Raises:
         CommError: the default group is not of the backend `hyperpod`.
     """
     group = dist.group.WORLD
     if not isinstance(group, ResilientProcessGroup):
-        raise CommError('a vote needs a default group of the backend "hyperpod"')
+        raise CommError('a commit vote needs a default group of the backend "hyperpod"')
     inner = group.connected
     if group_health.is_open or inner is None:
         return 0
@@ -129,11 +130,11 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
 
 
 def _open(group: ResilientProcessGroup, inner: dist.ProcessGroup) -> CommitVote:
-    """Connect to the neighbours of this generation, and let a break cut these connections, too."""
+    """Connect to the neighbors of this generation; a break shuts these connections down too."""
     store = PrefixStore(f"{group.store_prefix}/ballot", group.root_store)
     vote = connect(store, group.rank(), group.size(), sockets.own_address(inner), group.timeout)
     sockets.add(inner, [each.dup() for each in vote.sockets])
-    if group_health.cause is not None:  # the cut came before
+    if group_health.cause is not None:  # the break came first
         raise ConnectionAbortedError(group_health.cause)
     _ballots[inner] = vote
     return vote
@@ -143,14 +144,14 @@ def connect(store: Store, rank: int, size: int, address: str, timeout: timedelta
     """Connect one rank to its parent and its children.
 
     Args:
-        store: of this generation alone.
+        store: store that only this generation uses.
         rank: in `0 .. size - 1`.
         size: number of ranks.
-        address: by which others reach this machine.
+        address: address at which other ranks reach this machine.
         timeout: longest wait for another rank, here and in each vote.
 
     Raises:
-        OSError: a neighbour did not come, or the groups broke meanwhile.
+        OSError: a neighbor did not connect in time, or the groups broke meanwhile.
     """
     children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
     deadline_s = time.monotonic() + timeout.total_seconds()
@@ -170,7 +171,7 @@ def connect(store: Store, rank: int, size: int, address: str, timeout: timedelta
 
 
 def _accept(listener: Listener, children: Sequence[int], deadline_s: float) -> list[socket.socket]:
-    """The connections of the children, in order."""
+    """Accept the connections of the children; return them in order."""
     found: dict[int, socket.socket] = {}
     while len(found) < len(children):
         _refuse_late(deadline_s)
@@ -184,7 +185,7 @@ def _find(store: Store, key: str, deadline_s: float) -> str:
         try:
             store.wait([key], _SLICE)
             return store.get(key).decode()
-        except dist.DistError:  # it is not there yet
+        except dist.DistError:  # not set yet
             _refuse_late(deadline_s)
 
 

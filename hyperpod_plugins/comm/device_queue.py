@@ -1,8 +1,8 @@
-"""What is queued on a device: which collectives the host has handed over, and how far the device has come.
+"""Tracks the collectives that the host has queued on a device, and how far the device has come.
 
-A wait for an nccl collective returns at once, and the host blocks somewhere else: in `loss.item()`, in a copy, in the
-driver. So a rank whose device waits for a peer shows no wait of its own. What tells is the queue: the oldest collective
-that the device has not completed, and whether the device has reached it.
+A wait for an nccl collective returns at once, and the host blocks elsewhere: in `loss.item()`, in a copy, in the
+driver. So the host of a rank whose device waits for a peer is not itself waiting in a collective. The queue shows
+what the device waits for: the oldest collective that it has not completed, if it has reached it.
 """
 
 import threading
@@ -16,7 +16,7 @@ import torch
 from hyperpod_plugins.comm.api import GroupKey
 
 Query = Callable[[], bool]
-"""Whether the device has come to a point of its queue; any thread may ask."""
+"""Returns whether the device has reached a point in its queue; any thread may call it."""
 _MAX_LENGTH = 4096
 
 
@@ -27,11 +27,11 @@ def _record_event(device: torch.device) -> Query:
 
 
 RECORDERS: dict[str, Callable[[torch.device], Query]] = {"cuda": _record_event}
-"""Of each type of device that has a queue: how to mark the point up to which the host has filled it."""
+"""For each device type that has a queue: function that records the present end of the queue."""
 
 
 def record(device: torch.device) -> Query | None:
-    """Mark the end of a device's queue as it is now; None for a device that works while the host waits."""
+    """Record the present end of a device's queue; None for a device without one, and during CUDA graph capture."""
     recorder = RECORDERS.get(device.type)
     if recorder is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
@@ -40,20 +40,18 @@ def record(device: torch.device) -> Query | None:
 
 @dataclass(frozen=True, slots=True)
 class QueuedCollective:
-    """A collective that the host has handed to the device and waited for."""
+    """A collective that is queued on a device, and whose `wait` the host has called."""
 
     role: GroupKey
     number: int
-    """How many collectives of the group this process has issued in this generation, this one included; 0 where that is
-    not known.
-    """
+    """Number of the collective in its group and generation, counted from 1; 0 if it is not known."""
     is_reached: Query
-    """Whether the device has done all that was queued before."""
+    """Whether the device has completed everything queued before the collective."""
     is_done: Query
 
 
 class DeviceQueue:
-    """Collectives in the order of their waits. The thread of the step adds them, and any thread may look."""
+    """Collectives in the order of the host's waits. The step's thread adds them; any thread may query."""
 
     def __init__(self) -> None:
         self._collectives: deque[QueuedCollective] = deque(maxlen=_MAX_LENGTH)
@@ -61,31 +59,32 @@ class DeviceQueue:
         self._seen: tuple[QueuedCollective, float] | None = None
 
     def add(self, collective: QueuedCollective) -> None:
-        """Take one that the device's present stream is to wait for."""
+        """Add a collective for which the device's current stream will wait."""
         with self._lock:
             self._drop_done()
             self._collectives.append(collective)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the device has completed all collectives that it was given."""
+        """Whether the device has completed all queued collectives."""
         with self._lock:
             self._drop_done()
             return not self._collectives
 
     def clear(self) -> None:
-        """Forget all: their group has been aborted."""
+        """Drop all collectives, because their groups were aborted."""
         with self._lock:
             self._collectives.clear()
 
     def oldest_wait(self, now_s: float | None = None) -> tuple[GroupKey, int, float] | None:
-        """The oldest collective in which the device waits: its role, its number, and for how long, in seconds.
+        """Return the oldest collective in which the device waits: group key, number, and time waited in seconds.
 
-        The time counts from the first look that found the device there. None where the queue is empty, and where the
-        device has not come to its oldest collective: it computes then, or hangs by itself.
+        The time counts from the first call that found the device in this collective. None if the queue is empty, and
+        if the device has not reached its oldest collective: then it is computing, or hangs on its own. Always call
+        this from the same thread.
 
         Args:
-            now_s: monotonic time.
+            now_s: monotonic time; by default the present.
         """
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
@@ -104,4 +103,4 @@ class DeviceQueue:
 
 
 device_queue = DeviceQueue()
-"""The one of this process, which uses one device."""
+"""The queue of this process, which uses one device."""

@@ -1,6 +1,6 @@
-"""Making groups: the creators that c10d calls, the groups of mesh axes, and the register of those alive."""
+"""Creating groups: the choice of transport, the backend creators that c10d calls, and the groups of mesh axes."""
 
-# The options that c10d gives to a backend's creator have no public spelling.
+# The options that c10d passes to a backend's creator have no public name.
 # pyright: reportPrivateUsage=false
 
 import atexit
@@ -27,8 +27,6 @@ from hyperpod_plugins.comm.transport import Gloo, InnerSpec, Nccl, Transport, re
 from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.errors import BackendUnavailable, CommError, ConfigError
 
-# Which library moves the bytes of a group: what the user may ask for, and what serves it.
-
 SMDDP = Smddp()
 IN_HOST_MEMORY: Transport = Gloo()
 AUTOMATIC: tuple[Transport, ...] = (Nccl(), IN_HOST_MEMORY)
@@ -36,24 +34,25 @@ TRANSPORTS: tuple[Transport, ...] = (SMDDP, *AUTOMATIC)
 
 
 def choose_transport(device_type: str, preferred: TransportName = "auto", *, strict: bool = False) -> Transport:
-    """Return the library asked for, or the first of `AUTOMATIC` that serves the device.
+    """Return the requested transport, or for `auto` the first of `AUTOMATIC` that serves the device.
 
-    smddp does what nccl does, only faster: a job that asks for it and cannot have it goes on without, after one
-    warning. A job that asks for nccl or gloo means it.
+    smddp does what nccl does, only faster, so a job that requests it where it is not available falls back to another
+    transport after one warning. Requests for nccl and gloo have no fallback.
 
     Args:
         device_type: `cpu` or `cuda`.
-        preferred: A name, or `auto`.
-        strict: Raise also where smddp was asked for.
+        preferred: Name of a transport, or `auto`.
+        strict: Raise instead of falling back from smddp.
 
     Raises:
-        BackendUnavailable: the one asked for, or every one, refuses; the message has all reasons.
+        BackendUnavailable: the requested transport, or for `auto` every one, is unavailable; the message lists all
+            reasons.
     """
     candidates = [transport for transport in AUTOMATIC if transport.why_not(device_type) is None]
     if preferred == "auto" and candidates:
         return candidates[0]
     asked = [transport for transport in TRANSPORTS if transport.name == preferred]
-    for transport in asked:  # smddp is imported here, so only for those who ask for it
+    for transport in asked:  # imports smddp, so only if it was requested
         reason = transport.why_not(device_type)
         if reason is None:
             return transport
@@ -65,7 +64,7 @@ def choose_transport(device_type: str, preferred: TransportName = "auto", *, str
 
 
 def transport_for_group(device_type: str, options: CommOptions, group_size: int, world_size: int) -> Transport:
-    """Like `choose_transport`, for a group of which the chosen library must also serve the size.
+    """Like `choose_transport`, but fall back to `auto` if the chosen transport cannot serve a group of this size.
 
     Raises:
         BackendUnavailable: see `choose_transport`.
@@ -80,35 +79,35 @@ def _refused(device_type: str, preferred: str) -> str:
     refusals = {transport.name: transport.why_not(device_type) for transport in TRANSPORTS}
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items() if reason is not None)
     usable = [name for name, reason in refusals.items() if reason is None]
-    advice = f"Ask for {' or '.join(usable)}, or for 'auto'" if usable else "Install a torch that has gloo or nccl"
+    advice = f"Ask for {' or '.join(usable)}, or for 'auto'" if usable else "Install a torch build with gloo or nccl"
     return f"transport {preferred!r} cannot serve {device_type} tensors here ({reasons}). {advice}."
 
 
 @cache
 def _warn_once(message: str) -> None:
-    """Once in a job: on the first rank."""
+    """Warn once per job, on rank 0."""
     if WorkerEnv.from_environ().global_rank == 0:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-_uses: Counter[str] = Counter()  # of each role, in this process
+_uses: Counter[str] = Counter()  # number of groups that this process has created for each key
 
 
 def register() -> None:
-    """Make `hyperpod` a backend of c10d, and `smddp` one where its library is absent; more calls change nothing."""
+    """Register the c10d backend `hyperpod`, and `smddp` if its library is absent; further calls have no effect."""
     register_backends(distributed_c10d, {BACKEND: create_group, "smddp": create_smddp_group})
 
 
 def join_world(options: CommOptions, *, rank: int, world_size: int, timeout_s: float) -> None:
-    """Join the default process group of the backend `hyperpod`; a process that no launcher started is one by itself.
+    """Initialize the default group of the `hyperpod` backend; without a launcher, form a single-process world.
 
     Args:
-        options: collective library to use, and whether a fallback is allowed.
-        rank: of this process.
+        options: transport to use, and whether a fallback is allowed.
+        rank: rank of this process.
         world_size: number of ranks.
-        timeout_s: seconds after which a collective that does not complete fails.
+        timeout_s: seconds after which an incomplete collective fails.
     """
-    register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off
+    register()  # if `import hyperpod_plugins` came before torch and the entry point is disabled
     is_alone = world_size == 1 and env.JobEnv.from_environ() is None
     dist.init_process_group(
         BACKEND,
@@ -121,17 +120,18 @@ def join_world(options: CommOptions, *, rank: int, world_size: int, timeout_s: f
 
 
 def new_axis_group(role: GroupKey, global_ranks: Sequence[int]) -> ResilientProcessGroup:
-    """Return the group of a role, made now or living already; only its members call this.
+    """Return the group with a given key, creating it if there is none; only its members call this.
 
-    Every axis needs its own group, also one of a single member and one that spans the world: axes change their
-    sizes independently, and so cannot share one. Its collectives have the timeout of the default group.
+    Every axis needs its own group, even if the group has a single member or spans the world: axes change size
+    independently, so they cannot share a group. Its collectives have the timeout of the default group.
 
     Args:
-        role: What the group is for; two roles with the same ranks are two groups.
+        role: Key of the group; two keys with the same ranks are two groups.
         global_ranks: The members' ranks in the world.
 
     Raises:
-        CommError: the default group is not ours, this rank is not a member, or the role is taken by other ranks.
+        CommError: the default group is not of the `hyperpod` backend, this rank is not a member, or a group of other
+            ranks has this key.
     """
     members, world = sorted(global_ranks), _default_group()
     if not isinstance(world, ResilientProcessGroup):
@@ -141,7 +141,7 @@ def new_axis_group(role: GroupKey, global_ranks: Sequence[int]) -> ResilientProc
         )
     if dist.get_rank() not in members:
         raise CommError(
-            f"rank {dist.get_rank()} asked for the group {role.name!r} of ranks {members}: it is no member."
+            f"rank {dist.get_rank()} requested the group {role.name!r} of ranks {members}, but is no member of it."
         )
     living = live_groups().get(role.name)
     if living is not None:
@@ -149,7 +149,7 @@ def new_axis_group(role: GroupKey, global_ranks: Sequence[int]) -> ResilientProc
         if present != members:
             raise CommError(
                 f"the group {role.name!r} already exists with ranks {present}, so it cannot be made with ranks "
-                f"{members}. Destroy it first, or give the new one another role."
+                f"{members}. Destroy it first, or give the new one another key."
             )
         return living
     group = dist.new_group(
@@ -172,7 +172,7 @@ def inner_spec(
     global_ranks: Sequence[int],
     timeout: timedelta | None = None,
 ) -> InnerSpec:
-    """How one member connects to a later generation of a group: by role and generation alone, so newcomers agree."""
+    """Return how to connect to a later generation: it depends on key and generation alone, so joiners agree."""
     return InnerSpec(
         store=PrefixStore(group.role.store_prefix(generation), group.root_store),
         rank=rank,
@@ -184,9 +184,9 @@ def inner_spec(
 
 
 def connect(spec: InnerSpec, options: CommOptions, world_size: int, role: GroupKey) -> dist.ProcessGroup:
-    """Connect to the other members by the library that serves this machine and this group.
+    """Connect to the other members over the transport that serves this machine and this group.
 
-    Groups for threads beside the step work in host memory, and so need no connections between devices.
+    Strict groups, which background threads use, work in host memory and always use gloo.
 
     Raises:
         BackendUnavailable: see `choose_transport`.
@@ -201,11 +201,11 @@ def connect(spec: InnerSpec, options: CommOptions, world_size: int, role: GroupK
 
 
 def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientProcessGroup:
-    """What c10d calls for `backend="hyperpod"`; `given` is the caller's `pg_options`."""
+    """Backend creator that c10d calls for `backend="hyperpod"`; `given` is the caller's `pg_options`."""
     if given is not None and not isinstance(given, CommOptions | GroupKey):
         raise ConfigError(
             f"the backend {BACKEND!r} takes pg_options=CommOptions(...), but was given {type(given).__name__}. "
-            "Leave pg_options out to let it choose; options of nccl or gloo are not passed on."
+            "Omit pg_options for the defaults; options of nccl or gloo are not passed on."
         )
     world = _default_group()
     role = WORLD if world is None else given if isinstance(given, GroupKey) else without_key(c10d.group_id)
@@ -225,7 +225,7 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
         global_ranks=tuple(c10d.global_ranks_in_group or range(c10d.group_size)),
         name=role.short_name(generation=0),
     )
-    is_detached = group_health.phase is Phase.DETACHED  # the others are connected already, and will be again
+    is_detached = group_health.phase is Phase.DETACHED  # `Reconfiguration` connects it together with the others
     world_size = c10d.group_size if world is None else world.size()
     group = ResilientProcessGroup(
         None if is_detached else connect(spec, options, world_size, role),
@@ -243,15 +243,17 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
 
 
 def _first_prefix(role: GroupKey, use: int) -> str:
-    """Where the founding members meet; apart from the keys that an earlier group of the same role left in the store."""
+    """Store prefix of generation 0; distinct from that of an earlier group with the same key."""
     return role.store_prefix(0) if use == 1 else f"{role.store_prefix(0)}+{use}"
 
 
 def create_smddp_group(c10d: _DistributedBackendOptions, given: object) -> Backend | dist.ProcessGroup:
-    """What c10d calls for `backend="smddp"` until the real library is imported: its group where that can run here.
+    """Backend creator that c10d calls for `backend="smddp"` until the smddp library is imported.
+
+    Returns smddp's own group if the library runs here, and otherwise a `hyperpod` group that falls back from smddp.
 
     Raises:
-        BackendUnavailable: it cannot, and `given` is `CommOptions(strict=True)`.
+        BackendUnavailable: the library does not run here, and `given` is `CommOptions(strict=True)`.
     """
     if smddp.import_refusal() is None and smddp.instance_refusal(env.instance_type()) is None:
         return smddp.library_group(c10d)
@@ -265,5 +267,5 @@ def _default_group() -> dist.ProcessGroup | None:
 
 @cache
 def _destroy_at_exit() -> None:
-    """Arrange, once, that a process does not end with living groups: their threads would abort it."""
+    """Destroy all groups when the process exits; otherwise their threads would abort it."""
     atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)

@@ -1,12 +1,15 @@
-"""What a process does with its groups once one of them is broken: all break together, and the phase says what follows.
+"""Group health: whether the groups of this process are broken, and what their collectives do then.
 
-    phase       a broken group's collectives                      when
+All groups of a process break together. The phase decides what a collective of a broken group does:
+
+    phase       collectives of broken groups                      when
     STRICT      raise PeerLost                                    outside a step
-    TOLERANT    return at once, outputs untouched                 inside a step, until its vote
-    DETACHED    return at once, and there are no connections      a newcomer that sets itself up
+    TOLERANT    return at once, outputs untouched                 inside a step, until its commit vote
+    DETACHED    return at once; there are no connections          in a joiner that sets itself up, or after a break
+                                                                  in a rank that has left the others
 
-Breaking is one-way: only `Reform` in `generations.py` mends. No exception crosses autograd or a hook of FSDP2 in a
-step, so no module is left half gathered; what the step computes after a break is thrown away.
+A break is final until `Reconfiguration` in `reconfigure.py` connects new groups. Inside a step no exception crosses
+autograd or a hook of FSDP2, so no module is left partly gathered; what the step computes after a break is discarded.
 """
 
 import enum
@@ -15,17 +18,17 @@ from collections.abc import Callable
 
 
 class Phase(enum.Enum):
-    """What collectives of broken groups do."""
+    """What the collectives of broken groups do."""
 
-    STRICT = "they raise PeerLost"
-    TOLERANT = "they do nothing, and the vote at the end of the step tells"
-    DETACHED = "they do nothing, for this process has not joined the others yet"
+    STRICT = "collectives raise PeerLost"
+    TOLERANT = "collectives do nothing; the commit vote reports the break"
+    DETACHED = "collectives do nothing; this process has no connections"
 
 
 class Tolerance:
-    """A block in which a breaker is tolerant, as long as it was strict before.
+    """Context manager that switches the phase from STRICT to TOLERANT; other phases stay as they are.
 
-    A class, for a generator costs more, and each step enters two such blocks.
+    A class because `@contextmanager` costs more, and each step enters two such blocks.
     """
 
     def __init__(self, health: "GroupHealth") -> None:
@@ -43,52 +46,52 @@ class Tolerance:
 
 
 class GroupHealth:
-    """The state of all groups of this process; thread-safe."""
+    """Health of all groups of this process; thread-safe."""
 
     def __init__(self) -> None:
         self.phase = Phase.STRICT
-        """What collectives do when the groups are broken; set here and in `Tolerance` alone."""
+        """What collectives of broken groups do; set only in this file."""
         self._cause: str | None = None
         self._lock = threading.Lock()
         self._listeners: list[Callable[[str], None]] = []
         self.refusal = ""
-        """Why the main thread must not communicate now; empty where it may."""
+        """Why the main thread must not communicate now; empty if it may."""
         self.before_refusal: Callable[[], None] = lambda: None
-        """Called before a collective is refused for that reason; may raise something else, or allow it."""
+        """Called before a collective is refused for that reason; may raise another error, or call `allow`."""
 
     @property
     def cause(self) -> str | None:
-        """Why the groups are broken (the first reason), or None while they are whole."""
+        """First reason why the groups are broken; None while they are intact."""
         return self._cause
 
     @property
     def suppresses_collectives(self) -> bool:
-        """Whether collectives do nothing now."""
+        """Whether collectives do nothing at present."""
         return self.phase is Phase.DETACHED or (self._cause is not None and self.phase is Phase.TOLERANT)
 
     @property
     def is_open(self) -> bool:
-        """Whether collectives do not reach the peers now, be it quietly or with an error."""
+        """Whether collectives cannot reach the peers now, whether they do nothing or raise."""
         return self._cause is not None or self.phase is Phase.DETACHED
 
     def forbid(self, why: str, before: Callable[[], None] = lambda: None) -> None:
-        """Let the main thread's collectives raise `LoopError(why)` from now on, after a call of `before`."""
+        """Make the main thread's collectives raise `LoopError(why)` from now on; `before` is called first."""
         self.refusal, self.before_refusal = why, before
 
     def allow(self) -> None:
-        """Let the main thread communicate."""
+        """Let the main thread communicate again."""
         self.forbid("")
 
     def when_broken(self, listener: Callable[[str], None]) -> None:
-        """Call `listener(cause)` at each break, in the thread that noticed it, after the connections were cut."""
+        """Call `listener(cause)` at each break, in the thread that noticed it, after the sockets were shut down."""
         self._listeners.append(listener)
 
     def forget(self, listener: Callable[[str], None]) -> None:
-        """Do not call a listener any more."""
+        """Remove a listener."""
         self._listeners = [each for each in self._listeners if each != listener]
 
     def mark_broken(self, cause: str, shutdown: Callable[[], None]) -> bool:
-        """Break, unless broken already; `cut` ends the connections. Returns whether this call did it."""
+        """Mark the groups broken and call `shutdown`; return False if they were broken already."""
         with self._lock:
             if self._cause is not None:
                 return False
@@ -99,23 +102,23 @@ class GroupHealth:
         return True
 
     def detach(self) -> None:
-        """Begin as a newcomer."""
+        """Start as a joiner: collectives do nothing until the groups are connected."""
         self.phase = Phase.DETACHED
 
     def leave_others(self) -> None:
-        """Go apart from the others after a break: collectives do nothing until the groups are mended."""
+        """Leave the other ranks after a break: collectives do nothing until the groups are reconfigured."""
         self.phase = Phase.DETACHED
 
     def reset(self) -> None:
-        """All groups have new connections."""
+        """Mark the groups intact; call it when all of them have new connections."""
         with self._lock:
             self._cause = None
         self.phase = Phase.STRICT
 
     def tolerant(self) -> Tolerance:
-        """Inside a step. A newcomer stays detached, and a break outlasts the block."""
+        """Return a context manager for the inside of a step. A joiner stays detached; a break outlasts the block."""
         return Tolerance(self)
 
 
 group_health = GroupHealth()
-"""The one of this process: c10d's default group is one a process, too."""
+"""The instance of this process; c10d's default group is also one per process."""

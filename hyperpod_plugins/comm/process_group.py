@@ -1,11 +1,15 @@
-"""The group that everybody holds, over an inner group that can be replaced."""
+"""The process group that models and meshes hold, over an inner group that can be replaced.
+
+`DelegatingGroup` forwards every collective to an inner group. `ResilientProcessGroup`, the group of the `hyperpod`
+backend, replaces its inner group in each generation of the job. `live_groups` lists those of this process,
+`shutdown_all` shuts down their sockets after a break, and `start_aborts` and `finish_aborts` end what they have
+queued on a device.
+"""
 
 # C++ overloads have no single signature that a Python override could match, and several names that c10d calls on a
-# group begin with an underscore.
+# group begin with an underscore. c10d keeps the ranks of every group in a private table and offers no way to change
+# them. Not every supported torch has c10d's type for group names.
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false, reportPrivateUsage=false
-# c10d keeps the ranks of every group in a private table and offers no way to change them. Not every torch that we
-# support has its type for the names of groups.
-# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
 
 import threading
 import time
@@ -41,11 +45,9 @@ from hyperpod_plugins.comm.work import (
 )
 from hyperpod_plugins.errors import CommError, DeviceHung, LoopError, PeerLost
 
-# A process group whose collectives run in another group: every spelling that c10d and its callers use.
-
 
 def num_bytes(tensors: Tensor | Sequence[Any]) -> int:
-    """Size of a tensor, or of all tensors in nested lists."""
+    """Size in bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(tensors, Tensor):
         return tensors.nbytes
     if len(tensors) == 1:
@@ -54,12 +56,12 @@ def num_bytes(tensors: Tensor | Sequence[Any]) -> int:
 
 
 class DelegatingGroup(dist.ProcessGroup):
-    """Abstract group that hands every collective to `inner`, through the one gate `_issue`.
+    """Abstract group that forwards every collective to `inner` through a single method, `_issue`.
 
-    Callers reach a group in three ways, and all of them end here: `torch.distributed` functions and FSDP2 call the
-    Python methods; functional collectives, DDP and compiled code call the C++ methods, which look for a Python
-    override; and either of them uses the spelling of its torch version. The inner group is called by the spelling that
-    torch 2.10 to 2.13 share. Rank and size are asked for often, so they are kept, not delegated.
+    `torch.distributed` functions and FSDP2 call the Python methods of a group. Functional collectives, DDP and
+    compiled code call the C++ methods, which look for a Python override. Both use the method names of their torch
+    version. All of these calls arrive here; the inner group is called by the names that torch 2.10 to 2.13 share.
+    Rank and size are read often, so they are stored here rather than delegated.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -68,21 +70,21 @@ class DelegatingGroup(dist.ProcessGroup):
 
     @property
     def inner(self) -> dist.ProcessGroup:
-        """The group that does the work now."""
+        """The group that runs the collectives now."""
         raise NotImplementedError
 
     def _issue(
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
     ) -> dist.Work:
-        """Run `call(*args, **kwargs)`, a method of the inner group; `payload_bytes` as `traffic` defines it."""
+        """Run `call(*args, **kwargs)`, a method of the inner group. `payload_bytes`: see [Note: what a byte is]."""
         raise NotImplementedError
 
     def rank(self) -> int:
-        """This process's rank in the group as it is now."""
+        """This process's rank in the group at present."""
         return self._rank
 
     def size(self) -> int:
-        """Number of members of the group as it is now."""
+        """Present number of members."""
         return self._size
 
     def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
@@ -112,19 +114,19 @@ class DelegatingGroup(dist.ProcessGroup):
         return self._issue("all_gather", num_bytes(outputs), call, outputs, inputs, *args, **kwargs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Reduce one tensor per member, and keep one's own."""
+        """Reduce one tensor per member and keep this rank's own."""
         inner = self.inner
         call = partial(reduce_scatter, inner, inner.reduce_scatter)
         return self._issue("reduce_scatter", num_bytes(inputs), call, outputs, inputs, *args, **kwargs)
 
     def reduce_scatter_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Reduce one tensor, and keep one's own part."""
+        """Reduce one tensor and keep this rank's part."""
         inner = self.inner
         call = partial(reduce_scatter, inner, inner._reduce_scatter_base)
         return self._issue("reduce_scatter", input.nbytes, call, output, input, *args, **kwargs)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Reduce several tensors, and keep one's own part of each."""
+        """Reduce several tensors and keep this rank's part of each."""
         inner = self.inner
         call = partial(reduce_scatter, inner, inner.reduce_scatter_tensor_coalesced)
         return self._issue("reduce_scatter", num_bytes(inputs), call, outputs, inputs, *args, **kwargs)
@@ -142,16 +144,16 @@ class DelegatingGroup(dist.ProcessGroup):
         return self._issue("broadcast", num_bytes(tensors), self.inner.broadcast, tensors, *args, **kwargs)
 
     def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Reduce onto the root."""
+        """Reduce to the root."""
         return self._issue("reduce", num_bytes(tensors), self.inner.reduce, tensors, *args, **kwargs)
 
     def gather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Gather onto the root, into one tensor per member."""
+        """Gather to the root, into one tensor per member."""
         size_bytes = num_bytes(inputs) * self._size
         return self._issue("gather", size_bytes, self.inner.gather, outputs, inputs, *args, **kwargs)
 
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Give every member one tensor of the root."""
+        """Send each member one tensor of the root."""
         size_bytes = num_bytes(outputs) * self._size
         return self._issue("scatter", size_bytes, self.inner.scatter, outputs, inputs, *args, **kwargs)
 
@@ -164,14 +166,14 @@ class DelegatingGroup(dist.ProcessGroup):
         return self._issue("recv", num_bytes(tensors), self.inner.recv, tensors, *args, **kwargs)
 
     def recv_anysource(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Receive from whoever sends first."""
+        """Receive from the member that sends first."""
         return self._issue("recv", num_bytes(tensors), self.inner.recv_anysource, tensors, *args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Wait for all members."""
         return self._issue("barrier", 0, self.inner.barrier, *args, **kwargs)
 
-    # Other spellings: C++ names, and names from before (or after) a renaming in torch.
+    # Aliases: C++ names, and names from before or after a renaming in torch.
     getRank = rank
     getSize = size
     _allgather_base = all_gather_single
@@ -180,7 +182,7 @@ class DelegatingGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # What callers ask of a group besides collectives. The C++ base would answer from its own, empty table of backends.
+    # What callers use of a group besides collectives. The C++ base class would look in its own, empty backend table.
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -199,11 +201,11 @@ class DelegatingGroup(dist.ProcessGroup):
         self.inner._set_sequence_number_for_group()
 
     def get_group_store(self) -> Store:
-        """The store in which the members of the present inner group found each other."""
+        """Store through which the members of the present inner group found each other."""
         return self.inner.get_group_store()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let collectives that are issued from now on wait this long for their peers."""
+        """Set how long collectives issued from now on wait for their peers."""
         self.inner.set_timeout(timeout)
 
 
@@ -220,10 +222,10 @@ _pin = _Pin()
 
 @contextmanager
 def pinned(group: dist.ProcessGroup | None, generation: int) -> Generator[None, None, None]:
-    """Let this thread use a group in one generation only, for work that a newcomer would know nothing of.
+    """Restrict this thread's use of a group to one generation, for work that a joiner would not take part in.
 
     Raises:
-        PeerLost: when a collective is issued after the group was formed again.
+        PeerLost: a collective is issued after the group was reconfigured.
     """
     _pin.group, _pin.generation = (group if isinstance(group, ResilientProcessGroup) else None), generation
     try:
@@ -233,19 +235,19 @@ def pinned(group: dist.ProcessGroup | None, generation: int) -> Generator[None, 
 
 
 def generation_of(group: dist.ProcessGroup | None) -> int:
-    """Number of a group's generation; 0 for a group that has none."""
+    """Return the generation of a group; 0 for a group of another backend."""
     return group.generation if isinstance(group, ResilientProcessGroup) else 0
 
 
 class ResilientProcessGroup(DelegatingGroup):
-    """A process group that keeps its identity while the group that does the work under it is replaced.
+    """A process group that keeps its identity while its inner group is replaced.
 
-    DeviceMesh, FSDP2 and DTensor take hold of a group when a model is set up, and ask it for its rank and size
-    whenever they need them. What they hold is this object; its members, connections and size are those
-    of `inner`. `replace_inner` is the seam at which a later generation of the job takes over.
+    DeviceMesh, FSDP2 and DTensor store a group when a model is set up, and ask it for its rank and size whenever they
+    need them. They hold this object; its members, connections and size are those of `inner`. `replace_inner` switches
+    it to a later generation of the job.
 
-    A collective that fails for want of a peer breaks all groups of this process, for a step needs all of them; see
-    `breaker` for what happens then.
+    A collective that fails because a peer is lost breaks all groups of this process, because a step needs all of
+    them; `health.py` describes what happens then.
     """
 
     def __init__(
@@ -266,16 +268,16 @@ class ResilientProcessGroup(DelegatingGroup):
         self.role = role
         self.options = options
         self.root_store = root_store
-        """Store from which every generation of this group takes its prefix."""
+        """Store in which every generation of this group has its own prefix."""
         self.first_prefix = role.store_prefix(0)
-        """Prefix of the first generation's keys there."""
+        """Prefix of the first generation's keys in `root_store`."""
         self.timeout = timeout
         self.generation = 0
-        """Number of the generation of the job to which `inner` belongs."""
+        """Generation of the job to which `inner` belongs."""
         self.num_issued = 0
-        """How many collectives were issued in this generation: the same number on all members, at the same collective.
+        """Number of collectives issued in this generation: equal on all members at the same collective.
 
-        Sends and receives do not count, nor do batches of them, for members have different numbers of those.
+        Sends, receives and coalesced batches are not counted, because members issue different numbers of them.
         """
         self._name, self._description = "", ""
 
@@ -286,70 +288,71 @@ class ResilientProcessGroup(DelegatingGroup):
 
     @property
     def store_prefix(self) -> str:
-        """Prefix, in the root store, of the keys under which the members of this generation find each other."""
+        """Prefix in `root_store` under which the members of this generation find each other."""
         return self.role.store_prefix(self.generation) if self.generation else self.first_prefix
 
     @property
     def inner(self) -> dist.ProcessGroup:
-        """The group that does the work in this generation, or one that does nothing where that is what is wanted.
+        """The inner group of this generation, or a no-op group while collectives are suppressed.
 
         Raises:
             CommError: the group was destroyed.
-            PeerLost: the groups are broken, and this is not inside a step.
+            PeerLost: the groups are broken, and this is outside a step or the group is strict; or the thread is
+                pinned to another generation.
         """
         if self._is_closed:
             raise CommError(
-                f"the process group {self.role.name!r} was used after it was destroyed. Models, meshes and optimizers "
-                "end with the groups they were built on: build them again after init_process_group."
+                f"the process group {self.role.name!r} was used after it was destroyed. Models, meshes and "
+                "optimizers cannot outlive their groups: build them again after init_process_group."
             )
         if _pin.group is self and _pin.generation != self.generation:
             raise_peer_lost(f"the group was formed again, in generation {self.generation}")
         if group_health.is_open and (group_health.cause is None or not self.role.is_strict):
             if not group_health.suppresses_collectives:
-                raise_peer_lost(group_health.cause or "it has not joined the others yet")
+                raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
             return _NO_OP_GROUP
         if self._inner is None or group_health.is_open:
-            raise_peer_lost(group_health.cause or "it has not joined the others yet")
+            raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
         return self._inner
 
     @property
     def connected(self) -> dist.ProcessGroup | None:
-        """The inner group, whatever its state; None if there is none."""
+        """The inner group, broken or not; None if there is none."""
         return self._inner
 
     def replace_inner(
         self, inner: dist.ProcessGroup, *, generation: int, global_ranks: Sequence[int]
     ) -> dist.ProcessGroup | None:
-        """Go on over another inner group, possibly of another size, and return the former one, if there was one.
+        """Switch to another inner group, possibly of another size, and return the previous one, or None.
 
-        All members must have finished their collectives on the former group. The caller ends it: peers may not have
-        come this far yet.
+        All members must have finished their collectives on the previous group. The caller ends it, because peers may
+        not have come this far yet.
 
         Args:
-            inner: A whole group, as `connect` makes it, connected to the other members.
-            generation: Its number, higher than that of the present one.
+            inner: A whole group from `connect`, connected to the other members.
+            generation: Its generation, higher than the present one.
             global_ranks: The members' ranks in the world, in order of their rank in `inner`.
 
         Raises:
-            CommError: the generation is not newer, or the ranks do not fit the group.
+            CommError: the generation is not higher, or the number of ranks is not the size of `inner`.
         """
         former = self._inner
         self.check_generation_increases(generation)
         if len(global_ranks) != inner.size():
             raise CommError(
                 f"the new group {self.role.name!r} has {inner.size()} members, but {len(global_ranks)} global ranks "
-                "were given. Give one for each member, in order of their rank in the group."
+                "were given. Pass one per member, in order of their rank in the group."
             )
         self._inner, self.generation, self.num_issued = inner, generation, 0
         self._set_members(inner.rank(), global_ranks)
         return former
 
     def check_generation_increases(self, generation: int) -> None:
-        """Raise `CommError` unless a generation comes after the present one."""
+        """Raise `CommError` unless `generation` is higher than the present one."""
         if generation <= self.generation:
             raise CommError(
                 f"the group {self.role.name!r} is in generation {self.generation} and cannot go to generation "
-                f"{generation}: numbers only grow. A process that was left behind must join the job again."
+                f"{generation}: numbers only grow. A process that fell behind must join the job again."
             )
 
     def _set_members(self, rank: int, global_ranks: Sequence[int]) -> None:
@@ -357,42 +360,42 @@ class ResilientProcessGroup(DelegatingGroup):
         dist.distributed_c10d._world.pg_group_ranks[self] = {each: index for index, each in enumerate(global_ranks)}
 
     def move(self, role: GroupKey, global_ranks: Sequence[int], rank: int) -> None:
-        """Have other members from now on, and with them another role, while there is no connection to anybody.
+        """Change the members and the key of the group while it has no inner group.
 
         Args:
-            role: on the same axis.
+            role: the new key, on the same axis.
             global_ranks: The members' ranks in the world, in order of their rank in the group.
             rank: This process's rank in the group.
 
         Raises:
-            CommError: there is an inner group, whose members are others.
+            CommError: the group is still connected to its present members.
         """
         if self._inner is not None:
-            raise CommError(f"the group {self.role.name!r} cannot have other members while it is connected to its own")
+            raise CommError(f"the group {self.role.name!r} cannot change its members while it is connected to them")
         if living.get(self.role.name) is self:
             del living[self.role.name]
         self.role, living[role.name] = role, self
         self._set_members(rank, global_ranks)
 
     def take_inner(self) -> dist.ProcessGroup | None:
-        """Have no inner group until the next one is put in, and return the present one, which the caller ends."""
+        """Remove and return the inner group, which the caller must end; None if there is none."""
         inner, self._inner = self._inner, None
         return inner
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let collectives wait this long for their peers, in this generation and in later ones."""
+        """Set how long collectives wait for their peers, in this generation and in later ones."""
         super().set_timeout(timeout)
         self.timeout = timeout
 
     def shutdown_sockets(self) -> None:
-        """Wake whoever waits in a gloo collective of this group, here and at the other members."""
+        """Wake all threads that wait in a gloo collective of this group, here and at the other members."""
         if self._inner is not None:
             sockets.shutdown(self._inner)
 
     def _issue(
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
     ) -> dist.Work:
-        # Every collective of every group passes here, and so does its Work: the place to notice a fault.
+        # Every collective of every group and its Work pass through here, so this is where faults are detected.
         if group_health.refusal and threading.current_thread() is threading.main_thread():
             group_health.before_refusal()
             if group_health.refusal:
@@ -408,7 +411,7 @@ class ResilientProcessGroup(DelegatingGroup):
             return self._issue_broken(error)
         if isinstance(work, FinishedWork):
             return work
-        if inner is None:  # the main thread has let go of it just now
+        if inner is None:  # the main thread has just released it
             return self._issue_broken(PeerLost(group_health.cause or "the groups were broken"))
         is_numbered = kind not in ("send", "recv", "coalesced")
         self.num_issued += is_numbered
@@ -424,7 +427,7 @@ class ResilientProcessGroup(DelegatingGroup):
         )
 
     def mark_broken(self, error: BaseException) -> None:
-        """Break all groups of this process, for this one has failed for want of a peer."""
+        """Break all groups of this process, because this one has lost a peer."""
         group_health.mark_broken(f"{self.role.name}: {transport_message(error)}", shutdown_all)
 
     def _issue_broken(self, error: BaseException) -> dist.Work:
@@ -432,7 +435,7 @@ class ResilientProcessGroup(DelegatingGroup):
             raise_peer_lost(group_health.cause or str(error), error)
         return _NO_OP_GROUP.barrier()
 
-    # c10d keeps name and description in the backends of a group, and this group has none of its own.
+    # c10d keeps a group's name and description in its backends, and this group has none of its own.
 
     @property
     def group_name(self) -> str:
@@ -441,7 +444,7 @@ class ResilientProcessGroup(DelegatingGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the group is for, in words."""
+        """Description of the group's purpose."""
         return self._description
 
     def _set_group_name(self, name: str) -> None:
@@ -449,7 +452,7 @@ class ResilientProcessGroup(DelegatingGroup):
 
     def _set_group_desc(self, desc: str) -> None:
         self._description = desc
-        if self.role.group_id and desc.startswith("mesh_"):  # set by DeviceMesh; nothing else tells its axes apart
+        if self.role.group_id and desc.startswith("mesh_"):  # set by DeviceMesh; only this tells its axes apart
             self._traffic = counters(desc.removeprefix("mesh_"))
 
     def name(self) -> str:
@@ -469,7 +472,7 @@ class ResilientProcessGroup(DelegatingGroup):
     setGroupDesc = _set_group_desc
 
     def shutdown(self) -> None:
-        """End the group and let go of its connections, whoever may still hold this object."""
+        """End the group and release its connections, even if other code still holds this object."""
         self._is_closed = True
         inner = self.take_inner()
         if inner is not None:
@@ -480,7 +483,7 @@ class ResilientProcessGroup(DelegatingGroup):
             forget_device()
 
     def abort(self) -> None:
-        """End the group without waiting for its collectives: peers that wait in them get an error."""
+        """End the group without waiting for its collectives; peers that wait in them get an error."""
         self.shutdown_sockets()
         if self._inner is not None:
             start_aborts([self._inner])
@@ -495,12 +498,12 @@ living: "WeakValueDictionary[str, ResilientProcessGroup]" = WeakValueDictionary(
 
 
 def live_groups() -> dict[str, ResilientProcessGroup]:
-    """All groups of this process that were not destroyed, by the names of their roles."""
+    """Return all groups of this process that were not destroyed, by the names of their keys."""
     return {name: group for name, group in sorted(living.items()) if not group.is_closed}
 
 
 def shutdown_all() -> None:
-    """Cut the connections of every group, and drop what would keep them open."""
+    """Shut down the sockets of every group, abort what is queued on a device, and discard the handles under way."""
     groups = list(live_groups().values())
     for group in groups:
         group.shutdown_sockets()
@@ -515,9 +518,9 @@ _starting_aborts = threading.Lock()
 
 
 def start_aborts(inners: Iterable[dist.ProcessGroup]) -> None:
-    """End what these inner groups have queued on a device, all at the same time; see the note on aborts.
+    """Abort what these inner groups have queued on a device, each in its own thread; see [Note: aborts].
 
-    An inner group that is being aborted, or has been, is left alone.
+    Returns at once. An inner group is aborted only once.
     """
     for inner in inners:
         transport = transport_of(inner)
@@ -532,10 +535,10 @@ def start_aborts(inners: Iterable[dist.ProcessGroup]) -> None:
 
 
 def finish_aborts() -> None:
-    """Wait until what was aborted has ended. New connections, and a vote for another step, come after that.
+    """Wait for all aborts to end. New groups are connected, and another step is voted on, only after that.
 
     Raises:
-        DeviceHung: it did not, within 30 s.
+        DeviceHung: an abort did not end within 30 s.
     """
     with _starting_aborts:
         aborts = list(_aborts)

@@ -1,4 +1,4 @@
-"""From one generation of the job to the next: new connections under all groups of this process."""
+"""Reconfiguration: break all groups of this process, and connect new inner groups for the next generation."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,21 @@ from hyperpod_plugins.errors import CommError, PeerLost
 
 
 def break_groups(cause: str) -> bool:
-    """Break all groups of this process, from any thread: collectives under way end, here and at their peers.
+    """Break all groups of this process; their collectives under way end, here and at the peers.
+
+    Any thread may call this.
 
     Returns:
-        Whether they were whole until now.
+        Whether this call broke them; False if they were broken already.
     """
     return group_health.mark_broken(cause, shutdown_all)
 
 
 def release_broken() -> None:
-    """End the inner groups of the generation that is over.
+    """End the inner groups of a broken generation; does nothing if the groups are intact.
 
-    gloo takes some 10 ms for each. `Reform` does it too, but then the other members wait for this one: better is while
-    this one waits for them.
+    gloo takes some 10 ms for each group. `Reconfiguration` does this too, but then the other members wait for this
+    one, so call this earlier, while this one waits for them.
     """
     if group_health.is_open:
         discard_pending()
@@ -46,19 +48,19 @@ def release_broken() -> None:
 
 
 class Reconfiguration:
-    """New inner groups under all living groups, for one generation of the job. All members do this at the same time.
+    """Connects new inner groups under all live groups, for one generation. All members do this at the same time.
 
-    [Note: abandoning] While gloo connects it can wait in vain, until its timeout, for a peer that was lost in the same
-    moment, and nothing wakes it. So it connects in a thread of its own. If the generation ends meanwhile, that thread
-    is left to itself, and so is the store that it asks: the next generation needs another connection to it.
+    [Note: abandoning] While it connects, gloo can wait for its whole timeout for a peer that was lost at that moment,
+    and nothing wakes it. So it connects in a separate thread. If the generation ends meanwhile, that thread is
+    abandoned together with the store connection that it uses: the next generation must open another one.
 
     Args:
-        generation: its number, which no generation had before.
-        store: where the members meet; all name the same.
-        timeout_s: longest wait for another member. Collectives keep the timeout of their group.
-        members: global ranks of each group, by the name of its role; groups that are not named keep theirs.
-        is_last: leave groups that are not named as they are, without connections: what is left of the job only wants
-            to save before it ends.
+        generation: number of the generation; no earlier generation may have had it.
+        store: store through which the members find each other; the same for all of them.
+        timeout_s: longest wait for another member, in seconds. Collectives keep the timeout of their group.
+        members: global ranks of each group, by the name of its key; groups that are not listed keep theirs.
+        is_last: leave groups that are not listed without connections, because the remaining ranks only save before
+            the job ends.
     """
 
     def __init__(
@@ -75,15 +77,16 @@ class Reconfiguration:
         self._outcome: list[dist.ProcessGroup] | Exception | None = None
         self._deciding, self._is_decided = threading.Lock(), threading.Event()
         self.is_cancelled = False
-        """Whether a thread may still be connecting."""
+        """Whether `cancel` has ended `run`; its thread may still be connecting then."""
 
     def run(self) -> None:
-        """Connect all groups and mend the breaker.
+        """Connect all groups and reset the group health.
 
         Raises:
-            PeerLost: a member did not come, or the attempt was abandoned. The groups are broken then; try again with a
-                higher number.
-            CommError: the number is not higher than that of the groups.
+            PeerLost: a member did not join, or the attempt was cancelled. The groups are broken then; try again with
+                a higher generation.
+            CommError: the generation is not higher than that of the groups.
+            DeviceHung: see `finish_aborts`.
         """
         finish_aborts()
         groups = [group for name, group in live_groups().items() if not self._is_last or name in self._members]
@@ -93,10 +96,10 @@ class Reconfiguration:
             (spec, group.options, spec.size if group.role.axis == "world" else dist.get_world_size(), group.role)
             for group, spec in zip(groups, specs, strict=True)
         ]
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # the current device is per thread
         threading.Thread(target=self._connect, args=(wanted, gpu), name="hyperpod_connect", daemon=True).start()
         if not self._is_decided.wait((len(groups) + 1) * self._timeout.total_seconds()):
-            self.cancel("connections took longer than their timeout")
+            self.cancel("connecting took longer than the timeout")
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, PeerLost):
             group_health.reset()
@@ -110,13 +113,13 @@ class Reconfiguration:
         group_health.reset()
 
     def cancel(self, cause: str) -> None:
-        """End `run` with an error, from another thread; nothing happens where it has ended by itself."""
+        """Make `run` raise `PeerLost`, from any thread; does nothing if its outcome is decided already."""
         cause = f"generation {self._generation} ended while it was formed: {cause}"
         self._decide(PeerLost(cause), is_abandoned=True)
 
     def _spec(self, group: ResilientProcessGroup) -> InnerSpec:
-        """How this process connects to the other members of a group."""
-        group.check_generation_increases(self._generation)  # before anybody else could meet this process there
+        """Return how this process connects to the other members of a group."""
+        group.check_generation_increases(self._generation)  # before any other member could find this process there
         group.root_store = self._store
         ranks = list(self._members.get(group.role.name, dist.get_process_group_ranks(group)))
         return inner_spec(
@@ -135,7 +138,7 @@ class Reconfiguration:
             for spec, options, world_size, role in wanted:
                 inner = connect(spec, options, world_size, role)
                 if self._is_decided.is_set():
-                    _end(inner)  # without a cut: the next generation's sockets may be taken for its own
+                    _end(inner)  # no shutdown: the sockets recorded here may be the next generation's
                     return
                 connected.append(inner)
             if self._decide(connected):
@@ -146,12 +149,12 @@ class Reconfiguration:
         finally:
             while connected:
                 inner = connected.pop()
-                sockets.shutdown(inner)  # members that have made their connections notice
+                sockets.shutdown(inner)  # so that members that are connected already notice
                 _end(inner)
             self._decide(CommError("the groups could not be connected; see the traceback of the thread that tried"))
 
     def _decide(self, outcome: list[dist.ProcessGroup] | Exception, *, is_abandoned: bool = False) -> bool:
-        """Whether this outcome is the first, and counts."""
+        """Record an outcome unless there is one already; return whether this one was recorded."""
         with self._deciding:
             if self._is_decided.is_set():
                 return False
@@ -162,6 +165,6 @@ class Reconfiguration:
 
 def _end(former: dist.ProcessGroup | None) -> None:
     if former is not None:
-        start_aborts([former])  # no break has aborted one that was connected for an attempt that failed
+        start_aborts([former])  # a group connected in a failed attempt has not been aborted by a break
         sockets.release(former)
         release_group(former)

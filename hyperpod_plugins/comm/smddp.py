@@ -1,13 +1,12 @@
-"""SageMaker's collectives: when they can serve, and how to live with what they lack.
+"""SageMaker's collective library: when it is available, and workarounds for what it lacks.
 
-[Note: what smddp lacks]
-The library speeds up all-reduce and all-gather between P4 nodes
+[Note: what smddp lacks] The library speeds up all-reduce and all-gather between P4 nodes
 (https://docs.aws.amazon.com/sagemaker/latest/dg/data-parallel-intro.html). Its users report that its reductions have
-no AVG (Lightning issue 20409) and that it serves no sub-groups. So groups which do not span the world go to the next
-library in the list, and a mean is a sum, divided once it has arrived.
+no AVG (Lightning issue 20409) and that it does not support sub-groups. So groups that do not span the world use nccl
+or gloo, and a mean is computed as a sum that is divided when it has arrived.
 """
 
-# The creator that a third party registered with c10d is in a private table.
+# The creator that a third party registered with c10d is kept in a private table.
 # pyright: reportPrivateUsage=false
 
 import importlib
@@ -39,23 +38,23 @@ SUPPORTED_INSTANCES = ("p4d", "p4de")
 
 
 def import_refusal() -> str | None:
-    """Import the library, which registers its own c10d backend; why that failed, or None."""
+    """Import the library, which registers its own c10d backend; return why that failed, or None."""
     try:
         importlib.import_module(MODULE)
     except ImportError as error:
         return f"its library cannot be imported ({error})"
     plugin = dist.Backend._plugins.get("SMDDP")
     if plugin is None or plugin.creator_fn.__module__.startswith("hyperpod_plugins."):
-        return f"{MODULE} was imported and registered no backend"
+        return f"{MODULE} was imported but registered no backend"
     return None
 
 
 def instance_refusal(instance_type: str | None) -> str | None:
-    """Why the library does not run on an instance type such as `ml.p4d.24xlarge`, or None if it does."""
+    """Return why the library does not run on an instance type such as `ml.p4d.24xlarge`, or None if it does."""
     supported = " and ".join(SUPPORTED_INSTANCES)
     if instance_type is None:
         return (
-            f"the platform does not tell the instance type, and it runs on {supported} only "
+            f"the instance type is unknown, and it runs on {supported} only "
             "(set HYPERPOD_INSTANCE_TYPE=ml.p4d.24xlarge if this is one)"
         )
     if not set(instance_type.split(".")) & set(SUPPORTED_INSTANCES):
@@ -64,7 +63,7 @@ def instance_refusal(instance_type: str | None) -> str | None:
 
 
 class Smddp:
-    """SageMaker's collectives for groups that span the world."""
+    """Transport over SageMaker's library, for groups that span the world."""
 
     name = "smddp"
 
@@ -105,7 +104,7 @@ class Smddp:
 
 
 def library_group(c10d: _DistributedBackendOptions) -> Backend | dist.ProcessGroup:
-    """Call the creator that the library registered, the way c10d would."""
+    """Call the backend creator that the library registered, as c10d would."""
     plugin = dist.Backend._plugins["SMDDP"]
     if plugin.extended_api:
         return plugin.creator_fn(c10d, None)
@@ -117,7 +116,7 @@ _SUM, _MEAN = ReduceOp(ReduceOp.SUM), ReduceOp(ReduceOp.AVG)
 
 
 class SumForMean(DelegatingGroup):
-    """A group over one that cannot average: means become sums, divided when they have arrived."""
+    """Adds AVG to a group that lacks it: a mean is computed as a sum that is divided when it has arrived."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())
@@ -125,7 +124,7 @@ class SumForMean(DelegatingGroup):
 
     @property
     def inner(self) -> dist.ProcessGroup:
-        """The group that does the work."""
+        """The group that runs the collectives."""
         return self._inner
 
     def shutdown(self) -> None:
@@ -133,7 +132,7 @@ class SumForMean(DelegatingGroup):
         self._inner.shutdown()
 
     def abort(self) -> None:
-        """End the group without waiting for its collectives, where the library can."""
+        """End the group without waiting for its collectives, if the library supports that."""
         self._inner.abort()
 
     def _issue(
@@ -141,7 +140,7 @@ class SumForMean(DelegatingGroup):
     ) -> dist.Work:
         outputs = [args[0]] if args and isinstance(args[0], Tensor) else args[0] if args else []
         options = next((each for each in (*args, *kwargs.values()) if isinstance(each, _REDUCTIONS)), None)
-        if options is None:  # c10d's own methods also take a bare operation, in the place of options
+        if options is None:  # c10d's own methods also take a bare ReduceOp instead of options
             sums = tuple(_SUM if _is_mean(each) else each for each in args)
             named = {name: _SUM if _is_mean(each) else each for name, each in kwargs.items()}
             work = call(*sums, **named)
@@ -161,7 +160,7 @@ def _is_mean(argument: Any) -> bool:
 
 
 class DividedWork(dist.Work):
-    """A sum under way that will be a mean: the first wait divides it."""
+    """A sum under way that becomes a mean: the first `wait` divides it."""
 
     def __init__(self, work: dist.Work, outputs: Sequence[Tensor], divisor: int) -> None:
         super().__init__()
@@ -170,7 +169,7 @@ class DividedWork(dist.Work):
         self._divisor = divisor
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the sum and divide it; on CUDA both happen in stream order. Zero means no timeout."""
+        """Wait for the sum and divide it, on CUDA in stream order. Zero means the library's default timeout."""
         done = self._work.wait() if timeout == timedelta(0) else self._work.wait(timeout)
         self._divide()
         return done
@@ -180,7 +179,7 @@ class DividedWork(dist.Work):
         return self._work.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """The mean, when it is there."""
+        """A future of the mean."""
         return self._work.get_future().then(self._divide_arrived)
 
     def _divide_arrived(self, arrived: torch.futures.Future[Any]) -> Any:

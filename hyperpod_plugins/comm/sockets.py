@@ -1,4 +1,17 @@
-"""TCP connections between ranks, opened by those who know a token that lies in the job's store."""
+"""TCP sockets: those of a group, which a break shuts down, and authenticated connections between ranks.
+
+[Note: cutting] gloo's abort, shutdown and destruction do not wake a waiting thread (torch 2.13). A collective that
+waits for a lost peer ends when a socket of its group is shut down, on this side or on the other. So `recording` keeps
+duplicates of the sockets that appear while a group connects; the original descriptors may be closed and their numbers
+reused by the time they are needed. Shutting down this side also ends the peers' waits, so one rank that knows of a
+fault informs every rank it is connected to.
+
+Only connected sockets are recorded, because shutting down a listener makes gloo abort the process. The connections to
+the store, which recovery needs, are recognized by the ports of its servers and left out.
+
+`Listener`, `connect` and `begin_connecting` open the connections of `Channel` and `CommitVote`. A caller must present
+a token that the listening rank has published in the job's store.
+"""
 
 import os
 import secrets
@@ -14,46 +27,35 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-# The connections under a group, and how to cut them: the only way to wake whoever is blocked in gloo.
-#
-# [Note: cutting] gloo's abort, shutdown and destruction wake nobody (torch 2.13). A collective that waits for a lost
-# peer ends when a socket of its group is shut down, on this side or on the other. So the sockets that appear while a
-# group connects are remembered, as duplicates: a descriptor's number may belong to something else by the time it is
-# needed. Cutting our side ends our peers' waits too, so that one rank that knows of a fault tells all it is connected
-# to.
-#
-# Only connected sockets are taken: shutting down a listener makes gloo abort the process. The store's connections,
-# which recovery needs, are known by the ports of its servers.
-
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class GroupSockets:
-    """Sockets of one inner group."""
+    """Duplicates of the sockets of one inner group."""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
 
     def add(self, sockets: list[socket.socket]) -> None:
-        """Take ownership of duplicates."""
+        """Take ownership of duplicated sockets."""
         self._sockets += sockets
 
     @property
     def own_address(self) -> str:
-        """Of this machine, as the other members see it; of this host by its name where there is no connection."""
+        """Address of this machine as the other members see it; without a connection, the address of its host name."""
         for each in self._sockets:
             with suppress(OSError):
                 return each.getsockname()[0]
         return socket.gethostbyname(socket.gethostname())
 
     def shutdown(self) -> None:
-        """Shut down every connection, at both ends; harmless when they are gone already."""
+        """Shut down every connection at both ends; does nothing for those that are closed already."""
         for each in self._sockets:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the duplicates; the group keeps its own descriptors."""
+        """Close the duplicates; the group keeps its own descriptors."""
         sockets, self._sockets = self._sockets, []
         for each in sockets:
             each.close()
@@ -64,10 +66,11 @@ _wires: WeakKeyDictionary[dist.ProcessGroup, GroupSockets] = WeakKeyDictionary()
 
 @contextmanager
 def recording(store: Store) -> Generator[GroupSockets]:
-    """Remember the sockets that are connected inside the block, apart from those of `store`.
+    """Record the sockets that are connected inside the block, except those of `store`.
 
-    Two blocks at once cannot tell their sockets apart. That happens only beside a thread that was left to itself (see
-    `generations.Reform`), whose sockets may be cut, and which cuts none that it found.
+    Two blocks at the same time cannot tell their sockets apart. That happens only next to a thread that a cancelled
+    `Reconfiguration` has abandoned: its sockets may be shut down here, and it does not shut down those it has
+    recorded.
     """
     sockets, before = GroupSockets(), _open_sockets()
     try:
@@ -77,29 +80,29 @@ def recording(store: Store) -> Generator[GroupSockets]:
 
 
 def keep(group: dist.ProcessGroup, sockets: GroupSockets) -> None:
-    """Remember whose sockets these are."""
+    """Store the recorded sockets of an inner group."""
     _wires[group] = sockets
 
 
 def add(group: dist.ProcessGroup, sockets: list[socket.socket]) -> None:
-    """Let duplicates be cut with the sockets of an inner group."""
+    """Add duplicated sockets, to be shut down with those of an inner group."""
     _wires.setdefault(group, GroupSockets()).add(sockets)
 
 
 def own_address(group: dist.ProcessGroup) -> str:
-    """Address of this machine, as the other members of an inner group see it."""
+    """Return the address of this machine as the other members of an inner group see it."""
     return _wires.get(group, GroupSockets()).own_address
 
 
 def shutdown(group: dist.ProcessGroup) -> None:
-    """Wake everybody who waits in a gloo collective of this inner group, here and at its other members."""
+    """Shut down the sockets of an inner group, which ends the waits in its gloo collectives on all members."""
     sockets = _wires.get(group)
     if sockets is not None:
         sockets.shutdown()
 
 
 def release(group: dist.ProcessGroup) -> None:
-    """Close the remembered sockets of an inner group that is not used any more."""
+    """Close the recorded sockets of an inner group that is no longer used."""
     sockets = _wires.pop(group, None)
     if sockets is not None:
         sockets.close()
@@ -107,7 +110,7 @@ def release(group: dist.ProcessGroup) -> None:
 
 @runtime_checkable
 class ServedStore(Protocol):
-    """A store in Python that says where its servers are."""
+    """A Python store that reports the ports of its servers."""
 
     @property
     def server_ports(self) -> frozenset[int]:
@@ -116,7 +119,7 @@ class ServedStore(Protocol):
 
 
 def server_ports(store: Store) -> frozenset[int]:
-    """Ports of the servers behind a store; none where it has none."""
+    """Return the ports of the servers behind a store; empty if it has none."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
@@ -125,7 +128,7 @@ def server_ports(store: Store) -> frozenset[int]:
 
 
 def _open_sockets() -> set[tuple[int, str]]:
-    """Descriptor and inode of each socket of this process; empty where there is no /proc."""
+    """Descriptor and inode of each socket of this process; empty on systems without /proc."""
     found: set[tuple[int, str]] = set()
     if not _DESCRIPTORS.is_dir():
         return found
@@ -173,32 +176,32 @@ _MAX_CALLERS = 64
 
 
 class Listener:
-    """Accepts connections, all of them at once: a caller that says nothing, or not the token, delays nobody.
+    """Accepts connections concurrently: a caller that sends nothing, or a wrong token, does not delay the others.
 
-    Nothing here blocks. `take` is called when one of `sockets` is readable, or now and then.
+    No method blocks. Call `take` when one of `sockets` is readable, or periodically.
     """
 
     def __init__(self, address: str) -> None:
-        """Listen on a port of `address`, by which the other ranks reach this machine."""
+        """Listen on a free port of `address`, at which the other ranks reach this machine."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family)
         self._socket.setblocking(False)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._callers: dict[socket.socket, tuple[float, bytes]] = {}
         self.invitation = f"{address} {self._socket.getsockname()[1]} {self._token.hex()}"
-        """What `connect` needs."""
+        """Address, port and token, as `connect` and `begin_connecting` take them."""
 
     def __del__(self) -> None:
-        """Close all that has not been given away."""
+        """Close the listener and the callers that `take` has not returned."""
         self.close()
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """Those that are to be watched until they are readable."""
+        """Sockets to poll for readability."""
         return [self._socket, *self._callers]
 
     def take(self) -> list[tuple[int, socket.socket]]:
-        """Rank and non-blocking socket of those who have said the token since the last call."""
+        """Return rank and non-blocking socket of each caller that has sent the token since the last call."""
         with suppress(BlockingIOError, ConnectionError):
             while True:
                 caller, _ = self._socket.accept()
@@ -231,7 +234,7 @@ class Listener:
         return welcome
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Stop listening, and close the callers that `take` has not returned."""
         self._socket.close()
         for caller in list(self._callers):
             self._refuse(caller)
@@ -242,10 +245,10 @@ class Listener:
 
 
 def connect(invitation: str, rank: int, timeout_s: float) -> socket.socket:
-    """Connect to a `Listener`, as `rank`.
+    """Connect to a `Listener` as `rank`.
 
     Raises:
-        OSError: nothing listens there, or not in time.
+        OSError: nothing listens there, or the connection was not made in time.
     """
     host, port, token = invitation.split()
     connection = socket.create_connection((host, int(port)), timeout_s)
@@ -254,10 +257,10 @@ def connect(invitation: str, rank: int, timeout_s: float) -> socket.socket:
 
 
 def begin_connecting(invitation: str, rank: int) -> tuple[socket.socket, bytes]:
-    """Connect to a `Listener`, as `rank`, without blocking.
+    """Start connecting to a `Listener` as `rank`, without blocking.
 
     Returns:
-        The socket, which is writable once it is connected, and what is to be sent first.
+        The socket, which is writable once it is connected, and the greeting that must be sent first.
 
     Raises:
         OSError: nothing listens there.
@@ -272,9 +275,9 @@ def begin_connecting(invitation: str, rank: int) -> tuple[socket.socket, bytes]:
 
 
 def limit_waits(connection: socket.socket, timeout_s: float) -> None:
-    """Make it a blocking socket whose waits the kernel limits: one system call for each message, not two.
+    """Make a socket blocking, with a timeout in the kernel: one system call per message instead of two.
 
-    A send or a receive that nothing moves for so long raises `BlockingIOError`.
+    A send or receive in which no byte moves for `timeout_s` raises `BlockingIOError`.
     """
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

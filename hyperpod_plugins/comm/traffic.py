@@ -2,7 +2,7 @@
 
 [Note: what a byte is]
 `payload_bytes` is the size of the whole buffer that a collective works on, as one member sees it, and the same on
-every member. It says nothing about the algorithm: bytes on the wire follow from it with `wire_bytes`.
+every member. It does not depend on the algorithm; `wire_bytes` converts it to bytes on the wire.
 
     all_reduce, broadcast, reduce   the tensor
     all_gather                      the gathered output (group size x one member's input)
@@ -39,29 +39,28 @@ Collective = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What one rank has issued on one mesh axis since the last reset."""
+    """Collectives that one rank has issued on one mesh axis since the last reset."""
 
     calls: Mapping[Collective, int]
     """Number of calls of each collective."""
     payload_bytes: Mapping[Collective, int]
-    """Payload of each collective, see [Note: what a byte is]."""
+    """Payload of each collective in bytes; see [Note: what a byte is]."""
 
     @property
     def num_calls(self) -> int:
-        """Calls of all collectives together."""
+        """Total number of calls."""
         return sum(self.calls.values())
 
     @property
     def num_bytes(self) -> int:
-        """Payload of all collectives together."""
+        """Total payload in bytes."""
         return sum(self.payload_bytes.values())
 
 
 class AxisCounters:
-    """The running sums of one axis: two integer additions a call.
+    """The counters of one axis: two integer additions per call.
 
-    Additions from several threads are not synchronised. Only a program that uses one axis from two threads at
-    once can lose a count by it.
+    Additions are not synchronized: a program that uses one axis from two threads at once can lose a count.
     """
 
     __slots__ = ("_calls", "_payload_bytes")
@@ -76,11 +75,11 @@ class AxisCounters:
         self._payload_bytes[kind] += payload_bytes
 
     def snapshot(self) -> Traffic:
-        """The sums so far, as a copy that no later call changes."""
+        """Return a copy of the present counts."""
         return Traffic(calls=dict(self._calls), payload_bytes=dict(self._payload_bytes))
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Set all counts to zero."""
         self._calls.clear()
         self._payload_bytes.clear()
 
@@ -89,12 +88,12 @@ _axes: dict[str, AxisCounters] = {}
 
 
 def counters(axis: str) -> AxisCounters:
-    """The counters of an axis, which all groups along this axis share in one process."""
+    """Return the counters of an axis, which all groups of this process along it share."""
     return _axes.setdefault(axis, AxisCounters())
 
 
 def traffic() -> dict[str, Traffic]:
-    """What this process has issued on each mesh axis since the last reset; axes without a call are left out."""
+    """Return what this process has issued on each mesh axis since the last reset; axes without calls are omitted."""
     snapshots = {axis: sums.snapshot() for axis, sums in _axes.items()}
     return {axis: snapshot for axis, snapshot in snapshots.items() if snapshot.calls}
 
@@ -106,7 +105,7 @@ def reset_traffic() -> None:
 
 
 def wire_bytes(kind: Collective, payload_bytes: int, group_size: int) -> float:
-    """Bytes that a member sends, as the mean over the group, under ring algorithms.
+    """Return the bytes that a member sends with ring algorithms, as the mean over the group.
 
     A ring all-reduce is a reduce-scatter followed by an all-gather, and each of those passes every block but one
     through every member (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009). Received bytes are the
@@ -123,7 +122,7 @@ def wire_bytes(kind: Collective, payload_bytes: int, group_size: int) -> float:
             return 2 * others * payload_bytes
         case "all_gather" | "reduce_scatter" | "all_to_all" | "broadcast" | "reduce":
             return others * payload_bytes
-        case "gather" | "scatter":  # all but one of the parts travel once, from or to the root
+        case "gather" | "scatter":  # every part but one travels once, from or to the root
             return others * payload_bytes / group_size
         case "send":
             return float(payload_bytes)

@@ -1,6 +1,6 @@
-"""The libraries that can move the bytes, as objects that say why they refuse, and how a whole group is assembled."""
+"""Transports: the collective libraries under a group, and how an inner group is assembled from their backends."""
 
-# `ProcessGroup` offers the assembly of a whole group only by names that begin with an underscore.
+# A `ProcessGroup` can be assembled from backends only through private methods.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ class InnerSpec:
     """Everything needed to connect one member to an inner group."""
 
     store: Store
-    """Store in which only the members of this group and generation read and write."""
+    """Store that only the members of this group use, in this generation."""
     rank: int
     """Rank in the group."""
     size: int
     """Number of members."""
     timeout: timedelta
-    """How long a collective waits for its peers."""
+    """Longest wait of a collective for its peers."""
     global_ranks: tuple[int, ...]
     """The members' ranks in the world, in order of their rank in the group."""
     name: str
@@ -36,48 +36,50 @@ class InnerSpec:
 
 
 class Transport(Protocol):
-    """A library that moves the bytes of a group."""
+    """A collective library that can serve a group."""
 
     @property
     def name(self) -> str:
-        """The name by which users ask for it."""
+        """Name by which users request it."""
         ...
 
     def why_not(self, device_type: str) -> str | None:
-        """Why it cannot serve tensors on this type of device here, or None if it can."""
+        """Return why it cannot serve tensors on this type of device here, or None if it can."""
         ...
 
     def why_not_group(self, group_size: int, world_size: int) -> str | None:
-        """Why it cannot serve a group of this size, or None if it can."""
+        """Return why it cannot serve a group of this size, or None if it can."""
         ...
 
     def create(self, spec: InnerSpec) -> dist.ProcessGroup:
-        """Connect to the other members; returns a whole group, which serves CPU tensors too."""
+        """Connect to the other members and return a whole group, which also serves CPU tensors."""
         ...
 
     def is_queued(self, device_type: str) -> bool:
-        """Whether collectives of such tensors are queued on the device: waits return at once, errors do not show there,
-        and a collective that waits for a lost peer ends only when its group is aborted.
+        """Whether collectives of tensors on this type of device are queued there.
+
+        Then `wait` returns at once and raises no errors, and a collective that waits for a lost peer ends only when
+        its group is aborted.
         """
         ...
 
     def abort(self, group: dist.ProcessGroup) -> None:
-        """End the queued collectives of a group that `create` made. May take long; called in a thread of its own."""
+        """End the queued collectives of a group that `create` made. May take long; called in a separate thread."""
         ...
 
 
 def remember_transport(group: dist.ProcessGroup, transport: Transport) -> None:
-    """Note which transport made an inner group."""
+    """Record which transport made an inner group."""
     _transports[group] = transport
 
 
 def transport_of(group: dist.ProcessGroup) -> Transport | None:
-    """The transport that made an inner group; None for one that stands in where there is none."""
+    """Return the transport that made an inner group; None for a no-op group."""
     return _transports.get(group)
 
 
 class Gloo:
-    """TCP on any machine."""
+    """gloo: TCP on any machine."""
 
     name = "gloo"
 
@@ -104,15 +106,15 @@ class Gloo:
         return False
 
     def abort(self, group: dist.ProcessGroup) -> None:
-        """See `Transport`: cutting the sockets is enough."""
+        """Does nothing: shutting down the sockets is enough."""
 
 
 class Nccl:
     """NVIDIA's library for CUDA tensors, with gloo beside it for CPU tensors, as in `cpu:gloo,cuda:nccl`.
 
-    [Note: eager connections] By itself nccl connects in the first collective: the thread of the step then waits in the
-    store for a peer that was lost since, and nothing wakes it. So a group is connected when it is made, in the thread
-    of `Reform`, which can be abandoned.
+    [Note: eager connections] By default nccl connects in the first collective. If a peer is lost before that, the
+    step's thread waits for it in the store, and nothing wakes it. So a group is connected when it is created, in the
+    thread of `Reconfiguration`, which can be abandoned.
     """
 
     name = "nccl"
@@ -133,7 +135,7 @@ class Nccl:
 
     def create(self, spec: InnerSpec) -> dist.ProcessGroup:
         """See `Transport`."""
-        from torch.distributed.distributed_c10d import ProcessGroupNCCL  # absent from builds without CUDA
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL  # missing in builds without CUDA
 
         options = ProcessGroupNCCL.Options()
         options._timeout = spec.timeout
@@ -154,11 +156,12 @@ class Nccl:
 
 
 def gloo_backend(spec: InnerSpec) -> Backend:
-    """Connect by gloo alone; the result is not a whole group yet.
+    """Connect a bare gloo backend, which is not a whole group yet.
 
-    [Note: devices] Each device of gloo has a thread that wakes up a hundred times a second. A group that has no other
-    member, such as the tensor axis where there is none, uses that of another group: it sends nothing. Others have their
-    own, for the sockets of a group are told from those of others by when they appear (see `wires.py`).
+    [Note: devices] Each gloo device has a thread that wakes up a hundred times a second. A group of one member, such
+    as that of the tensor axis without tensor parallelism, sends nothing, so it shares the device of another group.
+    Larger groups have their own, because `sockets.recording` assigns sockets to groups by the time at which they
+    appear.
     """
     store, gloo = PrefixStore("cpu", spec.store), cast("Any", dist.ProcessGroupGloo)
     if spec.size == 1 and _latest_devices:
@@ -177,21 +180,22 @@ def gloo_backend(spec: InnerSpec) -> Backend:
 def abort_cuda_backend(group: dist.ProcessGroup) -> None:
     """End the kernels of a group that wait on the GPU, and its watchdog.
 
-    [Note: aborts] `ProcessGroupNCCL.abort` works in a thread of its own and waits for it, so nccl's group calls, which
-    are per thread, do not reach it. An abort can also wait for kernels of another communicator that are queued before
-    its own. So each group is aborted in a thread of its own, all at the same time (`resilient.cut_all`).
+    [Note: aborts] `ProcessGroupNCCL.abort` runs in a thread of its own and waits for it, so nccl's group calls, which
+    are per thread, do not apply to it. An abort can also wait for kernels of another communicator that are
+    queued before its own. So each group is aborted in a separate thread, all at the same time
+    (`process_group.start_aborts`).
     """
     backend: Any = group._get_backend(torch.device("cuda"))
     backend.abort()
 
 
 def forget_device() -> None:
-    """Let go of the device that is kept for groups of one member; called when no group is left."""
+    """Release the gloo device kept for groups of one member; called when no group is left."""
     _latest_devices.clear()
 
 
 def whole_group(spec: InnerSpec, backends: Mapping[str, tuple[str, Backend]]) -> dist.ProcessGroup:
-    """Assemble a `ProcessGroup` out of one `(name, backend)` per device type; the first is the default.
+    """Assemble a `ProcessGroup` from one `(name, backend)` per device type; the first is the default.
 
     A bare backend lacks the coalesced collectives, which functional collectives and DTensor use.
     """

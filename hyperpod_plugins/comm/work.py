@@ -1,16 +1,19 @@
-"""Reduce-scatter over gloo, with a wait that ends.
+"""Handles of collectives (`dist.Work`) that notice a lost peer, and what stands in for broken ones.
 
-[Note: reduce-scatter on gloo] torch makes it of all-reduces of copies, or where each member's tensor is given apart, of
-reductions to each member. It copies this rank's part out of them in `wait`, whatever timeout that is given, and its
-handle never says that it has ended (torch 2.13). A rank that waits there for a lost peer could not be woken. So the
-same is done here, from the same reductions, and gives the same bits.
+`ResilientWork` wraps the library's handle of each collective; a transport error in it breaks all groups of this
+process. `current_wait` reports to the hang detection which collective this process waits in. `release_group` and
+`release_work` keep what still sleeps in gloo after a break. `NoOpGroup` and `FinishedWork` replace an inner group and
+its handles while collectives are suppressed. `reduce_scatter` replaces gloo's own:
+
+[Note: reduce-scatter on gloo] torch builds it from all-reduces of copies or, if the caller passes one tensor per
+member, from one reduction to each member. It copies this rank's part out of them in `wait`, ignoring the timeout, and
+its handle never reports completion (torch 2.13). A rank that waits there for a lost peer could not be woken. So the
+same is done here from the same reductions, with bitwise equal results.
 """
 
 # pybind11's overloads have no signature that a Python override could match, and the method of the inner group that
 # torch 2.10 to 2.13 share is private.
 # pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
-# pybind11's overloads have no signature that a Python override could match.
-# pyright: reportIncompatibleMethodOverride=false
 
 import ctypes
 import re
@@ -37,7 +40,7 @@ OptionsT = TypeVar("OptionsT", dist.AllreduceOptions, dist.ReduceOptions)
 
 
 class ScatteredSum(dist.Work):
-    """Reductions under way, of some of which this rank keeps a part."""
+    """A reduce-scatter under way, made of reductions of which this rank keeps its parts."""
 
     def __init__(self, works: Sequence[dist.Work], outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class ScatteredSum(dist.Work):
         self._has_copied = False
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
-        """Wait for each reduction at most `timeout`, where zero means the group's, and write the outputs."""
+        """Wait for each reduction for at most `timeout` (zero: that of the group), then write the outputs."""
         for work in self._works:
             _ = work.wait() if timeout == _FOREVER else work.wait(timeout)
         if not self._has_copied:
@@ -55,15 +58,15 @@ class ScatteredSum(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether all have ended, well or not. The outputs are written by `wait` alone."""
+        """Whether all reductions have ended, with or without an error. Only `wait` writes the outputs."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all ended well."""
+        """Whether no reduction has failed."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Any:
-        """The first error."""
+        """The first error, or None."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
@@ -71,7 +74,7 @@ class ScatteredSum(dist.Work):
         return self._outputs
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Same as `wait`."""
         self.wait()
 
 
@@ -83,21 +86,21 @@ def reduce_scatter(
     *args: Any,
     **kwargs: Any,
 ) -> dist.Work:
-    """`library(outputs, inputs, ...)`, a method of `inner`, in a way that can be left; on the GPU that method itself.
+    """Run a reduce-scatter whose wait can be ended: on gloo with CPU tensors from reductions, otherwise by `library`.
 
     Args:
-        inner: The group, or one that does nothing.
-        library: Its reduce-scatter of one tensor, of several, or of one tensor per member.
+        inner: The inner group, or a no-op group.
+        library: Method of `inner`: reduce-scatter of one tensor, of several, or of one tensor per member.
         outputs: This rank's part, a tensor, or a list of parts.
-        inputs: For each part, the whole (size of the group x the part), or a list of what each member is to get.
-        args: As `library` takes them.
-        kwargs: Likewise.
+        inputs: For each part, the whole tensor (group size x the part), or a list of one tensor per member.
+        args: Passed to `library`.
+        kwargs: Passed to `library`.
     """
     options = _options(*args, **kwargs)
     mine: list[Tensor] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     given: list[Tensor | Sequence[Tensor]] = [inputs] if isinstance(outputs, Tensor) else list(inputs)
     if options is None or not _is_gloo(inner, mine) or not all(map(partial(_fits, inner), given, mine)):
-        return library(outputs, inputs, *args, **kwargs)  # which says what is wrong, where something is
+        return library(outputs, inputs, *args, **kwargs)  # which also raises if the arguments are invalid
     works: list[dist.Work] = []
     parts: list[Tensor] = []
     for each in given:
@@ -115,7 +118,7 @@ def reduce_scatter(
 
 
 def _options(*args: Any, **kwargs: Any) -> dist.ReduceScatterOptions | None:
-    """What the caller wants; None for a spelling that only the library knows."""
+    """Return the options in a call's arguments; None for arguments that only the library understands."""
     values = [*args, *kwargs.values()] or [dist.ReduceScatterOptions()]
     if len(values) == 1 and isinstance(values[0], dist.ReduceOp | dist.ReduceOp.RedOpType):
         options = dist.ReduceScatterOptions()
@@ -148,14 +151,11 @@ def _copied(given: Tensor) -> Tensor:
     return given.detach().clone(memory_format=torch.contiguous_format)
 
 
-# Handles of collectives: one that notices a lost peer, one for a collective that did nothing, and a group of those.
-
-
 _TRANSPORT_WORDS = re.compile(
     r"onnection (closed|reset|refused|was likely closed)|roken pipe|imed? ?out|[Ss]ocket|NCCL|ncclRemote|[Aa]bort"
     r"|peer|[Nn]etwork|onnect\b|onnectFullMesh|Read error|Write error|recv|Resource temporarily|EOF"
 )
-"""What libraries say when a peer or the way to it is gone; anything else is a mistake in a program, and is raised."""
+"""Library messages for a lost peer or connection; any other error is a bug in the program, and is raised."""
 
 _SLICE = timedelta(seconds=0.2)
 _PATIENCE_S = 0.3
@@ -167,32 +167,33 @@ pending: "WeakSet[ResilientWork]" = WeakSet()
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Whether a collective failed for want of a peer, not because it was called wrongly."""
+    """Return whether a collective failed because a peer was lost, rather than because it was called wrongly."""
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and _TRANSPORT_WORDS.search(str(error)) is not None
 
 
 def transport_message(error: BaseException) -> str:
-    """The part of a library's message that says something: without its source file, and without its advice."""
+    """Return the first line of a library's message, without its source file and its advice."""
     line = str(error).partition("\n")[0].partition(" This is typically caused")[0]
     return re.sub(r"^\[\S+\]\s*", "", line)
 
 
 def raise_peer_lost(cause: str, error: BaseException | None = None) -> NoReturn:
-    """Raise the error of a broken group outside a step, with the first cause."""
+    """Raise `PeerLost` for a broken group, with the first cause."""
     raise PeerLost(
-        f"the process groups of this rank are broken: {cause}. Nothing was sent or received. Where the job recovers "
-        "in place (hyperpodrun with CheckpointlessRecovery) this is handled; otherwise restart from a checkpoint."
+        f"the process groups of this rank are broken: {cause}. Nothing was sent or received. A job that "
+        "recovers in place (hyperpodrun with CheckpointlessRecovery) handles this; otherwise restart from a "
+        "checkpoint."
     ) from error
 
 
 def discard_pending() -> None:
-    """Let go of the library's handles of all collectives under way."""
+    """Release the library's handles of all collectives under way."""
     for _ in range(100):
         try:
             works = list(pending)
-        except RuntimeError:  # another thread has just begun a collective
+        except RuntimeError:  # another thread has just issued a collective
             continue
         for work in works:
             work.discard()
@@ -200,24 +201,25 @@ def discard_pending() -> None:
 
 
 class Waiting:
-    """In which group's collective the step's thread waits now, for whoever looks after hangs."""
+    """The collective in which the step's thread waits now; read by the hang detection."""
 
     def __init__(self) -> None:
         self.role: GroupKey | None = None
-        """What the group is for, or None while nothing waits."""
+        """Key of the group; None while the thread does not wait."""
         self.since_s = 0.0
         """Monotonic time at which the wait began."""
         self.number = 0
-        """Number of the collective among those of its group, in this generation; 0 where that is not known."""
+        """Number of the collective in its group and generation; 0 if it is not known."""
 
 
 waiting = Waiting()
 
 
 class PeerWait:
-    """A block in which the step's thread waits for the peers of a group otherwise than in a collective.
+    """Context manager in which the step's thread waits for the peers of a group outside a collective.
 
-    In other threads it does nothing. A class, for a generator costs more, and each step enters two such blocks.
+    It does nothing in other threads. A class because `@contextmanager` costs more, and each step enters two such
+    blocks.
     """
 
     def __init__(self, role: GroupKey) -> None:
@@ -234,21 +236,21 @@ class PeerWait:
 
 
 def current_wait() -> tuple[GroupKey, int, float] | None:
-    """The oldest collective for whose peers this process waits: role, number in its group, and how long, in seconds.
+    """Return the oldest collective in which this process waits for peers: key, number in its group, time in seconds.
 
-    The device waits in it while the step's thread is blocked in the driver, runs ahead, or waits in a later collective
-    itself; where the device has nothing to complete, the step's thread does. None where neither waits, and where the
-    device has not come to its oldest collective, though that thread may wait in a later one. Any one thread may call
-    this, always the same.
+    If the device has queued collectives, this is the one in which the device waits, while the step's thread is
+    blocked in the driver, runs ahead, or itself waits in a later collective. Otherwise it is the one in which the
+    step's thread waits. None if neither waits, and if the device has not reached its oldest collective, even though
+    the step's thread may wait in a later one. Any thread may call this, but always the same one.
     """
     role, number, since_s = waiting.role, waiting.number, waiting.since_s
-    if role is not None and device_queue.is_empty:  # what it was given came before this wait
+    if role is not None and device_queue.is_empty:  # queued collectives are older than this wait
         return role, number, time.monotonic() - since_s
     return device_queue.oldest_wait()
 
 
 class ResilientWork(dist.Work):
-    """A collective under way. A transport error in it breaks the groups; what that means is the breaker's phase."""
+    """A collective under way. A transport error in it breaks all groups; see `health.py` for what happens then."""
 
     def __init__(
         self,
@@ -261,17 +263,17 @@ class ResilientWork(dist.Work):
         in_slices: bool,
         queued_on: torch.device | None,
     ) -> None:
-        """Take hold of a collective that has been issued.
+        """Wrap the handle of a collective that has been issued.
 
         Args:
             inner: The library's handle.
             group: The inner group.
             on_error: Called with a transport error.
-            role: What the group is for.
-            number: How many collectives of the group were issued in this generation, this one included; 0 for what not
-                all members issue alike.
-            in_slices: Whether its wait is made of short ones; see the note on slices.
-            queued_on: The device on which it is queued; None where the caller itself waits.
+            role: Key of the group.
+            number: Number of the collective in its group and generation, counted from 1; 0 for operations that not
+                all members issue, such as sends.
+            in_slices: Whether to wait in slices; see [Note: slices].
+            queued_on: The device on which the collective is queued; None if the caller itself waits.
         """
         super().__init__()
         self._inner: dist.Work | None = inner
@@ -285,17 +287,17 @@ class ResilientWork(dist.Work):
         pending.add(self)
 
     def discard(self) -> None:
-        """Let go of the library's handle; of one that has not ended `let_go` will hear."""
+        """Release the library's handle; if it has not ended, `release_work` keeps it."""
         (inner, self._inner), (group, self._group) = (self._inner, None), (self._group, None)
         if inner is not None and group is not None and not inner.is_completed():
             release_work(group, inner)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
-        """Wait for the collective. Zero means no timeout but the group's."""
+        """Wait for the collective; a zero timeout means that of the group."""
         inner, group = self._inner, self._group
         if inner is None or group is None:
             return self._after_break(None)
-        # Threads beside the step have a wait of their own, which is nobody's business, and leave the step's alone.
+        # Waits of background threads are not reported, and must not overwrite that of the step's thread.
         is_of_step = threading.current_thread() is threading.main_thread()
         is_said = self._queued_on is None and not self._role.is_strict and is_of_step
         if is_said:
@@ -316,7 +318,7 @@ class ResilientWork(dist.Work):
                 waiting.role = None
 
     def _queue(self, inner: dist.Work, timeout: timedelta) -> bool:
-        """Let the device wait; the host goes on, and `device_queue` knows."""
+        """Make the device wait while the host goes on, and record the collective in `device_queue`."""
         is_queued = inner.wait() if timeout == _FOREVER else inner.wait(timeout)
         assert self._queued_on is not None
         is_reached, is_done = self._is_reached, record(self._queued_on)
@@ -330,7 +332,7 @@ class ResilientWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective has ended, well or not, and has written its outputs."""
+        """Whether the collective has ended, with or without an error, and has written its outputs."""
         inner = self._inner
         if inner is None or not inner.is_completed():
             return inner is None
@@ -339,42 +341,42 @@ class ResilientWork(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """Whether it ended well."""
+        """Whether the collective has not failed; False after `discard`."""
         return self._inner is not None and self._inner.is_success()
 
     def exception(self) -> Any:
-        """The library's error."""
+        """The library's error, or None."""
         return None if self._inner is None else self._inner.exception()
 
     def source_rank(self) -> int:
-        """Who sent, for a receive from anybody."""
+        """Rank of the sender, for a receive from any source."""
         return -1 if self._inner is None else self._inner.source_rank()
 
     def _source_rank(self) -> int:
         return self.source_rank()
 
     def result(self) -> list[torch.Tensor]:
-        """Output tensors, where the library keeps them."""
+        """Output tensors, if the library keeps them."""
         return [] if self._inner is None else self._inner.result()
 
     def synchronize(self) -> None:
-        """Make the current stream wait."""
+        """Same as `wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Make the current stream wait, not the caller."""
+        """Make the current stream wait, without blocking the caller."""
         if self._inner is not None:
             self._inner.block_current_stream()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """The result, when it is there."""
+        """Return the library's future of the result; its errors do not break the groups."""
         return _done() if self._inner is None else self._inner.get_future()
 
 
 def queueing_device(group: dist.ProcessGroup, arguments: Sequence[Any]) -> torch.device | None:
-    """The device on which a collective with these arguments is queued (see `Transport.is_queued`).
+    """Return the device on which a collective with these arguments is queued; see `Transport.is_queued`.
 
-    One without tensors, a barrier, is queued where the group serves such a device. None where the caller itself waits.
+    A barrier, which has no tensors, is queued if the group serves such a device. None if the caller itself waits.
     """
     transport = transport_of(group)
     if transport is None:
@@ -388,10 +390,10 @@ def queueing_device(group: dist.ProcessGroup, arguments: Sequence[Any]) -> torch
 
 
 def release_group(group: dist.ProcessGroup) -> None:
-    """Say that an inner group, whose connections are cut, will not be used any more.
+    """Release an inner group whose sockets are shut down, and which will not be used again.
 
-    If a collective in it sleeps on (see the note on slices), both are kept until it ends, which its timeout sees to:
-    destroying them would wait.
+    If one of its collectives still sleeps (see [Note: slices]), both are kept until its timeout ends it, because
+    destroying them would block.
     """
     with _releasing:
         _gone.add(group)
@@ -405,7 +407,7 @@ def release_group(group: dist.ProcessGroup) -> None:
 
 
 def release_work(group: dist.ProcessGroup, work: dist.Work) -> None:
-    """Wait no more for a collective that has not ended; of its group `let_go` will be called, or has been."""
+    """Stop waiting for a collective that has not ended; `release_group` is called for its group before or after."""
     with _releasing:
         if group not in _gone:
             _unfinished.setdefault(group, []).append(work)
@@ -414,7 +416,7 @@ def release_work(group: dist.ProcessGroup, work: dist.Work) -> None:
 
 
 def _keep(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
-    for thing in (group, *works):  # not even the end of the process may destroy them
+    for thing in (group, *works):  # they must not be destroyed, not even at process exit
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     threading.Thread(target=_await_ends, args=(group, works), name="hyperpod_asleep", daemon=True).start()
 
@@ -431,58 +433,58 @@ def _have_ended(works: list[dist.Work]) -> bool:
 
 
 def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
-    """Wait as long as the groups are whole; for collectives on the CPU.
+    """Wait while the groups are intact; for collectives on the CPU.
 
-    [Note: slices] gloo tells the transfers that wait for their turn that a connection is gone, but not the one whose
-    payload is on its way (`Pair::signalException` passes over `rx_`, and over what `tx_` holds of unbound buffers;
-    torch 2.13). A collective that was cut there sleeps on until its timeout. So a wait on the CPU is made of short
-    ones, and one that goes on after a break is left to itself (see `let_go`). gloo's own reduce-scatter has no such
-    waits; `scatter.py` mends that.
-    Not so the wait of a send or a receive: where one of those times out, gloo closes all connections of the group.
+    [Note: slices] When a connection is lost, gloo informs the queued transfers, but not the one whose payload is in
+    flight (`Pair::signalException` skips `rx_`, and the unbound buffers in `tx_`; torch 2.13). A collective
+    interrupted there sleeps until its timeout. So a wait on the CPU is a series of short waits, and a collective that
+    has not ended after a break is abandoned (see `release_work`). gloo's own reduce-scatter has no such waits, so
+    `reduce_scatter` replaces it. Sends and receives are not waited for in slices: if the wait for one times out, gloo
+    closes all connections of the group.
 
     Raises:
-        RuntimeError: the collective failed, or the groups broke and it did not end.
+        RuntimeError: the collective failed, or the groups broke before it ended.
     """
     while True:
         try:
             return inner.wait(_SLICE)
         except RuntimeError:
             if inner.is_completed():
-                return inner.wait()  # its own error, or none if it ended just now
+                return inner.wait()  # raises the collective's own error, or none if it has just ended
             if not inner.is_success():
-                raise  # one of several has failed
+                raise  # one of several reductions has failed
         if group_health.cause is not None:
             release_work(group, inner)
             raise dist.DistNetworkError(f"the groups are broken: {group_health.cause}")
 
 
 class FinishedWork(dist.Work):
-    """A collective that did nothing."""
+    """Handle of a collective that did nothing."""
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def is_success(self) -> bool:
-        """Always, for nothing was tried."""
+        """Always true, because nothing was attempted."""
         return True
 
     def exception(self) -> None:
-        """Nothing."""
+        """Always None."""
 
     def source_rank(self) -> int:
-        """Nobody sent."""
+        """0; there was no sender."""
         return 0
 
     def _source_rank(self) -> int:
         return 0
 
     def result(self) -> list[torch.Tensor]:
-        """Nothing."""
+        """An empty list."""
         return []
 
     def synchronize(self) -> None:
@@ -492,7 +494,7 @@ class FinishedWork(dist.Work):
         """Return at once."""
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is done."""
+        """A completed future."""
         return _done()
 
 
@@ -503,7 +505,7 @@ def _done() -> torch.futures.Future[Any]:
 
 
 class NoOpGroup:
-    """Stands where an inner group would, and does nothing: outputs stay as they are."""
+    """Stands in for an inner group and does nothing: outputs keep their values."""
 
     def __init__(self, device_types: list[torch.device]) -> None:
         self._device_types = device_types
@@ -517,16 +519,16 @@ class NoOpGroup:
     barrier = _end_coalescing = _nothing
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing will be issued."""
+        """Does nothing."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """There is nobody to agree with."""
+        """Does nothing."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing waits."""
+        """Does nothing."""
 
 
 def no_op_group() -> dist.ProcessGroup:
-    """A `QuietGroup`, under the type that callers expect."""
+    """Return a `NoOpGroup`, cast to the type that callers expect."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return cast("dist.ProcessGroup", NoOpGroup([torch.device(device) for device in devices]))

@@ -1,4 +1,4 @@
-"""Training data: token files, sample order, resumable samplers and loaders, and batches that outlive their process."""
+"""Training data: token files, sample order, resumable samplers and loaders, and a batch cache in shared memory."""
 
 from hyperpod_plugins.data.batch_cache import MISSING, BatchCache, BatchCacheConfig, cached
 from hyperpod_plugins.data.batch_split import BatchSplit, Cursor, MicroStep, sample_weight, share

@@ -1,7 +1,9 @@
-"""Finished batches in shared memory: they outlive the process that made them, and the whole node can read them.
+"""A cache of finished batches in shared memory, which outlive the process that made them and serve the whole node.
 
-For pipelines that cost more than copying their result: decoding, augmentation, tokenising on the fly. A process that
-takes the place of a dead one starts with the batches that were made ahead, while its own pipeline warms up.
+For pipelines that cost more than copying their result: decoding, augmentation, tokenising on the fly. A replacement
+starts with the batches that were made ahead, while its own pipeline warms up.
+
+From the bottom up: a codec of batches, `BatchRing` (slots in a mapped file), `prefetched`, `BatchCache` and `cached`.
 """
 
 import hashlib
@@ -26,9 +28,8 @@ from torch import Tensor
 from hyperpod_plugins.data.locks import file_lock
 from hyperpod_plugins.errors import ConfigError, DataError
 
-# Batches as bytes without pickle: the structure as JSON, then the raw bytes of every tensor.
-#
-# What another process left in shared memory is read as data only; nothing in it can run code.
+# The codec of batches: the structure as JSON, then the raw bytes of every tensor. It does not use pickle, so that
+# decoding what another process left in shared memory cannot run code.
 
 _LENGTH_BYTES = 8
 _NUMPY_KINDS = "biufc"
@@ -36,10 +37,10 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 def encode_batch(batch: Any) -> bytes:
-    """Turn a batch into bytes: tensors and arrays in dicts, lists and tuples, with numbers, strings, bytes and None.
+    """Encode a batch: tensors and arrays in dicts, lists and tuples, with numbers, strings, bytes and None.
 
     Raises:
-        DataError: naming the part of the batch that is something else.
+        DataError: the batch contains something else; the message names that part.
     """
     blobs: list[bytes] = []
     structure = json.dumps(_describe(batch, "batch", blobs)).encode()
@@ -47,13 +48,16 @@ def encode_batch(batch: Any) -> bytes:
 
 
 def decode_batch(payload: bytearray) -> Any:
-    """Rebuild the batch that `encode_batch` turned into `payload`, whose bytes must be sound."""
+    """Decode a batch from the output of `encode_batch`, which must be undamaged."""
     end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "little")
     return _Reader(payload, end).build(json.loads(payload[_LENGTH_BYTES:end]))
 
 
 def _describe(value: Any, where: str, blobs: list[bytes]) -> list[Any]:
-    """A list for each part: its kind, then what rebuilds it. Exact types only: nothing comes back as another one."""
+    """Describe a value as `[kind, ...]` and append its bytes to `blobs`.
+
+    Only exact types are accepted, so that no value is decoded as another type.
+    """
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return ["value", value]
@@ -79,7 +83,7 @@ def _describe(value: Any, where: str, blobs: list[bytes]) -> list[Any]:
 
 
 class _Reader:
-    """Takes the blobs of a payload one after the other."""
+    """Rebuilds values, taking the blobs of a payload in order."""
 
     def __init__(self, payload: bytearray, offset: int) -> None:
         self._payload = payload
@@ -115,20 +119,20 @@ class _Reader:
         return self._payload[self._offset - size : self._offset]
 
 
-# A ring of checksummed slots in a mapped file: what a killed process finished stays, what it tore is noticed.
+# A ring of checksummed slots in a mapped file. Entries that a killed process completed stay; torn ones are detected.
 #
 #     0              header: magic, version, number and size of slots, checksum; then the turn counter
 #     4096           one 64-byte record for each slot: key, index, size, checksums, state
 #     page-aligned   the slots
 #
 # [Note: torn writes] A writer first marks the record as empty, then writes the payload, then the record, and its
-# state last. A reader copies the payload out before it checks it, so that a writer that comes round in between can
-# only cause a miss.
+# state last. A reader copies the payload before checking it, so that a writer that reuses the slot meanwhile can only
+# cause a miss.
 
 _MAGIC = b"HYPODRNG"
 _VERSION = 1
 _PAGE = 4096
-_FIELDS = struct.Struct("<8sIIQ")  # magic, version, slots, bytes a slot
+_FIELDS = struct.Struct("<8sIIQ")  # magic, version, slots, bytes per slot
 _TURN_OFFSET = 64
 _EMPTY, _COMMITTED = 0, 0x1EAF
 _RECORD = np.dtype(
@@ -146,12 +150,12 @@ KEY_BYTES = 16
 
 
 class BatchRing:
-    """The slots of one mapped file; `write` and `discard` need the caller's lock, `read` needs none.
+    """The slots of a mapped file. Callers of `write` and `discard` must hold the lock; `read` needs none.
 
     Args:
-        memory: the mapped file, already checked or freshly formatted.
+        memory: the mapped file, already checked or newly created.
         num_slots: number of slots.
-        slot_bytes: size of each.
+        slot_bytes: size of each slot.
     """
 
     def __init__(self, memory: mmap.mmap, num_slots: int, slot_bytes: int) -> None:
@@ -162,11 +166,11 @@ class BatchRing:
         self._turn: npt.NDArray[np.uint64] = np.ndarray((1,), "<u8", memory, _TURN_OFFSET)
 
     def read(self, key: bytes, index: int) -> tuple[bytearray | None, int | None]:
-        """Return a copy of the payload, or None; and the slot that should have held it, if that one is damaged."""
+        """Return a copy of the payload or None, and the slot that should hold it if that is damaged, else None."""
         for slot in self._slots_of(key, index):
             record = self._records[slot].copy()
             if int(record["index"]) != index or record["key"].tobytes() != key:
-                return None, None  # a writer has come round since, and this is another batch
+                return None, None  # a writer has since reused the slot for another batch
             size = int(record["size"])
             if int(record["record_crc"]) == _record_crc(record) and size <= self._slot_bytes:
                 start = self._offset(slot)
@@ -177,7 +181,7 @@ class BatchRing:
         return None, None
 
     def write(self, key: bytes, index: int, payload: bytes) -> None:
-        """Put `payload` in the place of the oldest one, unless it is there already."""
+        """Write `payload` over the oldest one, unless it is present already."""
         if self._slots_of(key, index):
             return
         slot = int(self._turn[0]) % self._num_slots
@@ -195,7 +199,7 @@ class BatchRing:
         self._records["state"][slot] = _COMMITTED
 
     def discard(self, slot: int) -> None:
-        """Empty a slot that was found damaged."""
+        """Mark a damaged slot as empty."""
         self._records["state"][slot] = _EMPTY
 
     def _slots_of(self, key: bytes, index: int) -> list[int]:
@@ -210,10 +214,10 @@ class BatchRing:
 
 
 def open_ring(path: Path, num_slots: int, slot_bytes: int) -> tuple[BatchRing | None, str]:
-    """Map an existing file, or say why it cannot be used.
+    """Map an existing file; returns the ring, or None and the reason why the file cannot be used.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -221,20 +225,20 @@ def open_ring(path: Path, num_slots: int, slot_bytes: int) -> tuple[BatchRing | 
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             return None, "other users may write to it"
         if status.st_size != ring_bytes(num_slots, slot_bytes):
-            return None, f"it has {status.st_size} bytes where {ring_bytes(num_slots, slot_bytes)} belong"
+            return None, f"it has {status.st_size} bytes instead of {ring_bytes(num_slots, slot_bytes)}"
         memory = mmap.mmap(descriptor, status.st_size)
     finally:
         os.close(descriptor)
     if memory[: _FIELDS.size + 4] != _header(num_slots, slot_bytes):
-        return None, "its header is damaged, or of another kind of file, version or slot size"
+        return None, "its header is damaged, or for another kind of file, version or slot size"
     return BatchRing(memory, num_slots, slot_bytes), ""
 
 
 def create_ring(path: Path, num_slots: int, slot_bytes: int) -> BatchRing:
-    """Make an empty file under `path`, complete or not at all; the caller holds the lock.
+    """Create an empty ring at `path` atomically; the caller must hold the lock.
 
     Raises:
-        DataError: the file system has no room for it.
+        DataError: the file system has too little space.
     """
     path.unlink(missing_ok=True)
     partial = path.with_suffix(".partial")
@@ -242,7 +246,7 @@ def create_ring(path: Path, num_slots: int, slot_bytes: int) -> BatchRing:
     size = ring_bytes(num_slots, slot_bytes)
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        # Reserve the room now: in a sparse file a full disk would end the process with SIGBUS at some later write.
+        # Reserve the space now: with a sparse file, a full disk would kill the process with SIGBUS at a later write.
         os.posix_fallocate(descriptor, 0, size)
         memory = mmap.mmap(descriptor, size)
     except OSError as error:
@@ -260,7 +264,7 @@ def create_ring(path: Path, num_slots: int, slot_bytes: int) -> BatchRing:
 
 
 def ring_bytes(num_slots: int, slot_bytes: int) -> int:
-    """Size of the whole file."""
+    """Size of the whole file in bytes."""
     return _data_offset(num_slots) + num_slots * slot_bytes
 
 
@@ -279,7 +283,7 @@ def _record_crc(record: npt.NDArray[np.void] | np.void) -> int:
     return zlib.crc32(b"".join(covered))
 
 
-# Work ahead of the consumer in a thread.
+# Prefetching in a thread.
 
 _END: Final = object()
 
@@ -287,7 +291,7 @@ _END: Final = object()
 def prefetched(source: Iterator[Any], depth: int) -> Generator[Any, None, None]:
     """Yield the items of `source`, which one thread reads up to `depth` items ahead.
 
-    What the source raises is raised here, in its place in the order and with its own traceback.
+    An exception of the source is raised here, after the items before it and with its own traceback.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hyperpod-prefetch")
     try:
@@ -299,10 +303,12 @@ def prefetched(source: Iterator[Any], depth: int) -> Generator[Any, None, None]:
         pool.shutdown(cancel_futures=True)
 
 
+# The cache.
+
 _log = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S = 60.0
 _MOST_SKIPPED = 8
-"""So many batches are read and dropped to catch up with the cache before a pipeline is opened anew."""
+"""Maximum number of batches to read and drop so that a pipeline catches up with the cache; beyond, it is reopened."""
 
 
 class Missing:
@@ -310,19 +316,19 @@ class Missing:
 
 
 MISSING: Final = Missing()
-"""What `BatchCache.get` returns for a batch that is not there; None is a batch like any other."""
+"""Returned by `BatchCache.get` for a missing batch; None is a valid batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCacheConfig:
-    """How large a batch cache is and where it lies."""
+    """Size and location of a batch cache."""
 
     size_bytes: int = 1 << 30
-    """Room for all batches together, reserved at once."""
+    """Space for all batches together, reserved at once."""
     max_batch_bytes: int = 16 << 20
-    """Size of one slot; a larger batch is passed on without being kept."""
+    """Size of one slot; larger batches are passed on without being cached."""
     folder: Path = Path("/dev/shm")
-    """A file system in memory; the cache makes a folder there that only its user can enter."""
+    """Folder on an in-memory file system; the cache creates a subfolder that only its user can access."""
 
     def __post_init__(self) -> None:
         """Check that at least one batch fits."""
@@ -334,30 +340,32 @@ class BatchCacheConfig:
 
     @property
     def num_slots(self) -> int:
-        """Number of batches that are kept; after that the oldest goes."""
+        """Maximum number of cached batches; a further one replaces the oldest."""
         return self.size_bytes // self.max_batch_bytes
 
 
 class BatchCache:
-    """A ring of batches in a file that all processes of a node map; the oldest batch makes room for the newest.
+    """A ring of batches in a file that all processes of a node map; a new batch replaces the oldest.
 
-    A torn, damaged or foreign entry is never returned: it counts as missing. A file that is damaged, or has another
-    size, is replaced. Keep data and code that make the batches apart by `fingerprint`: entries of another fingerprint
-    are not seen.
+    A torn, damaged or foreign entry is treated as missing and never returned. A file that is damaged or has another
+    size is replaced. Use `fingerprint` to distinguish the data and the code that make the batches: entries with
+    another fingerprint are not visible.
 
     Args:
-        name: names the file; processes that use the same name share it.
-        fingerprint: identifies the data and the configuration of the pipeline.
-        config: size and place.
+        name: name of the file; processes that use the same name share it.
+        fingerprint: identifier of the data and of the pipeline's configuration.
+        config: size and location.
 
     Raises:
-        DataError: there is no room, or the folder is missing, cannot be written to or belongs to somebody else.
+        ConfigError: the name is no plain file name.
+        DataError: there is too little space; the folder is missing, not writable, or accessible to other users; or
+            another process held the lock for a minute.
     """
 
     def __init__(self, name: str, *, fingerprint: str, config: BatchCacheConfig | None = None) -> None:
         if not name or "/" in name or name.startswith("."):
             raise ConfigError(
-                f"a batch cache was given the name {name!r}. Use a plain file name, without '/' and no dot in front."
+                f"a batch cache was given the name {name!r}. Use a plain file name without '/' or a leading dot."
             )
         self.config = config or BatchCacheConfig()
         folder = _private_folder(self.config.folder)
@@ -369,7 +377,7 @@ class BatchCache:
         self._ring = self._open()
 
     def get(self, key: str, index: int) -> Any:
-        """Return batch `index` of `key` in memory of its own, or `MISSING`."""
+        """Return a copy of batch `index` of `key`, or `MISSING`."""
         payload, damaged_slot = self._ring.read(self._digest(key), index)
         if payload is not None:
             return decode_batch(payload)
@@ -378,17 +386,17 @@ class BatchCache:
         return MISSING
 
     def put(self, key: str, index: int, batch: Any) -> bool:
-        """Keep batch `index` of `key`; tells whether it fitted.
+        """Store batch `index` of `key`; returns False if it is too large.
 
         Raises:
-            DataError: the batch holds something that cannot be kept.
+            DataError: the batch contains something that cannot be encoded.
         """
         payload = encode_batch(batch)
         if len(payload) > self.config.max_batch_bytes:
             if not self._has_warned:
                 _log.warning(
                     "A batch of %d bytes does not fit the batch cache %s, whose slots have %d bytes: such batches are "
-                    "made anew after each restart. Raise max_batch_bytes.",
+                    "not cached, so they are made again after each restart. Raise max_batch_bytes.",
                     len(payload),
                     self.path.name,
                     self.config.max_batch_bytes,
@@ -400,9 +408,9 @@ class BatchCache:
         return True
 
     def remove(self) -> None:
-        """Delete the file; processes that still have it mapped keep what they see.
+        """Delete the file; processes that have it mapped can still read it.
 
-        The empty lock file stays: whoever holds it and whoever comes next must hold the same one.
+        The empty lock file stays, because all processes must lock the same file.
         """
         with self._locked():
             self.path.unlink(missing_ok=True)
@@ -420,9 +428,9 @@ class BatchCache:
     def _discard(self, key: str, index: int) -> None:
         with self._locked():
             payload, slot = self._ring.read(self._digest(key), index)
-            if payload is None and slot is not None:  # still so, now that no writer is at work
+            if payload is None and slot is not None:  # still damaged, now that no writer is active
                 self.num_damaged += 1
-                _log.warning("Batch %d in %s is damaged and is made anew.", index, self.path)
+                _log.warning("Batch %d in %s is damaged and will be made again.", index, self.path)
                 self._ring.discard(slot)
 
     def _locked(self) -> Any:
@@ -440,16 +448,17 @@ def cached(
     indices: Iterable[int],
     read_ahead: int = 0,
 ) -> Iterator[Any]:
-    """Yield the batches with the given numbers, from the cache where they are there and from the pipeline where not.
+    """Yield the batches with the given indices, from the cache if present, else from the pipeline.
 
-    The pipeline is opened at the first batch that is missing. What it raises reaches the caller unchanged.
+    The pipeline is opened at the first missing batch. Its exceptions reach the caller unchanged.
 
     Args:
-        read_from: opens the pipeline at a batch number and yields from there on.
-        cache: where batches are looked up and kept.
-        key: tells this sequence of batches from others in the same cache.
-        indices: numbers of the batches in the order of the pipeline; it may end earlier.
-        read_ahead: batches that a thread makes ahead of the caller, so that they are kept when this process dies.
+        read_from: opens the pipeline at a batch index and yields the batches from there on.
+        cache: where batches are looked up and stored.
+        key: distinguishes this sequence of batches from others in the same cache.
+        indices: indices of the batches, in the order of the pipeline, which may end earlier.
+        read_ahead: number of batches that a thread makes ahead of the caller, so that they outlive this process; 0 to
+            make them in the caller's thread.
     """
     batches = _through_cache(read_from, cache, key, indices)
     return prefetched(batches, read_ahead) if read_ahead else batches
@@ -459,7 +468,7 @@ def _through_cache(
     read_from: Callable[[int], Iterator[Any]], cache: BatchCache, key: str, indices: Iterable[int]
 ) -> Iterator[Any]:
     pipeline: Iterator[Any] | None = None
-    num_behind = 0  # batches that came from the cache while the pipeline stood still
+    num_behind = 0  # batches taken from the cache since the pipeline was last read
     for index in indices:
         batch = cache.get(key, index)
         if batch is not MISSING:
@@ -485,8 +494,8 @@ def _private_folder(parent: Path) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"the folder {str(parent)!r} cannot take a folder for batch caches ({error.strerror}). Create it, or give "
-            "BatchCacheConfig(folder=...) one that exists and that you may write to, on a file system in memory."
+            f"cannot create a folder for batch caches in {str(parent)!r} ({error.strerror}). Create it, or set "
+            "BatchCacheConfig(folder=...) to an existing, writable folder on an in-memory file system."
         ) from None
     status = folder.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077 or folder.is_symlink():

@@ -1,4 +1,4 @@
-"""A data loader that knows exactly what the trainer has seen, however far its workers have read ahead."""
+"""A data loader that tracks exactly which batches the trainer has consumed, however far its workers prefetch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict, Unpack
@@ -12,7 +12,7 @@ from hyperpod_plugins.data.sampler import ElasticSampler
 
 
 class LoaderOptions(TypedDict, total=False):
-    """The options of `torch.utils.data.DataLoader` that make sense here, under their names there."""
+    """Options that are passed on to `torch.utils.data.DataLoader`."""
 
     num_workers: int
     collate_fn: Callable[[list[Any]], Any]
@@ -25,26 +25,26 @@ class LoaderOptions(TypedDict, total=False):
 
 
 class StatefulLoader:
-    """Batches of this rank, resumable at any micro-step; has what Lightning asks of a stateful loader.
+    """Loads this rank's batches and can resume at any micro-step; has the interface of Lightning's stateful loaders.
 
-    Each `iter()` gives the whole epoch at which the job stands; after `load_state_dict` the next one gives what is left
-    of it. Not a `DataLoader` on purpose: Lightning takes the samplers of those apart to put in its own.
+    Each `iter()` runs over the whole current epoch; the first one after `load_state_dict` runs over the rest of it.
+    This is deliberately not a `DataLoader`, whose samplers Lightning replaces with its own.
 
     [Note: what counts as consumed] Workers ask the sampler for ids several batches ahead of training. A batch counts
-    when it is handed to the trainer, so a state never includes batches that were only prefetched.
+    as consumed when it is handed to the trainer, so a state never includes batches that were only prefetched.
 
     [Note: nothing happens before the first batch] Lightning calls `iter()` first, then `set_epoch()`. The iterator
-    therefore asks the sampler where to begin when its first batch is wanted.
+    therefore asks the sampler for its start only when the first batch is requested.
 
     [Note: random transforms] A sample that draws from the global generators of torch, NumPy or Python gets the same
-    numbers whoever reads it: see `random_numbers.py`. With `read_ahead` that needs workers.
+    numbers in every process: see `random_numbers.py`. With `read_ahead` this requires worker processes.
 
     Args:
         dataset: a map-style dataset.
-        sampler: says which samples this rank reads, and keeps the position.
-        cache: where to find and keep the finished batches, if they are expensive. Tensor-parallel ranks of one node
-            read each other's batches there. See `BatchCache`.
-        read_ahead: with a cache, finished batches that are put there ahead of training, so that they outlive this
+        sampler: selects the samples of this rank, and keeps the position.
+        cache: where to look up and keep finished batches, if they are expensive to make. Tensor-parallel ranks of one
+            node read each other's batches there. See `BatchCache`.
+        read_ahead: with a cache, number of finished batches to put there ahead of training, so that they outlive this
             process.
         options: see `LoaderOptions`.
     """
@@ -73,19 +73,19 @@ class StatefulLoader:
 
     @property
     def sampler(self) -> ElasticSampler:
-        """The same; Lightning calls `set_epoch` on what it finds under this name."""
+        """Same as `batch_sampler`; Lightning calls `set_epoch` on this attribute."""
         return self._sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`, or stay if the job stands inside it."""
+        """Go to the start of `epoch`, or keep the position if it is inside that epoch."""
         self._sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was handed out: plain values, equal on all ranks."""
+        """Position after the last batch handed out: plain values, equal on all ranks."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration start where `state_dict` was saved.
+        """Start the next iteration where `state_dict` was saved.
 
         Raises:
             DatasetChanged: the state belongs to other data, another order or another seed.
@@ -97,7 +97,7 @@ class StatefulLoader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches that are left of the epoch at which the job stands."""
+        """Yield the remaining batches of the current epoch."""
         start = self._sampler.begin()
         for batch, micro_step in zip(self._batches(start), self._sampler.walk(start), strict=True):
             self._sampler.advance(micro_step)
@@ -121,7 +121,7 @@ class StatefulLoader:
 
 
 class _AheadSampler(Sampler[list[int]]):
-    """Gives ids from a set place without moving the position, for a loader that reads ahead."""
+    """Yields ids from `start` on without moving the sampler's position, for a loader that prefetches."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self._sampler = sampler

@@ -1,45 +1,28 @@
-"""One process at a time, also when the one before was killed."""
+"""File lock that excludes other processes and threads; a killed holder blocks nobody."""
 
 import contextlib
-import fcntl
-import os
-import time
 from collections.abc import Generator
 from pathlib import Path
 
-from hyperpod_plugins.errors import DataError
+from filelock import FileLock, Timeout
 
-_POLL_S = 0.02
+from hyperpod_plugins.errors import DataError
 
 
 @contextlib.contextmanager
-def file_lock(path: Path, *, timeout_s: float, purpose: str) -> Generator[None, None, None]:
+def file_lock(path: Path, *, timeout_s: float, purpose: str) -> Generator[None]:
     """Hold an exclusive lock on `path`, which is created if absent and never removed.
 
-    The kernel drops the lock with the last descriptor of its holder, so a killed process blocks nobody. Each call opens
-    the file anew: threads and forked children of one process exclude each other too.
+    Each call has a lock of its own, so threads of one process exclude each other too.
 
     Raises:
-        DataError: another process held the lock for all of `timeout_s`.
+        DataError: another process held the lock for all of `timeout_s` seconds.
     """
-    deadline = time.monotonic() + timeout_s
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        while not _try_lock(descriptor):
-            if time.monotonic() >= deadline:
-                raise DataError(
-                    f"{purpose} waited {timeout_s:g} s for {str(path)!r}, which another process still holds. If that "
-                    "process is working, wait longer (timeout_s); if it hangs, end it: the lock goes with it."
-                )
-            time.sleep(_POLL_S)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        with FileLock(path, timeout=timeout_s, mode=0o600, thread_local=False):
+            yield
+    except Timeout:
+        raise DataError(
+            f"{purpose} waited {timeout_s:g} s for {str(path)!r}, which another process still holds. If that process "
+            "is working, wait longer (timeout_s); if it hangs, end it: the lock goes with it."
+        ) from None

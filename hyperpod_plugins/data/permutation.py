@@ -1,7 +1,7 @@
-"""Which sample stands at which position of an epoch: a keyed bijection, so no permutation is ever stored.
+"""The order of samples in an epoch: a keyed bijection from positions to sample ids, so no permutation is stored.
 
-A table of a shuffled epoch costs 8 bytes a sample and seconds to build. Here every position is computed on its own, so
-a restart in the middle of an epoch of a billion samples costs what the first batch costs.
+A table of a shuffled epoch costs 8 bytes per sample and takes seconds to build. Here every position is computed on
+its own, so a restart in the middle of an epoch of a billion samples costs no more than the first batch.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hyperpod_plugins.errors import ConfigError
 
 ORDER_VERSION = "feistel-1"
-"""Name of the algorithm; a saved position is only valid for the order it was counted in."""
+"""Name of the algorithm; a saved position is only valid for the same order."""
 
 _NUM_ROUNDS = 8
 
@@ -21,11 +21,11 @@ _NUM_ROUNDS = 8
 def sample_order(
     positions: npt.ArrayLike, *, num_samples: int, seed: int, epoch: int, shuffle: bool = True
 ) -> npt.NDArray[np.int64]:
-    """Map positions of an epoch to sample ids; over `0 .. num_samples - 1` it is a permutation.
+    """Map positions of an epoch to sample ids: a permutation of `0 .. num_samples - 1`.
 
-    A generalised Feistel network on pairs of digits in base `ceil(sqrt(num_samples))`, walked along its cycle until it
-    lands inside the range; the square is at most `2 * sqrt(num_samples) + 1` larger than the range, so few positions
-    walk twice.
+    A generalised Feistel network on pairs of digits in base `ceil(sqrt(num_samples))`, applied repeatedly until the
+    value lies inside the range (cycle walking). The square of the base exceeds the range by at most
+    `2 * sqrt(num_samples) + 1`, so few positions need a second pass.
 
     Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (both constructions). Round
     function: the SplitMix64 finaliser, G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators",
@@ -34,9 +34,9 @@ def sample_order(
     Args:
         positions: whole numbers in `0 .. num_samples - 1`, shape (count,).
         num_samples: number of samples in the data.
-        seed: the order depends on it.
-        epoch: each epoch has an order of its own.
-        shuffle: False gives the identity.
+        seed: seed of the order.
+        epoch: number of the epoch; each has its own order.
+        shuffle: False for the identity.
 
     Returns:
         Sample ids, shape (count,).

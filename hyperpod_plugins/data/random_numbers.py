@@ -1,22 +1,23 @@
-"""Random numbers of data loading that depend on the sample, not on the process that reads it.
+"""Random numbers for data loading that depend on the sample, not on the process that reads it.
 
-A transform that draws from the global generators of torch, NumPy or Python gets for each sample a stream that is a
-function of (seed, epoch, sample index). So a replacement, a resumed run, a retried fetch and a worker process that
-reads ahead draw the same, whatever number of workers there is and whatever was drawn before. The stream of `collate_fn`
-follows from the first sample of the batch, and so does that of a dataset that reads a batch as a whole
-(`__getitems__`). Reading leaves the generators of the process that reads as they were.
+A transform that draws from the global generators of torch, NumPy or Python gets a random stream for each sample, a
+function of (seed, epoch, sample index). A replacement, a resumed run, a repeated fetch and a worker that prefetches
+therefore draw the same numbers, for any number of workers and whatever was drawn before. The stream of `collate_fn`
+follows from the first sample of the batch, as does that of a dataset that reads whole batches (`__getitems__`).
+Reading leaves the generators of the reading process unchanged.
 
-A generator that the program has passed to a loader or its sampler is seeded for each epoch from its own seed and that
-of the job, so that whoever comes in the middle draws the same.
+A generator that the program passed to a loader or its sampler is seeded for each epoch from its own seed and that of
+the job, so that a process that joins in mid-job draws the same numbers.
 
-Items of an `IterableDataset` have no index: their streams are functions of (seed, epoch, data rank, worker, number).
+Items of an `IterableDataset` have no index: their streams are functions of (seed, epoch, data rank, worker, item
+number).
 
-[Note: threads] The generators are the process's, and training draws from them in the main thread. A loader that is read
-in another thread of the training process (`read_ahead` of a `StatefulLoader`) without workers of its own must not touch
-them: its samples are not keyed.
+[Note: threads] The global generators belong to the process, and training draws from them in the main thread. A loader
+without worker processes that is read in another thread (`read_ahead` of a `StatefulLoader`) must not touch them, so
+its samples are not keyed.
 """
 
-# The iterators of a DataLoader have no public spelling, and NumPy's stubs know less than NumPy.
+# The iterators of a DataLoader have no public names, and NumPy's stubs are incomplete.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 import copy
@@ -48,23 +49,23 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 from typing_extensions import override
 
 T = TypeVar("T")
-_spare: list[np.random.MT19937] = []  # to make one takes half a millisecond
+_spare: list[np.random.MT19937] = []  # reused, because creating one takes half a millisecond
 _PLAIN_INDICES = (int, str, bytes, np.integer)
 _own_seeds: "weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]]" = weakref.WeakKeyDictionary()
-"""Of generators that are seeded for each epoch: the program's own seed, and the one that was set last."""
+"""For each generator that is seeded per epoch: the program's own seed, and the seed set last."""
 
 
 def keyed_seed(kind: str, *key: object) -> int:
-    """Seed of the stream with a key, in `0 .. 2**63 - 1`; keys are told apart by their text."""
+    """Derive the seed of a stream, in `0 .. 2**63 - 1`, from the text of its key."""
     text = ":".join(map(str, ("hyperpod", kind, *key))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
 def seed_host_generators(value: int) -> None:
-    """Set the global generators of torch (CPU), Python and NumPy; outside of the main thread they are left alone."""
+    """Seed the global generators of torch (CPU), Python and NumPy; does nothing outside the main thread."""
     if not _is_main():
         return
-    # Not `torch.manual_seed`: where CUDA has not been used it notes each call, with a stack trace, for later.
+    # Not `torch.manual_seed`: before CUDA is initialised it queues every call, with a stack trace.
     torch.default_generator.manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
@@ -72,7 +73,7 @@ def seed_host_generators(value: int) -> None:
 
 @contextmanager
 def own_random_numbers() -> Generator[None]:
-    """Let what is drawn inside leave the global generators of torch (CPU), Python and NumPy as they were."""
+    """Restore the global generators of torch (CPU), Python and NumPy on exit; only in the main thread."""
     if not _is_main():
         yield
         return
@@ -94,37 +95,37 @@ def _is_main() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderKey:
-    """What the random numbers of a loader depend on, beside the sample."""
+    """What the random numbers of a loader depend on, besides the sample."""
 
     seed: int
-    """Of the job."""
+    """Seed of the job."""
     epoch: Callable[[], int]
-    """Says which epoch an iteration is of, when its first batch is asked for."""
+    """Returns the epoch of an iteration; called when its first batch is requested."""
     data_rank: int = 0
-    """Ranks that read the same samples share it; only streams depend on it."""
+    """Data-parallel rank, shared by ranks that read the same samples; unused for samples with a unique index."""
     kind: str = "sample"
-    """Tells loaders for different purposes apart."""
+    """Distinguishes loaders for different purposes."""
     number: int = 0
-    """Tells loaders for the same purpose apart, whose samples may have the same indices."""
+    """Distinguishes loaders for the same purpose, whose samples may have the same indices."""
     sets_epoch: bool = False
-    """Whether a `DistributedSampler` is told the epoch, too: workers read ahead before the trainer tells it."""
+    """Whether to call `set_epoch` of a `DistributedSampler`, as workers may prefetch before the trainer calls it."""
 
     @property
     def stream(self) -> tuple[int, str, int]:
-        """What all streams of the loader have in common."""
+        """The part of the key that all streams of the loader share."""
         return self.seed, self.kind, self.number
 
 
 def key_random_numbers(loader: DataLoader[Any], key: LoaderKey) -> None:
-    """Let each sample of a loader draw from a stream of its own from now on; to be called before the first iteration.
+    """Give each sample of a loader its own random stream; call this before the first iteration.
 
-    The loader keeps its dataset, its samplers and its type. One that makes its own kind of iterator is left as it is.
+    The loader keeps its dataset, its samplers and its type. A loader with its own kind of iterator is left unchanged.
     """
     makes_own = type(loader)._get_iterator is not DataLoader._get_iterator  # type: ignore[attr-defined]
     if makes_own or "_get_iterator" in vars(loader) or isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         return
 
-    own = weakref.ref(loader)  # workers of a loader in a cycle of references would take seconds to end
+    own = weakref.ref(loader)  # in a reference cycle, the loader's workers would take seconds to exit
 
     def iterator() -> Any:
         loader = own()
@@ -140,14 +141,14 @@ def key_random_numbers(loader: DataLoader[Any], key: LoaderKey) -> None:
         keyed.worker_init_fn = _KeyedWorkers(loader.dataset, loader.worker_init_fn)
         seed = keyed_seed("loader", *key.stream, key.data_rank)
         with own_random_numbers():
-            seed_host_generators(seed)  # of what workers are seeded with
+            seed_host_generators(seed)  # determines the seeds of workers
             return _InWorkers(keyed) if loader.num_workers else _InProcess(keyed)
 
     vars(loader)["_get_iterator"] = iterator
 
 
 class KeyedItems:
-    """The items of an iterable that is no `DataLoader`, each from a stream of its own; one an epoch."""
+    """An iterable other than a `DataLoader`, each of whose items draws from its own stream in each epoch."""
 
     def __init__(self, items: Any, key: LoaderKey) -> None:
         self._items = items
@@ -165,7 +166,7 @@ class KeyedItems:
 
 
 def isolated(items: Iterator[T]) -> Iterator[T]:
-    """The same items, made while the global generators are their own."""
+    """Yield `items`, restoring the global generators after making each."""
     while True:
         with own_random_numbers():
             try:
@@ -176,7 +177,7 @@ def isolated(items: Iterator[T]) -> Iterator[T]:
 
 
 def _keyed_items(items: Callable[[], Any], *key: object) -> Iterator[Any]:
-    """Seed before the iteration begins, and before each item."""
+    """Yield items, seeding the generators before the iteration and before each item."""
     seed_host_generators(keyed_seed(*map(str, key), "begin"))
     source = iter(items())
     for number in count():
@@ -189,7 +190,7 @@ def _keyed_items(items: Callable[[], Any], *key: object) -> Iterator[Any]:
 
 
 class _InProcess(_SingleProcessDataLoaderIter):
-    """Reads in this process, whose generators stay as they were."""
+    """Reads in this process, leaving its generators unchanged."""
 
     @override
     def _next_data(self) -> Any:
@@ -198,7 +199,7 @@ class _InProcess(_SingleProcessDataLoaderIter):
 
 
 class _InWorkers(_MultiProcessingDataLoaderIter):
-    """Reads in worker processes; what samplers draw is drawn here."""
+    """Reads in worker processes; samplers still draw in this process, whose generators stay unchanged."""
 
     @override
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -212,7 +213,7 @@ class _InWorkers(_MultiProcessingDataLoaderIter):
 
 
 class _KeyedWorkers:
-    """Lets a worker's program find the user's dataset, and then its own `worker_init_fn` run."""
+    """`worker_init_fn` that puts the user's dataset into the worker info, then calls the user's `worker_init_fn`."""
 
     def __init__(self, dataset: Any, init: Callable[[int], None] | None) -> None:
         self._dataset = dataset
@@ -221,13 +222,13 @@ class _KeyedWorkers:
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
         assert info is not None
-        object.__setattr__(info, "dataset", self._dataset)  # the very object that the keyed one reads
+        object.__setattr__(info, "dataset", self._dataset)  # the object that the keyed dataset reads
         if self._init is not None:
             self._init(worker_id)
 
 
 class _KeyedOrder:
-    """What a loader's sampler yields, each index with the seed of its sample."""
+    """Sampler that yields each index of a loader's sampler with the seed of its sample."""
 
     def __init__(self, loader: DataLoader[Any], key: LoaderKey) -> None:
         batches: Any = loader.batch_sampler
@@ -239,7 +240,7 @@ class _KeyedOrder:
         self._generators = [loader.generator, getattr(self._sampler, "generator", None)]
         self._key = key
         self.epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-        """Epoch of the present iteration; workers that outlive one read it."""
+        """Epoch of the current iteration, read by persistent workers."""
 
     def __len__(self) -> int:
         return len(self._source)
@@ -265,7 +266,7 @@ class _KeyedOrder:
             yield [(self._seed(epoch, index, number, place), index) for place, index in enumerate(given)]
 
     def _seed(self, epoch: int, index: Any, number: int, place: int) -> int:
-        """By the index; by the place in this rank's order where an index is none, or may come twice in an epoch."""
+        """Seed of a sample, from its index, or from its place in this rank's order if the index is not unique."""
         key = self._key
         if isinstance(index, _PLAIN_INDICES) and not self._may_repeat:
             return keyed_seed("sample", *key.stream, epoch, index)
@@ -273,7 +274,7 @@ class _KeyedOrder:
 
 
 class _KeyedDataset:
-    """A map-style dataset that is asked for `(seed, index)`."""
+    """Wraps a map-style dataset; indexed by `(seed, index)`."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -284,11 +285,11 @@ class _KeyedDataset:
         seed, index = item
         seed_host_generators(seed)
         sample = self._dataset[index]
-        seed_host_generators(seed ^ 1)  # for what converts it
+        seed_host_generators(seed ^ 1)  # for collate_fn, which converts it
         return sample
 
     def __getitems__(self, items: list[tuple[int, Any]]) -> list[Any]:
-        """A batch; one that the dataset reads as a whole has one stream."""
+        """Read a batch; a dataset that reads batches as a whole uses one stream for each."""
         first = items[0][0] if items else 0
         if self._reads_many:
             seed_host_generators(first)
@@ -305,7 +306,7 @@ class _KeyedDataset:
 
 
 class _KeyedStream(IterableDataset[Any]):
-    """The items of an `IterableDataset`, as a worker reads them."""
+    """Wraps an `IterableDataset`, giving each item of a worker its own stream."""
 
     def __init__(self, dataset: Any, key: LoaderKey, order: _KeyedOrder) -> None:
         self._dataset = dataset
@@ -320,7 +321,7 @@ class _KeyedStream(IterableDataset[Any]):
 
 
 def _seed_own(generator: torch.Generator, *key: object) -> None:
-    """Seed a generator of the program from a key and its own seed: what it had before the first call, or got since."""
+    """Seed one of the program's generators from a key and its own seed, the one that the program set last."""
     now = generator.initial_seed()
     own, last = _own_seeds.get(generator, (now, now))
     own = own if now == last else now
@@ -330,19 +331,19 @@ def _seed_own(generator: torch.Generator, *key: object) -> None:
 
 
 def _may_repeat(sampler: Any) -> bool:
-    """Whether a sampler of torch, or the one that another shares out among ranks, may give an index twice an epoch."""
-    if isinstance(sampler, DistributedSampler):  # Lightning shares out other samplers as if they were datasets
+    """Whether a sampler of torch, also inside a `DistributedSampler`, may yield an index twice per epoch."""
+    if isinstance(sampler, DistributedSampler):  # Lightning wraps other samplers in it as if they were datasets
         return _may_repeat(getattr(sampler.dataset, "_sampler", None))
     return isinstance(sampler, WeightedRandomSampler) or (isinstance(sampler, RandomSampler) and sampler.replacement)
 
 
 def _is_fixed(dataset: Any) -> bool:
-    """Whether no sample of a dataset is drawn by chance, so that none needs a stream."""
+    """Whether reading a dataset never draws random numbers, so that no seeding is needed."""
     return _is_fixed(dataset.dataset) if type(dataset) is Subset else type(dataset) is TensorDataset
 
 
 def _reads_many(dataset: Any) -> bool:
-    """Whether a dataset reads a batch as a whole."""
-    if isinstance(dataset, Subset):  # which has the method, and reads samples one by one where the inner one has none
+    """Whether a dataset reads batches as a whole."""
+    if isinstance(dataset, Subset):  # always has `__getitems__`, but reads samples singly if its dataset has none
         return _reads_many(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))

@@ -1,4 +1,4 @@
-"""A batch sampler whose place is counted in samples of the whole job, so that a job of another size can resume it."""
+"""A batch sampler whose position is counted in samples of the whole job, so that a job of another size can resume."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,35 +11,35 @@ from hyperpod_plugins.data.batch_split import BatchSplit, Cursor, MicroStep, sam
 from hyperpod_plugins.data.permutation import ORDER_VERSION, sample_order
 from hyperpod_plugins.errors import ConfigError, DatasetChanged
 
-# What must be equal for a saved position to mean the same samples. Batch sizes, drop_last and the world may change.
+# A saved position is valid only if these are equal. Batch sizes, drop_last and the world may change.
 _IDENTITY = ("order", "num_samples", "seed", "shuffle", "fingerprint")
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """Yields the sample ids of one data-parallel rank, one list a micro-step; use it as a `batch_sampler`.
+    """Yields the sample ids of one data-parallel rank, one list per micro-step; use it as a `batch_sampler`.
 
-    Step s of an epoch consumes positions `s * G .. (s + 1) * G - 1` for the global batch size G, whatever the number of
-    ranks. Where a job goes on with another G, its steps begin where the last one has ended. `cursor` is where the job
-    stands: it moves when a list is handed out, and after the last list of an epoch it is already the start of the next
-    one. A loader with worker processes takes lists ahead of training, so wrap it: see `StatefulLoader`.
+    Step s of an epoch consumes positions `s * G .. (s + 1) * G - 1` for the global batch size G, for any number of
+    ranks. If a job continues with another G, its steps begin where the last step ended. `cursor` is the position of
+    the job: it moves when a list is handed out, and after the last list of an epoch it is the start of the next
+    epoch. A loader with worker processes takes lists ahead of training; `StatefulLoader` accounts for that.
 
-    [Note: a position inside a step] A state that was saved between two micro-steps is continued there by a job with the
-    same batch sizes and world, whose trainer counts micro-steps itself. A job that cuts the step differently starts the
-    step again: the gradients of its first micro-steps died with the old processes, so nothing was learnt from those
-    samples.
+    [Note: a position inside a step] From a state saved between two micro-steps, a job with the same batch sizes and
+    world continues at that micro-step, and its trainer counts micro-steps itself. A job that splits the step
+    differently runs the step again from its start: the gradients of its first micro-steps were lost with the old
+    processes, so the model has not learnt from these samples.
 
     Args:
         num_samples: number of samples in the data.
-        split: the batch sizes and the data-parallel world.
-        data_rank: this process's data-parallel rank; ranks of one tensor-parallel group share it.
-        seed: the order depends on it and on the epoch.
+        split: the batch sizes and the data-parallel world size.
+        data_rank: data-parallel rank of this process; ranks of one tensor-parallel group share it.
+        seed: seed of the order, which also depends on the epoch.
         shuffle: False keeps the order of the data.
-        drop_last: leave out the incomplete global batch at the end of an epoch, or run it as a smaller step.
-        fingerprint: identifies the data; a state of other data is refused.
+        drop_last: whether to drop the incomplete global batch at the end of an epoch, or run it as a smaller step.
+        fingerprint: identifier of the data; a state saved with other data is rejected.
 
     Raises:
-        ConfigError: the rank lies outside the world, or an epoch has no step, or its last step cannot serve all ranks
-            and `split` does not allow idle ones, or is to be both padded and left out.
+        ConfigError: the rank lies outside the world; an epoch has no step; the last step leaves a rank without
+            samples and `split` does not allow idle ranks; or `split` pads the last step and `drop_last` is True.
     """
 
     def __init__(
@@ -74,22 +74,22 @@ class ElasticSampler(Sampler[list[int]]):
         self._cursor = Cursor()
         self._continues = False
         self._epoch_offset = 0
-        self._first = (0, 0)  # of the epoch's steps of this split: position, and number of the batch
+        self._first = (0, 0)  # position and batch number at which this iteration's steps begin
         self._check_last_step()
 
     @property
     def cursor(self) -> Cursor:
-        """Where the job stands."""
+        """Position of the job."""
         return self._cursor
 
     @property
     def seed(self) -> int:
-        """On which the order depends, and what samples draw."""
+        """Seed of the order and of the random numbers that samples draw."""
         return self._seed
 
     @property
     def identity(self) -> str:
-        """Names the sequence of lists: equal for two samplers that hand out the same ids in the same order."""
+        """Identifier of the sequence of lists: equal for samplers that yield the same ids in the same order."""
         begin = self._first[0] % self.split.global_batch_size
         since = f", steps from {begin}" if begin else ""
         return f"{self._identity()}, {self.split}, drop_last {self.drop_last}, rank {self.data_rank}{since}"
@@ -101,9 +101,10 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def micro_steps_done(self) -> int:
-        """Number of the cursor's list in its epoch, for trainers that count: the present step begins at whole steps.
+        """Index of the cursor's list in its epoch, for trainers that count batches.
 
-        Where the steps before had another global batch, it is not the number of lists that were handed out.
+        The current step always begins at a multiple of `split.micro_steps`. If earlier steps of the epoch had another
+        global batch size, the index is not the number of lists handed out.
         """
         return self._number_of_step() + self._left_from(self._cursor.step_start) - self.micro_steps_left
 
@@ -112,13 +113,13 @@ class ElasticSampler(Sampler[list[int]]):
         return self.split.count(Cursor(), self.num_samples, drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Hand out the lists of this epoch: all of them, or after `load_state_dict` those that are left."""
+        """Yield the lists of this epoch: all of them, or after `load_state_dict` the remaining ones."""
         for micro_step in self.walk(self.begin()):
             self.advance(micro_step)
             yield self.ids(micro_step)
 
     def begin(self) -> Cursor:
-        """Where a new iteration starts: at the restored position, once, and otherwise at the start of the epoch."""
+        """Start an iteration and return its first position: the restored one, once, else the start of the epoch."""
         if not self._continues:
             self._cursor = Cursor(epoch=self._cursor.epoch)
         self._continues = False
@@ -133,25 +134,25 @@ class ElasticSampler(Sampler[list[int]]):
         return self.split.count(replace(self._cursor, position=position), self.num_samples, drop_last=self.drop_last)
 
     def walk(self, cursor: Cursor) -> Iterator[MicroStep]:
-        """The micro-steps of all ranks from `cursor` to the end of its epoch; moves nothing."""
+        """Yield the micro-steps of all ranks from `cursor` to the end of its epoch, without moving the position."""
         return self.split.walk(cursor, self.num_samples, drop_last=self.drop_last)
 
     def ids(self, micro_step: MicroStep) -> list[int]:
-        """The sample ids of this rank in one micro-step."""
+        """Sample ids of this rank in one micro-step."""
         mine = self.split.share(micro_step, self.data_rank)
         if (
             not mine
-        ):  # of the last step, too small for all ranks; a batch cannot be empty, and this sample's weight is 0
+        ):  # the last step has too few samples for all ranks; a batch cannot be empty, so take one with weight 0
             mine = range(micro_step.before.position, micro_step.before.position + 1)
         return sample_order(
             mine, num_samples=self.num_samples, seed=self._seed, epoch=micro_step.before.epoch, shuffle=self._shuffle
         ).tolist()
 
     def weight(self, batch_index: int) -> float:
-        """Factor for the mean loss of this rank's batch of that number in an epoch, counted from 0.
+        """Factor for the mean loss of this rank's batch `batch_index` of the current epoch, from 0.
 
-        With it each sample of a step counts the same, where gradients are averaged over ranks, and over as many
-        micro-steps as a whole step of this split has; see `sample_weight`.
+        With it each sample of a step counts the same if gradients are averaged over ranks, and over as many
+        micro-steps as a full step has; see `sample_weight`.
         """
         split, step_size = self.split, self.step_size(batch_index)
         micro_step = (batch_index - self._first[1]) % split.micro_steps
@@ -164,7 +165,7 @@ class ElasticSampler(Sampler[list[int]]):
         )
 
     def step_size(self, batch_index: int) -> int:
-        """Samples, over all ranks, of the step to which the batch of that number in the present epoch belongs."""
+        """Number of samples, over all ranks, of the step that batch `batch_index` of the current epoch belongs to."""
         position, number = self._first
         step_start = position + (batch_index - number) // self.split.micro_steps * self.split.global_batch_size
         return self.split.step_size_at(step_start, self.num_samples, drop_last=self.drop_last)
@@ -174,13 +175,14 @@ class ElasticSampler(Sampler[list[int]]):
         self._cursor = micro_step.after
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`, or stay where the job stands if that is inside it.
+        """Go to the start of `epoch`, or keep the position if it is inside that epoch.
 
-        A restored position stays in any case until it was used, and the trainer's numbers then count on from it.
+        A restored position is always kept until an iteration has used it; the trainer's epoch numbers are then offset
+        to match it.
 
-        [Note: whose epoch] A Lightning Trainer that was stopped by `max_steps` counts the epoch it was in as finished,
-        and one that is resumed after the last batch passes through an epoch without batches. Its numbers would skip
-        samples.
+        [Note: whose epoch] A Lightning Trainer that was stopped by `max_steps` counts its current epoch as finished,
+        and one that resumes after the last batch runs an epoch without batches. Following its epoch numbers would
+        skip samples.
         """
         if self._continues:
             self._epoch_offset = self._cursor.epoch - epoch
@@ -188,7 +190,7 @@ class ElasticSampler(Sampler[list[int]]):
             self._cursor = Cursor(epoch=epoch + self._epoch_offset)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the job stands: plain values, equal on all ranks."""
+        """Position of the job: plain values, equal on all ranks."""
         return {
             **self._identity(),
             "epoch": self._cursor.epoch,
@@ -201,9 +203,9 @@ class ElasticSampler(Sampler[list[int]]):
         """Continue where `state_dict` was saved, possibly by a job of another size.
 
         Raises:
-            DatasetChanged: the state belongs to other data, another order or another seed.
-            ConfigError: with these batch sizes the rest of the epoch ends in a step that cannot serve all ranks, and
-                `split` does not allow idle ones.
+            DatasetChanged: the state belongs to other data, another order or another seed, or is malformed.
+            ConfigError: with these batch sizes, the epoch's last step leaves a rank without samples, and `split` does
+                not allow idle ranks.
         """
         try:
             saved = {name: state_dict[name] for name in _IDENTITY}
@@ -212,7 +214,7 @@ class ElasticSampler(Sampler[list[int]]):
         except KeyError as error:
             raise DatasetChanged(
                 f"the saved loader state has no entry {error}; it holds {sorted(state_dict)}. It was not written by an "
-                "ElasticSampler of this release: start the epoch anew, or resume with the loader that wrote it."
+                "ElasticSampler of this release: restart the epoch, or resume with the loader that wrote it."
             ) from None
         if saved != self._identity():
             differences = "; ".join(
@@ -222,7 +224,7 @@ class ElasticSampler(Sampler[list[int]]):
             )
             raise DatasetChanged(
                 f"the saved position belongs to other data or another order: {differences}. Resume with the data and "
-                "the seed of the saved run, or drop the loader state and start the epoch anew."
+                "the seed of the saved run, or drop the loader state and restart the epoch."
             )
         self._cursor = self._place(epoch, position if is_same_split else step_start, step_start)
         self._continues = True
@@ -233,7 +235,7 @@ class ElasticSampler(Sampler[list[int]]):
         if not 0 <= step_start <= position <= self.num_samples:
             raise DatasetChanged(
                 f"the saved position {position} (step from {step_start}) lies outside an epoch of {self.num_samples} "
-                "samples. The state was altered: drop it and start the epoch anew."
+                "samples. The state was altered: drop it and restart the epoch."
             )
         step_size = self.split.step_size_at(step_start, self.num_samples, drop_last=self.drop_last)
         if not step_size:
@@ -241,12 +243,12 @@ class ElasticSampler(Sampler[list[int]]):
         if position - step_start not in accumulate(self.split.micro_step_sizes(step_size), initial=0):
             raise DatasetChanged(
                 f"the saved position {position} lies inside a micro-step of the step from {step_start}. The state was "
-                "altered: drop it and start the epoch anew."
+                "altered: drop it and restart the epoch."
             )
         return Cursor(epoch=epoch, position=position, step_start=step_start)
 
     def _check_last_step(self) -> None:
-        _ = self.micro_steps_left  # counts the last step too, and raises if it leaves a rank without samples
+        _ = self.micro_steps_left  # includes the last step, so raises if that leaves a rank without samples
 
     def _identity(self) -> dict[str, Any]:
         values = (ORDER_VERSION, self.num_samples, self._seed, self._shuffle, self._fingerprint)

@@ -1,4 +1,4 @@
-"""Samples of a fixed length from a token file, read through the page cache, one copy for all processes of a node."""
+"""Samples of fixed length from a token file, read through the page cache, which all processes of a node share."""
 
 import os
 from pathlib import Path
@@ -14,23 +14,24 @@ from hyperpod_plugins.errors import ConfigError, DatasetChanged, DatasetDamaged
 
 
 class TokenDataset(Dataset[dict[str, Tensor]]):
-    """A sample is `input_ids` and `labels`, both (sequence,), where `labels[t]` is the token after `input_ids[t]`.
+    """Dataset of samples `input_ids` and `labels`, shape (sequence,); `labels[t]` is the token after `input_ids[t]`.
 
-    Samples lie end to end and overlap by the one token that is the last label of one and the first input of the next.
-    The labels are shifted already: compare them with the logits as they are (`cross_entropy(logits, labels)`). Hugging
-    Face models shift what they get as `labels` themselves, so give them `shift_labels=batch["labels"]` in its place.
+    Samples are consecutive and overlap by one token, the last label of one sample and the first input of the next.
+    The labels are shifted already: compare them directly with the logits (`cross_entropy(logits, labels)`). Hugging
+    Face models shift `labels` themselves, so pass them `shift_labels=batch["labels"]` instead.
 
-    Opening reads a header and a small table, whatever the size of the file. A pickle holds the path only; a worker
-    process opens the same file on its first read. The file is read, not mapped: where it is cut short during training,
-    that is an error that names it, and not the end of the process by SIGBUS.
+    Opening reads a header and a small table, whatever the size of the file. A pickled dataset holds the path but not
+    the open file; a worker process opens the file on its first read. The file is read, not memory-mapped: if it is
+    truncated during training, reading raises an error that names it, where a mapped file would kill the process with
+    SIGBUS.
 
     Args:
         path: a file made by `write_tokens` or `build_tokens`.
-        sequence_length: tokens of one sample.
+        sequence_length: number of tokens per sample.
 
     Raises:
         FileNotFoundError: there is no such file.
-        DatasetDamaged: the file was cut short, altered, or is none of ours.
+        DatasetDamaged: the file was truncated or altered, or is no token file.
         ConfigError: the file is shorter than one sample.
     """
 
@@ -49,19 +50,19 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies tokens and sample length; a sampler's state is bound to it."""
+        """Identifier of the tokens and the sample length, which a sampler's state is bound to."""
         return f"{self.header.fingerprint}/{self.sequence_length}"
 
     def verify(self) -> None:
-        """Compare every token with the checksums; reads the whole file.
+        """Compare all tokens with the checksums; reads the whole file.
 
         Raises:
-            DatasetDamaged: naming the first block that changed.
+            DatasetDamaged: the tokens were altered; the message names the first such block.
         """
         verify_tokens(self.path)
 
     def __len__(self) -> int:
-        """Number of samples; tokens that do not fill one are left out."""
+        """Number of samples; trailing tokens that do not fill one are dropped."""
         return (self.header.num_tokens - 1) // self.sequence_length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -69,21 +70,21 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
         Raises:
             IndexError: there is no such sample.
-            DatasetDamaged: the file was cut short after it was opened.
+            DatasetDamaged: the file was truncated after it was opened.
         """
         stored = np.empty(self.sequence_length + 1, self.header.dtype)
         if _read(self._opened().number, stored.data.cast("B"), self._offset(index)) < stored.nbytes:
             raise DatasetDamaged(
                 f"the token file {str(self.path)!r} ends in sample {index}, though it was longer when it was opened: "
-                "it was cut short or written over in place. Copy it again, and replace files by renaming new ones."
+                "it was cut short or overwritten in place. Copy it again, and replace files by renaming new ones."
             )
         tokens = torch.from_numpy(stored.astype(np.int64))
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
-        """The samples of one batch, as `DataLoader` asks for them.
+        """The samples of one batch; `DataLoader` calls this.
 
-        The kernel hears of all of them first, so that a disk serves them together, not one page fault after another.
+        Announces all reads to the kernel first, so that the disk can serve them together rather than one by one.
         """
         descriptor = self._opened().number
         length = (self.sequence_length + 1) * self.header.token_bytes
@@ -101,8 +102,8 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
             file, header = _open(self.path)
             if header != self.header:
                 raise DatasetChanged(
-                    f"the token file {str(self.path)!r} was replaced by another after this dataset was opened. Open "
-                    "the dataset anew."
+                    f"the token file {str(self.path)!r} was replaced by another after this dataset was opened. "
+                    "Create the dataset again."
                 )
             self._file = file
         return self._file
@@ -112,7 +113,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
 
 def _read(descriptor: int, into: memoryview, offset: int) -> int:
-    """Fill a buffer from a file; returns how many bytes there were. A file system may give fewer than asked at once."""
+    """Fill a buffer from a file, in several reads if needed; returns the number of bytes read before the end."""
     num_read = 0
     while num_read < len(into) and (more := os.preadv(descriptor, [into[num_read:]], offset + num_read)):
         num_read += more
@@ -120,7 +121,7 @@ def _read(descriptor: int, into: memoryview, offset: int) -> int:
 
 
 class _Descriptor:
-    """An open file, closed when nothing refers to it."""
+    """An open file descriptor, closed when this object is garbage-collected."""
 
     def __init__(self, number: int) -> None:
         self.number = number

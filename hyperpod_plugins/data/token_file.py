@@ -1,11 +1,11 @@
-"""The file format of a token dataset, and how a damaged file is told from a sound one.
+"""The file format of a token dataset, and the detection of damaged files.
 
     0             header: magic, version, type, counts, digest of the checksum table, checksum of the header itself
     4096          the tokens, little-endian
     4096 + data   one CRC-32 for each MiB of tokens
 
-Opening reads the header, the table and the file's size: enough to notice a file that is cut short, foreign or mixed up,
-at once. Changed tokens are found by `verify_tokens`, which reads everything.
+Opening a file reads the header, the checksum table and the file's size. This detects files that are truncated, of
+another format, or mixed from two files. Altered tokens are found by `verify_tokens`, which reads the whole file.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ DATA_OFFSET = 4096
 BLOCK_BYTES = 1 << 20
 _MAGIC = b"HYPODTOK"
 _VERSION = 1
-_FIELDS = struct.Struct("<8sIIQQ32s")  # magic, version, bytes a token, tokens, vocabulary, digest of the table
+_FIELDS = struct.Struct("<8sIIQQ32s")  # magic, version, bytes per token, tokens, vocabulary, digest of the table
 _CHECKSUM = struct.Struct("<I")
 _REBUILD = "If that is not possible, delete the file and build it again with write_tokens."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHeader:
-    """What a token file says about itself."""
+    """Header of a token file."""
 
     token_bytes: int
     """Bytes of one token: 2 or 4."""
@@ -41,16 +41,16 @@ class TokenHeader:
     vocab_size: int
     """Every token is smaller than this."""
     table_digest: bytes
-    """BLAKE2b-256 of the block checksums: identifies the content."""
+    """BLAKE2b-256 of the block checksums; identifies the content."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """Type of the stored tokens."""
+        """Data type of the stored tokens."""
         return np.dtype(f"<u{self.token_bytes}")
 
     @property
     def data_bytes(self) -> int:
-        """Size of the tokens."""
+        """Size of the tokens in bytes."""
         return self.num_tokens * self.token_bytes
 
     @property
@@ -60,16 +60,16 @@ class TokenHeader:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the whole file."""
+        """Size of the whole file in bytes."""
         return DATA_OFFSET + self.data_bytes + self.num_blocks * _CHECKSUM.size
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the content: equal for equal tokens of equal type and vocabulary."""
+        """Identifier of the content: equal for equal tokens of equal type and vocabulary size."""
         return hashlib.blake2b(self.pack(), digest_size=16).hexdigest()
 
     def pack(self) -> bytes:
-        """The header as it stands in the file, without padding."""
+        """The header as stored in the file, without padding."""
         fields = _FIELDS.pack(_MAGIC, _VERSION, self.token_bytes, self.num_tokens, self.vocab_size, self.table_digest)
         return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
@@ -78,7 +78,8 @@ def read_header(path: Path) -> TokenHeader:
     """Read and check the header, the file's size and the checksum table.
 
     Raises:
-        DatasetDamaged: the file is none of ours, of another version, cut short, or its header or table was altered.
+        DatasetDamaged: the file is no token file, has another version, was truncated, or its header or table was
+            altered.
     """
     file, header = open_tokens(path)
     file.close()
@@ -86,7 +87,7 @@ def read_header(path: Path) -> TokenHeader:
 
 
 def open_tokens(path: Path) -> tuple[BinaryIO, TokenHeader]:
-    """Open a file, and read its header from what was opened: the path may name another file a moment later.
+    """Open a token file, and read its header from the open file, since `path` may be replaced meanwhile.
 
     Raises:
         DatasetDamaged: as `read_header`.
@@ -102,15 +103,15 @@ def open_tokens(path: Path) -> tuple[BinaryIO, TokenHeader]:
                 + _REBUILD
             )
         _read_table(file, header, path)
-        stack.pop_all()  # it stays open
+        stack.pop_all()  # keep the file open
         return file, header
 
 
 def verify_tokens(path: Path) -> None:
-    """Read every token and compare with the checksums.
+    """Read all tokens and compare them with the checksums.
 
     Raises:
-        DatasetDamaged: naming the first block whose content changed.
+        DatasetDamaged: the tokens were altered; the message names the first such block.
     """
     file, header = open_tokens(path)
     with file:
@@ -130,7 +131,7 @@ def verify_tokens(path: Path) -> None:
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether the file begins like one of ours, sound or not."""
+    """Whether the file begins like a token file, damaged or not."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
@@ -143,8 +144,8 @@ def table_digest(table: bytes) -> bytes:
 def _parse_header(raw: bytes, path: Path) -> TokenHeader:
     if not raw.startswith(_MAGIC[: max(1, len(raw))]):
         raise DatasetDamaged(
-            f"{str(path)!r} is not a token file of hyperpod_plugins: it does not begin with its mark. Give the path "
-            "of a file that write_tokens made."
+            f"{str(path)!r} is not a token file of hyperpod_plugins: it does not begin with the magic bytes. Give the"
+            " path of a file that write_tokens made."
         )
     if len(raw) != _FIELDS.size + _CHECKSUM.size:
         raise DatasetDamaged(
@@ -157,7 +158,7 @@ def _parse_header(raw: bytes, path: Path) -> TokenHeader:
         raise DatasetDamaged(f"the header of the token file {str(path)!r} was altered. Copy the file again. {_REBUILD}")
     if version != _VERSION or token_bytes not in (2, 4):
         raise DatasetDamaged(
-            f"the token file {str(path)!r} has format version {version} with {token_bytes} bytes a token; this "
+            f"the token file {str(path)!r} has format version {version} with {token_bytes} bytes per token; this "
             f"release reads version {_VERSION} with 2 or 4. Use the release that wrote it. {_REBUILD}"
         )
     return TokenHeader(token_bytes=token_bytes, num_tokens=num_tokens, vocab_size=vocab_size, table_digest=digest)

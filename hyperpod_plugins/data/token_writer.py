@@ -1,4 +1,7 @@
-"""A progress bar where tqdm is installed, a quiet line now and then where it is not."""
+"""Write token files atomically.
+
+`build_tokens` writes a file only if it is missing or damaged: one process writes it while the others wait.
+"""
 
 import importlib
 import importlib.util
@@ -30,12 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 class ProgressBar:
-    """Counts towards an unknown total while used as a context.
+    """Progress bar without a total, used as a context: tqdm if it is installed, else a log line every 10 seconds.
 
     Args:
-        title: what is going on.
-        unit: what is counted.
-        is_shown: False makes it silent.
+        title: name of the task.
+        unit: name of the counted unit.
+        is_shown: False disables the output.
     """
 
     def __init__(self, title: str, unit: str, *, is_shown: bool) -> None:
@@ -63,12 +66,10 @@ class ProgressBar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the bar as it is when the work ended or failed."""
+        """Close the bar, leaving it as it is."""
         if self._tqdm is not None:
             self._tqdm.close()
 
-
-# Build a token file once: complete under its name or not there at all, by one process while the others wait.
 
 TokenType = Literal["auto", "uint16", "uint32"]
 TokenChunks = Iterable[npt.ArrayLike]
@@ -83,23 +84,23 @@ def build_tokens(
     progress: bool = True,
     timeout_s: float = 3600.0,
 ) -> TokenHeader:
-    """Return the header of the token file at `path`, after writing the file from `source()` if there is no sound one.
+    """Return the header of the token file at `path`, first writing it from `source()` if it is missing or damaged.
 
-    Every rank may call it: one builds, the others wait. A damaged token file is built again; any other file is left
-    alone.
+    All ranks may call this: one builds the file while the others wait. A file of another format is not overwritten.
 
     Args:
-        path: where the file is or shall be.
-        source: called only when the file must be written; gives the pieces of the token stream.
-        vocab_size: every token must be smaller.
+        path: path of the file.
+        source: returns the chunks of the token stream; called only if the file must be written.
+        vocab_size: vocabulary size; every token must be smaller.
         dtype: see `write_tokens`.
         progress: see `write_tokens`.
-        timeout_s: how long to wait for a process that is building the file.
+        timeout_s: seconds to wait for another process that builds the file.
 
     Raises:
-        DatasetChanged: the file there was built for another vocabulary.
-        DatasetDamaged: the file there is no token file.
-        DataError: see `write_tokens`; or the building process did not end in time.
+        ConfigError: `dtype` cannot hold the vocabulary.
+        DatasetChanged: the existing file was built for another vocabulary size.
+        DatasetDamaged: the existing file is no token file.
+        DataError: see `write_tokens`.
     """
     target = Path(path)
     token_bytes = _token_bytes(dtype, vocab_size)
@@ -120,20 +121,20 @@ def write_tokens(
     progress: bool = True,
     timeout_s: float = 3600.0,
 ) -> TokenHeader:
-    """Write a token file, replacing an older one in a single moment.
+    """Write a token file, atomically replacing an older one.
 
     Args:
-        path: where the file shall be; its folder must exist and gets a hidden lock file.
-        chunks: pieces of the token stream, each a list or array of whole numbers, shape (tokens,).
-        vocab_size: every token must be smaller.
-        dtype: "auto" takes two bytes a token where the vocabulary allows.
-        progress: show how many tokens are written.
-        timeout_s: how long to wait for another process that writes the same file.
+        path: path of the file; its folder must exist and gets a hidden lock file.
+        chunks: chunks of the token stream, each a list or array of integers, shape (tokens,).
+        vocab_size: vocabulary size; every token must be smaller.
+        dtype: "auto" stores two bytes per token if the vocabulary allows, else four.
+        progress: whether to show the number of tokens written.
+        timeout_s: seconds to wait for another process that writes the same file.
 
     Raises:
-        ConfigError: the type cannot hold the vocabulary.
-        DataError: a token lies outside the vocabulary, there is no token at all, or the other writer did not end in
-            time.
+        ConfigError: `dtype` cannot hold the vocabulary.
+        DataError: a token lies outside the vocabulary, a chunk is malformed, there are no tokens, the folder does not
+            exist, or the other writer did not finish in time.
     """
     target = Path(path)
     token_bytes = _token_bytes(dtype, vocab_size)
@@ -157,12 +158,12 @@ def _sound_header(target: Path, vocab_size: int) -> TokenHeader | None:
     except DatasetDamaged as damage:
         if not is_token_file(target):
             raise
-        _log.warning("Building %s again: %s", target, damage)
+        _log.warning("Rebuilding %s: %s", target, damage)
         return None
     if header.vocab_size != vocab_size:
         raise DatasetChanged(
             f"the token file {str(target)!r} was built for a vocabulary of {header.vocab_size}, but {vocab_size} was "
-            "asked for. Give another path, or delete the file to have it built again."
+            "asked for. Give another path, or delete the file to rebuild it."
         )
     return header
 
@@ -182,7 +183,7 @@ def _token_bytes(dtype: TokenType, vocab_size: int) -> int:
 def _write_and_rename(
     target: Path, chunks: TokenChunks, token_bytes: int, vocab_size: int, *, progress: bool
 ) -> TokenHeader:
-    """Write beside the target, force to disk, rename; the caller's lock also protects the temporary name."""
+    """Write a temporary file, sync it to disk and rename it; the caller's lock also protects the temporary name."""
     partial = target.with_name(f".{target.name}.partial")
     try:
         with partial.open("wb") as file, ProgressBar(f"writing {target.name}", "tokens", is_shown=progress) as bar:
@@ -194,7 +195,7 @@ def _write_and_rename(
         partial.unlink(missing_ok=True)
     folder = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name itself
+        os.fsync(folder)  # make the rename durable
     finally:
         os.close(folder)
     return header
@@ -249,5 +250,5 @@ def _checked(chunks: TokenChunks, token_bytes: int, vocab_size: int, bar: Progre
             )
         num_tokens += tokens.size
         bar.advance(tokens.size)
-        for start in range(0, tokens.size, BLOCK_BYTES):  # a huge chunk is not doubled in memory
+        for start in range(0, tokens.size, BLOCK_BYTES):  # convert in blocks, to avoid a full copy of a huge chunk
             yield tokens[start : start + BLOCK_BYTES].astype(f"<u{token_bytes}").tobytes()

@@ -1,4 +1,4 @@
-"""Memory: building models without it, and giving it back to them part by part."""
+"""Delayed initialisation: build a model without memory, shard it, then allocate and initialise each rank's part."""
 
 from hyperpod_plugins.delayed_init.api import delayed_init
 from hyperpod_plugins.delayed_init.materialize import copy_shard_, local_slice, materialize

@@ -1,17 +1,17 @@
-"""Build a model without memory: nothing is allocated and nothing drawn, but everything is written on a tape.
+"""Build a model without allocating memory or drawing random numbers, by recording its construction on a tape.
 
     with delayed_init() as tape:
         model = build()                # parameters and buffers are on the meta device
     ...                                # shard, parallelise
-    materialize(model)                 # bitwise what build() alone would have made, each rank its own part
+    materialize(model)                 # bitwise equal to the result of build() alone; each rank makes its own part
 
-The idea of recording a constructor's operations and running them later is that of `deferred_init` in
-torchdistX (https://github.com/pytorch/torchdistx); what is new is that the random stream and dead writes are
-accounted for, so that the result is exact and the replay needs little memory.
+Recording a constructor's operations to run them later is the idea of `deferred_init` in torchdistX
+(https://github.com/pytorch/torchdistx). This implementation also accounts for the random stream and for overwritten
+values, so that the result is exact and the replay needs little memory.
 
 [Note: telling code that tensors are on the CPU]
-`torch.nn.init` and many models skip initialisation when they find a tensor on the meta device. Inside
-`delayed_init` a delayed tensor therefore says it is on the CPU, where eager code would have put it.
+`torch.nn.init` and many models skip the initialisation of a tensor on the meta device. Inside `delayed_init`, a
+delayed tensor therefore reports the CPU as its device, where eager code would have put it.
 """
 
 from collections.abc import Generator
@@ -31,24 +31,24 @@ from torch.overrides import TorchFunctionMode
 from hyperpod_plugins.delayed_init.recorder import Recorder, refuse_other_device
 from hyperpod_plugins.delayed_init.tape import Tape
 
-_recording: ContextVar[Tape | None] = ContextVar("tape of the build that goes on in this thread", default=None)
+_recording: ContextVar[Tape | None] = ContextVar("tape of the current build", default=None)
 _READING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
 
 @contextmanager
 def delayed_init() -> Generator[Tape]:
-    """Record what is done to tensors inside, without memory and without drawing random numbers.
+    """Record tensor operations inside the context on a tape, without allocating memory or drawing random numbers.
 
-    Inside another `delayed_init` this one changes nothing: all goes on the tape of the outer one.
-    Tensors made from data (`torch.tensor([...])`, numpy) stay real. Afterwards the generators are as they were before.
+    A nested `delayed_init` has no effect: everything goes on the tape of the outer one. Tensors made from data
+    (`torch.tensor([...])`, numpy) stay real. The context leaves the random generators unchanged.
 
     Raises:
-        InitializationError: inside, for code that looks at random values, writes delayed values into real tensors or
-            places tensors on another device than the CPU.
+        InitializationError: inside, if code reads random values, writes delayed values into real tensors, or places
+            tensors on a device other than the CPU.
     """
     outer = _recording.get()
     if outer is not None:
-        yield outer  # one build, one tape: what is recorded inside draws on the same random numbers
+        yield outer  # one tape per build, because both parts draw from the same random stream
         return
     tape = Tape()
     modules: dict[nn.Module, None] = {}
@@ -97,7 +97,7 @@ def _collecting(modules: dict[nn.Module, None]) -> Generator[None]:
 
 @contextmanager
 def _whole_trunc_normal(recorder: Recorder) -> Generator[None]:
-    """Put `trunc_normal_` on tape as one op: it may draw again until all values fit, so its ops depend on values."""
+    """Record `trunc_normal_` as one op: it may redraw until all values fit, so its inner ops depend on values."""
     init = cast(Any, torch.nn.init)
     original = init._no_grad_trunc_normal_
 
@@ -117,7 +117,7 @@ def _whole_trunc_normal(recorder: Recorder) -> Generator[None]:
 
 
 class _Pretender(TorchFunctionMode):
-    """Answer for delayed tensors what Python code asks about their device and values."""
+    """Answers queries of Python code for the device and the values of delayed tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Pretender(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        refuse_other_device(func, kwargs.get("device"))  # before torch starts the other device up
+        refuse_other_device(func, kwargs.get("device"))  # before torch initialises that device
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor) or not self._recorder.tape.holds(first):
             return func(*args, **kwargs)
@@ -148,7 +148,7 @@ class _Pretender(TorchFunctionMode):
         if func == torch.Tensor.cpu:
             return first
         if func == torch.Tensor.to:
-            # Leaving the device alone keeps `x.to("cpu")` the alias of x that it is in eager code.
+            # Not moving the tensor keeps `x.to("cpu")` an alias of x, as in eager code.
             return func(first, *map(_off_cpu, args[1:]), **{key: _off_cpu(item) for key, item in kwargs.items()})
         return func(*args, **kwargs)
 

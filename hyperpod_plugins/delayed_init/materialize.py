@@ -1,9 +1,9 @@
-"""Give memory and values to a model on the meta device, each rank holding its own part of every parameter.
+"""Allocate and initialise a model on the meta device; each rank keeps its own part of every parameter.
 
 [Note: order of splitting]
-FSDP2 shards what tensor parallelism has sharded before, but its mesh axis comes first. `_StridedShard` records
-that: its dimension is split after all plain shards. Splitting in that order gives each rank one slice of the
-full tensor, uneven and empty ones included, without communication.
+FSDP2 shards parameters after tensor parallelism has, but its mesh axis comes first. `_StridedShard` records this: its
+dimension is split after all plain shards. Splitting in that order gives each rank one slice of the full tensor,
+possibly uneven or empty, without communication.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,17 @@ from hyperpod_plugins.errors import InitializationError, few
 def materialize(model: nn.Module, *, device: torch.device | str = "cpu", seed: int = 0) -> ReplayReport:
     """Allocate all meta parameters and buffers of a model on `device` and give them their initial values.
 
-    Parameters may have become DTensors by now; each rank keeps its part, and about one full parameter is alive
-    at a time. Tensors that have memory already are left alone. What was built under `delayed_init` comes out bitwise
-    as building eagerly would have made it, and the generators end as they would have. What was built under
-    `torch.device("meta")` is initialised module by module by `reset_parameters`, or by `_init_weights` of the Hugging
-    Face model around it, from `seed`. No communication: `rng_state` of the tapes and seed must be equal on all ranks.
+    Parameters may be DTensors; each rank keeps its part, and about one full parameter is in memory at a time. Tensors
+    that have memory already are left alone. Tensors built under `delayed_init` become bitwise equal to the result of
+    building eagerly, and the random generators end in the same state. Modules built under `torch.device("meta")` are
+    initialised one by one from `seed`, by `reset_parameters` or by `_init_weights` of the Hugging Face model that
+    contains them.
+
+    There is no communication: `seed` and the `rng_state` of the tapes must be equal on all ranks.
 
     Raises:
-        InitializationError: a tensor is neither on a tape nor known to any initialiser, never got values, or has
-            another shape by now.
+        InitializationError: a tensor is neither on a tape nor covered by an initialiser, never received values, or
+            has changed its shape since it was built.
     """
     recorded, unrecorded = _split(model)
     _refuse_valueless(recorded)
@@ -52,7 +54,7 @@ def materialize(model: nn.Module, *, device: torch.device | str = "cpu", seed: i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slot:
-    """One name under which a module waits for a value on tape."""
+    """A meta tensor of a module whose value is on a tape."""
 
     name: str
     module: nn.Module
@@ -66,7 +68,7 @@ class _Slot:
 
 
 def _split(model: nn.Module) -> tuple[list[_Slot], set[str]]:
-    """Where meta tensors wait for values on tape, and the names of the other meta tensors."""
+    """Slots of the meta tensors that are on a tape, and the names of the other meta tensors."""
     recorded: list[_Slot] = []
     unrecorded: set[str] = set()
     for module_name, module in model.named_modules():
@@ -107,10 +109,10 @@ def copy_shard_(target: torch.Tensor, full: torch.Tensor) -> None:
 
 
 def local_slice(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """View of the part of a full tensor that this rank holds under the given placements.
+    """View of this rank's part of a full tensor under the given placements.
 
     Raises:
-        InitializationError: a placement that holds sums (`Partial`) or is unknown, or a rank outside the mesh.
+        InitializationError: a placement is `Partial` or unknown, or this rank lies outside the mesh.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -121,7 +123,7 @@ def local_slice(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 def slice_at(
     full: torch.Tensor, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> torch.Tensor:
-    """View of the part of a full tensor at one place of a mesh; see [Note: order of splitting]."""
+    """View of the part of a full tensor at one coordinate of a mesh; see [Note: order of splitting]."""
     axes = range(len(placements))
     strided = [axis for axis in axes if isinstance(placements[axis], _StridedShard)]
     plain = [axis for axis in axes if isinstance(placements[axis], Shard) and axis not in strided]
@@ -136,7 +138,7 @@ def slice_at(
 
 
 def _chunk(tensor: torch.Tensor, dim: int, num_chunks: int, index: int) -> torch.Tensor:
-    """Chunk as `torch.chunk` cuts it, empty where there are fewer rows than chunks."""
+    """The chunk of that index as `torch.chunk` splits, but empty beyond the last chunk."""
     size = tensor.size(dim)
     step = -(-size // num_chunks)
     start = min(index * step, size)
@@ -153,14 +155,14 @@ def _refuse_valueless(slots: list[_Slot]) -> None:
     ]
     if valueless:
         raise InitializationError(
-            f"no code gave values to {few(valueless)}: the constructor made the memory (torch.empty or "
-            "torch.Tensor) and wrote nothing into it. Initialise it in the constructor, for example with torch.nn.init."
+            f"no code gave values to {few(valueless)}: the constructor allocated it (torch.empty or torch.Tensor) "
+            "without writing any values. Initialise it in the constructor, for example with torch.nn.init."
         )
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Replace meta tensors by memory on the device. Ties and attributes of parameters stay."""
-    twins: dict[int, torch.Tensor] = {}  # by id of the meta tensor, which lives as long as `held`
+    """Replace meta tensors by uninitialised ones on the device, keeping tied parameters and their attributes."""
+    twins: dict[int, torch.Tensor] = {}  # by id of the meta tensor, which `held` keeps alive
     held: list[torch.Tensor] = []
     for module in model.modules():
         for name, tensor in own_tensors(module).items():
@@ -170,7 +172,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
                 held.append(tensor)
                 twins[id(tensor)] = _twin(tensor, device)
             setattr(module, name, twins[id(tensor)])
-    # FSDP2 keeps books on its DTensors, so they are allocated its way, which keeps the parameter objects.
+    # FSDP2 tracks its DTensors, so allocate them as `Module.to_empty` does, which keeps the parameter objects.
     if any(tensor.is_meta for tensor in model.parameters()):
         model._apply(  # pyright: ignore[reportPrivateUsage]
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor

@@ -1,4 +1,4 @@
-"""Record every op on delayed tensors: run it on the meta device, and put it on tape for later."""
+"""A dispatch mode that runs every op on delayed tensors on the meta device and records it on a tape."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ _WITHOUT_VALUES = {
 
 
 class Recorder(TorchDispatchMode):
-    """Run every op on the meta device and put it on tape."""
+    """Runs ops on delayed tensors on the meta device and records them; other ops run as usual."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
             try:
                 return self._record(func, args, kwargs, draws=draws)
             except (NotImplementedError, RuntimeError) as error:
-                # Shapes that depend on values (boolean masks, nonzero): meta kernels refuse, values decide.
+                # Output shapes that depend on values (boolean masks, nonzero): meta kernels fail, so use values.
                 is_refused = torch.Tag.dynamic_output_shape in func.tags and not func._schema.is_mutable
                 if is_refused and not isinstance(error, InitializationError):
                     return self._run_on_values(func, args, kwargs)
@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
     def record_overwrite(
         self, func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any, ...], generator: torch.Generator | None
     ) -> None:
-        """Put on tape a call `func(tensor, *args, generator=...)` that draws and overwrites the tensor."""
+        """Record a call `func(tensor, *args, generator=...)` that overwrites the tensor with random numbers."""
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             version = {self._written(tensor, overwrites=True)}
             self._append(func, (tensor, *args), {"generator": generator}, touched=version, changed=version, draws=True)
@@ -104,7 +104,9 @@ class Recorder(TorchDispatchMode):
         outputs = tuple(self._hold(output, is_written=func not in _WITHOUT_VALUES) for output in _tensors(result))
         changed = {self.tape.view(tensor).version for tensor in targets}
         changed |= {view.version for view in outputs if view is not None}
-        if (changed or draws) and func not in _WITHOUT_VALUES:  # else it is a view of known memory: nothing to replay
+        if (
+            changed or draws
+        ) and func not in _WITHOUT_VALUES:  # else it made a view or uninitialised memory: nothing to replay
             self._append(func, args, kwargs, outputs=outputs, touched=touched, changed=changed, draws=draws)
         return result
 
@@ -140,7 +142,7 @@ class Recorder(TorchDispatchMode):
         return value
 
     def _written(self, tensor: torch.Tensor, *, overwrites: bool) -> int:
-        """Version of a tensor that an op has written; a new one if all of its storage was overwritten."""
+        """Version of a tensor that an op wrote; a new one if the op overwrote the whole storage."""
         covers_storage = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
         if overwrites and covers_storage and _is_dense(tensor):
             return self.tape.new_version(tensor, is_written=True)
@@ -158,12 +160,12 @@ class Recorder(TorchDispatchMode):
         if not self.tape.holds(tensor):
             raise InitializationError(
                 f"while initialisation is delayed, {func} writes into a tensor of shape {tuple(tensor.shape)} that "
-                "already has memory (it was made outside, or from data by torch.tensor or torch.load). Make the "
-                "tensor inside with an op such as torch.zeros, or build and fill it outside, in __init__."
+                "already has memory (it was created outside, or from data by torch.tensor or torch.load). Create the "
+                "tensor inside with an op such as torch.zeros, or create and fill it outside, in __init__."
             )
 
     def _run_on_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op whose result depends on values, on values computed now. Its outputs are real tensors."""
+        """Run an op whose result depends on values now, on computed values; its outputs are real tensors."""
 
         def value(argument: Any) -> Any:
             is_delayed = isinstance(argument, torch.Tensor) and self.tape.holds(argument)
@@ -173,7 +175,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie one after the other in memory, in whatever order of dimensions."""
+    """Whether the elements are contiguous in memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -185,7 +187,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _written_arguments(
     arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[torch.Tensor, bool]]:
-    """Tensors that an op writes by its schema, and whether each is an `out=` argument."""
+    """Tensors that an op writes according to its schema, and whether each is an `out=` argument."""
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     return [
         (tensor, argument.is_out)
@@ -196,11 +198,11 @@ def _written_arguments(
 
 
 def refuse_other_device(func: Any, device: torch.device | str | int | None) -> None:
-    """Raise an InitializationError for a call that makes a tensor elsewhere than on the CPU."""
+    """Raise an InitializationError if a call creates a tensor on a device other than the CPU."""
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
         raise InitializationError(
-            f"while initialisation is delayed, {func} places a tensor on {device}. Build the model on the CPU (leave "
-            "the device out, and make no `torch.device` context): its parts are put on their device afterwards."
+            f"while initialisation is delayed, {func} places a tensor on {device}. Build the model on the CPU "
+            "(without a device argument or a `torch.device` context): its parts are put on their device afterwards."
         )
 
 

@@ -1,4 +1,4 @@
-"""Run a tape for real, keeping no tensor longer than the next op that needs it."""
+"""Replay a tape on real tensors, freeing each as soon as no later op needs it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from hyperpod_plugins.errors import InitializationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """What a replay cost."""
+    """Cost of a replay."""
 
     num_ops: int
-    """Ops run."""
+    """Number of ops run."""
     peak_bytes: int
-    """Most bytes alive at once in storages named on the tape; what an op needs inside itself is not counted."""
+    """Peak size of the tape's storages in bytes, without temporary memory inside ops."""
 
 
 def replay(tape: Tape, wanted: Sequence[View], fill: Callable[[int, torch.Tensor], None]) -> ReplayReport:
-    """Compute views of a tape and hand each to `fill(index in wanted, full value)` as soon as it is final.
+    """Compute views of a tape, passing each to `fill(index in wanted, full value)` as soon as it is final.
 
-    The value is freed after the call. The generators end in the state that building eagerly would have left.
+    The value is freed after the call. The random generators end in the state that building eagerly would have left.
     """
     waiting: dict[int, list[int]] = {}
     for index, view in enumerate(wanted):
@@ -51,10 +51,10 @@ def replay(tape: Tape, wanted: Sequence[View], fill: Callable[[int, torch.Tensor
 
 
 def read_value(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a delayed tensor in the middle of a build, for code that looks at its value.
+    """Compute a delayed tensor during a build, for code that reads its value.
 
     Raises:
-        InitializationError: the value depends on random numbers, which have not been drawn yet.
+        InitializationError: the value depends on random numbers, which are not drawn yet.
     """
     view = tape.view(tensor)
     plan = plan_replay(tape.ops, {view.version}, with_draws=False)
@@ -71,7 +71,7 @@ def read_value(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Memory:
-    """The real storages behind the versions of a tape."""
+    """Real storages for the versions of a tape."""
 
     def __init__(self, tape: Tape, players: list[StreamPlayer]) -> None:
         self.players = players
@@ -80,7 +80,7 @@ class _Memory:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def tensor(self, view: View) -> torch.Tensor:
-        """The real tensor of a view; memory that no op has made yet is allocated and has no values."""
+        """Real tensor of a view; a storage that no op has created yet is allocated uninitialised."""
         storage = self._storages.get(view.version)
         if storage is None:
             storage = torch.UntypedStorage(self._tape.versions[view.version].size_bytes)
@@ -124,7 +124,7 @@ class _Memory:
         return value
 
     def _laid_out(self, output: torch.Tensor, view: View) -> torch.UntypedStorage:
-        """Storage of an output, copied where the real kernel lays memory out otherwise than the meta kernel said."""
+        """Storage of an output, copied if the real kernel's memory layout differs from the meta kernel's."""
         expected = self._tape.versions[view.version].size_bytes
         storage = output.untyped_storage()
         is_same = (output.stride(), output.storage_offset()) == (view.stride, view.offset)

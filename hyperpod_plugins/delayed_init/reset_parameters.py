@@ -1,8 +1,8 @@
-"""Initialise a model that was built on the plain meta device, module by module, by the module's own initialiser.
+"""Initialise a model built under `torch.device("meta")`, one module at a time, with each module's own initialiser.
 
-Without a tape nobody knows what the constructor would have done. What can be trusted is the convention of torch,
-`reset_parameters`, and that of Hugging Face models, `_init_weights`. They run on full, real tensors put in the
-place of one module's sharded ones. Every tensor must have been written by them, else it is an error.
+Without a tape, the constructor's operations are unknown. This relies on two conventions instead: `reset_parameters`
+of torch and `_init_weights` of Hugging Face models. They run on full, real tensors that temporarily replace the
+sharded ones of a module. It is an error if they leave a tensor unwritten.
 """
 
 from collections.abc import Callable
@@ -31,23 +31,23 @@ class _InitializesWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Initializer:
-    """How one module gives values to its own tensors."""
+    """The initialiser of one module's own tensors."""
 
     name: str
     """Name of the module."""
     module: nn.Module
-    """Module that owns tensors without values."""
+    """The module."""
     tensor_names: tuple[str, ...]
-    """Its parameters and buffers that need values."""
+    """Its own parameters and buffers that need values."""
     call: Callable[[], None]
-    """Writes them in place."""
+    """Initialises them in place."""
 
 
 def find_initializers(model: nn.Module, missing: set[str]) -> list[Initializer]:
-    """Find for each missing tensor the initialiser of the module that owns it.
+    """Find the initialiser of each module that owns a tensor named in `missing`.
 
     Raises:
-        InitializationError: some module has none.
+        InitializationError: a module has no initialiser.
     """
     found: list[Initializer] = []
     without: list[str] = []
@@ -70,7 +70,7 @@ def find_initializers(model: nn.Module, missing: set[str]) -> list[Initializer]:
 
 
 def reset_module(initializer: Initializer, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-    """Run one initialiser on full tensors and hand each to `copy(target, full)`.
+    """Run one initialiser on full tensors and pass each to `copy(target, full)`.
 
     Raises:
         InitializationError: the initialiser left a tensor unwritten.
@@ -93,7 +93,7 @@ def reset_module(initializer: Initializer, copy: Callable[[torch.Tensor, torch.T
         value, target = full[key], targets[key]
         if _is_untouched(value):
             raise InitializationError(
-                f"{full_name(initializer.name, key)} is on the meta device and the initialiser of its module "
+                f"{full_name(initializer.name, key)} is on the meta device, and the initialiser of its module "
                 f"({type(module).__name__}) gives it no values. Build the model inside "
                 "hyperpod_plugins.delayed_init.delayed_init() instead of torch.device('meta')."
             )
@@ -101,7 +101,7 @@ def reset_module(initializer: Initializer, copy: Callable[[torch.Tensor, torch.T
 
 
 def _initializer_of(model: nn.Module, name: str, module: nn.Module) -> Callable[[], None] | None:
-    """The `_init_weights` of the innermost Hugging Face model around a module, else its own `reset_parameters`."""
+    """The `_init_weights` of the innermost Hugging Face model that contains a module, else its `reset_parameters`."""
     parts = name.split(".") if name else []
     for depth in range(len(parts), -1, -1):
         ancestor = model.get_submodule(".".join(parts[:depth]))
@@ -120,7 +120,7 @@ class _Bound:
 
 
 def _scratch(target: torch.Tensor) -> torch.Tensor:
-    """A full CPU tensor in place of a possibly sharded one, filled with a byte pattern that marks it as untouched."""
+    """Full CPU tensor that stands in for a possibly sharded one, filled with bytes that mark it as unwritten."""
     full = torch.empty(target.shape, dtype=target.dtype, device="cpu")
     full.view(-1).view(torch.uint8).fill_(_UNTOUCHED_BYTE)
     return nn.Parameter(full, requires_grad=False) if isinstance(target, nn.Parameter | DTensor) else full

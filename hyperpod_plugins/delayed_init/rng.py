@@ -1,11 +1,11 @@
-"""Random streams on tape: which numbers a delayed op will draw, although nothing is drawn while the model is built.
+"""Record and replay random streams, so that delayed ops draw the same numbers as eager ones.
 
 [Note: seeds seen on tape]
-User code may look at or set the state of a generator in the middle of a build (`torch.manual_seed`, `fork_rng`).
-Delayed ops draw nothing, so the state of the generator would stand still and a saved state would mean nothing.
-After every delayed draw we therefore put the generator into a made-up state that stands for "after draw n".
-If the state found at the next draw is the expected one, nobody touched it. If it stands for "after draw m",
-somebody went back there. Any other state was set by the user, and is put on tape as it is.
+User code may read or set the state of a generator during a build (`torch.manual_seed`, `fork_rng`). Delayed ops draw
+nothing, so the state of the generator would not advance and a saved state would be meaningless. After every delayed
+draw we therefore set the generator to an artificial state that stands for "after draw n". If the next draw finds the
+expected state, the generator is unchanged. If it finds the state for "after draw m", user code has restored that one.
+Any other state was set by the user and is recorded as it is.
 """
 
 import hashlib
@@ -13,23 +13,24 @@ from dataclasses import dataclass
 
 import torch
 
-_TOKEN_STEP = 0x9E3779B97F4A7C15  # odd, so that tokens of different draws differ; large, so that no user picks one
+# Seeds of the artificial states: odd, so that different draws have different ones; large, so that no user picks one.
+_TOKEN_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """One delayed op that draws random numbers."""
+    """The random numbers that one delayed op draws."""
 
     stream: int
-    """Index of the generator on tape; 0 is torch's default CPU generator."""
+    """Index of the generator on the tape; 0 is torch's default CPU generator."""
     number: int
-    """How many draws of this stream have happened when the op is done, counted from 1."""
+    """Number of this draw in its stream, from 1."""
     reseed: torch.Tensor | int | None
-    """State to set before: a user's state, the number of the draw to go back to (0: the start), or None."""
+    """State to set before the draw: the user's, or the one after this draw (0: the start); None keeps the state."""
 
 
 class Stream:
-    """One CPU generator while ops are being recorded."""
+    """A CPU generator while ops are recorded."""
 
     def __init__(self, generator: torch.Generator, index: int) -> None:
         self.generator = generator
@@ -42,7 +43,7 @@ class Stream:
         self._numbers = {self._expected: 0}
 
     def draw(self) -> Draw:
-        """Put one draw on tape."""
+        """Record one draw."""
         reseed = self._reseed()
         self._num_draws += 1
         self.generator.manual_seed(self._num_draws * _TOKEN_STEP % 2**63)
@@ -51,7 +52,7 @@ class Stream:
         return Draw(self._index, self._num_draws, reseed)
 
     def close(self) -> None:
-        """End recording: note the state the user left, and put the generator back to where it was."""
+        """End recording: save the state that the user left, and restore the generator's state from before."""
         self.final = self._reseed()
         self.generator.set_state(self.entry_state)
 
@@ -68,7 +69,7 @@ class Stream:
 
 
 class StreamPlayer:
-    """One generator while the tape is replayed: it really draws."""
+    """A generator while the tape is replayed, when it really draws."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -76,16 +77,16 @@ class StreamPlayer:
         stream.generator.set_state(stream.entry_state)
 
     def before(self, draw: Draw) -> None:
-        """Bring the generator into the state in which eager code would have found it."""
+        """Set the generator to the state that eager code would have found."""
         self._set(draw.reseed)
 
     def after(self, draw: Draw) -> None:
-        """Keep the state if the build went back to it later."""
+        """Save the state if the build restored it later."""
         if draw.number in self._stream.kept_numbers:
             self._kept[draw.number] = self._stream.generator.get_state()
 
     def finish(self) -> None:
-        """Leave the state that eager code would have left."""
+        """Set the generator to the state that eager code would have left."""
         self._set(self._stream.final)
 
     def _set(self, reseed: torch.Tensor | int | None) -> None:

@@ -1,10 +1,10 @@
-"""The tape of a delayed build: which op wrote which memory, and the pure plan of replaying it in little memory.
+"""The tape of a delayed build: the ops and the memory they write, and the plan of a replay that needs little memory.
 
 [Note: versions]
-Tensors are named by the storage they look into, so views, `.data` and tied weights need no care of their own.
-A storage has a new *version* each time an op overwrites all of it without reading it. A linear layer that the
-constructor fills and `_init_weights` fills again thus has two versions, and only the second must be kept. The first
-is still drawn, because the random numbers must come out the same, but into memory that is freed at once.
+Tensors are identified by their storage, so views, `.data` and tied weights need no special care. A storage gets a new
+*version* each time an op overwrites all of it without reading it. A linear layer that the constructor fills and
+`_init_weights` fills again thus has two versions, and only the second must be kept. The first is still drawn, so that
+later random numbers are the same, but into memory that is freed at once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,18 +19,18 @@ from hyperpod_plugins.delayed_init.rng import Draw, Stream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """One strided look into one version of a storage."""
+    """A strided view of one version of a storage."""
 
     version: int
     """Index into `Tape.versions`."""
     size: tuple[int, ...]
     """Shape of the tensor."""
     stride: tuple[int, ...]
-    """Elements to step per dimension."""
+    """Strides in elements."""
     offset: int
-    """Elements before the first one."""
+    """Storage offset in elements."""
     dtype: torch.dtype
-    """Element type under which the bytes are read."""
+    """Element type of the view."""
     is_conj: bool = False
     """Whether the tensor is lazily conjugated."""
     is_neg: bool = False
@@ -39,14 +39,14 @@ class View:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A real tensor that a delayed op reads, as it was then."""
+    """Copy of a real tensor that a delayed op reads, made when the op was recorded."""
 
     value: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorRef:
-    """The place of a `torch.Generator` argument."""
+    """Stands for a `torch.Generator` argument, by the index of its stream."""
 
     stream: int
 
@@ -66,38 +66,38 @@ class Op:
     """One recorded call. Tensors in `args` and `kwargs` are `View` or `Constant`."""
 
     func: Callable[..., Any]
-    """What to call: an aten op, or a function that is replayed as a whole."""
+    """Function to call: an aten op, or a function that is replayed as a whole."""
     args: tuple[Any, ...]
     """Positional arguments."""
     kwargs: dict[str, Any]
     """Keyword arguments."""
     outputs: tuple[View | None, ...]
-    """New memory it returns, in order; None for a tensor that was known before."""
+    """Returned tensors in order; None for a tensor whose storage was on the tape before."""
     touched: frozenset[int]
-    """Versions it reads or writes, outputs not included."""
+    """Versions that the op reads or writes, without outputs."""
     changed: frozenset[int]
-    """Versions it writes, outputs included."""
+    """Versions that the op writes, including outputs."""
     default_dtype: torch.dtype
-    """`torch.get_default_dtype()` at the time."""
+    """`torch.get_default_dtype()` when the op was recorded."""
     draw: Draw | None
-    """The random numbers it takes, if any."""
+    """The random numbers that the op draws, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan:
-    """Which ops to run, and when memory may go."""
+    """Which ops to run in which order, and when to free memory."""
 
     steps: tuple[int, ...]
-    """Indices of the ops, in the order to run them."""
+    """Indices of the ops in the order to run them."""
     last_use: dict[int, int]
-    """Version: index of the last op that touches it."""
+    """Version to the index of the last op that uses it."""
 
 
 def plan_replay(ops: Sequence[Op], wanted: Iterable[int], *, with_draws: bool) -> ReplayPlan:
-    """Choose the ops that the wanted versions depend on and, with draws, every op that draws random numbers.
+    """Choose the ops that the wanted versions depend on and, if `with_draws`, every op that draws random numbers.
 
-    Draws keep their order. Every other op comes as early as its inputs allow, so that `model.bfloat16()` at the end of
-    a build does not keep the whole model alive in float32.
+    Draws keep their order. Every other op runs as early as its inputs allow, so that `model.bfloat16()` at the end of
+    a build does not keep the whole model in memory in float32.
     """
     needed = set(wanted)
     chosen: list[int] = []
@@ -108,7 +108,7 @@ def plan_replay(ops: Sequence[Op], wanted: Iterable[int], *, with_draws: bool) -
             needed |= op.touched
 
     turn_of_op: dict[int, int] = {}
-    turn_of_version: dict[int, int] = {}  # of the last op so far that touches it
+    turn_of_version: dict[int, int] = {}  # turn of the latest op so far that touches the version
     for index in reversed(chosen):
         op = ops[index]
         earlier = [turn_of_version[version] for version in op.touched if version in turn_of_version]
@@ -120,18 +120,18 @@ def plan_replay(ops: Sequence[Op], wanted: Iterable[int], *, with_draws: bool) -
 
 
 class Tape:
-    """What was done to the tensors of a model while it was built, in order."""
+    """The ops on a model's tensors during its build, in order."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.versions: list[Version] = []
         self.streams: list[Stream] = [Stream(torch.default_generator, 0)]
-        # Storages are held so that their addresses, which name them, are not used again. On meta they take no memory.
+        # Keep storages alive so that their addresses, used as keys, are not reused. Meta storages take no memory.
         self._held: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     @property
     def rng_state(self) -> torch.Tensor:
-        """State of the default CPU generator when the build began. Set it to rank 0's before materializing."""
+        """State of the default CPU generator when the build began. Set it to rank 0's before `materialize`."""
         return self.streams[0].entry_state
 
     @rng_state.setter
@@ -139,11 +139,11 @@ class Tape:
         self.streams[0].entry_state = state
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the values of this tensor are on tape rather than in memory."""
+        """Whether the values of this tensor are on the tape rather than in memory."""
         return _key(tensor) in self._held
 
     def view(self, tensor: torch.Tensor) -> View:
-        """Name a delayed tensor by what it looks into."""
+        """The view of a storage version that a delayed tensor stands for."""
         return View(
             version=self._held[_key(tensor)][1],
             size=tuple(tensor.shape),
@@ -155,14 +155,14 @@ class Tape:
         )
 
     def new_version(self, tensor: torch.Tensor, *, is_written: bool) -> int:
-        """Begin a version of the storage behind `tensor`, which may be new to the tape."""
+        """Begin a new version of the storage of `tensor`, which may be new to the tape; returns its index."""
         storage = tensor.untyped_storage()
         self.versions.append(Version(storage.nbytes(), is_written))
         self._held[_key(tensor)] = (storage, len(self.versions) - 1)
         return len(self.versions) - 1
 
     def stream(self, generator: torch.Generator | None) -> Stream:
-        """The stream of a generator, the default one for None."""
+        """The stream of a generator, added if new; None means torch's default generator."""
         if generator is None:
             return self.streams[0]
         for stream in self.streams:
@@ -177,7 +177,7 @@ class Tape:
             stream.close()
 
     def bind(self, module: torch.nn.Module) -> None:
-        """Note the delayed tensors that a module owns itself, before sharding replaces its parameters by others."""
+        """Remember the delayed tensors that a module owns directly, before sharding replaces its parameters."""
         views = {name: self.view(tensor) for name, tensor in own_tensors(module).items() if self.holds(tensor)}
         if views:
             _bindings[module] = Binding(tape=self, views=views)
@@ -185,45 +185,45 @@ class Tape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """The tape of one module's tensors. Modules stay the same objects when they are sharded; parameters do not."""
+    """The delayed tensors of one module. Sharding keeps module objects but replaces parameters."""
 
     tape: Tape
-    """What holds the values."""
+    """The tape that has the values."""
     views: dict[str, View]
-    """Name in the module: which value."""
+    """Name in the module to the view of its value."""
 
 
 _bindings: WeakKeyDictionary[torch.nn.Module, Binding] = WeakKeyDictionary()
 
 
 def binding_of(module: torch.nn.Module) -> Binding | None:
-    """The tape of the tensors that a module owns itself, or None."""
+    """The delayed tensors that a module owns directly, or None."""
     return _bindings.get(module)
 
 
 def release(model: torch.nn.Module) -> None:
-    """Forget the tapes of a model, whose tensors have their values now."""
+    """Drop the tapes of a model, once its tensors have their values."""
     for module in model.modules():
         _bindings.pop(module, None)
 
 
 def tapes_of(model: torch.nn.Module) -> list[Tape]:
-    """All tapes with delayed tensors of a model, in the order of its modules.
+    """All tapes that hold delayed tensors of a model, in the order of its modules.
 
-    Ranks that must build the same model set `rng_state` of each to that of the first rank before `materialize`.
+    For the same initial values on all ranks, set the `rng_state` of each tape to rank 0's before `materialize`.
     """
     bindings = (binding_of(module) for module in model.modules())
     return list(dict.fromkeys(binding.tape for binding in bindings if binding is not None))
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that a module owns itself, by their names in it."""
+    """Parameters and buffers that a module owns directly, by name."""
     named = [*module.named_parameters(recurse=False, remove_duplicate=False)]
     return dict([*named, *module.named_buffers(recurse=False, remove_duplicate=False)])
 
 
 def full_name(prefix: str, name: str) -> str:
-    """Name of something in a module, seen from the model: `prefix` is the module's name, empty for the model itself."""
+    """Qualified name of a module's member; `prefix` is the module's name, empty for the model itself."""
     return f"{prefix}.{name}" if prefix else name
 
 

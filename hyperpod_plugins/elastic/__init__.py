@@ -1,10 +1,12 @@
-"""Members that come and go: who belongs to a job, and how they agree on it."""
+"""Elastic membership: which workers belong to a job, and how they agree on it."""
 
 from hyperpod_plugins.elastic.membership.preemption import elastic_event_detected, watch_elastic_events
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord
 
 __all__ = [
+    "ElasticPolicy",
     "FailureRecord",
     "JobStore",
     "elastic_event_detected",

@@ -1,4 +1,4 @@
-"""Processes of a job: how one ends with the one that started it, its limits, names of signals, how hosts resolve."""
+"""Process helpers: ending with the parent process, open-file limits, signal names and DNS resolver options."""
 
 import ctypes
 import os
@@ -6,31 +6,29 @@ import resource
 import signal
 from pathlib import Path
 
-# How a process ends with the one that started it, however that ends.
-
 RESOLVER = "timeout:1 attempts:1"
-"""Options of the C library's resolver, for `RES_OPTIONS`."""
+"""Options for the C library's DNS resolver; the value of `RES_OPTIONS`."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def set_parent_death_signal(parent_pid: int) -> None:
-    """Have the kernel end this process when its parent ends, however that ends."""
+    """Have the kernel kill this process (SIGKILL) when its parent exits, for whatever reason."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent_pid:  # it ended before the kernel knew
+    if os.getppid() != parent_pid:  # the parent exited before prctl took effect
         os._exit(1)
 
 
 def clear_parent_death_signal() -> None:
-    """Take `die_with` back."""
+    """Undo `set_parent_death_signal`."""
     _libc.prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def exit_with_agent(agent_pid: int) -> None:
-    """Have a worker of torchrun end when its agent does; torchrun itself lets it run on.
+    """Have a torchrun worker exit when its agent does; torchrun itself leaves the worker running.
 
     Raises:
-        SystemExit: the agent has ended already.
+        SystemExit: the agent has already exited.
     """
     if os.getppid() == agent_pid:
         set_parent_death_signal(agent_pid)
@@ -39,7 +37,7 @@ def exit_with_agent(agent_pid: int) -> None:
 
 
 def signal_name(number: int) -> str:
-    """Name of a signal, also of one that has none (the real-time ones)."""
+    """Return the name of a signal; `signal N` for those without a name (the real-time signals)."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -47,11 +45,11 @@ def signal_name(number: int) -> str:
 
 
 OPEN_FILES = 65536
-"""Enough for 13,000 workers, each of which keeps up to five connections."""
+"""Limit of open files: enough for 13,000 workers with up to five connections each."""
 
 
 def allow_connections() -> None:
-    """Raise this process's limit of open files, 1,024 on most systems, as far as it may, up to `OPEN_FILES`."""
+    """Raise this process's open-file limit (1,024 on most systems) as far as allowed, up to `OPEN_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

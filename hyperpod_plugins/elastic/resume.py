@@ -1,4 +1,4 @@
-"""Whether a checkpoint that the job's store names was written by this user: a store may be open to others."""
+"""Check that a checkpoint named by the job's store was written by this user; other users may reach the store."""
 
 import os
 import stat
@@ -9,16 +9,17 @@ from hyperpod_plugins.errors import ConfigError
 
 
 def check_checkpoint(path: str) -> str:
-    """See that only this user can have written a checkpoint from which all processes are to go on.
+    """Check that only this user can have written the checkpoint from which all processes resume.
 
-    Whoever reaches the job's store may write a path there, but not a folder of this user. Where a file system changes
-    owners (such as NFS that maps root to nobody), the folder must have the owner that a file made beside it gets.
+    Anyone who can reach the job's store can write a path there, but cannot write a folder of this user. Where a file
+    system changes owners (such as NFS, which maps root to nobody), the checkpoint must have the owner that a new file
+    beside it gets.
 
     Returns:
-        The path that was checked, without symbolic links: what they lead to may change.
+        The checked path with symbolic links resolved, since their targets may change later.
 
     Raises:
-        ConfigError: it is not there, belongs to another user, or others may write in it.
+        ConfigError: the checkpoint does not exist, belongs to another user, or is writable by others.
     """
     why, resolved = refusal(path), path
     if why is None:
@@ -28,13 +29,13 @@ def check_checkpoint(path: str) -> str:
         raise ConfigError(
             f"the job's store says that all processes go on from {path!r:.300}, but {why}. If the job wrote this "
             "itself, keep checkpoints on storage that all nodes share, in folders that only its user may write to. "
-            "Otherwise somebody else writes to the store: choose an endpoint that only this job's machines reach."
+            "Otherwise another user writes to the store: choose an endpoint that only this job's machines can reach."
         )
     return resolved
 
 
 def refusal(checkpoint: str) -> str | None:
-    """Why no process goes on from a checkpoint; None where nothing speaks against it."""
+    """Return why a checkpoint cannot be trusted; None if it can."""
     path = Path(checkpoint)
     try:
         status = path.stat()
@@ -47,12 +48,12 @@ def refusal(checkpoint: str) -> str | None:
     except OSError as error:
         return f"it cannot be read here ({error.strerror})"
     except ValueError as error:  # a path with a NUL
-        return f"this is no path ({error})"
+        return f"this is not a path ({error})"
     return None
 
 
 def _owner_beside(path: Path) -> int:
-    """Owner of a file that this process makes in the same folder; -1 where it may not."""
+    """Owner (uid) of a file that this process creates in the same folder; -1 if it may not."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.resolve().parent, prefix=".owner-") as file:
             return os.fstat(file.fileno()).st_uid

@@ -1,7 +1,7 @@
-"""The folder in shared memory where a node's workers keep their snapshots: an agent makes it, and it outlives them.
+"""The shared-memory folder where a node's workers keep their snapshots: the agent creates it, and it outlives them.
 
-It belongs to the agent's process: removed when that ends, and, where nothing in that process could do it any more, by
-the next agent that starts on the node. It is a folder of its own user, with mode 0700.
+The folder belongs to the agent's process and is removed when that process exits. If the agent is killed before it can
+do so, the next agent that starts on the node removes the folder. It is owned by this user, with mode 0700.
 """
 
 import atexit
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 @cache
 def make_snapshot_folder() -> str:
-    """Make the folder of this process, have it removed at its end, and remove those of agents that are gone.
+    """Create this process's folder, to be removed at exit, and remove the folders of agents that are gone.
 
     Returns:
-        Its path; empty where the machine has no shared memory, or another user holds the name.
+        The path of the folder; empty if the machine has no shared memory or another user owns the parent folder.
     """
     root = shared_memory_folder()
     if root is None:
@@ -30,31 +30,33 @@ def make_snapshot_folder() -> str:
     try:
         root.mkdir(mode=0o700, exist_ok=True)
         if not is_ours(root):
-            log.warning("%s belongs to another user or is open to others: snapshots end with their processes", root)
+            log.warning("%s belongs to another user or is open to others: snapshots end with their process", root)
             return ""
         remove_stale(root)
         folder = root / f"{os.getpid()}-{_start_of(os.getpid())}-{_namespace()}"
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        log.warning("no folder for snapshots in shared memory (%s): they end with their processes", error)
+        log.warning(
+            "cannot create the snapshot folder in shared memory (%s): snapshots are lost with their process", error
+        )
         return ""
     atexit.register(_remove, folder, os.getpid())
     return str(folder)
 
 
 def set_snapshot_folder() -> None:
-    """Tell the workers that this process starts later where the folder is, and make it the first time."""
-    os.environ[SNAPSHOTS] = make_snapshot_folder()  # noqa: TID251  (written, for workers inherit it)
+    """Put the folder's path into the environment, for workers started later; creates the folder on the first call."""
+    os.environ[SNAPSHOTS] = make_snapshot_folder()  # noqa: TID251  (written: workers inherit the environment)
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether this is a folder, no link, of this user, that nobody else can enter."""
+    """Whether this is a folder (not a link) that this user owns and no other user can access."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def remove_stale(root: Path) -> None:
-    """Remove the folders of processes that are gone; not those of containers that only share the memory with us."""
+    """Remove the folders of processes that are gone, except those of other containers that share this memory."""
     for folder in root.iterdir():
         pid, start, namespace = [*folder.name.split("-"), "", ""][:3]
         if pid.isdecimal() and namespace == _namespace() and _start_of(int(pid)) != start:
@@ -67,7 +69,7 @@ def _remove(folder: Path, pid: int) -> None:
 
 
 def _start_of(pid: int) -> str:
-    """When a process began, as the kernel counts; empty if there is none. With the number, unique while it is up."""
+    """Start time of a process in clock ticks since boot; empty if it is gone. Unique, with the pid, until reboot."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -75,5 +77,5 @@ def _start_of(pid: int) -> str:
 
 
 def _namespace() -> str:
-    """In which the numbers of processes have a meaning."""
+    """Inode of this process's PID namespace: pids are comparable only within one."""
     return str(os.stat("/proc/self/ns/pid").st_ino)

@@ -1,4 +1,4 @@
-"""Faults on purpose: schedules, and a command that makes them in a running job."""
+"""Fault injection: fault schedules for a program, and `hyperpod chaos`, which injects faults into a running job."""
 
 from hyperpod_plugins.fault_injection.faults import Fault, InjectedFault, parse_faults, random_faults
 

@@ -1,6 +1,6 @@
-"""Faults from outside, for a running `hyperpodrun` job on this machine: its workers are found through /proc.
+"""Send signals to random workers of a running `hyperpodrun` job on this machine.
 
-An agent has one child that imports for the workers, the zygote, and that one's children are the workers.
+Workers are found through /proc: each agent has a fork server as its child, whose children are the workers.
 """
 
 import contextlib
@@ -17,23 +17,23 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.fault_injection.faults import FaultKind, draw_cause
 
 SIGNALS: dict[FaultKind, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-"""What can be done to a process from outside."""
+"""The fault kinds that can be injected into another process."""
 _FORK_SERVER = b"hyperpod_plugins.elastic.launcher.fork_server"
 _PROC = Path("/proc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
-    """How often, how many and what."""
+    """How many faults to inject, how often and of which kinds."""
 
     every_s: float = 30.0
-    """Mean of the gaps, which are drawn from an exponential distribution: faults know nothing of each other."""
+    """Mean time between faults, which are independent: intervals are drawn from an exponential distribution."""
     count: int = 10
-    """Faults in all."""
+    """Total number of faults."""
     seed: int = 0
     kinds: tuple[FaultKind, ...] = ("kill",)
     resume_s: float = 60.0
-    """After how long a stopped process goes on."""
+    """Time after which a stopped process is resumed."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -44,25 +44,25 @@ class ChaosPlan:
             )
         if not self.kinds or set(self.kinds) - set(SIGNALS):
             raise ConfigError(
-                f"kinds={','.join(self.kinds) or '(none)'}, but from outside a process can only be subject to "
-                f"{', '.join(SIGNALS)}. For other kinds put an injector into the program: see recovery.faults."
+                f"kinds={','.join(self.kinds) or '(none)'}, but only {', '.join(SIGNALS)} can be injected from "
+                "outside a process. For other kinds, use an Injector in the program: see fault_injection.faults."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledKill:
-    """A fault that is to come."""
+    """One fault of a schedule."""
 
     wait_s: float
-    """After the one before."""
+    """Time after the previous fault."""
     kind: FaultKind
     cause: str
     choice: float
-    """Which worker, as a fraction of their ordered list, in `0 .. 1`."""
+    """Which worker: a fraction of the ordered list of workers, in `0 .. 1`."""
 
 
 def schedule(plan: ChaosPlan) -> Iterator[ScheduledKill]:
-    """The whole schedule: the same for the same plan."""
+    """The schedule of a plan; equal plans give equal schedules."""
     draw = random.Random(plan.seed)
     for _ in range(plan.count):
         wait_s = draw.expovariate(1 / plan.every_s)
@@ -72,7 +72,7 @@ def schedule(plan: ChaosPlan) -> Iterator[ScheduledKill]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A process of this machine, as /proc shows it."""
+    """A process of this machine, as read from /proc."""
 
     pid: int
     parent: int
@@ -82,12 +82,12 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is neither dead nor about to be."""
+        """Whether the process is neither a zombie nor dead."""
         return self.state not in "ZX"
 
 
 def processes() -> dict[int, Process]:
-    """All processes by pid."""
+    """All processes of this machine by pid."""
     found: dict[int, Process] = {}
     for folder in _PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -101,13 +101,16 @@ def processes() -> dict[int, Process]:
 
 
 def agents_in(table: dict[int, Process]) -> list[int]:
-    """Pids of all agents: parents of zygotes, which are not zygotes themselves."""
+    """Pids of all agents: the parents of fork servers that are not fork servers themselves."""
     fork_servers = {each.pid for each in table.values() if _FORK_SERVER in each.command and each.is_alive}
     return sorted({table[pid].parent for pid in fork_servers if table[pid].parent not in fork_servers} & set(table))
 
 
 def workers_in(table: dict[int, Process], agents: Sequence[int]) -> list[int]:
-    """Pids of the agents' workers; a spare, which has no program and so a single thread, is none where others are."""
+    """Pids of the agents' workers, without spares.
+
+    A spare runs no program and so has a single thread. If every child has a single thread, all are returned.
+    """
     fork_servers = {each.pid for each in table.values() if each.parent in agents and _FORK_SERVER in each.command}
     children = [each for each in table.values() if each.parent in fork_servers and each.is_alive]
     begun = [each for each in children if each.num_threads > 1]
@@ -115,15 +118,15 @@ def workers_in(table: dict[int, Process], agents: Sequence[int]) -> list[int]:
 
 
 def choose_agents(table: dict[int, Process], *, pid: int | None = None, run_id: str | None = None) -> list[int]:
-    """Agents of the one job that is meant.
+    """Find the agents of a job; without `pid` and `run_id`, the only agent on this machine.
 
     Args:
-        table: all processes.
-        pid: of an agent.
-        run_id: what the job's agents were given as `--rdzv-id`.
+        table: all processes by pid.
+        pid: pid of one agent.
+        run_id: the `--rdzv-id` of the job's agents.
 
     Raises:
-        ConfigError: there is none, or several jobs could be meant.
+        ConfigError: no agent matches, or the choice is ambiguous.
     """
     agents = agents_in(table)
     listed = ", ".join(map(str, agents)) or "none"
@@ -136,13 +139,11 @@ def choose_agents(table: dict[int, Process], *, pid: int | None = None, run_id: 
         if not named:
             raise ConfigError(
                 f"no agent of hyperpodrun on this machine was started with --rdzv-id={run_id}; agents here: {listed}. "
-                "A job without that option is named by --pid."
+                "Choose a job without that option by --pid."
             )
         return named
     if len(agents) != 1:
-        raise ConfigError(
-            f"say with --pid or --run-id which job is meant: agents of hyperpodrun on this machine are {listed}."
-        )
+        raise ConfigError(f"choose a job with --pid or --run-id; agents of hyperpodrun on this machine: {listed}.")
     return agents
 
 
@@ -156,7 +157,7 @@ def _run_ids(command: Sequence[bytes]) -> set[str]:
 
 
 def inject(blow: ScheduledKill, agents: Sequence[int]) -> int | None:
-    """Let a blow fall on a worker; its pid, or None where no worker is left."""
+    """Send the fault's signal to a worker; returns its pid, or None if no worker is left."""
     workers = workers_in(processes(), agents)
     if not workers:
         return None
@@ -167,12 +168,15 @@ def inject(blow: ScheduledKill, agents: Sequence[int]) -> int | None:
 
 
 def run_chaos(plan: ChaosPlan, agents: Sequence[int], tell: Callable[[str], None]) -> int:
-    """Strike until the plan is done or the job has ended; the number of faults. Whoever was stopped goes on then.
+    """Inject faults until the plan is done or the job has ended, then resume all stopped workers.
 
     Args:
-        plan: what to do.
-        agents: whose workers it is done to.
+        plan: the faults to inject.
+        agents: pids of the agents whose workers are signalled.
         tell: called with one line for each fault.
+
+    Returns:
+        The number of faults injected.
     """
     stopped: dict[int, float] = {}
     num_faults = 0
@@ -195,7 +199,7 @@ def run_chaos(plan: ChaosPlan, agents: Sequence[int], tell: Callable[[str], None
 
 
 def _wait(seconds: float, agents: Sequence[int], stopped: dict[int, float]) -> bool:
-    """Wait; False as soon as no agent is left."""
+    """Wait, resuming stopped workers when due; returns False as soon as no agent is left."""
     until_s = time.monotonic() + seconds
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(0.5, left_s))

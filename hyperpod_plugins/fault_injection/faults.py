@@ -1,11 +1,11 @@
-"""Faults on purpose, as data, and the injector that lets them happen; `causes.py` draws them at random.
+"""Faults to inject, as data; the injector that performs them; and random schedules with realistic causes.
 
     injector = Injector("kill:rank=3,step=7,phase=backward; stop:rank=0,step=9", rank=rank)
     for step in ...:
         injector.at("forward", step)
         loss = model(batch)
 
-Each fault happens once in a job, not again in the process that replaces the lost one or when the step is repeated.
+By default each fault happens once in a job: it recurs neither in a replacement nor when the step is run again.
 """
 
 import os
@@ -24,49 +24,49 @@ FaultKind = Literal[
     "kill",  # SIGKILL: the process is gone at once
     "exit",  # the process ends with code 3
     "exception",  # the program raises InjectedFault
-    "stop",  # SIGSTOP: the process stands still, and its sockets stay open
-    "hang",  # the program sleeps where it is
+    "stop",  # SIGSTOP: the process is suspended, and its sockets stay open
+    "hang",  # the program sleeps at this point
 ]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 PHASES = (
-    "dataloader",  # the batch is there, and the step has not begun
+    "dataloader",  # the batch is loaded, and the step has not begun
     "forward",
     "backward",
-    "optimizer_step",  # gradients are there, and nobody has voted
+    "optimizer_step",  # gradients are computed, before the commit vote
     "batch_end",  # the step is committed
     "epoch_end",
     "sanity_check",
     "validation",
     "checkpoint",
 )
-"""Where the Lightning callback calls the injector; a loop of your own may use any other word."""
+"""Phases in which the Lightning callback calls the injector; your own loop may use any other names."""
 STEP_PHASES = ("forward", "backward", "optimizer_step", "batch_end")
 EXIT_CODE = 3
 ANY = -1
 
 
 class InjectedFault(HyperPodError):
-    """Raised by a fault of kind `exception`; nothing but a fault injector raises it."""
+    """Raised by a fault of kind `exception`, and by nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What goes wrong, where and when."""
+    """A fault to inject: its kind, and the rank, step and phase in which it happens."""
 
     kind: FaultKind
     rank: int
-    """Global rank that it happens to."""
+    """Global rank to inject the fault into."""
     step: int
-    """Number of the step, from 0; outside of a step, the number of steps committed."""
+    """Number of the step, from 0; outside a step, the number of committed steps."""
     phase: str = "forward"
     incarnation: int = ANY
-    """Which process in the rank's place: 0 for the founder, 1 for the first that replaces one, -1 for any of them."""
+    """Number of the process in its worker slot: 0 for the first process, 1 for its first replacement, -1 for any."""
     repeat: bool = False
-    """Happen whenever this phase of this step is run, in every process that runs it."""
+    """Whether the fault happens whenever a process runs this phase of this step, instead of once in the job."""
     seconds: float = 3600.0
-    """How long a `hang` lasts."""
+    """Duration of a `hang`."""
     cause: str = ""
-    """What it stands for, for people."""
+    """Real-world cause that the fault represents, for display only."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -79,7 +79,7 @@ class Fault:
             )
 
     def __str__(self) -> str:
-        """The text that `parse` reads; a cause is not in it."""
+        """Text that `parse` reads back, except for the cause."""
         default = {each.name: each.default for each in fields(self)}
         values = {name: getattr(self, name) for name in _READERS}
         told = [f"{k}={v}" for k, v in values.items() if k in ("rank", "step", "phase") or v != default[k]]
@@ -87,10 +87,10 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read one fault, such as `kill:rank=3,step=7,phase=backward`.
+        """Parse one fault, such as `kill:rank=3,step=7,phase=backward`.
 
         Raises:
-            ConfigError: what is wrong with the text, and what would be right.
+            ConfigError: the text is malformed.
         """
         kind, _, rest = text.strip().partition(":")
         values: dict[str, object] = {}
@@ -118,10 +118,10 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Read several faults, separated by semicolons or lines.
+    """Parse faults separated by semicolons or newlines.
 
     Raises:
-        ConfigError: one of them cannot be read.
+        ConfigError: one of them is malformed.
     """
     return tuple(Fault.parse(part) for part in text.replace("\n", ";").split(";") if part.strip())
 
@@ -143,7 +143,7 @@ _READERS: dict[str, Callable[[str], object]] = {
 
 
 def perform(fault: Fault) -> None:
-    """Let a fault happen to this process, here.
+    """Perform a fault in this process, now.
 
     Raises:
         InjectedFault: a fault of kind `exception`.
@@ -162,10 +162,10 @@ def perform(fault: Fault) -> None:
 
 
 class Injector:
-    """Lets the faults of one rank happen where the program says that it is.
+    """Performs the faults of one rank when the program reports that it reached their step and phase.
 
-    What has happened is noted in the job's job store, so that a replacement knows it. Without an agent of ours it is
-    remembered in this process alone.
+    Faults that have happened are recorded in the job store, so that a replacement does not repeat them. Without an
+    agent of ours they are only remembered in this process.
     """
 
     def __init__(
@@ -176,16 +176,16 @@ class Injector:
         job: JobEnv | None = None,
         act: Callable[[Fault], None] = perform,
     ) -> None:
-        """Make an injector.
+        """Create an injector.
 
         Args:
-            faults: of all ranks, as data or as text.
-            rank: this process's global rank.
-            job: how to reach the job store; by default as the environment says.
-            act: what to do with a fault that is due.
+            faults: faults of all ranks, as data or as text.
+            rank: global rank of this process.
+            job: how to reach the job store; by default from the environment.
+            act: performs a fault that is due.
 
         Raises:
-            ConfigError: the text cannot be read.
+            ConfigError: the text is malformed.
         """
         self.faults = parse_faults(faults) if isinstance(faults, str) else tuple(faults)
         self._rank = rank
@@ -194,11 +194,11 @@ class Injector:
         self._happened: set[int] = set()
 
     def is_due(self, phase: str, step: int) -> bool:
-        """Whether a fault would happen here, as far as this process knows."""
+        """Whether a fault is due here, as far as this process knows."""
         return bool(self._due(phase, step))
 
     def at(self, phase: str, step: int) -> None:
-        """Say that this process is in a phase of a step; what is due happens.
+        """Report that this process is in a phase of a step, and perform the faults that are due.
 
         Raises:
             InjectedFault: a fault of kind `exception` was due.
@@ -220,11 +220,11 @@ class Injector:
         ]
 
     def _claim(self, index: int) -> bool:
-        """Note that a fault happens; False if it has happened in an earlier process of this rank."""
+        """Record that a fault happens; False if it already happened in an earlier process of this rank."""
         self._happened.add(index)
         if self._job is None:
             return True
-        if self._job.restart_count:  # all processes have begun again: what was to happen has
+        if self._job.restart_count:  # after a restart of all workers, faults do not happen again
             return False
         job_store, name = JobStore.connect(self._job), f"fault/{self._rank}/{index}"
         if job_store.try_get(name) is not None:
@@ -233,18 +233,18 @@ class Injector:
         return True
 
 
-# Why jobs are interrupted: the mix that Llama 3 met in training, and schedules drawn from it; pure.
+# Random schedules, drawn from the mix of causes that interrupted the training of Llama 3.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why jobs are interrupted, how often, and what the others see of it."""
+    """A cause of interruptions: how frequent it is, and how it shows."""
 
     name: str
     count: int
-    """Of 419 unexpected interruptions in 54 days of training Llama 3 (arXiv 2407.21783, table 5)."""
+    """Occurrences among 419 unexpected interruptions in 54 days of training Llama 3 (arXiv 2407.21783, table 5)."""
     kinds: tuple[FaultKind, ...]
-    """What it looks like, the most typical first."""
+    """Fault kinds as which it shows, the most typical first."""
 
 
 CAUSES = (
@@ -258,10 +258,10 @@ CAUSES = (
 
 
 def draw_cause(draw: random.Random, kinds: Sequence[FaultKind] = KINDS) -> tuple[Cause, FaultKind]:
-    """One cause of the mix and what it looks like, among those that one of `kinds` can stand for.
+    """Draw a cause by frequency, among those that can show as one of `kinds`, and its most typical such kind.
 
     Raises:
-        ConfigError: a kind that does not exist, or none that could stand for anything.
+        ConfigError: a kind is unknown, or no cause shows as any of `kinds`.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     possible = [cause for cause in CAUSES if set(cause.kinds) & set(kinds)]
@@ -280,18 +280,18 @@ def random_faults(
     kinds: Sequence[FaultKind] = KINDS,
     phases: Sequence[str] = STEP_PHASES,
 ) -> tuple[Fault, ...]:
-    """A schedule with the causes' mix: the same for the same arguments, so every rank can draw it for itself.
+    """Draw a random schedule from `CAUSES`; equal arguments give equal schedules, so each rank can draw its own.
 
     Args:
-        seed: of the drawing.
-        steps: how long the job is.
-        world_size: ranks, each as likely as the others.
-        rate: faults per step, at most 1; they fall on different steps.
-        kinds: what may happen.
-        phases: where, each as likely as the others.
+        seed: seed of the schedule.
+        steps: number of steps of the job.
+        world_size: number of ranks, which are equally likely.
+        rate: probability of a fault in each step, in `0 .. 1`; a step has at most one.
+        kinds: allowed fault kinds.
+        phases: allowed phases, which are equally likely.
 
     Raises:
-        ConfigError: a rate outside of `0 .. 1`, a kind that does not exist, or nothing to choose from.
+        ConfigError: `rate` lies outside `0 .. 1`, a kind is unknown, or there is nothing to choose from.
     """
     if not 0 <= rate <= 1 or world_size < 1 or not phases:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The Lightning adapter: translate and delegate."""
+"""PyTorch Lightning integration: the strategy, callbacks and data module for a `Trainer`."""
 
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.datamodule import TokenDataConfig, TokenDataModule, TrainerLoader

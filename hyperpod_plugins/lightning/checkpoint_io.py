@@ -1,4 +1,4 @@
-"""The checkpoints of a Trainer: what Lightning hands over, as sharded folders, written beside training if asked."""
+"""A Trainer's checkpoints, saved as folders of sharded tensors, optionally in the background."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,22 +25,25 @@ from hyperpod_plugins.recovery.local_state import are_same
 
 
 class TrainerCheckpoints:
-    """Saves, loads and removes for one strategy. Every method is called on all ranks alike."""
+    """Saves, loads and removes the checkpoints of one strategy.
+
+    All ranks must call each method together.
+    """
 
     def __init__(self, *, in_background: bool, are_trusted: bool) -> None:
-        """Save nothing yet: the writer, with its process group, is made by the first save.
+        """Store the options; the first save creates the writer and, unless `group` is set, its process group.
 
         Args:
-            in_background: write while training goes on.
-            are_trusted: unpickle Python objects of a checkpoint, which runs code.
+            in_background: write while training continues.
+            are_trusted: unpickle Python objects of a checkpoint, which can run arbitrary code.
         """
         self._in_background = in_background
         self._are_trusted = are_trusted
         self._writer: CheckpointWriter | None = None
         self.group: dist.ProcessGroup | None = None
-        """Group of all ranks for nothing but checkpoints; None to have one made when it is needed."""
+        """Group of all ranks, used for checkpoints only; None to create one when it is needed."""
         self.saved: SavedCheckpoints | None = None
-        """Where this rank writes down which checkpoints there are; None on ranks that do not."""
+        """Record of the existing checkpoints; None on ranks that do not keep it."""
 
     def save(
         self,
@@ -53,19 +56,19 @@ class TrainerCheckpoints:
         rank_state: Mapping[int, Any],
         storage_options: object,
     ) -> None:
-        """Write what Lightning collected as the folder `path`: tensors in shards, the rest as it is.
+        """Write Lightning's checkpoint as the folder `path`: tensors sharded, everything else unchanged.
 
-        With an `average` that is what the checkpoint has as the model's tensors, as Lightning's. `rank_state` is what
-        this rank has of its own, by its rank; it is written for each rank where ranks differ.
+        With an `average`, the averaged weights are the checkpoint's model tensors, as in Lightning's own checkpoints.
+        `rank_state` maps this rank to its rank-local state, which is written for each rank if ranks differ.
 
         Raises:
             CheckpointError: this save failed, or an earlier one in the background.
-            ConfigError: storage options, which nothing here could follow.
+            ConfigError: `storage_options` is not None; they are not supported.
         """
         if storage_options is not None:
             raise ConfigError(
                 f"HyperPodStrategy writes checkpoints to a file system and takes no storage_options, but got "
-                f"{storage_options!r}. Drop them, and give a path that is mounted on every node."
+                f"{storage_options!r}. Leave them out, and give a path that is mounted on every node."
             )
         if self._writer is None:
             self._writer = CheckpointWriter(self.group)
@@ -97,12 +100,12 @@ class TrainerCheckpoints:
         module: LightningModule,
         rank_state: Mapping[int, Any],
     ) -> None:
-        """Write parts of a state that this rank and others keep, with what Lightning collected when they were taken.
+        """Write a checkpoint from parts of an earlier state, with the checkpoint data of the same step.
 
-        `rank_state` is what the ranks whose parts these are had of their own.
+        `rank_state` has the rank-local states of the ranks that the parts belong to.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed.
         """
         if self._writer is None:
             self._writer = CheckpointWriter(self.group)
@@ -111,7 +114,7 @@ class TrainerCheckpoints:
         self._writer.save_parts(path, parts, model=module, extra=extra, rank_state=rank_state)
 
     def _forget_interrupted(self) -> None:
-        """Let go of a save in the background whose peer was lost: the job has been repaired since, the save has not."""
+        """Drop a background save that lost a peer: the job has been repaired since then, but the save has not."""
         assert self._writer is not None
         try:
             self._writer.wait()
@@ -127,13 +130,13 @@ class TrainerCheckpoints:
         average: CallbackAverage | None,
         weights_only: bool | None,
     ) -> dict[str, Any]:
-        """Load the folder `path` into module and optimizers, and return the rest as Lightning expects it.
+        """Load the folder `path` into module and optimizers, and return the rest in the form that Lightning expects.
 
-        An `average` is loaded, too, or begins with the module's weights where the checkpoint has none.
+        An `average` is loaded too, or starts from the module's weights if the checkpoint has none.
 
         Raises:
-            CheckpointDamaged: no checkpoint, or an interrupted one.
-            CheckpointMismatch: a checkpoint of another model or other optimizers.
+            CheckpointDamaged: `path` is not a checkpoint, or an interrupted one.
+            CheckpointMismatch: the checkpoint is of another model or of other optimizers.
         """
         if self._writer is not None:
             self._writer.wait()
@@ -150,8 +153,9 @@ class TrainerCheckpoints:
             average.loaded(module, is_averaged=is_averaged)
         elif is_averaged and optimizers:
             warnings.warn(
-                f"{path} was written with weights that Lightning's WeightAveraging had averaged, and training goes on "
-                "from the average, for the Trainer has no such callback. Add it to go on from the weights themselves.",
+                f"{path} was written with weights averaged by Lightning's WeightAveraging. Training continues from "
+                "the average, because the Trainer has no such callback. Add it to continue from the weights "
+                "themselves.",
                 stacklevel=2,
             )
         return {**extra, "state_dict": {}, "optimizer_states": [{} for _ in optimizers]}
@@ -159,19 +163,21 @@ class TrainerCheckpoints:
     def load_own(
         self, path: Path, source: RankSource, first: Mapping[str, Any], *, weights_only: bool | None
     ) -> dict[str, Any]:
-        """What this rank, or the one that stands in for it, had of its own; called on all ranks.
+        """Load the rank-local state of this rank, or of the saved rank that stands in for it.
+
+        All ranks must call this together.
 
         Args:
             path: the folder.
-            source: see `RankSource`.
-            first: what the first rank had of its own.
-            weights_only: refuse Python objects.
+            source: chooses the saved rank.
+            first: rank-local state of the first rank.
+            weights_only: False to unpickle Python objects; see `torch.load`.
 
         Returns:
-            `first` where the ranks had the same, or where no rank can stand in and nothing is needed.
+            The state; `first` if it was the same on all saved ranks, or if no rank can stand in and none is needed.
 
         Raises:
-            CheckpointError: it is damaged, or no rank of it held this rank's shard; raised on all ranks.
+            CheckpointError: the state is damaged, or no saved rank held this rank's shard; raised on all ranks.
         """
         with agreeing(f"the state of each rank in {path} was not loaded", default_group()):
             ranks, plain = saved_ranks(path), self._weights_only(weights_only)
@@ -190,7 +196,7 @@ class TrainerCheckpoints:
         return not self._are_trusted and wanted is not False
 
     def remove(self, path: str | PathLike[str], remove: Callable[[], None]) -> None:
-        """Call `remove`, which removes `path`, once the checkpoint that is being written is complete; do not wait."""
+        """Call `remove`, which deletes `path`, once the checkpoint being written is complete; do not wait for it."""
         if self.saved is not None:
             self.saved.discard(str(Path(path).absolute()))
         if self._writer is None:
@@ -204,7 +210,7 @@ class TrainerCheckpoints:
             self._writer.wait()
 
     def close(self) -> None:
-        """Wait for a checkpoint that is still being written, and let go of the writer."""
+        """Wait for a checkpoint that is still being written, and close the writer."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

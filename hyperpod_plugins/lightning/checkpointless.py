@@ -1,4 +1,4 @@
-"""What a user may choose about recovery in a Trainer."""
+"""The `CheckpointlessRecovery` callback: a user's recovery options for a Trainer."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,38 +12,41 @@ from hyperpod_plugins.recovery import RecoveryOptions, Repair
 class CheckpointlessRecovery(Callback):
     """Repair the job in place when a process is lost or a step fails, without reading a checkpoint.
 
-    Needs an agent that replaces lost processes: start the program with `hyperpodrun`. There, recovery is on without
-    this callback too, with the defaults below. Under another launcher this callback does nothing but warn.
+    Recovery needs an agent that replaces lost processes: start the program with `hyperpodrun`. Under this launcher,
+    recovery is on even without this callback, with the defaults below. Under another launcher, this callback only
+    warns.
 
     Args:
-        enabled: False leaves everything to the launcher, which restarts all processes.
-        replacement_timeout_s: longest wait for a replacement, in seconds; then the job ends with an error.
-        hang_timeout_s: shortest wait of the other ranks, in a collective of a step, after which the rank that they wait
-            for is replaced; ten times the job's median step time if that is longer. A rank that loads its batch counts
-            as in a step. In the first steps of a process 300 s hold, and for a rank that is outside of a step 900 s.
-        max_attempts: attempts at one step that may end with the same rank's exception before it is raised.
+        enabled: whether to recover in place. If False, the launcher restarts all processes after a failure.
+        replacement_timeout_s: longest wait for a replacement, in seconds. After it, the job ends with an error.
+        hang_timeout_s: seconds that other ranks wait for a rank in a collective of a step before that rank is
+            replaced, or ten times the job's median step time if that is longer. A rank that loads its batch counts as
+            inside a step. The limit is 300 s in the first steps of a process, and 900 s for a rank outside a step.
+        max_attempts: attempts at one step that may fail with an exception on the same rank before it is raised.
         verify: compare checksums of the state that a replacement receives.
-        step_keyed_random: draw random numbers as a function of the step, so that a repeated step and a replacement
-            draw what was drawn before. Without it the job recovers, but not to the same bits where there is dropout.
-        snapshot_every_steps: steps from one buddy snapshot to the next, 0 for none. They are for shards of which no
-            replica is left: all ranks return to the newest that is complete, and redo at most so many steps; up to
-            twice as many where that is more than one and the fault interrupts the exchange of a snapshot. `"auto"`
-            takes one as often as it costs less than 0.5 % of the time where each shard exists once (replicate degree
-            1), which is measured in the first steps and printed. Where shards have replicas it takes none: if all
-            replicas of a shard are lost at once, all ranks return to the last checkpoint.
-        snapshot_memory_fraction: largest part of a node's memory for the snapshots of all its ranks.
-        rank_local_state: what to do where no rank has what a lost one had alone (buffers that its steps wrote, metrics,
-            means of the epoch), for its buddy was lost with it, or there was more than 1 MiB of it. All ranks return to
-            a snapshot, where one is whole. Otherwise `"exact"` has all start again from the last checkpoint, and
-            `"replica"` goes on with what the replica of its shard has, which is said.
-        rehearse: numbers of steps that are computed, thrown away as after a fault, and computed again; what differs, or
-            what of the state can not be written and read back, ends the job by name.
-        compare_replicas_every: steps from one comparison of replicas to the next, 0 for none: digests of the parameters
-            and the optimizer state that each rank holds must be the same on all replicas of a shard. A difference ends
-            the job, naming rank and host.
+        step_keyed_random: derive random numbers from the step, so that a repeated step and a replacement draw the
+            same numbers as before. Otherwise the job still recovers, but with dropout its results are not bitwise
+            identical.
+        snapshot_every_steps: steps between buddy snapshots, 0 for none. Snapshots are for shards without a surviving
+            replica: all ranks return to the newest complete snapshot and redo at most this many steps, or up to twice
+            as many if the interval is longer than one step and the fault interrupts the exchange of a snapshot. If
+            each shard exists once (replicate degree 1), `"auto"` takes snapshots as often as they cost less than
+            0.5 % of the time; it measures the cost in the first steps and prints the interval. If shards have
+            replicas, `"auto"` takes none: when all replicas of a shard are lost at once, all ranks return to the last
+            checkpoint.
+        snapshot_memory_fraction: largest fraction of a node's memory for the snapshots of all its ranks.
+        rank_local_state: what to do when the rank-local state of a lost rank (buffers written by its steps, metrics,
+            means of the epoch) is lost, because its buddy was lost too or the state was larger than 1 MiB. If there
+            is a complete snapshot, all ranks return to it. Otherwise `"exact"` restarts all ranks from the last
+            checkpoint, and `"replica"` continues with the state of a replica of the shard and logs that.
+        rehearse: numbers of steps to rehearse: each is computed, discarded as after a fault, and computed again. The
+            job ends with an error that names any state that differs or that cannot be written and read back.
+        compare_replicas_every: steps between comparisons of replicas, 0 for none. The digests of each rank's
+            parameters and optimizer state must be the same on all replicas of a shard. A difference ends the job with
+            an error that names rank and host.
 
     Attributes:
-        repairs: every fault that this process has seen repaired, in order.
+        repairs: every repair that this process has taken part in, in order.
     """
 
     def __init__(
@@ -81,6 +84,6 @@ class CheckpointlessRecovery(Callback):
 
 
 def recovers(trainer: Trainer) -> bool:
-    """Whether a trainer's job is to be repaired in place, as far as its program says."""
+    """Whether the trainer's callbacks leave in-place recovery enabled."""
     chosen = [each for each in vars(trainer)["callbacks"] if isinstance(each, CheckpointlessRecovery)]
     return not chosen or chosen[0].options.enabled

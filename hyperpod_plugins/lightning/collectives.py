@@ -1,4 +1,4 @@
-"""Reductions in the words of Lightning."""
+"""The reductions of Lightning's strategy interface."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 def reduced(tensor: Tensor, group: dist.ProcessGroup | None, reduce_op: Any) -> Tensor:
     """Reduce a copy of a tensor over a group.
 
-    A mean is a sum and a division: not every collective library can average.
+    A mean is computed as a sum and a division, because not every collective library can average.
 
     Args:
-        tensor: the same shape on all ranks; a DTensor (a loss from split logits) is made whole first.
-        group: over whom; the default group if None.
-        reduce_op: a `ReduceOp`, or the name of one; `mean`, `avg` or None for the mean, which is a float.
+        tensor: the same shape on all ranks; a DTensor (such as a loss from split logits) is gathered first.
+        group: to reduce over; None for the default group.
+        reduce_op: a `ReduceOp`, or the name of one; `mean`, `avg` or None for the mean, which is floating point.
     """
     is_mean = reduce_op in (None, "mean", "avg") or reduce_op == dist.ReduceOp.AVG
     operation: Any = "sum" if is_mean else reduce_op
@@ -31,7 +31,7 @@ def reduced(tensor: Tensor, group: dist.ProcessGroup | None, reduce_op: Any) -> 
 
 
 def decided(decision: bool, device: torch.device, *, by_all: bool) -> bool:
-    """Whether all ranks, or any, decided so."""
+    """Whether `decision` is true on all ranks, or on any rank if not `by_all`."""
     votes = torch.tensor(int(decision), device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN if by_all else dist.ReduceOp.MAX)
     return bool(votes)

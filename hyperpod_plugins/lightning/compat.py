@@ -1,10 +1,10 @@
-"""Lightning under either of its names, `lightning.pytorch` or `pytorch_lightning`, for the rest of this folder.
+"""Imports from Lightning under either of its names, `lightning.pytorch` or `pytorch_lightning`.
 
-The two packages hold independent copies of every class, and a Trainer of one refuses a strategy of the other. A process
-uses the one its program imported first; programs that import neither before us get `lightning`.
+The two packages have separate copies of every class, and a Trainer of one rejects a strategy of the other. This
+module uses `pytorch_lightning` if the program has imported only that one, otherwise `lightning`.
 """
 
-# Lightning has no public spelling for making its process group and for moving optimizers.
+# Lightning has no public API for creating its process group and for moving optimizers.
 # pyright: reportPrivateUsage=false
 
 import importlib
@@ -19,16 +19,16 @@ _PURPOSE = "hyperpod_plugins.lightning"
 
 
 def is_too_old(version: str) -> bool:
-    """Whether a version lies before the oldest one that is known to work; unreadable ones get the benefit of doubt."""
+    """Whether a version is older than the oldest supported one; one that cannot be parsed counts as supported."""
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     return len(numbers) == 2 and numbers < _OLDEST
 
 
 def version_of(package: str) -> str:
-    """What a package says of itself.
+    """The `__version__` of a package, or "unknown".
 
     Raises:
-        MissingExtraError: it, or a package it needs, is not installed.
+        MissingExtraError: the package, or one that it needs, is not installed.
     """
     try:
         return str(vars(importlib.import_module(package)).get("__version__", "unknown"))
@@ -37,7 +37,7 @@ def version_of(package: str) -> str:
 
 
 def outdated(package: str, lacking: str = "") -> OutdatedExtraError:
-    """The error for a Lightning that is installed and does not fit."""
+    """The error for an installed Lightning that is too old, or lacks a module or name."""
     return OutdatedExtraError(package, version_of(package), ">=" + ".".join(map(str, _OLDEST)), _PURPOSE, lacking)
 
 

@@ -1,6 +1,6 @@
-"""Token files for the Lightning Trainer: loaders that know the world and resume where training stood."""
+"""Token files in a Trainer: `TokenDataModule`, and loaders that know the world and resume inside an epoch."""
 
-# Lightning's loops have no public spelling.
+# Lightning's loops have no public API.
 # pyright: reportPrivateUsage=false
 
 import os
@@ -17,31 +17,31 @@ from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.compat import Callback, LightningDataModule, ModelParallelStrategy, Trainer
 
-# How the loaders of a Trainer learn how many samples a step has: from their own options, or from `ElasticTraining`.
+# Batch sizes: loaders take them from their own options, or from a callback such as `ElasticTraining`.
 
 
 class SizesSteps(Callback):
-    """A callback that says how many samples a step has."""
+    """Callback that determines the batch sizes of a step; the base class of `ElasticTraining`."""
 
     batch: StepBatch
-    """In any world."""
+    """Batch sizes, for any world."""
     split: BatchSplit | None = None
-    """In the present world; None before there is one, and in a job that does not change its size."""
+    """Split of a step in the present world; None before there is a world, and in a job that is not elastic."""
     counts: frozenset[int] = frozenset()
-    """Numbers of micro-steps that a step may have, in all worlds; none before there is one."""
+    """Numbers of micro-steps that a step may have, over all possible worlds; empty before there is a world."""
 
 
 def batch_split(trainer: Trainer, data_world_size: int, *, global_batch_size: int, micro_batch_size: int) -> BatchSplit:
-    """How a step is spread in the present world.
+    """The split of a step over the ranks of the present world.
 
     Args:
-        trainer: whose loaders are made.
-        data_world_size: ranks that read different samples.
-        global_batch_size: 0 for what a callback says.
-        micro_batch_size: 0 for what a callback says.
+        trainer: whose loaders are created.
+        data_world_size: number of ranks that read different samples.
+        global_batch_size: 0 to take it from the callback.
+        micro_batch_size: 0 to take it from the callback.
 
     Raises:
-        ConfigError: nobody says it, or the batch cannot be spread over the ranks.
+        ConfigError: a size is 0 and there is no callback, or the batch cannot be split over the ranks.
     """
     callbacks: list[Any] = vars(trainer)["callbacks"]
     found = next((callback for callback in callbacks if isinstance(callback, SizesSteps)), None)
@@ -68,38 +68,38 @@ def batch_split(trainer: Trainer, data_world_size: int, *, global_batch_size: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDataConfig:
-    """What a `TokenDataModule` reads and in which portions."""
+    """Sequence length, batch sizes and order of the samples that a `TokenDataModule` reads."""
 
     sequence_length: int
     """Tokens of one sample."""
     global_batch_size: int = 0
-    """Samples of one optimizer step, over all ranks; 0 for what `ElasticTraining` says."""
+    """Samples of one optimizer step, over all ranks; 0 to take it from `ElasticTraining`."""
     micro_batch_size: int = 0
-    """Most samples of one rank in one forward and backward pass; 0 for what `ElasticTraining` says."""
+    """Maximum samples of one rank in one forward and backward pass; 0 to take it from `ElasticTraining`."""
     seed: int = 0
-    """The order of the samples depends on it and on the epoch."""
+    """Determines, with the epoch, the order of the samples."""
     shuffle: bool = True
     """Whether training reads the samples in random order."""
     drop_last: bool = True
-    """Whether the incomplete global batch at the end of an epoch is left out; one that follows the world never is."""
+    """Whether to drop the incomplete global batch at the end of an epoch; a batch that follows the world keeps it."""
     num_workers: int = 0
-    """Reading processes of one rank; a token file is read fast enough without any."""
+    """Worker processes of each rank's loader; reading a token file is fast enough without any."""
 
 
 class TokenDataModule(LightningDataModule):
-    """Trains on one token file and validates on another.
+    """Train on one token file and validate on another.
 
-    The global batch holds whatever the number of ranks, so the Trainer must accumulate over
-    `global_batch_size / (micro_batch_size * data-parallel ranks)` batches; another number is refused with the right
+    The global batch does not depend on the number of ranks, so the Trainer must accumulate over
+    `global_batch_size / (micro_batch_size * data-parallel ranks)` batches; the error for another number names this
     one.
 
-    Validation reads each sample exactly once, in order. All ranks run the same number of batches, whose sizes differ by
-    at most a sample a rank.
+    Validation reads each sample exactly once, in order. All ranks run the same number of batches, and the sizes of a
+    batch differ by at most one sample between ranks.
 
     Args:
         train_path: a file made by `write_tokens` or `build_tokens`.
         val_path: another one, or None for training without validation.
-        config: lengths and sizes.
+        config: sequence length, batch sizes and order.
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class TokenDataModule(LightningDataModule):
         self._train_path = train_path
         self._val_path = val_path
         if val_path is None:
-            self.val_dataloader = super().val_dataloader  # Lightning looks whether the hook is overridden
+            self.val_dataloader = super().val_dataloader  # Lightning checks whether the hook is overridden
 
     @override
     def train_dataloader(self) -> StatefulLoader:
-        """The loader of this rank.
+        """This rank's training loader.
 
         Raises:
             DatasetDamaged: the file cannot be used.
-            ConfigError: the batch sizes do not fit the world, or the Trainer accumulates over another number of
+            ConfigError: the batch sizes do not fit the world, or the Trainer accumulates over a different number of
                 batches.
         """
         config, trainer = self.config, self._trainer()
@@ -148,7 +148,7 @@ class TokenDataModule(LightningDataModule):
 
     @override
     def val_dataloader(self) -> StatefulLoader:
-        """The loader of this rank's share.
+        """This rank's validation loader.
 
         Raises:
             DatasetDamaged: the file cannot be used.
@@ -158,7 +158,7 @@ class TokenDataModule(LightningDataModule):
             raise ConfigError("this TokenDataModule was made without val_path. Give one to validate.")
         data_rank, data_world_size = _data_coordinates(self._trainer())
         dataset = TokenDataset(self._val_path, self.config.sequence_length)
-        # The whole file as a single step: split evenly, each sample once, with as many batches on every rank.
+        # The whole file is one step: split evenly, each sample once, with the same number of batches on every rank.
         split = BatchSplit(
             global_batch_size=len(dataset),
             micro_batch_size=self.config.micro_batch_size or self._split(data_world_size).micro_batch_size,
@@ -174,26 +174,26 @@ class TokenDataModule(LightningDataModule):
     def _trainer(self) -> Trainer:
         if self.trainer is None:
             raise ConfigError(
-                "the loaders of a TokenDataModule depend on the Trainer's world, and it has no Trainer yet. Pass it "
-                "to trainer.fit(datamodule=...), or make the loaders yourself from TokenDataset, ElasticSampler and "
-                "StatefulLoader."
+                "the loaders of a TokenDataModule depend on the Trainer's world, but it has no Trainer yet. Pass it "
+                "to trainer.fit(datamodule=...), or create the loaders yourself from TokenDataset, ElasticSampler "
+                "and StatefulLoader."
             )
         return self.trainer
 
 
 class TrainerLoader(StatefulLoader):
-    """Keeps the Trainer's count of batches in step with a position that is counted in samples.
+    """Loader that keeps the Trainer's batch counts in line with a position counted in samples.
 
-    Lightning saves how many batches a rank has run. In a job of another size the same samples are another number of
-    batches, and the epoch would silently end early or late. Where its steps begin at other samples than those of a
-    whole epoch, it is counted with fewer batches, so that each step is a whole accumulation window. What
-    `train_dataloader` returns in a job that changes its size; `TokenDataModule` does.
+    Lightning saves how many batches a rank has run. In a job of another size, the same samples are a different number
+    of batches, so the epoch would silently end early or late. If the steps of a resumed epoch do not begin at the
+    same samples as those of a full epoch, the epoch is counted with fewer batches, so that each step is a full
+    accumulation window. In an elastic job, `train_dataloader` must return such a loader, as `TokenDataModule` does.
 
     Args:
         trainer: whose loop reads the batches.
         dataset: a map-style dataset.
-        sampler: says which samples this rank reads, and keeps the position. Its `BatchSplit` is made for the Trainer's
-            present `distributed_sampler_kwargs`.
+        sampler: selects the samples that this rank reads, and keeps the position. Its `BatchSplit` is that of the
+            Trainer's present `distributed_sampler_kwargs`.
         options: see `StatefulLoader`.
     """
 
@@ -203,7 +203,7 @@ class TrainerLoader(StatefulLoader):
         super().__init__(dataset, sampler, **options)
         self._trainer = trainer
         self._shorter: tuple[int, int] | None = None
-        """An epoch that goes on where a job with another global batch has left it, and its number of batches."""
+        """An epoch that continues where a job with another global batch left it, and its number of batches."""
 
     @override
     def __len__(self) -> int:
@@ -214,7 +214,7 @@ class TrainerLoader(StatefulLoader):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        """The batches that are left of the epoch at which the job stands."""
+        """The remaining batches of the present epoch."""
         if self._shorter is not None and self.batch_sampler.cursor.epoch != self._shorter[0]:
             self._shorter = None
             self._tell_length()
@@ -222,14 +222,14 @@ class TrainerLoader(StatefulLoader):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue at the saved position, and tell the Trainer how many batches of this size lie before it."""
+        """Continue at the saved position, and set the Trainer's batch counts to match it."""
         super().load_state_dict(state_dict)
         if not state_dict["position"]:
-            return  # the start of an epoch: Lightning counts from zero by itself
+            return  # the start of an epoch, where Lightning counts from zero anyway
         sampler = self.batch_sampler
         is_epoch_over = sampler.cursor.epoch > state_dict["epoch"]
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        num_open = current.ready - current.completed  # a state saved inside a hook has one batch that is not completed
+        num_open = current.ready - current.completed  # a state saved inside a hook has one uncompleted batch
         num_done = len(sampler) if is_epoch_over else sampler.micro_steps_done
         num_batches = num_done + (0 if is_epoch_over else sampler.micro_steps_left)
         self._shorter = (sampler.cursor.epoch, num_batches) if num_batches < len(sampler) else None
@@ -238,7 +238,7 @@ class TrainerLoader(StatefulLoader):
         )
 
     def _tell_length(self) -> None:
-        """Let the Trainer, which asks once, know of the whole epochs that follow a shorter one."""
+        """Tell the Trainer, which reads the length only once, the length of the full epochs after a shorter one."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         assert loop._combined_loader is not None
         assert loop._data_fetcher is not None
@@ -249,7 +249,7 @@ class TrainerLoader(StatefulLoader):
 
 
 def sample_weight_of(trainer: Trainer, batch_index: int) -> float:
-    """Factor for this rank's loss in a batch of the epoch: 1 unless a loader of ours has shared a step out unevenly."""
+    """Factor for this rank's loss in a batch of the epoch: 1 unless a `StatefulLoader` split the step unevenly."""
     combined = trainer.fit_loop._combined_loader
     loaders = [] if combined is None else combined.flattened
     if len(loaders) != 1 or not isinstance(loaders[0], StatefulLoader):
@@ -258,6 +258,6 @@ def sample_weight_of(trainer: Trainer, batch_index: int) -> float:
 
 
 def _data_coordinates(trainer: Trainer) -> tuple[int, int]:
-    """Data-parallel rank and world size; ranks that hold parts of the same model replica's tensors share them."""
+    """Data-parallel rank and world size; the tensor-parallel ranks of a replica share a data-parallel rank."""
     coordinates = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
     return coordinates["rank"], coordinates["num_replicas"]

@@ -1,6 +1,6 @@
-"""What a user may choose about a job that changes its size, and what a Trainer does when it has another one."""
+"""Elastic training in a Trainer: degrees of the job, the `ElasticTraining` callback, and `Elasticity` at run time."""
 
-# Lightning's loops have no public spelling.
+# Lightning's loops have no public API.
 # pyright: reportPrivateUsage=false
 
 import logging
@@ -39,25 +39,25 @@ from hyperpod_plugins.lightning.lr_scaling import LearningRates, warn_of_adaptiv
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
 
-# Which degrees a job may have, from what its program says of them, and which it has.
+# Shard and tensor degrees: which ones a job allows, and which one it has.
 
 
 class AllowsDegrees(Protocol):
-    """What `ElasticTraining` says of them."""
+    """The part of `ElasticTraining` that the choice of degrees depends on."""
 
     shard_degrees: tuple[int, ...]
     tensor_degrees: tuple[int, ...]
 
     def settle(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
-        """Limits and batch, in a world of such replicas."""
+        """Limits and batch in a world of replicas with this topology."""
         ...
 
 
 def as_degrees(shard_degrees: Sequence[int], tensor_degrees: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Check what the user says.
+    """Validate the user's degrees and return them as tuples.
 
     Raises:
-        DegreeError: a degree below 1.
+        DegreeError: a degree is not an integer, or below 1.
     """
     for name, degrees in (("shard_degrees", shard_degrees), ("tensor_degrees", tensor_degrees)):
         if any(type(degree) is not int or degree < 1 for degree in degrees):
@@ -66,11 +66,13 @@ def as_degrees(shard_degrees: Sequence[int], tensor_degrees: Sequence[int]) -> t
 
 
 def layouts_of(options: AllowsDegrees, config: ParallelConfig, ranks_per_node: int) -> tuple[Layout, ...]:
-    """All degrees that a start may have, in the order in which they are tried; empty where only the strategy's count.
+    """All layouts that a start of the job may use, in the order in which they are tried.
+
+    Empty if neither list of degrees is given, so that the strategy's degrees are the only ones.
 
     Raises:
-        ConfigError: degrees with which the model cannot be parallelised, the batch not be shared, or the policy not be
-            followed; or a list of tensor degrees and no shard degree.
+        ConfigError: for some degrees the model cannot be parallelized, the batch cannot be split, or the policy
+            cannot be met; or there are tensor degrees but no shard degree.
     """
     if not options.shard_degrees and not options.tensor_degrees:
         return ()
@@ -94,11 +96,11 @@ def layouts_of(options: AllowsDegrees, config: ParallelConfig, ranks_per_node: i
 def with_degrees(
     config: ParallelConfig, known: ElasticSpec | None, layouts: Sequence[Layout], world_size: int
 ) -> ParallelConfig:
-    """The configuration with the degrees that the job has, or begins with.
+    """The configuration with the degrees that the job has, or starts with.
 
     Args:
         config: of the strategy.
-        known: terms of the job that this process comes to; None for one that begins.
+        known: elastic spec of the job that this process joins; None if the job is starting.
         layouts: see `layouts_of`.
         world_size: of the present world.
 
@@ -112,7 +114,7 @@ def with_degrees(
 
 
 def initial_world_size(options: AllowsDegrees, config: ParallelConfig, world_size: int, ranks_per_node: int) -> int:
-    """Of the processes that start together, how many make up whole replicas.
+    """How many of the `world_size` processes that start together form whole replicas.
 
     Raises:
         DegreeError: no layout fits them.
@@ -126,23 +128,22 @@ def initial_world_size(options: AllowsDegrees, config: ParallelConfig, world_siz
 
 log = logging.getLogger(__name__)
 
-_REFERENCE = (
-    "reference_batch"  # value: of a job whose batch follows the world; its founders say it before anybody comes
-)
+# Key in the job store: reference batch of a job whose batch follows the world, set by the initial world.
+_REFERENCE = "reference_batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    """A change of the number of replicas, as a process saw it that was there before."""
+    """A change of the number of replicas, as seen by a process that was in the job before it."""
 
     cause: str
-    """Why, in words."""
+    """Human-readable reason."""
     step: int
-    """Steps committed by then."""
+    """Steps committed before the change."""
     num_replicas: int
-    """Replicas from now on."""
+    """Number of replicas after the change."""
     took_s: float
-    """From the word for it, or from the loss that led to it, until the next step could begin; in seconds."""
+    """Seconds from the request, or from the loss that caused the change, until the next step could begin."""
 
 
 class ElasticTraining(SizesSteps):
@@ -150,49 +151,53 @@ class ElasticTraining(SizesSteps):
 
     Needs `hyperpodrun` or `torchrun --rdzv-backend=hyperpod`, with `--nnodes=MIN:MAX`, and loaders that count their
     position in samples: a `TokenDataModule`, or a `TrainerLoader` over an `ElasticSampler`. The Trainer's
-    `accumulate_grad_batches` follows from the sizes below, whatever it was.
+    `accumulate_grad_batches` is overwritten: it follows from the sizes below.
 
-    With `samples_per_replica` the batch follows the world: R replicas have R times as many samples a step. The learning
-    rate follows by `lr_scaling`, and schedulers with `interval="step"` go on by samples: one step for each
-    reference batch. Each change of the batch is logged, and recorded as the event `elastic.scaling.batch`.
+    With `samples_per_replica` the batch follows the world: R replicas have R times as many samples per step. The
+    learning rate follows by `lr_scaling`, and schedulers with `interval="step"` advance by samples: one step for each
+    reference batch. Each change of the batch is logged, and recorded as the event `elastic.batch`.
 
-    With `lr_scaling="adascale"`, for SGD with momentum, the gradients say what a step is worth: its *gain*, between 1
-    and S, where S is the step's samples / reference batch (between S and 1 for a smaller one). The learning rate of the
-    step is multiplied by it, and schedulers go on by as many steps. The gain follows from averages over earlier steps
-    and this one. A step adds to them what the gradients of its parts tell, each of which one replica computed in one
-    micro-step; a single replica that does not accumulate tells nothing, and goes on with the averages that there are
-    and its own S. Before there are any the gain is 1, or S if that is smaller.
+    With `lr_scaling="adascale"`, for SGD with momentum, the gradients determine how many reference steps a step is
+    worth: its *gain*, between 1 and S, where S is the step's samples / reference batch (between S and 1 for a smaller
+    one). The learning rate of the step is multiplied by the gain, and schedulers advance by as many steps. The gain
+    follows from averages over earlier steps and this one. A step contributes the gradients of its parts, each
+    computed by one replica in one micro-step. A single replica that does not accumulate contributes nothing; its gain
+    follows from the existing averages and its own S. Before there are any averages, the gain is 1, or S if that is
+    smaller.
 
     Args:
         global_batch_size: samples of one optimizer step, over all ranks; the same for every number of replicas.
         samples_per_replica: samples of one optimizer step for each replica, instead of `global_batch_size`. Needs
             `max_replicas`.
-        micro_batch_size: most samples of one rank in one forward and backward pass.
+        micro_batch_size: maximum number of samples of one rank in one forward and backward pass.
         policy: limits on the number of replicas, and how soon it changes: an `ElasticPolicy`, the `elasticPolicy` of a
             HyperPod manifest, the `elastic_policy` of a recipe, DeepSpeed's `elasticity`, or the path of a JSON or
-            YAML file with one of these. DeepSpeed's says the batch sizes too, and so does a whole recipe, with its
+            YAML file with one of these. DeepSpeed's also sets the batch sizes, and so does a whole recipe, with its
             `scale_config` and `uneven_batch`. Default: any number.
-        lr_scaling: how the learning rate follows a batch that is kappa times the reference: `"none"`, `"linear"`
+        lr_scaling: how the learning rate scales with a batch that is kappa times the reference: `"none"`, `"linear"`
             (kappa), `"sqrt"`, `"adascale"`, or a function of kappa.
-        reference_batch_size: batch that learning rate and schedule were made for; 0 for the one of the first world.
-        warmup_samples: samples over which the learning rate goes to its new value.
+        reference_batch_size: batch that the learning rate and schedule were tuned for; 0 for the batch of the initial
+            world.
+        warmup_samples: samples over which the learning rate moves to its new value.
         scale_adam: with `"sqrt"`, scale Adam's betas and eps too: kappa (1 - beta), and eps / sqrt(kappa).
-        shard_degrees: shard degrees that the job may have beside the strategy's. Where too few ranks are left for a
-            replica of the present one, or somebody asks for another (`hyperpod scale --shard-degree`), all processes
-            start again, resharded; the strategy's is taken where it fits, else the largest that does.
+        shard_degrees: shard degrees that the job may have besides the strategy's. If too few ranks are left for a
+            replica of the present degree, or another one is requested (`hyperpod scale --shard-degree`), all
+            processes restart and reshard, with the strategy's degree if it fits, else the largest that does.
         tensor_degrees: the same for tensor degrees.
-        reproducible: train to the same bits whatever the number of replicas, and however often it changes. A step is
-            cut into logical shards that are computed each by itself and added up in one order; only numbers of replicas
-            that divide their number are allowed, and the incomplete batch at the end of an epoch is left out.
+        reproducible: get bitwise identical results whatever the number of replicas, and however often it changes. A
+            step is split into logical shards that are computed separately and summed in a fixed order. The number of
+            replicas must divide the number of logical shards, and the incomplete batch at the end of an epoch is
+            dropped.
         **limits: fields of `ElasticPolicy`, instead of `policy`.
 
     Attributes:
-        resizes: every change that this process has lived through, in order.
-        split: how a step is spread in the present world, for an `ElasticSampler`; None before there is one.
-        step_loss: with `reproducible`, the mean loss of the last step over its whole global batch, `()`; None before.
+        resizes: every change of size that this process has been through, in order.
+        split: how a step is split in the present world, for an `ElasticSampler`; None before there is a world.
+        step_loss: with `reproducible`, the mean loss of the last step over its whole global batch, shape `()`; None
+            before the first step.
 
     Raises:
-        ConfigError: impossible limits or sizes, or options that do nothing together.
+        ConfigError: invalid limits or sizes, or options that have no effect together.
     """
 
     def __init__(
@@ -233,8 +238,8 @@ class ElasticTraining(SizesSteps):
             )
         if self._scales is not None and rule.is_measured:
             raise ConfigError(
-                "lr_scaling='adascale' compares gradients of replicas with as many samples each, which a recipe's "
-                "batches need not have: give samples_per_replica, and no recipe that says batches."
+                "lr_scaling='adascale' compares gradients of replicas with the same number of samples each, which "
+                "the batches of a recipe do not guarantee: give samples_per_replica, or a recipe without batch sizes."
             )
         if self.batch.follows_world and reproducible:
             raise ConfigError(
@@ -247,9 +252,9 @@ class ElasticTraining(SizesSteps):
         try:
             self._policy = source or ElasticPolicy(**limits)
         except TypeError as error:
-            raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the limits there are.") from None
+            raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the available limits.") from None
         if JobEnv.from_environ() is not None:
-            ignore_notices()  # now, for model and data may take long to set up
+            ignore_notices()  # already here, because setting up model and data may take long
         self.shard_degrees, self.tensor_degrees = as_degrees(shard_degrees, tensor_degrees)
         if reproducible and (self.shard_degrees or self.tensor_degrees):
             raise ConfigError(
@@ -264,10 +269,11 @@ class ElasticTraining(SizesSteps):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one optimizer step, over all ranks; of a batch that follows the world, in the present world.
+        """Samples of one optimizer step, over all ranks; in the present world if the batch follows the world.
 
         Raises:
-            ConfigError: there is no world yet; there is one when loaders are made.
+            ConfigError: the batch follows the world, and there is no world yet. There is one when loaders are
+                created.
         """
         if self.split is None and self.batch.follows_world:
             raise ConfigError("how many samples a step has is known only when the Trainer has set up the processes.")
@@ -275,45 +281,45 @@ class ElasticTraining(SizesSteps):
 
     @property
     def lr_factor(self) -> float:
-        """By what the learning rate of the next step is multiplied; schedulers and loggers see it without.
+        """Factor that the learning rate of the next step is multiplied by; schedulers and loggers see the base rate.
 
-        With AdaScale the gain of the last step, for that of the next one is not known.
+        With AdaScale it is the gain of the last step, because that of the next one is not known yet.
         """
         return 1.0 if self.rates.lr_state is None else self.rates.lr_state.factor
 
     @property
     def schedule_step(self) -> int:
-        """Steps of the schedule that are complete, of a batch that follows the world; a job may end by them."""
+        """Completed steps of the schedule if the batch follows the world, else 0; can serve as a stop condition."""
         return 0 if self.rates.lr_state is None else self.rates.lr_state.schedule_step
 
     @property
     def averages_replicas(self) -> bool:
-        """Whether these options need single replicas' gradients, so that FSDP2 must not average them."""
+        """Whether these options need the gradients of single replicas, so that FSDP2 must not average them."""
         return self.reproducible or self.rates.rule.is_measured
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Where learning rate and schedule stand; nothing for a batch that does not change."""
+        """State of learning rate and schedule; empty if the global batch is constant."""
         return self.rates.state_dict() if self.batch.follows_world else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state of learning rate and schedule."""
         if self.batch.follows_world:
             self.rates.load_state_dict(state_dict)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What people should know of a recipe, one sentence each: what is left out of it, and why."""
+        """Remarks for the user about a recipe, one clause each: what is ignored, and why."""
         if isinstance(self._policy, PolicyBlock) and self._policy.is_fixed:
-            return ("is_elastic: false, so the job keeps the number of nodes that it says", *self._remarks)
+            return ("is_elastic: false, so the job keeps the recipe's number of nodes", *self._remarks)
         return self._remarks
 
     def settle(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
-        """Limits and batch, once it is known how many ranks a node and a replica have.
+        """Limits and batch for a topology: policies may count in nodes or GPUs, which are converted to replicas.
 
         Raises:
-            ConfigError: the policy counts nodes or GPUs that make up no whole replicas, or not the ones that there are.
+            ConfigError: the nodes or GPUs of the policy do not form whole replicas, or do not match those of the job.
         """
         policy, batch, scales = self._policy, self.batch, self._scales
         if scales is not None:
@@ -337,11 +343,11 @@ class ElasticTraining(SizesSteps):
 
 
 class Elasticity:
-    """`ElasticTraining` at work in one process."""
+    """`ElasticTraining` at run time, in one process of a job with recovery."""
 
     def __init__(self, options: ElasticTraining, job_store: JobStore) -> None:
         self.options = options
-        """What the user has chosen."""
+        """The user's callback."""
         self._job_store = job_store
         self._known = elastic_spec_of(job_store)
         self._layouts: tuple[Layout, ...] = ()
@@ -355,17 +361,19 @@ class Elasticity:
     def lay_out(
         self, config: ParallelConfig, world_size: int, ranks_per_node: int, trainer: Trainer
     ) -> tuple[ParallelConfig, Topology]:
-        """The degrees in a world, and the shares of the global batch; within a replica nothing ever changes.
+        """Determine the topology of the present world, and split the global batch over it.
+
+        Only the number of replicas differs between worlds; the degrees stay as in the first call.
 
         Args:
-            config: of the strategy; returned with the degrees that the job has.
+            config: of the strategy; returned with the degrees of the job.
             world_size: of the present world.
-            ranks_per_node: of it.
-            trainer: is told the number of micro-steps.
+            ranks_per_node: in the present world.
+            trainer: its `accumulate_grad_batches` is set to the number of micro-steps.
 
         Raises:
             DegreeError: the world does not consist of whole replicas.
-            ConfigError: the batch cannot be shared out, or the world is smaller or larger than the limits allow.
+            ConfigError: the batch cannot be split, or the world is smaller or larger than the limits allow.
         """
         is_first = self._topology is None
         if is_first:
@@ -375,7 +383,7 @@ class Elasticity:
         topology = replace(first, world_size=world_size)
         self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
         self._policy, batch = self.options.settle(topology)
-        serving = batch if self.options.reproducible else self.options.batch  # the cut batch serves fewer
+        serving = batch if self.options.reproducible else self.options.batch  # logical shards allow fewer sizes
         self._sizes = serving.serving(self._policy, topology.shard_degree)
         for remark in self.options.remarks if is_first else ():
             if trainer.global_rank == 0:
@@ -383,7 +391,7 @@ class Elasticity:
         if topology.replicate_degree not in self._sizes:
             raise ConfigError(
                 f"the job has {topology.replicate_degree} replicas of {self.replica_size} ranks, and ElasticTraining "
-                f"allows {list(self._sizes)}. Start another number of processes, or change its limits."
+                f"allows {list(self._sizes)}. Start a different number of processes, or change its limits."
                 + "".join(f" The recipe: {remark}." for remark in self.options.remarks)
             )
         split = batch.split(topology.replicate_degree, topology.shard_degree)
@@ -396,7 +404,7 @@ class Elasticity:
         return config, topology
 
     def _splits(self) -> dict[int, BatchSplit]:
-        """How a step is spread over each number of replicas that the job may have with its present degrees."""
+        """The split of a step, for each number of replicas that the job may have with its present degrees."""
         assert self._topology is not None
         splits: dict[int, BatchSplit] = {}
         for size in self._sizes:
@@ -406,9 +414,9 @@ class Elasticity:
         return splits
 
     def worlds(self, trainer: Trainer) -> dict[int, tuple[int, int]]:
-        """For each number of replicas: micro-steps of a whole step, and batches of a whole epoch.
+        """For each number of replicas: micro-steps of a full step, and batches of a full epoch.
 
-        None where a loader does not count in samples, which `open` refuses.
+        Empty if a loader does not count in samples; `open` raises for such a loader.
         """
         loaders = _train_loaders(trainer)
         if not all(isinstance(each, TrainerLoader) for each in loaders):
@@ -425,7 +433,7 @@ class Elasticity:
         }
 
     def stream(self, micro_step: int, rank: int) -> tuple[int, int]:
-        """What tells the random numbers of a micro-step from those of the others: two numbers."""
+        """The two numbers that key the random stream of a micro-step on a rank."""
         topology, split = self._topology, self.options.split
         assert topology is not None
         assert split is not None
@@ -435,10 +443,10 @@ class Elasticity:
         return here.replicate * split.micro_steps + micro_step, here.shard
 
     def open(self, trainer: Trainer) -> None:
-        """Let others come in from now on.
+        """Publish the elastic spec, which lets the job change its size from now on.
 
         Raises:
-            ConfigError: a loader counts its position in batches, which are others in a world of another size.
+            ConfigError: a loader counts its position in batches, whose size changes with the size of the world.
         """
         loaders = _train_loaders(trainer)
         self._refuse_uneven(loaders)
@@ -449,7 +457,7 @@ class Elasticity:
             if split is None or _kind_of(split) != _kind_of(own):
                 what = f"a global batch of {split.global_batch_size}" if split else type(loader).__name__
                 if split and split.global_batch_size == own.global_batch_size:
-                    what += " that does not follow the world" if own.pads else " that is cut otherwise"
+                    what += " that does not follow the world" if own.pads else " that is split differently"
                 raise ConfigError(
                     "ElasticTraining needs train loaders that count their position in samples, with its own global "
                     f"batch of {own.global_batch_size}, but found {what}. Use a TokenDataModule that leaves the sizes "
@@ -475,7 +483,11 @@ class Elasticity:
         publish_elastic_spec(self._job_store, spec)
 
     def _refuse_uneven(self, loaders: Sequence[Any]) -> None:
-        """Refuse several train loaders where ranks have unequal shares: a loss of several batches has no one weight."""
+        """Raise for several train loaders with unequal shares: a loss over several batches has no single weight.
+
+        Raises:
+            ConfigError: some number of replicas would have such shares.
+        """
         if len(loaders) < 2:
             return
         for size, split in self._splits().items():
@@ -483,15 +495,15 @@ class Elasticity:
             is_cut = any(not each.batch_sampler.drop_last for each in loaders if isinstance(each, TrainerLoader))
             if split.global_batch_size % whole or is_cut:
                 raise ConfigError(
-                    f"there are {len(loaders)} train loaders, and {size} replicas would share out a step of "
-                    f"{split.global_batch_size} samples unevenly, or the incomplete last step of an epoch. The loss of "
-                    "a step with several batches cannot be weighted for that: use one loader, or drop_last=True and "
-                    "numbers of replicas that divide the global batch."
+                    f"there are {len(loaders)} train loaders, and with {size} replicas a step of "
+                    f"{split.global_batch_size} samples, or the incomplete last step of an epoch, would be split "
+                    "unevenly. The loss of a step with several batches cannot be weighted for that: use one loader, "
+                    "or drop_last=True and numbers of replicas that divide the global batch."
                 )
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Generator[None]:
-        """Let the optimizer step inside, at the learning rate for the present batch."""
+        """Scale the learning rate for the present batch; the optimizer steps inside this context."""
         options, trainer = self.options, self._trainer
         if not options.batch.follows_world:
             yield
@@ -507,13 +519,13 @@ class Elasticity:
             yield
 
     def _reference(self) -> int:
-        """Batch that learning rate and schedule were made for, for a job that begins."""
+        """Reference batch: the user's, else the one in the job store, else the present global batch."""
         known = self._job_store.try_get(_REFERENCE)
         wanted = self.options.rates.rule.reference_batch_size
         return wanted or (self.options.global_batch_size if known is None else int(known))
 
     def resized(self, cause: str, repair: Repair) -> None:
-        """Write down that the job goes on with another number of replicas."""
+        """Record that the job continues with another number of replicas."""
         assert self._topology is not None
         now = self._topology.replicate_degree
         self.options.resizes.append(Resize(cause=cause, step=repair.step, num_replicas=now, took_s=repair.total_s))

@@ -1,4 +1,4 @@
-"""Steps that do not train."""
+"""Validation, test and predict steps of the strategy."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,25 +18,25 @@ class EvaluatingStrategy(SavingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; see `training_step`."""
+        """Run the module's `validation_step`, then reshard; see `HyperPodStrategy.training_step`."""
         with self._evaluation():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; see `training_step`."""
+        """Run the module's `test_step`, then reshard; see `HyperPodStrategy.training_step`."""
         with self._evaluation():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; see `training_step`."""
+        """Run the module's `predict_step`, then reshard; see `HyperPodStrategy.training_step`."""
         with self._evaluation():
             return super().predict_step(*args, **kwargs)
 
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
-        """Callbacks that swap or average weights must find the parameters that the optimizer holds: reshard."""
+        """Reshard after the step: callbacks that swap or average weights need the optimizer's parameters."""
         with loss_parallel_context(self.config):
             yield
         assert self.model is not None

@@ -1,4 +1,4 @@
-"""Faults on purpose in a Trainer's job: see `hyperpod_plugins.fault_injection.faults`."""
+"""Fault injection in a Trainer: the `FaultInjection` callback; see `hyperpod_plugins.fault_injection.faults`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,17 +14,17 @@ from hyperpod_plugins.recovery.rehearsal import ScheduledFaults
 
 
 class FaultInjection(Callback):
-    """Let faults happen in training, to see that the job survives them.
+    """Inject faults into training, to test that the job survives them.
 
     The phases are those of `fault_injection.faults.PHASES`. `dataloader` is just after a batch was fetched. In
-    `validation`, `sanity_check`, `checkpoint` and `epoch_end` the step of a fault is the number of steps committed by
-    then.
+    `validation`, `sanity_check`, `checkpoint` and `epoch_end`, the step of a fault is the number of steps committed
+    before it.
 
     Args:
         faults: as text, such as `"kill:rank=3,step=7,phase=backward; hang:rank=0,step=9"`, or as data.
 
     Raises:
-        ConfigError: the text cannot be read.
+        ConfigError: the text cannot be parsed.
     """
 
     def __init__(self, faults: str | Sequence[Fault]) -> None:
@@ -42,7 +42,7 @@ class FaultInjection(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The batch has been fetched; arrange for a fault in the forward pass."""
+        """Inject faults of the phase `dataloader`, and arm those of the phase `forward`."""
         self._disarm()
         step = trainer.global_step
         self._at(trainer, "dataloader", step)
@@ -51,44 +51,44 @@ class FaultInjection(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Arrange for a fault inside autograd."""
+        """Arm faults of the phase `backward`, which happen inside autograd."""
         step = trainer.global_step
         if self._injector_of(trainer).is_due("backward", step):
             loss.register_hook(lambda _: self._at(trainer, "backward", step))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Gradients are there; neither clipping nor the vote has happened."""
+        """Inject faults of the phase `optimizer_step`: after backward, before clipping and the commit vote."""
         self._at(trainer, "optimizer_step", trainer.global_step)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The step has been committed."""
+        """Inject faults of the phase `batch_end`: the step has been committed."""
         self._disarm()
         self._at(trainer, "batch_end", trainer.global_step - 1)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All batches of an epoch are done."""
+        """Inject faults of the phase `epoch_end`."""
         self._at(trainer, "epoch_end", trainer.global_step)
 
     @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """In a validation, or in the one before training."""
+        """Inject faults of the phase `validation`, or `sanity_check` before training."""
         self._at(trainer, "sanity_check" if trainer.sanity_checking else "validation", trainer.global_step)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being collected."""
+        """Inject faults of the phase `checkpoint`, while a checkpoint is being collected."""
         self._at(trainer, "checkpoint", trainer.global_step)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave no hook behind."""
+        """Remove the forward hook."""
         self._disarm()
 
     def _disarm(self) -> None:
@@ -98,7 +98,7 @@ class FaultInjection(Callback):
 
 
 class _RehearsedFaults(FaultInjection):
-    """Lets the faults of a rehearsed job happen in the phases that Lightning's hooks tell of."""
+    """Injects the faults of a rehearsed job in the phases that Lightning has hooks for."""
 
     def __init__(self, faults: ScheduledFaults) -> None:
         super().__init__(())
@@ -106,7 +106,7 @@ class _RehearsedFaults(FaultInjection):
 
 
 def rehearse_faults(trainer: Trainer, faults: ScheduledFaults) -> None:
-    """Have faults of `hyperpod rehearse` happen in this Trainer's hooks, once."""
+    """Inject the faults of `hyperpod rehearse` in this Trainer's hooks; a second call has no effect."""
     callbacks: list[Callback] = vars(trainer)["callbacks"]
     if not any(isinstance(each, _RehearsedFaults) for each in callbacks):
         callbacks.append(_RehearsedFaults(faults))

@@ -1,6 +1,9 @@
-"""The calls of `fit`, `validate`, `test` and `predict` of this process, and the state after each."""
+"""The entries of this process (its calls of `fit`, `validate`, `test` and `predict`), and the state after each.
 
-# Lightning's connectors have no public spelling.
+The state after an entry is kept, so that a process that starts later skips the entry instead of running it again.
+"""
+
+# Lightning's connectors have no public API.
 # pyright: reportPrivateUsage=false
 
 import io
@@ -26,15 +29,15 @@ from hyperpod_plugins.lightning.trainer_state import (
 from hyperpod_plugins.recovery.entries import Entries, keep_of_rank, read_of_rank, state_folder, unseen
 
 KINDS = {"_fit_impl": "fit", "_validate_impl": "validate", "_test_impl": "test", "_predict_impl": "predict"}
-"""Kind of entry, by the name of what the Trainer has launched."""
+"""Kind of entry, by the name of the function that the Trainer launches."""
 _MAX_PREDICTIONS_BYTES = 64 << 20
 
 entries = Entries()
-"""Of this process, whatever the number of its Trainers."""
+"""The entries of this process, shared by all its Trainers."""
 
 
 def keep_end(trainer: Trainer, kind: str, results: Any, worker_id: int) -> None:
-    """Keep the state after the present entry, on all ranks together, so that no process has to run it again."""
+    """Keep the state after the present entry, so that no process has to run it again; all ranks call it together."""
     strategy: Any = trainer.strategy
     try:
         folder = entries.folder(Path(strategy.checkpoint_root))
@@ -44,10 +47,10 @@ def keep_end(trainer: Trainer, kind: str, results: Any, worker_id: int) -> None:
             strategy.save_end(state_folder(folder, entries.number))
         if entries.is_complete:
             keep_of_rank(folder, entries.number, worker_id, _values_of(trainer, kind, results))
-            read_of_rank(folder, entries.number, worker_id)  # what is not read without pickle is found now
+            read_of_rank(folder, entries.number, worker_id)  # fails now if only pickle can read it
     except (CommError, RecoveryError):
         raise
-    except Exception as error:  # noqa: BLE001 (of hooks, too: the call has ended well, and the others wait for a vote)
+    except Exception as error:  # noqa: BLE001 (of hooks, too: the call has succeeded, and other ranks await the vote)
         entries.lose(error)
     is_kept = strategy.reduce_boolean_decision(entries.is_complete)
     if is_kept:
@@ -61,21 +64,21 @@ def keep_end(trainer: Trainer, kind: str, results: Any, worker_id: int) -> None:
 
 
 def _see_all(founders: Sequence[int]) -> None:
-    """See that what all ranks have kept lies where this one sees it, or go on without."""
+    """Check that this rank sees the files of all ranks; without them, the state after the entry is not kept."""
     worker_ids = (entries.worker_ids or founders) if entries.member is None else entries.member.world.worker_ids
     hidden = unseen(entries.folder(Path()), entries.number, worker_ids)
     if hidden:
-        entries.lose(f"rank 0 does not see what ranks {few(map(str, hidden))} have kept. Use storage that nodes share")
+        entries.lose(f"rank 0 does not see the files of ranks {few(map(str, hidden))}. Use storage that nodes share")
 
 
 def pass_by(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any], worker_id: int) -> Any:
-    """Bring back the state after an entry that has ended, and return what it returned.
+    """Skip an entry that has ended: restore the state after it, and return what it returned.
 
     Args:
-        trainer: whose entry it is.
+        trainer: of the entry.
         record: of the entry.
-        call: runs the Trainer's own code, all but the loops; is given the checkpoint's path, empty for none.
-        worker_id: of this process in the job.
+        call: runs the Trainer's own code except the loops; takes the checkpoint path, empty for none.
+        worker_id: of this process.
     """
     folder = entries.folder(Path())
     values, set_random_state = read_of_rank(folder, record.number, worker_id)
@@ -96,7 +99,7 @@ def pass_by(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any], wo
 
 
 def can_keep(results: Any, kind: str) -> bool:
-    """Whether what an entry returned can be given to a process that comes later; predictions may be anything."""
+    """Whether the results of an entry can be given to a process that starts later; predictions may be anything."""
     if kind != "predict":
         return True
     buffer = io.BytesIO()
@@ -109,7 +112,7 @@ def can_keep(results: Any, kind: str) -> bool:
 
 
 def is_watched(job: JobEnv | None) -> bool:
-    """Whether `hyperpodrun` started this process, which hands over what has ended to those that it starts later."""
+    """Whether `hyperpodrun` started this process; it tells processes started later which entries have ended."""
     return job is not None and not job.agent_pid
 
 

@@ -1,6 +1,6 @@
-"""Steps of a Trainer that average gradients over replicas themselves, instead of leaving that to FSDP2."""
+"""Averaging a Trainer's gradients over replicas outside FSDP2, for reproducible steps and for AdaScale."""
 
-# Lightning's loops have no public spelling.
+# Lightning's loops have no public API.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable
@@ -19,17 +19,18 @@ from hyperpod_plugins.lightning.elastic_training import ElasticTraining
 from hyperpod_plugins.parallel.replica_mean.noise import ComparedMean, Comparison
 from hyperpod_plugins.parallel.replica_mean.reproducible import FixedOrderMean
 
-# Steps of a Trainer whose bits do not depend on how many replicas compute them.
-
 
 class LogicalShards:
-    """The gradients of one rank, micro-step by micro-step: each micro-batch is its part of one logical shard."""
+    """Averages gradients in a fixed order, so that results do not depend on the number of replicas.
+
+    Each micro-batch of a rank is its part of one logical shard.
+    """
 
     def __init__(self, trainer: Trainer, module: nn.Module, mesh: DeviceMesh, options: ElasticTraining) -> None:
-        """Keep replicas in step that FSDP2 does not.
+        """Average gradients of a module for which FSDP2 does not average over replicas.
 
         Raises:
-            ConfigError: it does.
+            ConfigError: FSDP2 averages over replicas.
         """
         assert options.split is not None
         self._trainer = trainer
@@ -40,64 +41,64 @@ class LogicalShards:
         self._mean_loss: Tensor | None = None
 
     def computed(self, output: Any) -> None:
-        """Note the loss that a training step has returned."""
+        """Note the loss that a training step returned."""
         loss = output["loss"] if isinstance(output, dict) else output
         self._loss = loss.detach().clone() if isinstance(loss, Tensor) else torch.zeros(())
 
     def add(self, loss: Tensor, backward: Callable[[Tensor], Tensor], batch_index: int) -> Tensor:
-        """Run a backward and take its gradients; after the last one of a step, leave the mean over its whole batch.
+        """Run a backward and take its gradients; after the last one of a step, leave the mean over the global batch.
 
-        Lightning has divided the loss by the number of micro-steps, which depends on the number of replicas. Of the
-        product with it the gradient is exactly 1; a quotient would be rounded.
+        Lightning has divided the loss by the number of micro-steps, which depends on the number of replicas. The loss
+        is multiplied by that number again, so that its gradient is exactly 1; a quotient would be rounded.
 
         Args:
-            loss: of a micro-batch, as Lightning has divided it.
-            backward: computes gradients of such a loss.
+            loss: of a micro-batch, as divided by Lightning.
+            backward: computes the gradients of such a loss.
             batch_index: number of the batch in the epoch.
         """
         num_micro_steps = self._trainer.accumulate_grad_batches
         result = backward(loss * num_micro_steps)
         mean = self._mean.add(batch_index % num_micro_steps, self._loss)
         if mean is not None:
-            if self._shards.size() > 1:  # each had its part of every logical shard
+            if self._shards.size() > 1:  # each rank had its part of every logical shard
                 dist.all_reduce(mean, group=self._shards)
             self._mean_loss = mean / self._shards.size()
         return result
 
     def committed(self) -> None:
-        """The step counts, and its loss is what users see."""
+        """Publish the loss of the committed step as `ElasticTraining.step_loss`."""
         self._options.step_loss = self._mean_loss
 
 
 class OwnAveraging(Protocol):
-    """What the strategy tells of a step whose gradients FSDP2 does not average over replicas."""
+    """Averages gradients over replicas in place of FSDP2; the strategy calls it in each step."""
 
     def computed(self, output: Any) -> None:
-        """A training step has returned this."""
+        """Take what `training_step` returned."""
         ...
 
     def add(self, loss: Tensor, backward: Callable[[Tensor], Tensor], batch_index: int) -> Tensor:
-        """Run a backward; after the last one of a step, leave the mean of the step as the gradients.
+        """Run a backward; after the last one of a step, leave the step's mean as the gradients.
 
         Args:
-            loss: of a micro-batch, as Lightning has divided it, weighted.
-            backward: computes gradients of such a loss.
+            loss: of a micro-batch, as divided by Lightning, weighted.
+            backward: computes the gradients of such a loss.
             batch_index: number of the batch in the epoch.
         """
         ...
 
     def committed(self) -> None:
-        """The step counts, and the optimizer is about to step."""
+        """Called when the step is committed, just before the optimizer steps."""
         ...
 
 
 def own_averaging(
     trainer: Trainer, module: nn.Module, mesh: DeviceMesh, options: ElasticTraining
 ) -> OwnAveraging | None:
-    """What these options need; None where FSDP2 averages.
+    """The averaging that these options need; None if FSDP2 averages.
 
     Raises:
-        ConfigError: FSDP2 averages, and must not.
+        ConfigError: FSDP2 averages over replicas, but the options do not allow it.
     """
     if options.reproducible:
         return LogicalShards(trainer, module, mesh, options)
@@ -105,16 +106,17 @@ def own_averaging(
 
 
 class MeasuredGain(OwnAveraging):
-    """The gradients of one rank, of which AdaScale learns; the comparison is part of the step, its use of the commit.
+    """Averages gradients, and measures the gradient noise for AdaScale.
 
-    A step that is computed again compares anew, and one that is never committed has taught nothing.
+    The comparison of gradients is part of the step, but AdaScale only uses it at the commit: a step that is computed
+    again is compared again, and a step that is never committed has no effect.
     """
 
     def __init__(self, trainer: Trainer, module: nn.Module, mesh: DeviceMesh, options: ElasticTraining) -> None:
-        """Keep replicas in step that FSDP2 does not.
+        """Average gradients of a module for which FSDP2 does not average over replicas.
 
         Raises:
-            ConfigError: it does.
+            ConfigError: FSDP2 averages over replicas.
         """
         self._trainer = trainer
         self._rates = options.rates
@@ -124,11 +126,11 @@ class MeasuredGain(OwnAveraging):
 
     @override
     def computed(self, output: Any) -> None:
-        """The loss is not needed."""
+        """Do nothing: the loss is not needed."""
 
     @override
     def add(self, loss: Tensor, backward: Callable[[Tensor], Tensor], batch_index: int) -> Tensor:
-        """Run a backward and take its gradients; after the last one of a step, leave the mean of the step."""
+        """Run a backward and take its gradients; after the last one of a step, leave the step's mean."""
         result = backward(loss)
         loop = self._trainer.fit_loop
         self._compared = self._mean.add(
@@ -140,19 +142,20 @@ class MeasuredGain(OwnAveraging):
 
     @override
     def committed(self) -> None:
-        """Pass on what the step has told."""
+        """Pass the noise of the committed step's gradients to the learning rates."""
         if self._compared is not None:
             self._rates.noise = noise_of(self._compared, self._ranks_per_replica)
 
 
 def noise_of(compared: Comparison, ranks_per_replica: int) -> GradientNoise:
-    """How far the parts of a step are apart, each by itself.
+    """The gradient noise of a step, from the norms of its parts' gradients.
 
-    A part's weighted gradient is that of its samples, times how many more it had than the mean replica in a whole step.
+    A part's weighted gradient is the gradient of its samples times the ratio of its number of samples to that of the
+    mean replica in a full step.
 
     Args:
-        compared: of the step.
-        ranks_per_replica: those that read different samples.
+        compared: gradients of the step.
+        ranks_per_replica: ranks of a replica that read different samples.
     """
     *parts, of_mean = compared.table.tolist()
     per_replica = ranks_per_replica * compared.num_micro_steps

@@ -1,6 +1,6 @@
-"""Processes, nodes and ranks of a job under Lightning, and how they come together."""
+"""How a job's processes are launched and connected under Lightning: `RecoveryLauncher` and `LaunchedStrategy`."""
 
-# A strategy works with parts of Lightning that have no public spelling.
+# A strategy uses private parts of Lightning.
 # pyright: reportPrivateUsage=false
 
 import signal
@@ -29,31 +29,37 @@ from hyperpod_plugins.lightning.compat import (
 from hyperpod_plugins.lightning.first_fit import KINDS, entries, is_watched, keep_end, pass_by
 
 STATE_OF_PEERS = "hyperpod:peers"
-"""What stands for a checkpoint's path in a process that gets its state from the other ranks."""
+"""Stands for a checkpoint path in a process that gets its state from the other ranks."""
 
 
 class RecoveryLauncher(Launcher):
-    """Calls what the Trainer wants called; in a newcomer, and after a fault, `fit` resumes from the other ranks."""
+    """Launcher that calls the Trainer's function in this process, and recovers `fit`.
+
+    In a joiner, and after a fault, `fit` resumes from the state of the other ranks.
+    """
 
     def __init__(self, leave_loops: Callable[[bool], bool]) -> None:
-        """`leave_loops` prepares for another call of `fit`, and hears whether the last one had a checkpoint's path.
+        """Create the launcher.
 
-        It says False where there is no way to go on.
+        Args:
+            leave_loops: prepares for another call of `fit`. Its argument says whether the last call had a checkpoint
+                path; it returns False if `fit` cannot continue.
         """
         self._leave_loops = leave_loops
 
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        """Processes come from an agent, not from a notebook."""
+        """False: an agent starts the processes, not a notebook."""
         return False
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Call `function`, unless that has ended before; the fifth argument of `fit` is the checkpoint's path.
+        """Call `function`, or only restore the state after it if this entry has already ended.
 
-        A fault outside a step ends `fit` with `PeerLost`. Then it is called again, and goes on where the trainer was
-        that had come furthest. What the user sees of `fit` is one call: no `on_exception`, no teardown.
+        A fault outside a step ends `fit` with `PeerLost`. `fit` is then called again, and continues where the trainer
+        that had come furthest was. To the user this is a single call of `fit`: `on_exception` and teardown do not run
+        in between. The fifth argument of `fit` is the checkpoint path.
         """
         job, kind = JobEnv.from_environ(), KINDS.get(function.__name__, "")
         if job is None or not kind or trainer is None or entries.is_inside:
@@ -63,7 +69,7 @@ class RecoveryLauncher(Launcher):
             resumes_from = entries.resume_from(kind)
             if record is not None:
                 return pass_by(trainer, record, lambda path: function(*_with_path(args, path), **kwargs), worker_id)
-            comes_later = kind == "fit" and entries.is_joining  # the others have gone on from where all began
+            comes_later = kind == "fit" and entries.is_joining  # it resumes from the other ranks
             args = _with_path(args, STATE_OF_PEERS if comes_later else resumes_from)
             results = self._run(function, args, kwargs, is_fit=kind == "fit")
             if is_watched(job) and recovers(trainer):
@@ -79,7 +85,7 @@ class RecoveryLauncher(Launcher):
             except SIGTERMException:
                 if not is_fit:
                     raise
-                raise SIGTERMException(128 + signal.SIGTERM) from None  # by itself it is no good end: code 0
+                raise SIGTERMException(128 + signal.SIGTERM) from None  # without an argument the exit code would be 0
             except PeerLost:
                 if not is_fit or not self._leave_loops(args[4] not in (None, STATE_OF_PEERS)):
                     raise
@@ -87,16 +93,16 @@ class RecoveryLauncher(Launcher):
 
     @override
     def kill(self, signum: Any) -> None:
-        """The agent sees to the processes."""
+        """Do nothing: the agent manages the processes."""
 
 
 def _with_path(args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
-    """The arguments of a fit with the path of another checkpoint; the same where that is empty."""
+    """The arguments of a fit with another checkpoint path; unchanged if `path` is empty."""
     return (*args[:4], path, *args[5:]) if path else args
 
 
 class LaunchedStrategy(ModelParallelStrategy):
-    """Abstract strategy that counts nodes and processes as the launcher that made them does."""
+    """Abstract strategy that takes the number of nodes and processes from the launcher."""
 
     def __init__(self, *, comm: CommOptions, timeout_s: float) -> None:
         self._env = WorkerEnv.from_environ()
@@ -108,7 +114,7 @@ class LaunchedStrategy(ModelParallelStrategy):
     @property
     @override
     def global_rank(self) -> int:
-        """Rank in the present world; the launcher's word on it holds for the first one."""
+        """Rank in the present world; in the initial world, the one that the launcher assigned."""
         return super().global_rank if self._rank_and_world_size is None else self._rank_and_world_size[0]
 
     @property
@@ -119,7 +125,7 @@ class LaunchedStrategy(ModelParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the job: what the launcher says, else `Trainer(num_nodes=...)`."""
+        """Nodes of the job, as set by the launcher, else by `Trainer(num_nodes=...)`."""
         return self._env.num_nodes if self._env.is_launched and self._is_launched_outside else self._num_nodes
 
     @num_nodes.setter
@@ -134,7 +140,8 @@ class LaunchedStrategy(ModelParallelStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        # Under a launcher Lightning counts one CPU "device" whatever the number of processes. Ranks take GPUs in turn.
+        # Under a launcher, Lightning counts one CPU "device" whatever the number of processes. Ranks share GPUs
+        # round-robin.
         if parallel_devices and self._is_launched_outside:
             here, given = self._env.local_world_size, parallel_devices
             if given[0].type == "cpu" or len(given) < here:
@@ -143,7 +150,7 @@ class LaunchedStrategy(ModelParallelStrategy):
 
     @property
     def _is_launched_outside(self) -> bool:
-        """Whether a launcher that `WorkerEnv` reads made the processes, not Lightning by `Trainer(...)`."""
+        """Whether a launcher that `WorkerEnv` knows started the processes, rather than Lightning itself."""
         return isinstance(self.cluster_environment, TorchElasticEnvironment | SLURMEnvironment)
 
     @property
@@ -152,22 +159,26 @@ class LaunchedStrategy(ModelParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Under our agent: Lightning's calls go through `FromPeers`."""
+        """Use a `RecoveryLauncher` under a HyperPod agent."""
         super()._configure_launcher()
         if self._launcher is None and JobEnv.from_environ() is not None:
             self._launcher = RecoveryLauncher(self._leave_loops)
 
     def _leave_loops(self, from_checkpoint: bool) -> bool:
-        """Prepare for another call of `fit`; `from_checkpoint` says whether the last one had a path."""
+        """Prepare for another call of `fit`; return False if it cannot continue.
+
+        Args:
+            from_checkpoint: whether the last call had a checkpoint path.
+        """
         raise NotImplementedError
 
     def _join(self) -> None:
-        """Take this rank's device and join the process group."""
+        """Set this rank's device, and join the process group."""
         ParallelStrategy.setup_environment(self)
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        register()  # in case `import hyperpod_plugins` came before torch, with the entry point switched off
+        register()  # in case `hyperpod_plugins` was imported before torch, with the entry point disabled
         init_dist_connection(
             self.cluster_environment,
             "hyperpod",

@@ -1,6 +1,6 @@
-"""What a Trainer has of one rank alone beside buffers: metrics of an epoch, in modules and as they are logged."""
+"""Rank-local state of a Trainer: metrics in modules, logged means, and the registration of all such state."""
 
-# Lightning's results and metrics have no public spelling.
+# Lightning's results and metrics have no public API.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable, Collection, Mapping
@@ -27,13 +27,13 @@ from hyperpod_plugins.recovery.undo import own
 
 
 class MetricStates:
-    """What the torchmetrics objects of a module have counted."""
+    """State of the torchmetrics objects of a module; a `RankLocalState`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Their states; what they have computed from them is computed again."""
+        """States of the metrics that were updated; cached results are left out, and computed again."""
         return {
             name: {"count": metric._update_count, "values": {key: own(vars(metric)[key]) for key in metric._defaults}}
             for name, metric in self._metrics.items()
@@ -42,11 +42,11 @@ class MetricStates:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are none."""
+        """Whether the module has no metrics."""
         return not self._metrics
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Go on counting from there."""
+        """Continue from these states, except for the metrics in `leave`; reset metrics that have no saved state."""
         for name, metric in self._metrics.items():
             if metric._update_count and name not in state_dict and name not in leave:
                 metric.reset()
@@ -57,11 +57,11 @@ class MetricStates:
             metric._update_count, metric._computed = saved["count"], None
 
     def written(self, before: dict[str, Any]) -> set[str]:
-        """Nothing: what was counted before is closer to what the predecessor had than a metric that begins anew."""
+        """Nothing: an earlier state is closer to that of the lost process than a metric that starts from zero."""
         return set()
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Metrics that are there with the same states, of the same shapes."""
+        """States of the metrics that this module also has, with the same names and shapes."""
         return {
             name: saved
             for name, saved in state_dict.items()
@@ -70,11 +70,11 @@ class MetricStates:
 
 
 class LoggedMeans:
-    """Sums of what was logged in the present epoch with `on_epoch=True`.
+    """Sums of what was logged in the present epoch with `on_epoch=True`; a `RankLocalState`.
 
-    A replacement does not know what it will log before it does: each sum is put in its place when it begins. What is
-    not logged again before the epoch ends is put in its place then, in the order that it has on other ranks: those that
-    are synchronised are reduced in that order.
+    A replacement does not know in advance what it will log, so each sum is restored when its name is first logged.
+    Sums that are not logged again before the epoch ends are restored at that point, in the order of the other ranks,
+    because synchronized sums are reduced in that order.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -87,7 +87,7 @@ class LoggedMeans:
         self._written_forms = Forms()
 
     def forms(self, begun: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
-        """How each value is logged that is reduced at the epoch's end: arguments of `log`, in the order of logging.
+        """Arguments of `log` for each value that is reduced at the end of the epoch, in the order of logging.
 
         Args:
             begun: attributes of the results when the present step began; None for the present ones.
@@ -98,19 +98,19 @@ class LoggedMeans:
             for key, each in present.items()
             if each["meta"].on_epoch
             and not each["has_reset"]
-            and each["meta"].sync.group is None  # others have no such group
+            and each["meta"].sync.group is None  # other ranks do not have that group object
         }
 
     def expect(self, forms: dict[str, dict[str, Any]]) -> None:
-        """Take what `forms` said on a rank that has logged in the present epoch."""
+        """Take the `forms` of a rank that has logged in the present epoch."""
         self._forms = forms
 
     def complete(self, module: nn.Module, reduce: Callable[..., Any]) -> None:
-        """The epoch ends: put in its place what has not been logged since `expect`.
+        """Restore, at the end of the epoch, the sums that have not been logged since `expect`.
 
         Args:
             module: whose metrics may have been logged.
-            reduce: of the strategy.
+            reduce: the strategy's `reduce`.
         """
         results, forms, self._forms = self._results, self._forms, {}
         if not forms:
@@ -124,7 +124,7 @@ class LoggedMeans:
             results.log(**form, value=value, sync_dist_fn=reduce)
             result = results[key]
             if attribute is None:
-                _fill(result, self._awaited.get(key, result._defaults))  # none where the buddy was lost, too
+                _fill(result, self._awaited.get(key, result._defaults))  # missing if the buddy was lost, too
             else:
                 result.value = value
             result._update_count, result.has_reset = 1, False
@@ -134,7 +134,7 @@ class LoggedMeans:
         self.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums by the name under which Lightning has them; what metrics in modules count is theirs."""
+        """The sums, by Lightning's names; the states of metrics in modules are in `MetricStates`."""
         awaited = [(key, each) for key, each in self._awaited.items() if not self._has_begun(key)]
         sums = {(key, name): value for key, each in awaited for name, value in each.items()}
         for key, result in self._results.items():
@@ -143,15 +143,15 @@ class LoggedMeans:
         return packed_tensors(sums, self._written_forms)
 
     def written(self, before: dict[str, Any]) -> set[str]:
-        """Nothing: what is logged after a step adds to a sum, which a replacement has from no other rank."""
+        """Nothing: values logged after a step add to sums that a replacement can get from no other rank."""
         return set()
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """All: a sum is taken when something is logged under its name."""
+        """Everything: a sum is only used once its name is logged."""
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Let sums that are begun from now on, in the present epoch, begin from there."""
+        """Start each sum that is first logged from now on, in the present epoch, from its saved value."""
         self.settle()
         results, self._awaited, epoch = self._results, _sums_in(state_dict), None
 
@@ -159,7 +159,7 @@ class LoggedMeans:
             nonlocal epoch
             now = self._progress.current.ready
             epoch = now if epoch is None else epoch
-            if epoch == now and not self._has_begun(key):  # another one where the step is run again
+            if epoch == now and not self._has_begun(key):  # a step that is run again has a new result object
                 self._begun.append(results[key])
                 _fill(results[key], self._awaited.get(key, {}))
             type(results).update_metrics(results, key, value, batch_size)
@@ -167,15 +167,15 @@ class LoggedMeans:
         vars(results)["update_metrics"] = update
 
     def begin(self) -> None:
-        """A step begins."""
+        """Remember, at the beginning of a step, which sums have begun."""
         self._begun_before = [*self._begun]
 
     def undo(self) -> None:
-        """The step is run again, and its values are put back: what begins in it begins again."""
+        """Forget the sums that began in the step, which is run again with its values restored."""
         self._begun = [*self._begun_before]
 
     def settle(self) -> None:
-        """An epoch begins: what begins later begins from nothing."""
+        """Drop the saved sums: an epoch begins, and later sums start from zero."""
         vars(self._results).pop("update_metrics", None)
         self._awaited, self._begun = {}, []
 
@@ -185,10 +185,10 @@ class LoggedMeans:
 
 
 def _sums_in(packed: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """What `packed_tensors` made of sums, by the name of each.
+    """Inverse of `packed_tensors` for sums: the tensors of each, by name.
 
     Raises:
-        CheckpointMismatch: it is something else.
+        CheckpointMismatch: the names are not those of sums.
     """
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in unpacked_tensors(packed):
@@ -196,12 +196,12 @@ def _sums_in(packed: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
             case [str(key), str(part)]:
                 found.setdefault(key, {})[part] = value
             case _:
-                raise CheckpointMismatch(f"{name!r} is no sum of what was logged")
+                raise CheckpointMismatch(f"{name!r} is not the name of a logged sum")
     return found
 
 
 def _form(meta: Any) -> dict[str, Any]:
-    """The arguments of `log` that lead to a logged value's description, all of them plain."""
+    """The arguments of `log` that produce this metadata, all of plain types."""
     names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
     form = {name: vars(meta)[name] for name in (*names, "metric_attribute")}
     sync = meta.sync
@@ -214,7 +214,7 @@ def _form(meta: Any) -> dict[str, Any]:
 
 
 def _shapes(values: dict[str, Any]) -> dict[str, torch.Size | None]:
-    """Of the states of a metric; lists have none."""
+    """Shapes of a metric's states; None for lists."""
     return {name: value.shape if isinstance(value, torch.Tensor) else None for name, value in values.items()}
 
 
@@ -223,7 +223,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _fill(metric: Any, values: dict[str, Any]) -> None:
-    """Put values that were counted elsewhere into a metric."""
+    """Set a metric's states to values from elsewhere, on the metric's device."""
     for name, value in values.items():
         present = vars(metric)[name]
         is_tensor = isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor)
@@ -234,7 +234,7 @@ _METRICS_OF_EPOCH = f"metrics {OF_EPOCH}"
 
 
 def load_local_state(module: nn.Module, values: dict[str, dict[str, Any]]) -> None:
-    """Put what a rank has of its own back into a module, as `LocalStates.present` gave it after a fit."""
+    """Restore a module's buffers and metrics from what `LocalStates.present` returned after a fit."""
     for name, state in ((BUFFERS, BufferStates(module)), (_METRICS_OF_EPOCH, MetricStates(module))):
         state.load_state_dict(values.get(name, {}))
 
@@ -242,10 +242,10 @@ def load_local_state(module: nn.Module, values: dict[str, dict[str, Any]]) -> No
 def register_all(
     states: LocalStates, module: nn.Module, trainer: Trainer, average: CallbackAverage | None
 ) -> tuple[LoggedMeans, ShownValues]:
-    """Register what a Trainer has of one rank alone; means and shown values, whose steps are to be told of."""
+    """Register a Trainer's rank-local state, and return the two objects that must be told about steps."""
     means, values, buffers = LoggedMeans(trainer), ShownValues(trainer), BufferStates(module)
     for name, state in ((BUFFERS, buffers), (_METRICS_OF_EPOCH, MetricStates(module))):
-        if not state.is_empty:  # alike on all ranks
+        if not state.is_empty:  # the same on all ranks
             states.register(name, state)
     if average is not None and not buffers.is_empty:
         states.register("averaged buffers", AveragedBuffers(average.average, module, buffers), is_repeated=True)

@@ -1,6 +1,6 @@
-"""Loggers: those of a replacement go on with the run that is there, and no row is logged once more by a survivor."""
+"""Loggers in a job with recovery: replacements continue the existing runs, and survivors log no row twice."""
 
-# Lightning's loggers keep their version in a private place.
+# Lightning's loggers keep their version in a private attribute.
 # pyright: reportPrivateUsage=false
 
 import json
@@ -13,17 +13,17 @@ from typing import Any
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.lightning.compat import CSVLogger, Trainer
 
-_VERSIONS = "loggers"  # value ENTRY: the version of each logger of the first rank, None for one without
+_VERSIONS = "loggers"  # key "loggers/ENTRY": the version of each logger of the first rank, None if it has none
 
 
 def name_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> None:
-    """Write down which runs the loggers of the first rank write to, in an entry of the program."""
+    """Record the runs that the loggers of the first rank write to in an entry of the program."""
     versions = [logger.version if "_version" in vars(logger) else None for logger in loggers]
     job_store.set(f"{_VERSIONS}/{entry}", json.dumps(versions).encode())
 
 
 def continue_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> None:
-    """Let the loggers of a replacement write to the same runs, before they look for new ones."""
+    """Make a replacement's loggers write to the recorded runs; call it before they choose new ones."""
     versions = json.loads(job_store.try_get(f"{_VERSIONS}/{entry}") or b"[]")
     for logger, version in zip(loggers, versions, strict=False):
         if "_version" in vars(logger) and vars(logger)["_version"] is None:
@@ -31,24 +31,24 @@ def continue_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> No
 
 
 def keep_rows(loggers: Sequence[Any]) -> None:
-    """Let CSVLoggers add to the file that is there: they would begin it again. To be called on the first rank."""
+    """Make CSVLoggers append to the existing file, which they would overwrite; call it on the first rank."""
     for logger in loggers:
         if isinstance(logger, CSVLogger):
             _keep_rows(logger, Path(logger.log_dir, "metrics.csv"))
 
 
 class LoggedRows:
-    """What Lightning logs on this rank in a part of a fit, which is not logged again where the part is run again."""
+    """Rows that Lightning logs on this rank in a part of a fit; they are not logged again if the part runs again."""
 
     def __init__(self) -> None:
         self._is_open = False
         self._written: list[tuple[int, frozenset[str]]] = []
-        """Steps and names of rows of the present part."""
+        """Step and metric names of each row of the present part."""
         self._again: list[tuple[int, frozenset[str]]] = []
-        """Those of them that will come once more."""
+        """Rows that were logged before the part was restarted, and are expected again."""
 
     def watch(self, trainer: Trainer) -> None:
-        """See what the trainer logs from now on, until `forget`."""
+        """Intercept what the trainer logs, until `forget`."""
         connector: Any = trainer._logger_connector
         vars(connector)["log_metrics"] = partial(self._log, trainer, type(connector).log_metrics)
 
@@ -57,24 +57,24 @@ class LoggedRows:
         vars(trainer._logger_connector).pop("log_metrics", None)
 
     def begin(self) -> None:
-        """A part begins, perhaps once more."""
+        """Begin a part, perhaps again."""
         self._is_open, self._again, self._written = True, self._written, []
 
     def leave(self) -> None:
-        """The part is to be run again from its beginning."""
+        """Leave a part that is to be run again from its beginning."""
         if self._is_open:
             self._is_open, self._written, self._again = False, self._written + self._again, []
 
     def end(self) -> None:
-        """The part has ended on all ranks."""
+        """End a part that all ranks have run."""
         self._is_open, self._written, self._again = False, [], []
 
     def state(self) -> list[list[Any]]:
-        """Rows of the part that is to be run again, for a replacement: its predecessor has logged them, too."""
+        """Rows of the part that is to be run again, for a replacement: the lost process has logged them, too."""
         return [[step, *sorted(names)] for step, names in self._written]
 
     def expect(self, rows: list[list[Any]]) -> None:
-        """In a replacement, take what `state` said on another rank."""
+        """In a replacement, take the `state` of another rank."""
         self._written = [(step, frozenset(names)) for step, *names in rows]
 
     def _log(
@@ -95,9 +95,9 @@ def _keep_rows(logger: CSVLogger, path: Path) -> None:
     if not path.is_file():
         return
     text = path.read_bytes()
-    text = text[: text.rfind(b"\n") + 1]  # the process may have been lost while it wrote
+    text = text[: text.rfind(b"\n") + 1]  # the process may have been lost in the middle of a line
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it deletes
+        warnings.simplefilter("ignore")  # the logger warns that it deletes the existing file
         writer: Any = logger.experiment
     if text:
         path.write_bytes(text)

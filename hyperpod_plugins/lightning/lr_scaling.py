@@ -1,11 +1,11 @@
 """The learning rate and the schedulers of a Trainer whose batch follows the world.
 
-[Note: whose learning rate] Schedulers read and write `lr` in the optimizer's groups, some from their own last value. So
-the factor is in the groups only while the optimizer steps. At all other times the groups hold what the schedulers put
-there: the rate for the reference batch.
+[Note: whose learning rate] Schedulers read and write `lr` in the optimizer's groups, and some compute it from its
+last value. Therefore the factor is applied to the groups only while the optimizer steps. At all other times the
+groups hold the schedulers' value: the rate for the reference batch.
 """
 
-# Lightning's loops have no public spelling.
+# Lightning's loops have no public API.
 # pyright: reportPrivateUsage=false
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def scaled(optimizer: Optimizer, factor: float, *, scale_adam: bool) -> Generator[None]:
-    """Multiply the learning rate inside; outside all is as it was, to the bit."""
+    """Multiply the learning rate inside the context; afterwards the groups are bitwise the same as before."""
     if factor == 1.0:
         yield
         return
@@ -52,29 +52,29 @@ def scaled(optimizer: Optimizer, factor: float, *, scale_adam: bool) -> Generato
 
 @dataclass(slots=True)
 class LearningRates:
-    """What a rank knows of rate and schedule; the same on all ranks between two steps."""
+    """State of learning rate and schedule; the same on all ranks between two steps."""
 
     rule: LRScalingRule
     lr_state: LRState | None = None
     """None until the first world has been laid out."""
     ticks: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
-    """Steps of the schedule that schedulers have been told of: plain ones, and those that wait for a metric."""
+    """Schedule steps that schedulers have taken: plain ones (key False), and those that wait for a metric (True)."""
     noise: GradientNoise | None = None
-    """What the gradients of the step that is being committed have told AdaScale; not part of the state."""
+    """Gradient noise of the step that is being committed, for AdaScale; not part of the state."""
 
     def begin(self, reference_batch_size: int) -> None:
-        """Begin at the first sample, unless a state has been loaded."""
+        """Start at the first sample, unless a state has been loaded."""
         if self.lr_state is None:
             self.lr_state = LRState.beginning(reference_batch_size, self.rule)
 
     @contextmanager
     def step(self, optimizer: Optimizer, *, batch_size: int, num_samples: int, is_first_rank: bool) -> Generator[None]:
-        """Let the optimizer step inside, at the rate for this batch; then count its samples.
+        """Scale the learning rate for this batch while the optimizer steps inside; then count the step's samples.
 
         Args:
             optimizer: of the Trainer.
-            batch_size: global batch of this world.
-            num_samples: of this step: fewer, if it is the last one of an epoch.
+            batch_size: global batch size in this world.
+            num_samples: samples of this step; fewer than `batch_size` if it is the last one of an epoch.
             is_first_rank: whether to log a change.
         """
         assert self.lr_state is not None
@@ -88,23 +88,23 @@ class LearningRates:
             _announce(before, lr_state, is_first_rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; empty before the first world."""
+        """State of plain values; empty before the first world has been laid out."""
         if self.lr_state is None:
             return {}
         return {"course": self.lr_state.to_dict(), "ticks": self.ticks[False], "metric_ticks": self.ticks[True]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Continue from a state.
 
         Raises:
-            ConfigError: the state counts steps of another reference batch than the one that was asked for, or counts
-                them otherwise.
+            ConfigError: the state has a different reference batch than requested, or counts schedule steps
+                differently.
         """
         lr_state, wanted = LRState.of(state["course"]), self.rule.reference_batch_size
         if wanted not in (0, lr_state.reference_batch_size):
             raise ConfigError(
                 f"the checkpoint was made with a reference batch of {lr_state.reference_batch_size} samples, and its "
-                f"schedule counts in such steps; reference_batch_size={wanted} would let it jump. Use "
+                f"schedule counts such steps; with reference_batch_size={wanted} it would jump. Use "
                 f"{lr_state.reference_batch_size}, or leave it out."
             )
         if (lr_state.gains is not None) != self.rule.is_measured:
@@ -118,14 +118,15 @@ class LearningRates:
         self.ticks = {False: state["ticks"], True: state["metric_ticks"]}
 
     def check(self, optimizers: list[Optimizer], batch_sizes: Sequence[int]) -> int:
-        """Refuse, before training starts, what the rule is not for; returns the batch that the schedule counts in.
+        """Check, before training starts, that the rule fits the optimizers; return the reference batch size.
 
         Args:
             optimizers: of the Trainer.
-            batch_sizes: global batches of all worlds that there may be.
+            batch_sizes: global batch sizes in all possible worlds.
 
         Raises:
-            ConfigError: a rule that gives no factor, no Adam, or a beta that such a batch would make negative.
+            ConfigError: the rule returns no valid factor, an optimizer has no betas and eps to scale, or such a batch
+                would make a beta negative.
         """
         assert self.lr_state is not None
         reference = self.lr_state.reference_batch_size
@@ -141,7 +142,7 @@ class LearningRates:
         return reference
 
     def take_over_schedulers(self, trainer: Trainer) -> None:
-        """Let schedulers with `interval="step"` go on by samples, a step for each reference batch, from now on."""
+        """Make schedulers with `interval="step"` advance by samples, one step per reference batch, from now on."""
         loop = trainer.fit_loop.epoch_loop
         theirs: Callable[[str, bool], None] = type(loop).update_lr_schedulers.__get__(loop)
 
@@ -154,10 +155,14 @@ class LearningRates:
         vars(loop)["update_lr_schedulers"] = update_lr_schedulers
 
     def tick(self, trainer: Trainer, *, waiting_for_metric: bool) -> None:
-        """Step those schedulers as often as reference batches were completed.
+        """Step the schedulers once for each reference batch that has been completed.
+
+        Args:
+            trainer: whose schedulers.
+            waiting_for_metric: whether to step those that follow a metric, or the others.
 
         Raises:
-            ConfigError: the metric that one waits for was not logged.
+            ConfigError: the metric that a scheduler follows was not logged.
         """
         assert self.lr_state is not None
         module, progress = trainer.lightning_module, trainer.fit_loop.epoch_loop.scheduler_progress
@@ -181,7 +186,7 @@ class LearningRates:
 
 
 def warn_of_adaptive(optimizers: list[Optimizer]) -> None:
-    """Say that AdaScale was not made for an optimizer that divides by the size of gradients."""
+    """Warn that AdaScale was not designed for optimizers that normalize by the size of gradients."""
     for optimizer in optimizers:
         if any({"betas", "eps"} & group.keys() for group in optimizer.param_groups):
             log.warning(
@@ -233,6 +238,6 @@ def _kept(value: Any) -> Any:
 def _put(group: dict[str, Any], key: str, value: Any) -> None:
     present = group[key]
     if isinstance(present, torch.Tensor):
-        present.copy_(torch.as_tensor(value))  # a compiled step holds on to this tensor
+        present.copy_(torch.as_tensor(value))  # a compiled step keeps a reference to this tensor
     else:
         group[key] = value

@@ -1,4 +1,4 @@
-"""What the strategy refuses, warns of, and does to a user's LightningModule and the loops that call its steps."""
+"""Checks and adjustments of a user's LightningModule and Trainer: errors, warnings, and small changes to both."""
 
 # Lightning keeps the mesh of a module in a private attribute.
 # pyright: reportPrivateUsage=false
@@ -29,7 +29,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def refuse_another_layout(module: LightningModule, mesh: DeviceMesh) -> None:
-    """Raise where `module` was sharded over a mesh of other degrees: it would train on that one, and read for this."""
+    """Raise if `module` was sharded with other degrees: it would train on that mesh, but read data for this one."""
     earlier = module._device_mesh
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
     if earlier is not None and is_sharded and earlier.shape[1:] != mesh.shape[1:]:  # replicas come and go
@@ -41,9 +41,10 @@ def refuse_another_layout(module: LightningModule, mesh: DeviceMesh) -> None:
 
 
 def looks_at_old_gradients(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether a hook may want the gradients of the step before when this one's forward has been run.
+    """Whether a hook may need the previous step's gradients after the forward of the present step.
 
-    Lightning drops them only then. Without such a hook they can go before it, and their memory with them.
+    Lightning zeroes gradients only after the forward. Without such a hook they can be freed before it, to save
+    memory.
     """
     callbacks: list[Callback] = vars(trainer)["callbacks"]
     return (
@@ -55,9 +56,9 @@ def looks_at_old_gradients(trainer: Trainer, module: LightningModule) -> bool:
 
 
 def refuse_other_types(module: LightningModule, precision: str) -> None:
-    """Raise where `bf16-true` is asked for and a module that sharded itself has parameters of another floating type.
+    """Raise if precision is `bf16-true` and a module that sharded itself has parameters of another floating dtype.
 
-    A module that is left to the strategy is converted before it is sharded; afterwards it is too late.
+    Parameters cannot be converted after sharding; the strategy converts modules that it shards itself.
     """
     if precision != "bf16-true":
         return
@@ -75,10 +76,11 @@ def refuse_other_types(module: LightningModule, precision: str) -> None:
 
 
 def treat_steps_as_forward(module: LightningModule) -> None:
-    """Make FSDP2 gather the root's parameters when Lightning calls a step, which is not `forward`.
+    """Make FSDP2 unshard the root's parameters when Lightning calls a step method instead of `forward`.
 
-    A step that calls `self(...)` enters FSDP2's hooks a second time, inside. FSDP2 warns when that call returns a
-    view, for an in-place operation on it would lose a hook; here the hook on the step's own result counts.
+    A step that calls `self(...)` enters FSDP2's hooks a second time. FSDP2 warns if that inner call returns a view,
+    because an in-place operation on it would lose a hook. That is harmless here: the hook on the step's result
+    counts.
     """
     view = f".*{re.escape(type(module).__name__)}.* returned a view tensor"
     warnings.filterwarnings("ignore", message=view, category=UserWarning)
@@ -89,7 +91,7 @@ def treat_steps_as_forward(module: LightningModule) -> None:
 
 @cache
 def warn_of_placement(topology: Topology) -> None:
-    """Say once what is unfortunate about a layout, if anything is."""
+    """Warn once about disadvantages of a layout, if it has any."""
     notes = topology.placement_notes()
     if notes:
         warnings.warn(
@@ -101,16 +103,16 @@ def warn_of_placement(topology: Topology) -> None:
 
 
 def synchronise_metrics_over(module: LightningModule, group: dist.ProcessGroup) -> None:
-    """Let torchmetrics objects gather from the ranks that read different samples, so that each sample counts once."""
+    """Make torchmetrics objects gather over `group`, the ranks that read different samples, to count each once."""
     for part in module.modules():
         if isinstance(part, Metric):
             vars(part)["process_group"] = group
 
 
 def forbid_inference_mode(trainer: Trainer) -> None:
-    """Evaluate under `no_grad` instead: tensors that FSDP2 makes under inference mode cannot be trained on later.
+    """Evaluate under `no_grad`: tensors that FSDP2 creates in inference mode cannot be used in training later.
 
-    Lightning knows this for gloo and its own FSDP strategy, but not for a backend with another name.
+    Lightning does the same for gloo and its own FSDP strategy, but not for a backend with another name.
     """
     validation = trainer.fit_loop.epoch_loop.val_loop
     for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -118,12 +120,12 @@ def forbid_inference_mode(trainer: Trainer) -> None:
 
 
 def refuse_validation_by_clock(trainer: Trainer) -> None:
-    """Refuse validation after a time has passed: Lightning lets each rank decide by its own clock.
+    """Raise if validation is scheduled by time: in Lightning each rank would decide by its own clock.
 
-    Ranks that validate and ranks that train would gather parameters together, each into a different layer.
+    Ranks that validate and ranks that train would then all-gather the parameters of different layers together.
 
     Raises:
-        ConfigError: naming the argument.
+        ConfigError: `val_check_interval` is a time.
     """
     interval_s = vars(trainer).get("_val_check_time_interval")
     if interval_s is not None:
@@ -135,7 +137,7 @@ def refuse_validation_by_clock(trainer: Trainer) -> None:
 
 
 def micro_steps_of(trainer: Trainer) -> set[int]:
-    """All numbers of micro-steps that a step of the fit may have."""
+    """All numbers of micro-steps that a step may have during the fit."""
     resized = {number for each in vars(trainer)["callbacks"] if isinstance(each, SizesSteps) for number in each.counts}
     return {*_scheduled(trainer), *resized}
 
@@ -148,10 +150,10 @@ def _scheduled(trainer: Trainer) -> set[int]:
 
 
 def refuse_own_micro_steps(trainer: Trainer) -> None:
-    """Refuse a program that decides on the number of micro-steps of a step, in a job whose size does.
+    """Raise if the program sets the number of micro-steps of a step, which in an elastic job follows from the size.
 
     Raises:
-        ConfigError: manual optimization has one, whatever the size; or a callback sets it.
+        ConfigError: the module uses manual optimization, where it is always one, or a callback sets it.
     """
     if not trainer.lightning_module.automatic_optimization:
         raise ConfigError(
@@ -168,7 +170,7 @@ def refuse_own_micro_steps(trainer: Trainer) -> None:
 
 
 def initial_micro_steps(trainer: Trainer) -> int:
-    """Micro-steps of a step when a fit begins: one where a callback changes the number, which it demands."""
+    """Micro-steps of a step when a fit begins; `GradientAccumulationScheduler` requires 1."""
     return 1 if _schedulers_of(trainer) else trainer.accumulate_grad_batches
 
 
@@ -177,16 +179,16 @@ def _schedulers_of(trainer: Trainer) -> list[GradientAccumulationScheduler]:
 
 
 def refuse_validation_within_windows(trainer: Trainer, worlds: Mapping[int, tuple[int, int]]) -> None:
-    """Refuse validation between micro-steps of one optimizer step, where lost processes are to be replaced.
+    """Raise if validation would fall between the micro-steps of an optimizer step, in a job with recovery.
 
-    A replacement begins with the step's first micro-step, and would validate while the others train.
+    A replacement starts with the first micro-step of the step, and would validate while the others train.
 
     Args:
-        trainer: whose loaders are there.
-        worlds: of a job that changes its size, for each number of replicas: micro-steps, and batches of an epoch.
+        trainer: whose loaders exist.
+        worlds: in an elastic job, for each number of replicas: micro-steps of a step, and batches of an epoch.
 
     Raises:
-        ConfigError: naming both numbers.
+        ConfigError: validation would fall between micro-steps.
     """
     if trainer.val_check_batch is None or not trainer.enable_validation:
         return
@@ -227,17 +229,17 @@ def refuse_validation_within_windows(trainer: Trainer, worlds: Mapping[int, tupl
 
 
 def _limited(num_batches: int, limit: float) -> int:
-    """Batches that are trained on of an epoch: Lightning's `limit_train_batches` is a number, or a part of them."""
+    """Training batches of an epoch, given Lightning's `limit_train_batches`: a number (int) or a fraction (float)."""
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
 
 
 def refuse_validation_within_window(trainer: Trainer) -> None:
-    """The same where a validation is about to begin there, for an epoch was of another length than could be known.
+    """Raise if a validation is about to begin inside a window, after an epoch whose length was unknown.
 
-    Lightning validates there also where it is asked to stop: no step follows then.
+    If the trainer was asked to stop, Lightning also validates there, but no step follows, so that is allowed.
 
     Raises:
-        ConfigError: naming what to do.
+        ConfigError: the epoch ended between the micro-steps of a step.
     """
     if trainer.num_training_batches != float("inf") or trainer.should_stop:
         return
@@ -252,13 +254,13 @@ def refuse_validation_within_window(trainer: Trainer) -> None:
 
 
 def ends_steps(every: float, micro_steps: int, num_batches: float, *, counts_on: bool) -> bool:
-    """Whether every so many batches an optimizer step ends, as it does at the end of an epoch.
+    """Whether each multiple of `every` batches is the end of an optimizer step; the end of an epoch always is one.
 
     Args:
         every: number of batches.
         micro_steps: batches of a step.
-        num_batches: of an epoch; infinite where that is not known, and then taken for a multiple of `micro_steps`.
-        counts_on: whether batches are counted from epoch to epoch.
+        num_batches: of an epoch; infinite if unknown, and then assumed to be a multiple of `micro_steps`.
+        counts_on: whether the count of batches continues across epochs.
     """
     if micro_steps == 1 or every == float("inf"):
         return True

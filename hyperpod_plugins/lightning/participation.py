@@ -1,4 +1,4 @@
-"""Whether the process of a Trainer takes part in recovery."""
+"""Whether a Trainer's process takes part in recovery, and the `TrainerRecovery` of one that does."""
 
 import warnings
 from typing import Any
@@ -19,17 +19,17 @@ from hyperpod_plugins.parallel import ParallelConfig
 def create_recovery(
     trainer: Trainer, config: ParallelConfig, env: WorkerEnv, *, ranks_per_node: int
 ) -> TrainerRecovery | None:
-    """Recovery as the trainer's callbacks want it, or None where there is no agent or it is not wanted.
+    """Create the recovery that the trainer's callbacks ask for; None without an agent, or if recovery is disabled.
 
     Args:
         trainer: about to fit.
         config: of its strategy.
-        env: place of this process, and size of the first world, from its launcher.
+        env: worker_id of this process and size of the initial world, from the launcher.
         ranks_per_node: of this node.
 
     Raises:
-        ConfigError: the job is to change its size without recovery, or allows no degrees that would fit.
-        SystemExit: this process is one more than make up whole replicas.
+        ConfigError: the job is elastic but recovery is disabled, or none of the allowed degrees fits.
+        SystemExit: this process is left over after whole replicas have been formed.
     """
     callbacks: list[Any] = vars(trainer)["callbacks"]
     chosen = next((callback for callback in callbacks if isinstance(callback, CheckpointlessRecovery)), None)
@@ -42,14 +42,14 @@ def create_recovery(
         wants = [type(callback).__name__ for callback in (chosen, elastic) if callback is not None]
         if wants and options.enabled:
             warnings.warn(
-                f"{' and '.join(wants)} has no agent that would replace or add processes, so it does nothing. Start "
+                f"{' and '.join(wants)} has no effect, because there is no agent to replace or add processes. Start "
                 "the program with `hyperpodrun` instead of `torchrun` or `python`.",
                 stacklevel=2,
             )
         return None
     if not options.enabled or _has_left(trainer):
         return None
-    if elastic is not None and entries.member is not None:  # one that comes into a job of a certain size only
+    if elastic is not None and entries.member is not None:  # this member belongs to entries that keep their size
         entries.member.leave()
         entries.member = None
     worker_id, world_size = env.global_rank, env.world_size
@@ -63,11 +63,12 @@ def create_recovery(
 
 
 def _has_left(trainer: Trainer) -> bool:
-    """Whether this process takes part in recovery no more, with a warning where that matters."""
+    """Whether this process no longer takes part in recovery; warns if it is about to fit."""
     if entries.has_left and trainer.state.fn == TrainerFn.FITTING:
         warnings.warn(
-            "this fit is not repaired in place, for the job may have changed its size in one before, or that one was "
-            "interrupted: after the loss of a process all start again. Do later fits in a program of their own.",
+            "this fit is not repaired in place, because the job may have changed its size in an earlier fit, or that "
+            "fit was interrupted: after the loss of a process, all workers restart. Run later fits in a separate "
+            "program.",
             stacklevel=3,
         )
     return entries.has_left

@@ -20,10 +20,10 @@ from hyperpod_plugins.parallel.unit_watch import settle_gradients
 
 
 class HyperPodPrecision(Precision):
-    """`32-true`, `bf16-mixed` or `bf16-true`, with clipping that is right on mixed meshes.
+    """Precision plugin for `32-true`, `bf16-mixed` and `bf16-true`, with gradient clipping for mixed meshes.
 
-    For `bf16-mixed` FSDP2 gathers parameters in bfloat16 and reduces gradients in float32; autocast around the step
-    keeps what needs float32 (losses, norms) in float32, as Lightning users expect of this precision.
+    For `bf16-mixed`, FSDP2 gathers parameters in bfloat16 and reduces gradients in float32. Autocast around the step
+    keeps operations that need float32 (losses, norms) in float32, as Lightning users expect from this precision.
     """
 
     def __init__(self, precision: PrecisionName, device_type: str) -> None:
@@ -32,21 +32,21 @@ class HyperPodPrecision(Precision):
         self.when_fetched: Callable[[], object] = lambda: None
         """Called when a batch has been fetched, before any hook sees it."""
         self.settle: Callable[[Any], object] = settle_gradients
-        """Makes sure that all ranks ran the same units, when the gradients of a step have been computed."""
+        """Called when a step's gradients have been computed, to ensure that all ranks ran the same FSDP units."""
         self.norm: Tensor | None = None
-        """Of the gradients of the step, where they are limited by it."""
+        """Norm of the step's gradients if they are clipped by norm, else None."""
 
     @classmethod
     def replacing(cls, plugin: Precision, device_type: str, chosen: PrecisionName | None = None) -> "HyperPodPrecision":
-        """The counterpart of one of Lightning's own plugins.
+        """Create the counterpart of one of Lightning's own plugins.
 
         Args:
-            plugin: what `Trainer(precision=...)` made; its default is 32-true.
-            device_type: where autocast is to work.
-            chosen: the precision that the strategy was given, or None if it was given none.
+            plugin: created by `Trainer(precision=...)`, whose default is 32-true.
+            device_type: device type for autocast.
+            chosen: precision given to the strategy; None if it was not given one.
 
         Raises:
-            ConfigError: a precision, or a kind of plugin, that has no counterpart; Trainer and strategy contradict.
+            ConfigError: the precision or kind of plugin has no counterpart, or Trainer and strategy contradict.
         """
         if type(plugin) not in (Precision, MixedPrecision, HalfPrecision) or plugin.precision not in PRECISIONS:
             raise ConfigError(
@@ -63,25 +63,25 @@ class HyperPodPrecision(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Autocast for `bf16-mixed`."""
+        """Enable autocast for `bf16-mixed`."""
         is_mixed = self.precision == "bf16-mixed"
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=is_mixed, cache_enabled=False):
             yield
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Floating tensors of a batch in bfloat16 for `bf16-true`."""
+        """Convert the floating-point tensors of a batch to bfloat16 for `bf16-true`."""
         self.when_fetched()
         return HalfPrecision("bf16-true").convert_input(data) if self.precision == "bf16-true" else data
 
     @override
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Compute gradients, then let the optimizer work on local shards."""
+        """Compute gradients, then step the optimizer on local shards."""
         return step_locally(optimizer, partial(self._wrap_closure, model, optimizer, closure), **kwargs)
 
     @override
     def _wrap_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
-        """Compute gradients and make sure that all ranks ran the same units, before hooks and clipping see them."""
+        """Compute gradients, and ensure that all ranks ran the same units before hooks and clipping see them."""
         result = closure()
         self.norm = None
         self.settle(model)

@@ -1,6 +1,6 @@
-"""Ending all ranks after the same batch when any of them is told to end, without making each batch wait for it."""
+"""Ending all ranks after the same batch when any receives SIGTERM, without a blocking collective per batch."""
 
-# Lightning's signal handler has no public place.
+# Lightning's signal handler is private.
 # pyright: reportPrivateUsage=false
 
 import logging
@@ -19,27 +19,28 @@ log = logging.getLogger(__name__)
 
 
 def batches_until_next(batch_s: float) -> int:
-    """How many batches to go on before the ranks ask each other again, so that it is about every three seconds."""
+    """Batches until the next exchange between ranks, so that there is one about every `INTERVAL_S` seconds."""
     return max(1, min(1000, int(INTERVAL_S / max(batch_s, 1e-9))))
 
 
 class SigtermConsensus:
-    """What a Trainer does about SIGTERM.
+    """Handles SIGTERM in a Trainer so that all ranks end after the same batch.
 
-    Lightning has rank 0 broadcast at the beginning of each batch whether it got the signal, and every batch waits for
-    that; its handler broadcasts too, out of whatever it interrupts; and a rank that got the signal leaves alone at the
-    end of its batch. Here the handler takes a note. About every three seconds the ranks ask each other whether anybody
-    has one, and the batch after that hears the answer, when it has long arrived. So it is enough to tell one rank, and
-    all end after the same batch. Before a validation, and at the end, they wait for the answer. Within a validation,
-    whose batches not all ranks need have alike, each that is told ends by itself.
+    In Lightning, rank 0 broadcasts at the beginning of each batch whether it received the signal, and every batch
+    waits for that. The handler also broadcasts, from whatever code it interrupts, and a rank that received the signal
+    leaves alone at the end of its batch. Here the handler only sets a flag. About every three seconds the ranks start
+    an all-reduce of their flags, and read the result at the next batch, when it has long arrived. So a signal to one
+    rank is enough, and all ranks end after the same batch. Before a validation, and at the end, they wait for the
+    result. Inside a validation, where ranks may have different numbers of batches, each rank that receives the signal
+    ends by itself.
     """
 
     def __init__(self, trainer: Trainer, *, agrees: bool) -> None:
-        """Take the place of Lightning's handler, which is registered after this, and of its broadcasts.
+        """Replace Lightning's signal handler, which is registered after this, and its broadcasts.
 
         Args:
-            trainer: whose.
-            agrees: whether this is a fit on several ranks, all of which ask; otherwise each ends by itself.
+            trainer: whose handler and broadcasts to replace.
+            agrees: whether the ranks agree on the signal, for a fit on several ranks; otherwise each ends by itself.
         """
         self._trainer = trainer
         self._agrees = agrees
@@ -60,10 +61,10 @@ class SigtermConsensus:
             self._trainer._signal_connector.received_sigterm = True
 
     def ask(self) -> None:
-        """Begin a batch: hear what the ranks asked each other in the last one, and ask again if it is time.
+        """At the beginning of a batch, read the result of the last exchange, and start another one if it is due.
 
         Raises:
-            SIGTERMException: one of them got the signal.
+            SIGTERMException: a rank has received the signal.
         """
         self.hear()
         if not self._agrees:
@@ -72,7 +73,7 @@ class SigtermConsensus:
             self._batches_left -= 1
             return
         now_s = time.monotonic()
-        # A validation or a pause in between does not make batches longer.
+        # The limit keeps a validation or a pause in between from inflating the estimate.
         self._batch_s = min(1.5 * self._batch_s, (now_s - self._asked_s) / self._num_batches)
         self._asked_s = now_s
         notes = torch.tensor([int(self._is_told), batches_until_next(self._batch_s)])  # on the CPU: no GPU waits for it
@@ -81,10 +82,10 @@ class SigtermConsensus:
         self._under_way = (work, notes)
 
     def agree(self) -> None:
-        """Ask, and wait for the answer.
+        """Start an exchange, and wait for its result.
 
         Raises:
-            SIGTERMException: one of the ranks got the signal.
+            SIGTERMException: a rank has received the signal.
         """
         self.hear()
         self._batches_left = 0
@@ -92,10 +93,10 @@ class SigtermConsensus:
         self.hear()
 
     def hear(self) -> None:
-        """Wait for the answer to what was asked last.
+        """Wait for the result of the last exchange, if it has not been read yet.
 
         Raises:
-            SIGTERMException: one of the ranks got the signal.
+            SIGTERMException: a rank has received the signal.
         """
         if self._under_way is None:
             return

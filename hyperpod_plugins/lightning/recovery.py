@@ -1,6 +1,11 @@
-"""Checkpointless recovery for a Trainer: what the strategy asks of it, at each point of a fit."""
+"""Checkpointless recovery for a Trainer: `TrainerRecovery` has a method for each point of a fit the strategy calls.
 
-# Lightning's loops and connectors have no public spelling.
+A fault inside a step is repaired by the step's transaction. After any other fault, `fit` ends with `PeerLost`; then
+`leave_loops` describes where this rank was, the launcher calls `fit` again, and `state_of_peers` returns the state
+that all ranks re-enter the loops with.
+"""
+
+# Lightning's loops and connectors have no public API.
 # pyright: reportPrivateUsage=false
 
 import io
@@ -100,28 +105,31 @@ log = logging.getLogger(__name__)
 
 WITHIN_WINDOW = (
     "a collective was called between the micro-steps of one optimizer step (accumulate_grad_batches), in a hook such "
-    "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. Where a process is lost in "
-    "the second or a later micro-step, the others cannot compute the step again in place, for they would not be there "
-    "when its replacement calls that collective: all return to a snapshot, or start again from the last checkpoint. To "
-    "lose nothing then, communicate in training_step, or after the last micro-step of a step. "
+    "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. If a process is lost in the "
+    "second or a later micro-step, the other ranks cannot run the step again in place, because they would not call "
+    "that collective again when the replacement does: all ranks return to a snapshot, or restart from the last "
+    "checkpoint. To avoid this, communicate in training_step, or after the last micro-step of a step. "
     "ModelCheckpoint(train_time_interval=...) communicates after each batch."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ended:
-    """What this rank has of its own after a part of the fit that all run again unless another rank has gone on."""
+    """Rank-local state after a part of the fit, which all ranks run again unless another rank is already past it."""
 
     part: PartBeginning
-    """Where the part began."""
+    """State when the part began."""
     own: bytes
-    """The trainer's description."""
+    """Description of the trainer."""
     metrics: dict[str, dict[str, Any]]
     local: dict[str, Any]
 
 
 class TrainerRecovery:
-    """Membership, transaction and trainer state of one strategy's process."""
+    """Membership, step transaction and trainer state of this process, for one strategy.
+
+    Use it in the main thread only.
+    """
 
     def __init__(
         self,
@@ -138,11 +146,11 @@ class TrainerRecovery:
         self.member = entries.member or self._become_member(job, worker_id, world_size)
         if elastic is None:
             entries.member = self.member
-        keeps = self.member.rank == 0 and entries.is_complete  # all would start again with an earlier entry otherwise
+        keeps = self.member.rank == 0 and entries.is_complete  # otherwise a restart begins with an earlier entry
         self.saved = SavedCheckpoints(JobStore.connect(job), entries.number) if keeps else None
-        """Where rank 0 writes down which checkpoints there are."""
+        """Record of the existing checkpoints, on rank 0; None on other ranks."""
         self.has_moved = False
-        """Whether this process belongs to another world than in the last generation that was formed."""
+        """Whether this process has moved to another world since the last generation was formed."""
         self._begins_at, self._owes = NO_STATE, ""
         self._broadcasts = self._skip_batches = 0
         self._window: AccumulationWindow | None = None
@@ -164,16 +172,16 @@ class TrainerRecovery:
         self._entered_with: dict[str, Any] = {}
         self._metrics: dict[str, dict[str, Any]] = {}
         self._counted: dict[str, Any] = {}
-        """What this rank alone had when it left the loops, until it is among the others again."""
+        """Rank-local state from when this rank left the loops, until it has rejoined the others."""
         self._ended: _Ended | None = None
         self._has_ended = False
-        """Whether this rank leaves the loops where it waited for the others at the end of a part."""
+        """Whether this rank leaves the loops while it waits for the others at the end of a part."""
         self._is_armed = False
 
     def _become_member(self, job: JobEnv, worker_id: int, world_size: int) -> Member:
         world = WorldPlan.initial(world_size)
         if job.agent_pid:
-            exit_with_agent(job.agent_pid)  # it may wait for long now
+            exit_with_agent(job.agent_pid)  # this process may now wait for a long time
         if job.is_joining:
             world = find_world(JobStore.connect(job), worker_id, job.incarnation)
         member = Member(job, worker_id=worker_id, world=world, policy=self.options.membership, hangs=self.options.hangs)
@@ -187,22 +195,22 @@ class TrainerRecovery:
         return self.member.rank, self.member.world.size
 
     def may_snapshot(self, topology: Topology) -> bool:
-        """Whether there are to be snapshots, in this world or in another one."""
+        """Whether snapshots may be taken, in this world or in a later one."""
         return self.elastic is not None or self.options.snapshots(topology).every_steps > 0
 
     @property
     def is_apart(self) -> bool:
-        """Whether this process enters the loops while its groups are not connected: a newcomer, or after a fault."""
+        """Whether the groups of this process are not connected: it is a joiner, or a fault has occurred."""
         return group_health.is_open
 
     @property
     def is_joining(self) -> bool:
-        """Whether this process takes the place of a lost one."""
+        """Whether this process is a joiner, until the call of the program in which it joins has ended."""
         return self.member.is_joining
 
     @property
     def is_fitting(self) -> bool:
-        """Whether there are transactions."""
+        """Whether steps run as transactions: `begin_fit` has been called."""
         return self._transaction is not None
 
     # -- setting up ---------------------------------------------------------------------------------------------
@@ -220,22 +228,22 @@ class TrainerRecovery:
         rank_local: Mapping[str, RankLocalState],
         save: Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping[int, dict[str, Any]]] | None], str],
     ) -> None:
-        """Make the transaction, once model and optimizers are there.
+        """Create the step transaction, once model and optimizers exist.
 
         Args:
-            trainer: whose `fit` begins, or begins again after a fault.
+            trainer: whose `fit` starts, or is re-entered after a fault.
             module: sharded.
             topology: of the job.
             seed: of the random streams.
             device: of this rank.
-            snapshot_group: group of all ranks for nothing but snapshots; None for no snapshots.
+            snapshot_group: group of all ranks, used for snapshots only; None for no snapshots.
             average: of the module's weights, if a callback keeps one.
-            rank_local: what the program has registered.
+            rank_local: rank-local states registered by the program.
             save: see `SavingStrategy._save_again`.
 
         Raises:
-            ConfigError: manual optimization in a job that changes its size: it has one micro-step, whatever the size;
-                or a callback that sets the number of micro-steps.
+            ConfigError: the job is elastic, and the module uses manual optimization, whose steps always have one
+                micro-step, or a callback sets the number of micro-steps.
         """
         if self.elastic is not None:
             refuse_own_micro_steps(trainer)
@@ -286,19 +294,21 @@ class TrainerRecovery:
         if self.member.rank == 0 and not self.is_joining:
             name_runs(self.member.job_store, entries.number, trainer.loggers)
         if steps_done(trainer) == 0 or self.is_joining:
-            self._arm()  # a trainer that has trained before is set up again as others find it in its first step only
+            self._arm()  # a trainer that has trained before is armed in its first step only
         if self._metrics:
-            self._values.give(self._metrics)  # the trainer forgets them when it begins again
+            self._values.give(self._metrics)  # the trainer drops them when it starts again
         if self.options.step_keyed_random:
             self._key_random_numbers(seed, topology)
         watch_parts(trainer, partial(self._begin_part, trainer), partial(self._end_part, trainer))
         self._rows.watch(trainer)
 
     def _arm(self) -> None:
-        """Have lost processes replaced from now on; without the state after earlier entries all start again instead.
+        """Have lost processes replaced from now on, unless the state after an earlier entry was not kept.
+
+        Without that state a lost process still restarts all workers.
 
         Raises:
-            SIGTERMException: all begin again, for nobody had come so far.
+            SIGTERMException: this process has received SIGTERM, and all workers are about to restart.
         """
         if entries.is_complete and not self._is_armed:
             window = self._window
@@ -307,11 +317,11 @@ class TrainerRecovery:
         self._is_armed = True
 
     def _begin_part(self, trainer: Trainer, part: str) -> None:
-        group_health.allow()  # also within a window, where a fit is asked to stop
+        group_health.allow()  # a fit that was asked to stop may be inside a window
         if part == EPOCH_BEGIN and self._reentry.part:
-            return  # of that epoch something else comes next
+            return  # the fit is re-entered at a later part of that epoch
         if part == EVALUATION_BEGIN:
-            self.join(trainer)  # its hooks, and loaders that are made, may communicate
+            self.join(trainer)  # hooks and the creation of loaders may communicate
         assert self._window is not None
         self._window.begin_part(part)
         if self._window.part is not None:
@@ -322,18 +332,19 @@ class TrainerRecovery:
             self._seed(trainer.current_epoch if part in (EPOCH_BEGIN, EPOCH_END) else self._next_step, 0, part)
 
     def _end_part(self, trainer: Trainer, part: str) -> None:
-        """Wait for the others.
+        """Wait until all ranks have ended the part.
 
-        [Note: parts that end together] When a rank is lost, all go on from one place, and what one of them had not run
-        of the part before is run by nobody. So nobody begins what follows a part before all ranks have run that part:
-        the others are in it, or have it behind them and wait here. If one of them has gone on, all have run it.
+        [Note: parts that end together] After a loss all ranks continue from one common position, so a part before it
+        that some rank had not finished would never be run there. Therefore no rank continues past a part until all
+        ranks have run it: the others are still in it, or have finished it and wait here. If any rank has continued,
+        all ranks have run the part.
         """
         if trainer.sanity_checking or self._transaction is None or self._window is None:
             return
         try:
             self._transaction.meet()
         except PeerLost:
-            if trainer.received_sigterm:  # which a fit that is entered again has forgotten
+            if trainer.received_sigterm:  # a re-entered fit would not know it
                 raise SIGTERMException from None
             self._has_ended = self._window.part is not None
             raise
@@ -352,15 +363,19 @@ class TrainerRecovery:
         self._seed = begin
 
     def continue_runs(self, trainer: Trainer) -> None:
-        """Let a newcomer log to where the lost process did."""
+        """Let a joiner's loggers continue the run of the lost process."""
         continue_runs(self.member.job_store, entries.number, trainer.loggers)
         if self.member.rank == 0:
             keep_rows(trainer.loggers)
 
     def agree(self, value: Any, broadcast: Callable[[], Any]) -> Any:
-        """A value that all ranks must share: from the first rank, or for a newcomer from the record.
+        """Share a value between all ranks: broadcast it, or in a detached process read it from the job store.
 
-        Only what is shared before the first step is recorded: run ids, folders of logs.
+        Only values shared before the first step are recorded there, such as run ids and log folders.
+
+        Args:
+            value: returned in a detached process if nothing was recorded.
+            broadcast: communicates, and returns the shared value.
         """
         if not group_health.is_open and self.member.committed > max(0, self._begins_at):
             return broadcast()
@@ -378,21 +393,21 @@ class TrainerRecovery:
         return shared
 
     def leave_loops(self, trainer: Trainer, *, from_checkpoint: bool) -> None:
-        """After a fault outside a step: be apart from the others, until the loops have been entered again.
+        """Leave the loops after a fault outside a step, and stay detached until they have been re-entered.
 
-        This rank keeps its tensors, and loses its place in the loops; all get a common one from the trainer that has
-        come furthest.
+        This rank keeps its tensors, but not its position in the loops. All ranks get a common position, that of the
+        trainer that has come furthest.
 
         Args:
-            trainer: whose loops.
-            from_checkpoint: whether it was to begin from one.
+            trainer: whose loops to leave.
+            from_checkpoint: whether the fit was started from a checkpoint.
         """
         assert self._window is not None
         group_health.allow()
         if from_checkpoint and self._begins_at == NO_STATE and not self.is_joining:
             self.member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
         self.member.end_generation()
-        entered_with = self._reentry.description  # where the loops were about to go on, and still are
+        entered_with = self._reentry.description  # the loops had not yet continued from this position
         self._reentry.close()
         self._rows.leave()
         part, metrics = self._window.part, self._window.shown()
@@ -417,20 +432,20 @@ class TrainerRecovery:
             begin_afresh(trainer)
         tear_down_loops(trainer, has_evaluated=has_ended)
         if self._returned is None and not self.member.is_torn and not self._counted:
-            self._counted = self.local_state if part is None else part.local  # which Lightning resets
+            self._counted = self.local_state if part is None else part.local  # Lightning resets it
         self._ended = None
         if has_ended and part is not None:
             self._ended = _Ended(part=part, own=after, metrics=metrics, local=self.local_state)
 
     def _describe(self, window: AccumulationWindow, entered_with: bytes) -> bytes:
-        """What this rank says of where it left the loops, with its step undone."""
+        """Undo this rank's step, and return the description of where it left the loops."""
         if self._returned is not None:
             return self._returned.trainer
         if self.member.is_torn:
-            window.undo_step()  # of what it can, gradients above all
+            window.undo_step()  # as far as possible, gradients above all
             return b""
         if self._transaction is not None and self._transaction.left_with is not None:
-            return self._transaction.left_with  # what it said when it stopped in the step still holds
+            return self._transaction.left_with  # the description from when it stopped in the step is still valid
         if not window.is_empty:
             window.undo_step()
         return entered_with or self._own
@@ -450,13 +465,13 @@ class TrainerRecovery:
         self.member.stop(number, in_step=False, trainer=self._description, part=part)
 
     def join(self, trainer: Trainer) -> None:
-        """Meet the others before a validation."""
+        """Join the other ranks, for instance before a validation, if this process is not connected to them."""
         if self._transaction is not None:
             self._find_beginning(trainer)
             self._transaction.join()
 
     def _find_beginning(self, trainer: Trainer) -> None:
-        """Count steps from where a checkpoint has brought the trainer, once that is known."""
+        """Set the number of committed steps from the checkpoint that the trainer resumed from, once it is known."""
         if self._begins_at != NO_STATE or self.is_apart or self.member.committed > 0:
             return
         self._begins_at = self.member.committed = steps_done(trainer)
@@ -464,16 +479,14 @@ class TrainerRecovery:
             self.saved.add(entries.resumed_from, steps_done(trainer))
 
     def state_of_peers(self, trainer: Trainer) -> dict[str, Any]:
-        """What a newcomer resumes from, once the others have stopped at a step: all but the tensors."""
+        """Wait until all ranks have stopped, and return the state to re-enter the loops with: all but the tensors."""
         self.member.activity = "waiting for the trainer's state"
         assert self._window is not None
         self._window.layout.preallocate()
         resume_point = self.member.wait_for_stops(
             stopped=self._stop_outside if self._is_stopped else None, snapshots=self._snapshots
         )
-        is_ours = (
-            self._returned is not None and resume_point.step == self._returned.step
-        )  # parts of it are this rank's alone
+        is_ours = self._returned is not None and resume_point.step == self._returned.step  # partly rank-local
         description = self._returned.trainer if self._returned and is_ours else resume_point.trainer
         checkpoint = read_trainer(description)
         self._choose(trainer, checkpoint)
@@ -491,9 +504,8 @@ class TrainerRecovery:
         assert self._transaction is not None
         self._window.entered_with, self._entered_with = description, checkpoint
         self._transaction.entered_at, self._transaction.entered_part = resume_point.step, order_of(checkpoint)
-        if resume_point.step == 0 and not (
-            resume_point.in_step or is_ours
-        ):  # nothing has been trained: begin as everybody began
+        if resume_point.step == 0 and not (resume_point.in_step or is_ours):
+            # Nothing has been trained yet: start from scratch.
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
             return checkpoint
         make_loaders_as_others(trainer, checkpoint)
@@ -504,7 +516,7 @@ class TrainerRecovery:
         return checkpoint
 
     def _choose(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Keep what a part has changed that all have run, if another rank has gone on from there; else put it back."""
+        """Keep the changes of a part that this rank has run if another rank is already past it; else undo them."""
         ended, self._ended = self._ended, None
         if ended is None:
             return
@@ -519,7 +531,7 @@ class TrainerRecovery:
             self._put_back(trainer, ended.part)
 
     def _put_back(self, trainer: Trainer, part: PartBeginning | None) -> None:
-        """A part is run again: let callbacks and buffers be as they were when it began."""
+        """Restore callbacks and buffers to the beginning of a part, which is run again."""
         self._hooks.put_back(trainer)
         self._hooks.end()
         if part is not None:
@@ -527,39 +539,43 @@ class TrainerRecovery:
 
     @property
     def local_state(self) -> dict[str, Any]:
-        """Buffers, metrics and logged means of this rank; nothing where no fit has begun."""
+        """Buffers, metrics and logged means of this rank; empty if no fit has started."""
         return {} if self._local is None else self._local.present()
 
     def take_local(self, local: dict[str, Any], checkpoint: dict[str, Any], *, is_of_another_job: bool = False) -> None:
-        """Take this rank's buffers, metrics and logged means as they were when a state was described.
+        """Load this rank's buffers, metrics and logged means.
 
         Args:
-            local: these; empty for none.
-            checkpoint: the state.
-            is_of_another_job: whether the program may have been another one.
+            local: the rank-local state; empty for none.
+            checkpoint: the state of the trainer at the same point.
+            is_of_another_job: whether a different program may have written it.
         """
         if self._local is not None and local:
             begins_epoch = not is_within_epoch(checkpoint)
             self._local.take(local, begins_epoch=begins_epoch, is_of_another_job=is_of_another_job)
 
     def interrupted(self, path: str) -> None:
-        """A checkpoint was not written; it will be when all ranks are there again."""
+        """Note that saving the checkpoint `path` was interrupted; it is written once all ranks are back."""
         self._owes = path
 
     def finish(self, trainer: Trainer) -> None:
-        """Meet the others at the end of a fit, for a rank that was lost there comes back to get its state."""
+        """Join the others at the end of a fit, so that a replacement for a rank lost there gets its state."""
         if self._transaction is not None and trainer.state.status != TrainerStatus.INTERRUPTED and self.is_apart:
             self._transaction.join()
 
     def resume_from(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Go on where a persistent checkpoint was written, also where a loader cannot be told to."""
+        """Continue where a persistent checkpoint was written, even if a loader has no state to restore."""
         if "loops" in checkpoint:
             self._skip_batches = batches_done(checkpoint)
             trainer.should_stop = trainer.should_stop or was_asked_to_stop(checkpoint)
             self._reentry.open(trainer, part_of(checkpoint), b"")
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Loops have been restored, and no batch has been fetched."""
+        """Check the trainer, and complete the restore: loops have been restored, and no batch has been fetched yet.
+
+        Raises:
+            ConfigError: the trainer's state, validation, hooks or loaders do not work with recovery.
+        """
         assert self._window is not None
         self._find_beginning(trainer)
         if not self._is_checked and not self.is_apart:
@@ -571,28 +587,28 @@ class TrainerRecovery:
         if self.elastic is not None and not self.is_apart:
             self.elastic.open(trainer)
         if self._starts_epoch:
-            trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run: it is not resumed
+            trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run, so it is not resumed
             epochs: Any = trainer.fit_loop.epoch_progress
-            if epochs.total.ready > epochs.total.started:  # Lightning does not count an epoch that it begins again
+            if epochs.total.ready > epochs.total.started:  # Lightning does not count an epoch that it starts again
                 epochs.current.ready = epochs.current.started + 1
         if self._reentry.part in (EPOCH_END, FIT_END):
-            self.join(trainer)  # the hooks that follow may communicate
+            self.join(trainer)  # the next hooks may communicate
         elif self._skip_batches:
             show_epoch(trainer)
         restore_unsaved(trainer, self._entered_with)
         if self.elastic is None:
             accumulate_as_others(trainer, self._entered_with)
         self._entered_with = {}
-        self._skip_batches = 0  # every loader has been forwarded; one that is made later begins its epoch
+        self._skip_batches = 0  # every loader skips its batches by now; one created later starts its epoch
         loader = trainer.fit_loop._combined_loader
         self._window.starts_at([] if loader is None else loader._state_dicts())
 
     def count_loaders(self) -> None:
-        """The trainer is about to set up its loaders of one kind: number them from 0."""
+        """Number loaders from 0 again: the trainer is about to set up its loaders of one kind."""
         self._num_loaders = 0
 
     def keyed(self, loader: Any, trainer: Trainer) -> Any:
-        """A loader whose samples draw random numbers that depend on the sample, or on the item's number.
+        """The loader, with random numbers keyed by the sample or by the number of the item.
 
         Those of an evaluation are the same each time.
         """
@@ -609,36 +625,36 @@ class TrainerRecovery:
         if isinstance(loader, DataLoader):
             key_random_numbers(loader, key)
             return loader
-        return loader if is_stateful(loader) else KeyedItems(loader, key)  # one that begins anywhere counts no items
+        return loader if is_stateful(loader) else KeyedItems(loader, key)  # a stateful one may start at any item
 
     def note_batch(self, batch: Any) -> None:
-        """A batch is about to be trained on."""
+        """Note the batch that is about to be trained on."""
         if self._window is not None:
             self._window.note_batch(batch)
             if self._rehearsal is not None:
                 self._rehearsal.note_batch(self._window.micro_step, batch)
 
     def forwarded(self, loader: Any, trainer: Trainer) -> Any:
-        """A loader for the rest of the epoch, where it cannot be told to start there."""
+        """A loader for the rest of the epoch, which skips the batches done; the loader itself if there are none."""
         return SkipBatches(loader, self._skip_batches, trainer) if self._skip_batches else loader
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def on_batch(self) -> None:
-        """A batch has been fetched."""
+        """Note that a batch has been fetched."""
         if self._window is not None:
             self._window.fetched()
 
     @property
     def num_batches_back(self) -> int:
-        """How many batches of its window lie after the one that is computed: some, where the window is run again."""
+        """Batches of the window after the one being computed; above 0 only while the window is run again."""
         return 0 if self._window is None else self._window.num_after
 
     def begin_evaluation(self, trainer: Trainer) -> None:
-        """Count batches of an evaluation from 0; one that is run again draws what it drew before.
+        """Count the batches of an evaluation from 0, so that an evaluation that is run again draws the same numbers.
 
         Raises:
-            ConfigError: an epoch of unknown length has ended within a step, and now a step is not complete.
+            ConfigError: an epoch of unknown length has ended between the micro-steps of a step.
         """
         self._num_evaluated = 0
         is_fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
@@ -646,9 +662,7 @@ class TrainerRecovery:
             refuse_validation_within_window(trainer)
 
     def seed_batch(self, trainer: Trainer) -> None:
-        """A batch has been fetched: begin the random stream of what is done with it before the step, or of its
-        evaluation.
-        """
+        """Start the random stream of a fetched batch: of what precedes its step, or of its evaluation."""
         if self._window is None:
             return
         if trainer.training:
@@ -663,18 +677,18 @@ class TrainerRecovery:
 
     @property
     def _next_step(self) -> int:
-        """Number of the step that comes next, also before this rank has joined the others."""
+        """Number of the next step, valid even before this rank has joined the others."""
         assert self._transaction is not None
         entered_at = self._transaction.entered_at
         return self._transaction.step if entered_at is None else entered_at
 
     def seed(self) -> None:
-        """Begin the random stream of this micro-step."""
+        """Start the random stream of this micro-step."""
         if self._seed is not None and self._window is not None and self._transaction is not None:
             self._seed(self._transaction.step, self._window.micro_step, COMPUTE)
 
     def micro_step(self, closure: Callable[[], Any]) -> None:
-        """Run a micro-step that is not the last of its window, and see whether the program communicates after it."""
+        """Run a micro-step that is not the last of its window; detect whether the program communicates after it."""
         assert self._window is not None
         assert self._transaction is not None
         group_health.allow()
@@ -684,12 +698,11 @@ class TrainerRecovery:
         self._window.add(closure)
         self._transaction.advance(self._window.compute)
         self._window.ends_micro_step()
-        group_health.forbid(
-            WITHIN_WINDOW, self._notice_collective
-        )  # which allows it: this is how the first one is noticed
+        # Not really forbidden: `_notice_collective` notes the first collective, and allows it.
+        group_health.forbid(WITHIN_WINDOW, self._notice_collective)
 
     def _notice_collective(self) -> None:
-        """The program communicates between micro-steps."""
+        """Note, and warn once, that the program communicates between micro-steps."""
         group_health.allow()
         assert self._window is not None
         if not self._window.communicates_between and self.member.rank == 0:
@@ -697,7 +710,12 @@ class TrainerRecovery:
         self._window.communicates_between = True
 
     def step(self, closure: Callable[[], Any], commit: Callable[[Any], Any]) -> Any:
-        """Run the last micro-step of a window, and the optimizer."""
+        """Run the last micro-step of a window and the optimizer, as a transaction.
+
+        Args:
+            closure: computes the micro-step.
+            commit: runs the optimizer step, given the result of `closure`.
+        """
         assert self._window is not None
         assert self._transaction is not None
         group_health.allow()
@@ -718,18 +736,18 @@ class TrainerRecovery:
 
     @property
     def takes_micro_steps(self) -> bool:
-        """Whether micro-steps before the last one of a window are run here, and not by Lightning."""
+        """Whether the micro-steps before the last one of a window are run by recovery instead of Lightning."""
         return self._window is not None and self._window.accumulates
 
     @property
     def steps_before_vote(self) -> bool:
-        """Whether the optimizer's step belongs to what is computed, for it may communicate."""
+        """Whether the optimizer steps before the commit vote, because its step may communicate."""
         return self._window is not None and self._window.steps_before_vote
 
     def leave(self, trainer: Trainer | None) -> None:
-        """The strategy ends; after a fit that came to its end a lost process is not replaced any more."""
+        """End recovery for this strategy; once a fit has completed, lost processes are no longer replaced."""
         if self._window is not None:
-            self._window.part = None  # the copies that it holds
+            self._window.part = None  # release the copies that it holds
         is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         has_fitted = trainer is not None and self.is_fitting and not is_interrupted
         if trainer is not None:

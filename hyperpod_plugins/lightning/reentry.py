@@ -1,11 +1,11 @@
-"""How the parts of a fit are watched as they begin, and how a fit is entered again at the beginning of one.
+"""Watching the parts of a fit, and re-entering a fit at the beginning of one.
 
-Lightning enters a fit where a checkpoint was saved, and leaves at once where a limit has been reached (`max_steps`,
-`should_stop`). It has no way to run what follows the last step: the last validation, and the hooks at the end of the
-epoch and of the fit.
+Lightning resumes a fit where a checkpoint was saved, and returns at once if a limit has been reached (`max_steps`,
+`should_stop`). It has no way to resume after the last step: at the last validation, or at the hooks at the end of the
+epoch or of the fit.
 """
 
-# Lightning's connectors have no public spelling.
+# Lightning's connectors have no public API.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEG
 
 
 def watch_parts(trainer: Trainer, begin: Callable[[str], None], end: Callable[[str], None]) -> None:
-    """Tell of the parts of a fit that lie outside of steps, before the first hook and after the last one.
+    """Report the parts of a fit outside steps, before their first hook and after their last one.
 
-    Schedulers that follow a metric (`ReduceLROnPlateau`) step at the end of an epoch that was resumed, too. Lightning
-    leaves that out, and ranks that were not interrupted do not.
+    This also makes schedulers that follow a metric (`ReduceLROnPlateau`) step at the end of a resumed epoch.
+    Lightning skips that, but ranks that were not interrupted take that step.
 
     Args:
-        trainer: that is about to fit.
-        begin: is given the part.
-        end: is given an evaluation, or the end of an epoch, that has ended; the others last until another part begins.
+        trainer: about to fit.
+        begin: called with each part that begins.
+        end: called with each evaluation or epoch end that has ended; other parts last until the next one begins.
     """
 
     def begun(part: str, run: Callable[..., Any], *args: Any) -> Any:
@@ -52,25 +52,25 @@ def forget_parts(trainer: Trainer) -> None:
 
 
 class Reentry:
-    """A fit that is entered again at the beginning of a part after a last step, until that part begins.
+    """Re-entry of a fit at an evaluation, epoch end or fit end; active until that part begins.
 
-    Its limits are lifted where Lightning looks whether they have been reached, and nowhere else.
+    It lifts the trainer's limits only where Lightning checks whether they have been reached.
     """
 
     def __init__(self) -> None:
         self.part = ""
-        """Where the fit goes on: an evaluation, or the end of an epoch or of the fit; empty once that has begun."""
+        """The part at which the fit continues: an evaluation, epoch end or fit end; empty once it has begun."""
         self.description = b""
-        """Of the trainer there."""
+        """Description of the trainer at that part."""
         self._replaced: list[tuple[Any, str, Any]] = []
         self._has_started = False
 
     def open(self, trainer: Trainer, part: str, description: bytes) -> None:
-        """Have the trainer enter its loops there.
+        """Make the trainer enter its loops at `part`.
 
         Args:
             trainer: about to enter its loops.
-            part: see `part`; empty for a step or the beginning of an epoch, where nothing is to be done.
+            part: see the attribute `part`; empty for a step or the beginning of an epoch, which need no help.
             description: of the trainer.
         """
         if not part:
@@ -79,17 +79,17 @@ class Reentry:
         self._trainer, self._fit, self._has_started = trainer, trainer.fit_loop, False
         loop = self._fit.epoch_loop
         self._limits = loop.max_steps, self._fit.max_epochs, trainer.should_stop
-        self._sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0  # counts would begin anew
-        self._replace(self._fit, "setup_data", self._set_up)  # what precedes the first look
-        self._replace(self._fit, "on_run_start", self._start)  # the second
-        self._replace(self._fit, "on_advance_start", self._begin_epoch)  # the third, that of the loop over batches
+        self._sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0  # it would reset counts
+        self._replace(self._fit, "setup_data", self._set_up)  # precedes Lightning's first check of the limits
+        self._replace(self._fit, "on_run_start", self._start)  # precedes the second check
+        self._replace(self._fit, "on_advance_start", self._begin_epoch)  # precedes the third, in the batch loop
         if part == EVALUATION_BEGIN:
             self._replace(loop, "advance", self._evaluate)
         elif part == EPOCH_END:
             self._replace(loop, "run", self._end_epoch)
 
     def close(self) -> None:
-        """Give the loops their limits and their functions back, if they have not got them yet."""
+        """Restore the loops' limits and methods, if that has not been done yet."""
         if not self.part:
             return
         self.part, self.description = "", b""
@@ -137,7 +137,7 @@ class Reentry:
         run(data_fetcher)
 
     def _end_epoch(self, run: Callable[[Any], None], data_fetcher: Any) -> None:
-        """In place of the loop over batches, which has nothing to do, and would resume every later epoch as well."""
+        """Replace the loop over batches, which has nothing to do and would resume every later epoch as well."""
         self.close()
         loop = self._fit.epoch_loop
         loop.reset()

@@ -1,6 +1,6 @@
-"""What Lightning asks of a strategy about checkpoints."""
+"""The checkpoint methods of a Lightning strategy: `SavingStrategy`."""
 
-# A strategy works with parts of Lightning that have no public spelling.
+# A strategy uses private parts of Lightning.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from hyperpod_plugins.recovery.protocols import RESHARD
 
 
 class SavingStrategy(LaunchedStrategy):
-    """Abstract strategy whose checkpoints are sharded, and whose processes may begin without one."""
+    """Abstract strategy that saves sharded checkpoints, and can also load its state from other ranks."""
 
     def __init__(self, checkpoints: TrainerCheckpoints, *, comm: CommOptions, timeout_s: float) -> None:
         super().__init__(comm=comm, timeout_s=timeout_s)
@@ -38,18 +38,18 @@ class SavingStrategy(LaunchedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's parts of the module's tensors, not copied; hooks may leave some out or replace them."""
+        """This rank's shards of the module's tensors, not copied; hooks may remove or replace some."""
         assert self.lightning_module is not None
         return dict(model_tensors(self.lightning_module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` writes the optimizers itself, shard by shard."""
+        """Return an empty dict: `save_checkpoint` writes the optimizer states itself, sharded."""
         return {}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a sharded checkpoint, a folder named `filepath`, on all ranks together."""
+        """Write a sharded checkpoint as the folder `filepath`; all ranks call it together."""
         try:
             self._write(checkpoint, self.broadcast(filepath), storage_options)
         except PeerLost:
@@ -79,7 +79,7 @@ class SavingStrategy(LaunchedStrategy):
         return self.topology.world_size, self.topology.shard_degree, self.topology.tensor_degree
 
     def _own_part(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """What this rank has of its own in a checkpoint, in which all find the layout then."""
+        """This rank's rank-local part of a checkpoint; also adds the job's layout to the checkpoint itself."""
         assert self.lightning_module is not None
         local = checkpoint.pop(LOCAL, None) or ({} if self._recovery is None else self._recovery.local_state)
         checkpoint[LAYOUT] = self._layout
@@ -92,17 +92,26 @@ class SavingStrategy(LaunchedStrategy):
         is_alone: bool,
         state: tuple[StateParts, Mapping[int, dict[str, Any]]] | None = None,
     ) -> str:
-        """Write a checkpoint that was interrupted; without a path one beside the others, before the job ends.
+        """Write a checkpoint for recovery: one that was interrupted, an emergency checkpoint, or one to reshard from.
 
-        Where only some ranks are left no group works but that of checkpoints, and each knows the path by itself.
-        `state` is written in place of the present one: parts of tensors, and checkpoints of the ranks that had them.
+        Args:
+            checkpoint: Lightning's checkpoint data.
+            path: of the interrupted checkpoint; empty for an emergency checkpoint before the job ends; `RESHARD` for
+                one from which all workers restart with other degrees. The latter two are written next to the others.
+            is_alone: whether only some ranks are left. Then no group but that of checkpoints works, and the path is
+                not broadcast.
+            state: written instead of the present state: parts of tensors, and the checkpoint data of the ranks that
+                they belong to.
+
+        Returns:
+            The path.
         """
         assert self.lightning_module is not None
         trainer, folder = self.lightning_module.trainer, self.checkpoint_root
         if path in ("", RESHARD):
             label = "reshard" if path else "emergency"
             for logger in trainer.loggers:
-                logger.save()  # this process does not come to it any more
+                logger.save()  # this process will not do so later
             path = str((folder / f"{label}-step={checkpoint['global_step']}.ckpt").absolute())
         if not is_alone:
             path = self.broadcast(path)
@@ -119,20 +128,20 @@ class SavingStrategy(LaunchedStrategy):
 
     @property
     def checkpoint_root(self) -> Path:
-        """Folder of the trainer's checkpoints, for those that the strategy adds."""
+        """Folder of the trainer's checkpoints, where the strategy adds its own."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         folders = [vars(callback).get("dirpath") for callback in trainer.checkpoint_callbacks]
         return Path(next((folder for folder in folders if folder), trainer.default_root_dir))
 
     def save_end(self, path: Path) -> None:
-        """Write the state after a fit, on all ranks together, and wait for it.
+        """Write the state after a fit as the folder `path`, and wait for it; all ranks call it together.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the state could not be written.
         """
         assert self.lightning_module is not None
-        saved, self._checkpoints.saved = self._checkpoints.saved, None  # it is none of the program's checkpoints
+        saved, self._checkpoints.saved = self._checkpoints.saved, None  # this is not a checkpoint of the program
         try:
             self.save_checkpoint(self._dump_end(self.lightning_module.trainer), path)
         finally:
@@ -140,10 +149,10 @@ class SavingStrategy(LaunchedStrategy):
             self._checkpoints.saved = saved
 
     def _dump_end(self, trainer: Trainer) -> dict[str, Any]:
-        """What the trainer saves; where the program's hooks raise on one rank, all raise before they write.
+        """Collect the trainer's checkpoint data; if a hook raises on one rank, all ranks raise before they write.
 
         Raises:
-            CheckpointError: some rank failed.
+            CheckpointError: a hook failed on some rank.
         """
         checkpoint: dict[str, Any] = {}
         problem: Exception | None = None
@@ -151,28 +160,31 @@ class SavingStrategy(LaunchedStrategy):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
         except (CommError, RecoveryError):
             raise
-        except Exception as error:  # noqa: BLE001 (told to all ranks)
+        except Exception as error:  # noqa: BLE001 (reported to all ranks)
             problem = error
         if not self.reduce_boolean_decision(problem is None):
-            raise CheckpointError(f"a hook that saves has failed: {problem or 'on another rank'}") from problem
+            raise CheckpointError(f"a saving hook failed: {problem or 'on another rank'}") from problem
         return checkpoint
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a sharded checkpoint of any degrees, or a checkpoint file that another strategy wrote."""
+        """Load a sharded checkpoint written with any degrees, or a checkpoint file that another strategy wrote.
+
+        In a joiner, and after a fault, `checkpoint_path` is `STATE_OF_PEERS`, and the state comes from other ranks.
+        """
         assert self.lightning_module is not None
         if self._recovery is not None and checkpoint_path == STATE_OF_PEERS:
             return self._recovery.state_of_peers(self.lightning_module.trainer)
         path = Path(checkpoint_path if entries.is_passing else self.broadcast(checkpoint_path))
-        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING  # after one, optimizers are still here
+        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING  # after a fit, optimizers still exist
         if path.is_file():
             loaded = super().load_checkpoint(path, weights_only=weights_only)
             if self._average is not None and is_fit:
                 if "current_model_state" in loaded:
                     raise ConfigError(
-                        f"{path} is a file that another strategy wrote with weights that WeightAveraging had averaged. "
-                        "HyperPodStrategy goes on from folders that it wrote itself in that case. Leave the callback "
-                        "out to train from the averaged weights."
+                        f"{path} is a file that another strategy wrote with weights averaged by WeightAveraging. "
+                        "With that callback, HyperPodStrategy can only resume from folders that it wrote itself. "
+                        "Leave the callback out to train from the averaged weights."
                     )
                 self._average.loaded(self.lightning_module, is_averaged=False)
             return loaded
@@ -185,7 +197,7 @@ class SavingStrategy(LaunchedStrategy):
         )
         layout = checkpoint.pop(LAYOUT, None)
         if entries.is_passing and is_fit:
-            return {**checkpoint, **entries.description}  # of this rank: callbacks may differ
+            return {**checkpoint, **entries.description}  # this rank's own: callbacks may differ between ranks
         if layout is not None:
             checkpoint |= self._own_of(path, checkpoint, tuple(layout), is_fit=is_fit, weights_only=weights_only)
         if self._recovery is not None and self._recovery.is_fitting:
@@ -195,7 +207,7 @@ class SavingStrategy(LaunchedStrategy):
     def _own_of(
         self, path: Path, checkpoint: dict[str, Any], layout: Any, *, is_fit: bool, weights_only: bool | None
     ) -> dict[str, Any]:
-        """What this rank had of its own when a checkpoint was written; buffers, metrics and means are taken here."""
+        """Load this rank's rank-local part of a checkpoint; apply buffers, metrics and means, and return the rest."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         source = RankSource(rank=self.global_rank, topology=self.topology, saved=layout, is_training=is_fit)
@@ -208,5 +220,5 @@ class SavingStrategy(LaunchedStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, once the one that is being written in its place is complete."""
+        """Remove a checkpoint, once the one that is being written is complete."""
         self._checkpoints.remove(filepath, partial(super().remove_checkpoint, filepath))

@@ -1,12 +1,12 @@
-"""The hooks of a program that say what a checkpoint holds, and the state of its callbacks as parts of a fit began.
+"""The saving hooks of a program, and the states of its callbacks at the beginning of each part of a fit.
 
-[Note: parts that are run again] After a fault all ranks enter the loops again where a part of the fit begins: a step,
-an epoch, an evaluation, the end of an epoch, or of the fit. Hooks of callbacks that had run since then run again, on
-all ranks. So the state of callbacks with such hooks is copied as a part begins; it is what a description holds while
-the part is under way, and what is put back when a rank leaves the loops within it.
+[Note: parts that are run again] After a fault, all ranks re-enter the loops at the beginning of a part of the fit: a
+step, an epoch, an evaluation, the end of an epoch, or the end of the fit. Callback hooks that had run since then run
+again on all ranks. Therefore the state of callbacks with such hooks is copied when a part begins. While the part is
+under way, descriptions of the trainer contain this copy, and it is restored when a rank leaves the loops.
 """
 
-# Lightning's connectors have no public spelling.
+# Lightning's connectors have no public API.
 # pyright: reportPrivateUsage=false
 
 import copy
@@ -38,15 +38,15 @@ FOR_PEERS = (
     "a collective was called while the state of the trainer is described for a process that replaces a lost one: "
     "others may be gone"
 )
-"""Why hooks that save must not communicate while they are called for a description."""
+"""Why saving hooks must not communicate while they are called for a description."""
 _READS = {"state_dict": "load_state_dict", "on_save_checkpoint": "on_load_checkpoint"}
 _OF_COMPUTATION = frozenset(
     ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 )
-"""Hooks of callbacks that run again where a step is run again by ranks that have not left the loops."""
+"""Hooks of callbacks that run again when a step is run again without leaving the loops."""
 _BATCH_BEGIN = "on_train_batch_start"
 _BATCH_END = "on_train_batch_end"
-"""Runs before the step counts for all but the last batch of an accumulation window."""
+"""For all but the last batch of an accumulation window, this hook runs before the step is committed."""
 _OF_PARTS = {
     EPOCH_BEGIN: ("on_train_epoch_start",),
     BATCH: (_BATCH_BEGIN, *_OF_COMPUTATION),
@@ -61,46 +61,48 @@ _OF_PARTS = {
     EPOCH_END: ("on_train_epoch_end",),
     FIT_END: ("on_train_end",),
 }
-"""Hooks of callbacks that run again where all enter the loops at the beginning of a part."""
+"""Hooks of callbacks that run again when all ranks re-enter the loops at the beginning of a part."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """State of a callback as a part began."""
+    """State of a callback at the beginning of a part."""
 
     callback: Callback
     state: dict[str, Any]
     hooks: frozenset[str]
-    """Its hooks of the part."""
+    """The callback's hooks in the part."""
 
 
 class SavingHooks:
-    """The hooks of a program that say what a checkpoint holds, called where no rank may communicate.
+    """Calls the saving hooks of a program at points where no rank may communicate.
 
-    [Note: hooks that communicate] A description is also made when ranks are lost, and then nothing can be gathered. A
-    hook that gathers (a full tensor for an export) is not called for descriptions. Where the program would read back
-    what the hook saves, a replacement would miss it: that is refused before the first step.
+    It also keeps and restores the states of callbacks at the beginning of each part.
+
+    [Note: hooks that communicate] A description is also made when ranks are lost, and then nothing can be gathered.
+    So a hook that gathers (such as a full tensor for an export) is not called for descriptions. If the program also
+    reads back what that hook saves, a replacement would lack it, so this raises an error before the first step.
     """
 
     def __init__(self) -> None:
         self._left_out: list[tuple[Any, str]] = []
         self._kept: dict[str, dict[str, _Kept]] = {}
-        """For each part that is under way, by key of the state; the part that began first comes first."""
+        """Kept states of each part under way, by `state_key`; the part that began first comes first."""
         self._computing: dict[str, _Kept] = {}
-        """As the computation of the step began, by key of the state."""
+        """States at the beginning of the step's computation, by `state_key`."""
         self._changing: dict[tuple[str, bool], list[tuple[Callback, frozenset[str]]]] = {}
         self._looked_at: list[Callback] = []
         self._should_stop = False
 
     def begin(self, trainer: Trainer, part: str) -> None:
-        """A part begins, and none of its hooks has been called: copy the state of callbacks that have some.
+        """Begin a part, before its first hook: copy the states of callbacks with hooks in it.
 
-        The first step of an epoch lies within the epoch's beginning, and an evaluation in the middle of a window of
-        micro-steps within the window's: who enters there calls the hooks of both.
+        The first step of an epoch lies inside the part `EPOCH_BEGIN`, and an evaluation in the middle of a window of
+        micro-steps lies inside the window's: a rank that re-enters there calls the hooks of both.
         """
         if trainer.sanity_checking:
-            return  # nothing has been trained, and callbacks may have no state yet
+            return  # nothing has been trained yet, and callbacks may have no state
         is_within = BATCH in self._kept if part == EVALUATION_BEGIN else part == BATCH and self.part == EPOCH_BEGIN
         if not is_within:
             self._kept, self._should_stop = {}, trainer.should_stop
@@ -113,10 +115,10 @@ class SavingHooks:
                 self._kept[part][callback.state_key] = _Kept(callback, state, hooks)
 
     def compute(self, trainer: Trainer) -> None:
-        """The hooks at the beginning of the step's first batch have been called; what follows may be run again alone.
+        """Begin the computation of a step, after the first hooks of its first batch; it may be run again by itself.
 
-        Within a window of micro-steps hooks of batches and of the computation take turns: a callback that has both
-        cannot be put back for the second alone; see `refuse_interleaved_hooks`.
+        In a window of micro-steps, hooks of batches and of the computation alternate, so a callback that has both
+        cannot be restored for the latter alone; see `refuse_interleaved_hooks`.
         """
         self._computing = {}
         for key, kept in self._kept.get(BATCH, {}).items():
@@ -128,14 +130,14 @@ class SavingHooks:
                     self._computing[key] = replace(kept, state=state)
 
     def end(self) -> None:
-        """The part has ended: what its hooks have changed counts."""
+        """End the part: the changes made by its hooks are final."""
         self._kept, self._computing = {}, {}
 
     def loaded(self, keys: Iterable[str]) -> None:
-        """Callbacks have been given state as the present parts began, which holds for the copies, too.
+        """Update the copies of callbacks that have been given the state of another rank at the same beginning.
 
         Args:
-            keys: of their states.
+            keys: `state_key` of these callbacks.
         """
         for key in keys:
             for states in (*self._kept.values(), self._computing):
@@ -146,15 +148,15 @@ class SavingHooks:
 
     @property
     def part(self) -> str:
-        """The part that all would enter again; empty between parts."""
+        """The part at which all ranks would re-enter the loops; empty between parts."""
         return next(iter(self._kept), "")
 
     def put_back(self, trainer: Trainer, *, is_inside: bool = False) -> None:
-        """Let callbacks be as they were when the part began: its hooks run again.
+        """Restore callbacks to the beginning of the part, whose hooks run again.
 
         Args:
             trainer: whose callbacks.
-            is_inside: whether only the hooks run again that are a part of the step's computation.
+            is_inside: whether only the hooks of the step's computation run again.
         """
         for kept in (self._computing if is_inside else self._first()).values():
             if kept.state:
@@ -165,11 +167,15 @@ class SavingHooks:
             trainer.should_stop = self._should_stop
 
     def should_stop(self, trainer: Trainer) -> bool:
-        """Whether the trainer had been asked to stop when the part that is under way began."""
+        """Whether the trainer was asked to stop when the present part began, or by now between parts."""
         return bool(self._should_stop if self._kept else trainer.should_stop)
 
     def dump(self, trainer: Trainer) -> dict[str, Any]:
-        """What Lightning collects for a checkpoint, without those hooks that communicate, as the present part began."""
+        """Lightning's checkpoint data without the hooks that communicate, with callback states as the part began.
+
+        Raises:
+            ConfigError: a hook communicates, and the program reads back what it saves.
+        """
         while True:
             error = self._try(trainer)
             if isinstance(error, dict):
@@ -191,11 +197,11 @@ class SavingHooks:
                 )
 
     def _first(self) -> dict[str, _Kept]:
-        """Of each callback the state as the earliest part began that has hooks of it."""
+        """For each callback, its state at the beginning of the earliest part under way in which it has hooks."""
         return {key: kept for part in reversed(self._kept.values()) for key, kept in part.items()}
 
     def _state_of(self, callback: Callback) -> dict[str, Any] | None:
-        """A copy of its state; None where that communicates."""
+        """A copy of the callback's state; None if its `state_dict` communicates."""
         if (callback, "state_dict") in self._left_out:
             return None
         refusal, group_health.refusal = group_health.refusal, FOR_PEERS
@@ -206,13 +212,13 @@ class SavingHooks:
         except LoopError as error:
             if str(error) != FOR_PEERS:
                 raise
-            return None  # which `dump` finds, too, and says
+            return None  # `dump` also finds and reports this
         finally:
             group_health.refusal = refusal
 
     def _changed_in(self, part: str, trainer: Trainer) -> list[tuple[Callback, frozenset[str]]]:
-        """Callbacks with state and hooks of a part, and these hooks."""
-        if self._looked_at != vars(trainer)["callbacks"]:  # `configure_callbacks` makes new ones with each entry
+        """Callbacks that have state and hooks in a part, with these hooks."""
+        if self._looked_at != vars(trainer)["callbacks"]:  # `configure_callbacks` creates new ones in each entry
             self._looked_at, self._changing = [*vars(trainer)["callbacks"]], {}
         key = (part, trainer.accumulate_grad_batches > 1)
         if key not in self._changing:
@@ -221,7 +227,7 @@ class SavingHooks:
             for callback in vars(trainer)["callbacks"]:
                 has = partial(is_overridden, instance=callback, parent=Callback)
                 if isinstance(callback, WeightAveraging | Checkpoint) or not has("state_dict"):
-                    continue  # these know of which step an average is, or what has been saved
+                    continue  # these keep track of the step of the average, or of what has been saved
                 hooks = frozenset(name for name in names if has(name))
                 if hooks:
                     found.append((callback, hooks))
@@ -237,7 +243,7 @@ class SavingHooks:
             try:
                 return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             except PeerLost as error:
-                return error  # of groups that are broken
+                return error  # the groups are broken
             except LoopError as error:
                 if str(error) != FOR_PEERS:
                     raise
@@ -247,10 +253,10 @@ class SavingHooks:
 
 
 def refuse_interleaved_hooks(trainer: Trainer) -> None:
-    """Refuse what can not be put back where a window of micro-steps is run again by ranks that have not left the loops.
+    """Raise for callbacks that cannot be restored when a window of micro-steps is run again inside the loops.
 
     Raises:
-        ConfigError: naming a callback with state that has hooks of both kinds, which take turns in a window.
+        ConfigError: a callback with state has hooks of both batches and the computation, which alternate in a window.
     """
     most = max(micro_steps_of(trainer))
     if most == 1:
@@ -264,21 +270,21 @@ def refuse_interleaved_hooks(trainer: Trainer) -> None:
         if inside and around:
             raise ConfigError(
                 f"{_name(callback)} has state, and both {inside[0]} and {around[0]}. With {most} micro-steps in a step "
-                "(accumulate_grad_batches, or what ElasticTraining makes of the batch in its smallest world) these "
-                "take turns, and only the first is called again where ranks that live compute a step once more: what "
-                "it changes would count twice. Make two callbacks of it, let it have no state_dict, have one "
-                "micro-step in each step, or use CheckpointlessRecovery(enabled=False)."
+                "(accumulate_grad_batches, or what ElasticTraining needs for the batch in its smallest world) these "
+                "alternate, and only the first is called again when surviving ranks compute a step again: its "
+                "changes would count twice. Split it into two callbacks, remove its state_dict, use one micro-step "
+                "in each step, or use CheckpointlessRecovery(enabled=False)."
             )
 
 
 def _empty(callback: Callback) -> None:
-    """Put a state back that was empty, which Lightning never does."""
+    """Restore a state that was empty, which Lightning never does."""
     try:
         callback.load_state_dict({})
     except (LookupError, AttributeError, TypeError) as error:
         _log.warning(
-            "%s.load_state_dict does not take the empty state that its state_dict gave before (%r): what its hooks "
-            "have changed since then counts twice, for they run again",
+            "%s.load_state_dict does not accept the empty state that its state_dict returned before (%r): changes "
+            "made by its hooks since then count twice, because they run again",
             _name(callback),
             error,
         )
@@ -286,7 +292,7 @@ def _empty(callback: Callback) -> None:
 
 @contextmanager
 def _silent(owner: Any, hook: str) -> Generator[None]:
-    """Let a hook do nothing inside."""
+    """Make a hook do nothing inside the context."""
     present = vars(owner).get(hook)
     vars(owner)[hook] = dict if hook == "state_dict" else _nothing
     try:
@@ -307,7 +313,7 @@ def _called_hook(error: LoopError | PeerLost) -> tuple[Any, str]:
     while trace is not None:
         frame = trace.tb_frame
         name, first = frame.f_code.co_name, frame.f_code.co_varnames[:1]
-        owner = frame.f_locals.get(first[0]) if first else None  # however the program calls its `self`
+        owner = frame.f_locals.get(first[0]) if first else None  # `self`, whatever the program names it
         if name in _READS and isinstance(owner, Callback | LightningModule | LightningDataModule):
             return owner, name
         trace = trace.tb_next

@@ -1,13 +1,13 @@
-"""What `callback_metrics` and its like show on one rank: values that were logged in a step, or shown before it.
+"""The values that `callback_metrics` and similar tables show on a rank, kept across steps and replacements.
 
-[Note: two places] Lightning caches the value of each result that was logged last with `on_step=True`. It copies cached
-values into the tables that users see (`TABLES`) whenever somebody reads these, and at the end of each batch. Cached
-values are shown again at each reading until the results are reset at the end of the epoch, and a table keeps a name
-for ever. So a replacement needs both. Results are made where something is logged; those of its predecessor are
-answered for beside its own until the replacement has logged them itself.
+[Note: two places] For each result, Lightning caches the value last logged with `on_step=True`. It copies cached
+values into the tables that users see (`TABLES`) whenever these are read, and at the end of each batch. It does so at
+each read until the results are reset at the end of the epoch, while a table keeps a name forever. So a replacement
+needs both. Lightning creates a result only when its name is logged. Until the replacement has logged a name itself,
+the lost process's cached value is shown along with the replacement's own results.
 """
 
-# Lightning's results and connectors have no public spelling.
+# Lightning's results and connectors have no public API.
 # pyright: reportPrivateUsage=false
 
 import json
@@ -22,13 +22,13 @@ from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.recovery.local_state import are_same, bytes_of, tensors_in
 
 TABLES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-"""Where Lightning keeps what `callback_metrics`, `logged_metrics` and `progress_bar_metrics` show."""
+"""Attributes of Lightning behind `callback_metrics`, `logged_metrics` and `progress_bar_metrics`."""
 CACHED = "cached"
-"""Key of cached values beside those of `TABLES` in what is described of a trainer."""
+"""Key of cached values, next to `TABLES`, in the description of a trainer."""
 _KINDS = ("callback", "log", "pbar")
-"""How results name these tables."""
+"""Names of these tables in the results."""
 _LIMIT_BYTES = 2**10
-"""Of one value that is given to the buddy; larger ones are no scalars."""
+"""Maximum size of one value that is sent to the buddy; larger values are not scalars."""
 
 Tables = dict[str, dict[str, Any]]
 
@@ -39,12 +39,12 @@ class Cached(NamedTuple):
     value: torch.Tensor
     name: str
     forked_name: str
-    """With `_step`, where a mean over the epoch is shown, too."""
+    """The name, with the suffix `_step` if the mean over the epoch is also shown."""
     is_logged: bool
     in_progress_bar: bool
 
     def places(self) -> Iterator[tuple[int, str, Any]]:
-        """Index of the table, name and value, as `_ResultCollection.metrics` writes them in training."""
+        """Index of the table, name and value for each entry that `_ResultCollection.metrics` writes in training."""
         if self.is_logged:
             yield 1, self.forked_name, self.value
         yield 0, self.name, self.value
@@ -54,12 +54,12 @@ class Cached(NamedTuple):
 
 
 def tables_of(trainer: Trainer) -> Tables:
-    """Copies of the tables, without what has been logged since they were read last."""
+    """Copies of the tables, without values logged since the tables were last read."""
     return {name: dict(vars(trainer._logger_connector)[name]) for name in TABLES}
 
 
 def put_tables(trainer: Trainer, tables: Tables) -> None:
-    """Let the trainer's tables, which stay the same objects, hold these values."""
+    """Set the contents of the trainer's tables, which stay the same objects."""
     for name in TABLES:
         table: dict[str, Any] = vars(trainer._logger_connector)[name]
         table.clear()
@@ -67,10 +67,10 @@ def put_tables(trainer: Trainer, tables: Tables) -> None:
 
 
 def cached_in(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Cached]:
-    """What is cached in results, by their keys.
+    """Cached values of results, by key.
 
     Args:
-        results: their attributes.
+        results: attributes of each result.
     """
     found = ((key, each["meta"], each["_forward_cache"]) for key, each in results.items() if not each["has_reset"])
     return {
@@ -81,7 +81,7 @@ def cached_in(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Cached]:
 
 
 def shown(tables: Tables, cached: Mapping[str, Cached]) -> Tables:
-    """The tables after the cached values have been read."""
+    """The tables with cached values copied into them, as Lightning does when they are read."""
     found = {name: dict(table) for name, table in tables.items()}
     for each in cached.values():
         for index, name, value in each.places():
@@ -90,37 +90,38 @@ def shown(tables: Tables, cached: Mapping[str, Cached]) -> Tables:
 
 
 class ShownValues:
-    """What this rank shows of values that were logged; the state of one rank, see `RankLocalState`.
+    """The logged values that this rank shows; a `RankLocalState`.
 
-    Its state is what the tables will show when the present batch has ended, and what is cached. It is written once a
-    step, so forms that stay the same from step to step are written once, as JSON, and values as bytes.
+    Its state is what the tables will show at the end of the present batch, and the cached values. It is written once
+    per step, so names, types and shapes that do not change between steps are written once, as JSON, and values as
+    bytes.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Take hold of the results of training."""
+        """Use the results of `trainer`'s training loop."""
         self._trainer = trainer
         self._results: Any = trainer.fit_loop.epoch_loop._results
         self._batches: Any = trainer.fit_loop.epoch_loop.batch_progress
         self._given: dict[str, Cached] = {}
-        """What the predecessor had cached, or this process before it has entered the loops again."""
+        """Values cached by the lost process, or by this process before it re-entered the loops."""
         self._tensors: list[torch.Tensor] = []
-        """What was cached when the state was written last."""
+        """Cached values when the state was last written."""
         self._types: list[tuple[Any, ...]] = []
         self._covered: list[set[str]] = [set(), set(), set()]
         """Names in each table that show cached values."""
         self._cached: dict[str, Any] = {}
         self._others: list[dict[str, Any]] = []
-        """What else the tables had then."""
+        """The other values of the tables at that time."""
         self._other_versions: list[int] = []
         self._packed_others: dict[str, Any] = {}
 
-    # -- of the trainer's description ---------------------------------------------------------------------------------
+    # -- part of the trainer's description --------------------------------------------------------------------------
 
     def described(self, begun: tuple[Tables, Mapping[str, Mapping[str, Any]]] | None = None) -> Tables:
-        """What `give` takes: what is shown, and what is cached.
+        """Shown and cached values, in the form that `give` takes.
 
         Args:
-            begun: tables and attributes of results when the present step began; None outside of steps.
+            begun: tables and attributes of results when the present step began; None outside steps.
         """
         tables, attributes = begun or (tables_of(self._trainer), self._attributes())
         cached = self._without_logged(attributes) | cached_in(attributes)
@@ -128,16 +129,16 @@ class ShownValues:
         return {**found, CACHED: {key: list(each) for key, each in cached.items()}}
 
     def give(self, described: Mapping[str, Any]) -> None:
-        """Show what `described` said on a rank, this one or another.
+        """Show the values that `described` returned on this or another rank.
 
         Raises:
-            CheckpointMismatch: it is something else.
+            CheckpointMismatch: `described` has another form.
         """
         found: dict[str, dict[Any, Any]] = {}
         for name in (*TABLES, CACHED):
             table = described.get(name, {}) if isinstance(described, dict) else None
             if not isinstance(table, dict):
-                raise CheckpointMismatch("what a rank has shown of logged values is no table")
+                raise CheckpointMismatch("the logged values that a rank has shown are not a table")
             found[name] = table
         cached = {key: _checked(key, each) for key, each in found.pop(CACHED).items()}
         tables = {name: {key: self._placed(each) for key, each in table.items()} for name, table in found.items()}
@@ -145,14 +146,14 @@ class ShownValues:
         self._answer({key: each._replace(value=self._placed(each.value)) for key, each in cached.items()})
 
     def starts(self) -> None:
-        """A batch begins: let the tables show what was cached, as they do where the results themselves hold it."""
+        """At the beginning of a batch, show given cached values in the tables, as if the results had cached them."""
         if self._given:
             put_tables(self._trainer, shown(tables_of(self._trainer), self._without_logged(self._attributes())))
 
-    # -- of one rank alone --------------------------------------------------------------------------------------------
+    # -- RankLocalState ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Cached values, and those that the tables hold beside them; the same parts where nothing was logged."""
+        """Cached values, and the other values of the tables; the same objects as before if nothing was logged."""
         found = self._present()
         tensors = [value for _, _, value in found]
         if not (len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))):
@@ -165,7 +166,7 @@ class ShownValues:
         return {"cached": self._cached if tensors else {}, "others": self._pack_others()}
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Show it, but for parts in `leave`: of those what is shown now, which another rank has given."""
+        """Show these values, except for parts in `leave`, which keep the present values given by another rank."""
         if not state_dict:
             return
         tables, cached = self._unpacked(state_dict)
@@ -173,14 +174,14 @@ class ShownValues:
             stays = {key: value for key, value in table.items() if _part(name, key) in leave or not _is_plain(value)}
             theirs = {key: value for key, value in tables[name].items() if _part(name, key) not in leave}
             merged = stays | theirs
-            tables[name] = {key: merged[key] for key in (*table, *merged) if key in merged}  # in the order of others
+            tables[name] = {key: merged[key] for key in (*table, *merged) if key in merged}  # the other ranks' order
         stays = {key: each for key, each in self._given.items() if _part(CACHED, key) in leave}
         theirs = {key: each for key, each in cached.items() if _part(CACHED, key) not in leave}
         put_tables(self._trainer, tables)
         self._answer(stays | theirs)
 
     def written(self, before: dict[str, Any]) -> set[str]:
-        """Parts that hooks have written since: a validation, the end of an epoch, what they log themselves."""
+        """Parts that hooks have written since `before`: in a validation, at the end of an epoch, or by logging."""
         if not before:
             return set()
         tables, cached = self._unpacked(before)
@@ -195,33 +196,33 @@ class ShownValues:
         }
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Nothing: a job that goes on from a checkpoint of another one shows nothing at first, as without recovery."""
+        """Nothing: a job that resumes from another job's checkpoint shows nothing at first, as without recovery."""
         return {}
 
     def settle(self) -> None:
-        """What was cached is no longer shown: an epoch has ended."""
+        """Stop showing the given cached values, as at the end of an epoch."""
         self._given = {}
         for name in ("metrics", "reset"):
             vars(self._results).pop(name, None)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------------------------
 
     @property
     def _is_in_batch(self) -> bool:
-        """Whether the tables will be given what is cached before the next batch begins."""
+        """Whether a batch is in progress: cached values will be copied into the tables before the next one."""
         return self._batches.current.ready != self._batches.current.completed
 
     def _attributes(self) -> dict[str, dict[str, Any]]:
         return {key: vars(each) for key, each in self._results.items()}
 
     def _without_logged(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Cached]:
-        """What was given, but for what has been logged again."""
+        """The given values, except for those that have been logged again."""
         if not self._given:
             return {}
         return {key: each for key, each in self._given.items() if not _is_cached(results.get(key))}
 
     def _answer(self, cached: dict[str, Cached]) -> None:
-        """Let the results show these, too, until they are logged again or the results are reset."""
+        """Make the results also show these values, until they are logged again or the results are reset."""
         self.settle()
         if not cached:
             return
@@ -237,13 +238,14 @@ class ShownValues:
 
         def reset(metrics: bool | None = None, fx: str | None = None) -> None:
             type(results).reset(results, metrics, fx)
-            if metrics is None and fx is None:  # otherwise it is that of a hook, as the first batch is run here
+            # With arguments, `log` resets only one hook's values, in the first batch that this process runs.
+            if metrics is None and fx is None:
                 self.settle()
 
         vars(results)["metrics"], vars(results)["reset"] = metrics, reset
 
     def _present(self) -> list[tuple[str, Any, torch.Tensor]]:
-        """What is cached: its key, its description in Lightning or `Cached`, and the value."""
+        """Cached values, each with its key and its Lightning metadata, or a `Cached` if it was given."""
         found: list[tuple[str, Any, torch.Tensor]] = []
         for key, result in self._results.items():
             attributes = vars(result)
@@ -256,7 +258,7 @@ class ShownValues:
         return found
 
     def _write_forms(self, found: Sequence[tuple[str, Any, torch.Tensor]]) -> str:
-        """Names, types and shapes of what is cached, and where it is shown."""
+        """Names, types and shapes of the cached values, and where they are shown, as JSON."""
         self._covered = [set(), set(), set()]
         forms: list[list[Any]] = []
         for key, known, value in found:
@@ -269,7 +271,7 @@ class ShownValues:
         return json.dumps(forms)
 
     def _pack_others(self) -> dict[str, Any]:
-        """What the tables hold and cached values do not replace at the end of this batch."""
+        """Pack the table values that cached values do not replace at the end of this batch."""
         is_in_batch, covered = bool(self._tensors) and self._is_in_batch, self._covered
         others = [
             {key: value for key, value in table.items() if type(key) is str and not (is_in_batch and key in names)}
@@ -294,7 +296,7 @@ class ShownValues:
         return [present[name] for name in TABLES]
 
     def _unpacked(self, state: Mapping[str, Any]) -> tuple[Tables, dict[str, Cached]]:
-        """What the tables show when the batch has ended, and what is cached.
+        """Unpack a state: what the tables show when the batch has ended, and the cached values.
 
         Raises:
             CheckpointMismatch: the state is malformed.
@@ -313,30 +315,30 @@ class ShownValues:
                     raise TypeError(f"{name!r} is shown as a {type(value).__name__}")
                 tables[TABLES[index]][name] = value
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise CheckpointMismatch(f"what a rank has shown of logged values cannot be read: {error!r}") from error
+            raise CheckpointMismatch(f"the logged values that a rank has shown cannot be read: {error!r}") from error
         return tables, own
 
     def _placed(self, value: Any) -> Any:
-        """What another rank has had on its device, on this rank's."""
+        """Move a value that another rank had on its device to this rank's device."""
         is_there = isinstance(value, torch.Tensor) and not value.is_cpu
         return value.to(self._trainer.strategy.root_device) if is_there else value
 
     def _tensors_of(self, forms: Sequence[Sequence[Any]], state: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Values whose name, type, shape and place, host or device, are given, where they were."""
+        """Read values, given name, type, shape and whether it was on the host, and put each on the host or device."""
         found = tensors_in(state.get("data", b""), [(name, kind, shape) for name, kind, shape, _ in forms])
         device: torch.device = self._trainer.strategy.root_device
         return [value if form[3] else value.to(device) for (_, value), form in zip(found, forms, strict=True)]
 
 
 def _is_cached(attributes: Mapping[str, Any] | None) -> bool:
-    """Whether a result shows a value of a step."""
+    """Whether a result, given its attributes, has a cached value."""
     if attributes is None or attributes["has_reset"]:
         return False
     return isinstance(attributes["_forward_cache"], torch.Tensor) and attributes["meta"].on_step
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it goes to the buddy."""
+    """Whether a value is sent to the buddy: a small plain tensor, number or string, or None."""
     if isinstance(value, torch.Tensor):
         return type(value) is torch.Tensor and value.nbytes <= _LIMIT_BYTES and value.layout is torch.strided
     return value is None or type(value) in (bool, int, float, str)
@@ -351,14 +353,14 @@ def _are_identical(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """To the last bit; a number of the progress bar may be no number."""
+    """Whether two values are bitwise equal; a float of the progress bar may be NaN."""
     if isinstance(one, float) and isinstance(other, float):
         return repr(one) == repr(other)
     return are_same(one, other)
 
 
 def _form(value: torch.Tensor) -> tuple[str, list[int], bool]:
-    """Type, shape, and whether it lies in host memory."""
+    """Type, shape, and whether the tensor is in host memory."""
     return str(value.dtype), list(value.shape), value.is_cpu
 
 
@@ -368,10 +370,10 @@ def _part(table: str, key: str) -> str:
 
 
 def _checked(key: Any, values: Any) -> Cached:
-    """A cached value that another process has written.
+    """Validate a cached value written by another process.
 
     Raises:
-        CheckpointMismatch: it is something else.
+        CheckpointMismatch: the value has another form.
     """
     match values:
         case [torch.Tensor() as value, str(name), str(forked), bool(is_logged), bool(in_bar)] if isinstance(key, str):
@@ -379,4 +381,4 @@ def _checked(key: Any, values: Any) -> Cached:
                 return Cached(value, name, forked, is_logged, in_bar)
         case _:
             pass
-    raise CheckpointMismatch(f"what a rank has cached of {key!r} is no value that was logged")
+    raise CheckpointMismatch(f"what a rank has cached of {key!r} is not a logged value")

@@ -1,6 +1,6 @@
-"""`Trainer(strategy="hyperpod")`: translate Lightning's calls, delegate to `parallel` and `comm`."""
+"""`Trainer(strategy="hyperpod")`: maps Lightning's strategy calls to `parallel`, `comm` and `recovery`."""
 
-# A strategy works with parts of Lightning that have no public spelling.
+# A strategy uses private parts of Lightning.
 # pyright: reportPrivateUsage=false
 
 import logging
@@ -72,27 +72,28 @@ log = logging.getLogger(__name__)
 class HyperPodStrategy(EvaluatingStrategy):
     """Hybrid sharding (HSDP on FSDP2) and tensor parallelism for any LightningModule.
 
-    The module needs no change: the strategy parallelises it after `configure_model`. A module that shards itself
-    in `configure_model` (with `self.device_mesh`, whose axes are `replicate`, `shard` and `tensor`) is left as it is.
+    The module needs no change: the strategy parallelizes it after `configure_model`. The strategy does not touch a
+    module that shards itself in `configure_model` (with `self.device_mesh`, whose axes are `replicate`, `shard` and
+    `tensor`).
 
     Args:
         config: a `ParallelConfig`, a dict, or the path of an SMP v2 JSON file. Default: the file named by
             `HYPERPOD_CONFIG`, else hybrid sharding over all ranks.
         comm: collective library to use, and whether a fallback is allowed.
-        background_checkpoints: write checkpoints while training goes on.
-        trust_checkpoints: unpickle Python objects of a checkpoint (hyper-parameters of your own classes), which runs
-            code. By default only tensors, plain containers, numbers and strings are read.
+        background_checkpoints: write checkpoints while training continues.
+        trust_checkpoints: unpickle Python objects of a checkpoint (such as hyperparameters of your own classes),
+            which can run arbitrary code. By default, only tensors, plain containers, numbers and strings are read.
         timeout_s: seconds after which a collective that does not complete fails.
-        non_finite: what to do about a step in which a rank's loss, or the gradient norm where
-            `Trainer(gradient_clip_val=...)` limits it, is infinite or not a number: "stop" raises `NonFiniteError` on
-            all ranks, with nothing updated; "skip" leaves the optimizer's step out; "warn" goes on; "off" does not
-            look. "auto" is "stop"; it is "off" where looking is not possible (see Raises), and without recovery where
-            it is not free (on CUDA in one process, or with clipping) or the optimizer's step is not torch's own.
-        **options: fields of `ParallelConfig`; they win over `config`.
+        non_finite: what to do if a rank's loss, or the gradient norm when `Trainer(gradient_clip_val=...)` clips by
+            it, is infinite or NaN in a step. "stop" raises `NonFiniteError` on all ranks before anything is updated,
+            "skip" skips the optimizer step, "warn" warns and continues, and "off" does not check. "auto" is "stop",
+            except where the check is impossible (see Raises) and, without recovery, where it is not free (on CUDA in
+            one process, or with clipping) or the optimizer's step is not torch's own; there it is "off".
+        **options: fields of `ParallelConfig`; they override those of `config`.
 
     Raises:
-        ConfigError: unknown options, impossible values or combinations; `fit` raises it for another `non_finite` than
-            "auto" and "off" with manual optimization, or where `ElasticTraining` averages gradients itself.
+        ConfigError: unknown options, invalid values or combinations. `fit` raises it if `non_finite` is neither
+            "auto" nor "off" and the module uses manual optimization, or `ElasticTraining` averages gradients itself.
     """
 
     def __init__(
@@ -106,12 +107,12 @@ class HyperPodStrategy(EvaluatingStrategy):
         non_finite: NonFinitePolicy = "auto",
         **options: Any,
     ) -> None:
-        FiniteCheck(non_finite, waits_anyway=True)  # refuses other values
+        FiniteCheck(non_finite, waits_anyway=True)  # validates the value
         self._non_finite: NonFinitePolicy = non_finite
         self._finite: FiniteCheck | None = None
         self._losses: RankLosses | None = None
         self.local_state: dict[str, dict[str, Any]] = {}
-        """What this rank alone has of the module, after a fit in a job that recovers."""
+        """Rank-local state of the module, after a fit in a job with recovery."""
         checkpoints = TrainerCheckpoints(in_background=background_checkpoints, are_trusted=trust_checkpoints)
         super().__init__(checkpoints, comm=comm or CommOptions(), timeout_s=timeout_s)
         job = JobEnv.from_environ()
@@ -128,11 +129,15 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._rank_local: dict[str, ProgramState] = {}
         self._sigterm_news: SigtermConsensus | None = None
 
-    # -- who and where ------------------------------------------------------------------------------------------
+    # -- topology and rank-local state --------------------------------------------------------------------------
 
     @property
     def topology(self) -> Topology:
-        """Degrees and rank arithmetic of this job; known once the environment is set up."""
+        """Degrees and rank arithmetic of this job.
+
+        Raises:
+            ConfigError: the Trainer has not set up the processes yet.
+        """
         if self._topology is None:
             raise ConfigError("the topology is known only after the Trainer has set up the processes")
         return self._topology
@@ -145,29 +150,32 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @property
     def saves_for_peers(self) -> bool:
-        """Whether hooks that save are called for a process that replaces a lost one: they must not communicate then."""
+        """Whether saving hooks are being called to describe the trainer for a replacement; they must not communicate.
+
+        A hook that gathers, such as one that calls `full_tensor()`, should return early if this is true.
+        """
         return group_health.refusal == FOR_PEERS
 
     def register_rank_local(self, name: str, stateful: Stateful) -> None:
-        """Keep the state of an object that differs from rank to rank: it comes back where a process is replaced.
+        """Register an object whose state differs between ranks, so that a replacement gets the lost rank's state.
 
-        Call it on all ranks alike, in `setup` or `configure_model` of the module or a callback, which a replacement
-        runs, too. The state is called for in each step: it is to be small, less than 1 MiB a rank with that of others.
-        It is put back where a step is run again, and checkpoints hold it for each rank. Buffers and torchmetrics
-        objects of the module need no call. Without recovery in place this does nothing.
+        Call it on all ranks, in `setup` or `configure_model` of the module or a callback; a replacement runs these
+        hooks too. The state is read in each step, so it should be small: less than 1 MiB per rank in total. It is
+        restored when a step is run again, and checkpoints hold it for each rank. Buffers and torchmetrics objects of
+        the module need not be registered. Without in-place recovery this has no effect.
 
         Args:
-            name: of the state, the same on all ranks; the last object of a name counts.
-            stateful: with `state_dict` and `load_state_dict`; the state is of tensors, plain containers, numbers and
-                strings, and made without communication.
+            name: of the state, the same on all ranks; a later object with the same name replaces an earlier one.
+            stateful: has `state_dict` and `load_state_dict`. The state consists of tensors, plain containers, numbers
+                and strings, and `state_dict` must not communicate.
 
         Raises:
-            ConfigError: the state holds other Python objects, or the model has been set up already.
+            ConfigError: the state holds other Python objects, or the model has already been set up.
         """
         if self._is_set_up:
             raise ConfigError(
-                f"register_rank_local({name!r}) comes after the model was set up, where others may give their state "
-                "already. Call it in setup() or configure_model() of the module or the callback."
+                f"register_rank_local({name!r}) was called after the model was set up; other ranks may already send "
+                "their state. Call it in setup() or configure_model() of the module or the callback."
             )
         self._rank_local[name] = ProgramState(name, stateful)
 
@@ -176,7 +184,7 @@ class HyperPodStrategy(EvaluatingStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        """Lightning's plugin, replaced by its counterpart that can clip on mixed meshes."""
+        """The precision plugin: Lightning's is replaced by a `HyperPodPrecision`, which can clip on mixed meshes."""
         return self._precision_plugin if self._precision_plugin is not None else Precision()
 
     @precision_plugin.setter
@@ -191,7 +199,7 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Join the process group and make the mesh."""
+        """Join the process group and build the device mesh."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._recovery is None:
@@ -217,7 +225,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             move_groups(self._topology, self.global_rank)
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
         self._data_group = build_data_group(self._topology)
-        if self._recovery is not None:  # a group that is made later would be missing in a newcomer
+        if self._recovery is not None:  # a joiner would lack a group that is created later
             role = GroupKey(SAVING_GROUP, is_strict=True)
             self._checkpoints.group = new_axis_group(role, range(self.world_size))
             if self._recovery.may_snapshot(self._topology):
@@ -231,13 +239,13 @@ class HyperPodStrategy(EvaluatingStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Context of `Trainer.init_module`: with `empty_init=True` a model takes no memory until it is sharded."""
+        """Context of `Trainer.init_module`: with `empty_init=True`, a model takes no memory until it is sharded."""
         with delayed_init() if empty_init else nullcontext():
             yield
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Parallelise the module, then make the optimizers over its sharded parameters."""
+        """Parallelize the module, then create the optimizers over its sharded parameters."""
         module = self.lightning_module
         assert module is not None
         assert self.accelerator is not None
@@ -261,7 +269,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         if self.world_size > 1:
             refuse_validation_by_clock(trainer)
         self.barrier()
-        is_again = self._recovery is not None and self._recovery.is_fitting  # then the optimizers keep their state
+        is_again = self._recovery is not None and self._recovery.is_fitting  # the optimizers then keep their state
         if trainer.state.fn == TrainerFn.FITTING and not is_again:
             self.setup_optimizers(trainer)
             give_shards(self.optimizers, module, num_ranks=self.world_size)
@@ -272,7 +280,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             self.precision_plugin.when_fetched = partial(recovery.seed_batch, trainer) if recovery else _nothing
             self.precision_plugin.settle = settle_gradients
         is_fit = trainer.state.fn == TrainerFn.FITTING
-        # After a fault ranks are not at the same batch: with recovery they do not ask each other.
+        # After a fault, ranks may be at different batches, so with recovery they do not agree on SIGTERM.
         self._sigterm_news = SigtermConsensus(trainer, agrees=is_fit and self.world_size > 1 and self._recovery is None)
         if is_fit:
             self._drops_gradients = not looks_at_old_gradients(trainer, module)
@@ -297,10 +305,10 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._is_set_up = True
 
     def _look_at_losses(self, trainer: Trainer, module: LightningModule) -> None:
-        """Have the losses of each step looked at, as `non_finite` says.
+        """Set up the check of each step's losses according to `non_finite`.
 
         Raises:
-            ConfigError: they cannot be looked at before the optimizer steps.
+            ConfigError: the losses cannot be checked before the optimizer steps.
         """
         self._finite = self._losses = None
         precision, policy = self.precision_plugin, self._non_finite
@@ -308,12 +316,12 @@ class HyperPodStrategy(EvaluatingStrategy):
             if policy not in ("auto", "off"):
                 what = "gradients that ElasticTraining averages" if self._averaging else "manual optimization"
                 raise ConfigError(
-                    f'non_finite={policy!r} is not possible with {what}. Leave it out ("auto" does not look there), '
-                    "and look at the loss in training_step."
+                    f'non_finite={policy!r} is not possible with {what}. Leave it out ("auto" does not check then), '
+                    "and check the loss in training_step."
                 )
             return
         is_free = self.root_device.type == "cpu" or (self.world_size > 1 and trainer.gradient_clip_val is None)
-        # An optimizer of another kind may want its gradients computed more than once, which cannot be looked at.
+        # Another optimizer may compute gradients more than once in a step, which cannot be checked.
         is_free = self._recovery is not None or (is_free and all(map(is_elementwise, self.optimizers)))
         finite = FiniteCheck(policy, waits_anyway=is_free)
         if finite.looks and isinstance(precision, HyperPodPrecision):
@@ -328,9 +336,9 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; the loss may be computed from logits that are split over the vocabulary.
+        """Run the module's `training_step`; the loss may be computed from logits that are split over the vocabulary.
 
-        One that steps its optimizers by hand is a transaction as a whole, where there are any.
+        With recovery and manual optimization, the whole `training_step` is one transaction.
         """
         compute = partial(self._training_step, *args, **kwargs)
         module = self.lightning_module
@@ -343,7 +351,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             self._recovery.seed()
             self._recovery.note_batch((args, kwargs))
             if kwargs or not all(map(_is_leaf, args)):
-                # The step may have to be run again: what the module takes out of the batch must still be there then.
+                # Copy the containers: the module may remove items from the batch, and the step may run again.
                 args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         if self._drops_gradients and self._begins_window:
             for optimizer in self.optimizers:
@@ -356,7 +364,7 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward in the context the loss was computed in; each sample of a step counts the same."""
+        """Run backward in the context of the forward, with the loss weighted so that all samples count equally."""
         trainer = self._trainer
         back = 0 if self._recovery is None else self._recovery.num_batches_back
         batch_index = trainer.fit_loop.epoch_loop.batch_idx - back
@@ -375,7 +383,7 @@ class HyperPodStrategy(EvaluatingStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
-        """Run the closure and the optimizer, with recovery as one transaction; then look at the allocator."""
+        """Run the closure and the optimizer, as one transaction with recovery; then check the allocator."""
         is_manual = not self._trainer.lightning_module.automatic_optimization
         recovers = self._recovery is not None and self._recovery.is_fitting
         if not recovers and self._losses is not None and not is_manual:
@@ -402,7 +410,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         return result
 
     def _stop_if_not_finite(self) -> None:
-        """Raise on all ranks, and have nobody replaced.
+        """Raise on all ranks, without having any rank replaced, if the step was not finite.
 
         Raises:
             NonFiniteError: the step was not finite, and the policy is to stop.
@@ -413,7 +421,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         log.error("rank %d stops: %s", self.global_rank, error)
         if self._recovery is not None:
             with suppress(PeerLost):
-                self.barrier()  # all have told before the first one ends
+                self.barrier()  # all ranks have logged the error before the first one exits
             self._recovery.member.give_up(str(error))
         raise error
 
@@ -432,9 +440,9 @@ class HyperPodStrategy(EvaluatingStrategy):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        """With recovery the strategy is given every micro-step, for it may have to run the whole window again.
+        """Whether Lightning passes every micro-step to the strategy; see `AccumulationWindow.accumulates`.
 
-        See `Window.accumulates` for when that is.
+        With recovery it does, because the strategy may have to run the whole window again.
         """
         return self._recovery is not None and self._recovery.takes_micro_steps
 
@@ -455,14 +463,14 @@ class HyperPodStrategy(EvaluatingStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Leave out the all-reduce between replicas: an accumulation window needs it once, in its last micro-step."""
+        """Skip the all-reduce between replicas: an accumulation window needs it once, in its last micro-step."""
         assert self.model is not None
         with without_replica_sync(self.model):
             yield
 
     @override
     def on_train_start(self) -> None:
-        """Loops have been restored."""
+        """Prepare recovery once the loops have been restored."""
         if self._losses is not None:
             self._losses.begin()
         if self._recovery is not None and self._recovery.is_fitting:
@@ -471,7 +479,7 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        """The validation of a process that is apart from the others begins where theirs does."""
+        """Agree on SIGTERM, and join the other ranks if this process is not connected yet."""
         if self._sigterm_news is not None:
             self._sigterm_news.agree()
         if self._recovery is not None:
@@ -489,20 +497,20 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """A batch has been fetched."""
+        """Tell recovery that a batch has been fetched."""
         if self._recovery is not None:
             self._recovery.on_batch()
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; Lightning does so by name before it sets up its loaders of one kind."""
+        """Wait for all ranks; a barrier named `*_dataloader()` also restarts the numbering of loaders."""
         if self._recovery is not None and name is not None and name.endswith("_dataloader()"):
             self._recovery.count_loaders()
         super().barrier(name)
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The loader, with random numbers that depend on the sample; its rest where a newcomer begins in an epoch."""
+        """Return the loader with random numbers keyed by the sample; in a resumed epoch, skip the batches done."""
         if self._recovery is None or isinstance(dataloader, StatefulLoader):
             return dataloader
         trainer = self._trainer
@@ -513,26 +521,26 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object from one rank to all; to a newcomer, what was sent before it came."""
+        """Send an object from rank `src` to all; a joiner reads what was sent before it joined from the job store."""
         if self._recovery is None:
             return super().broadcast(obj, src)
         return self._recovery.agree(obj, partial(super().broadcast, obj, src))
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over the ranks that read different samples (tensor peers hold the same value), or over `group`."""
+        """Reduce over `group`, by default the ranks that read different samples; tensor peers hold the same value."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         return reduced(tensor, self._data_group if group is None else group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any rank) decided so."""
+        """Return whether `decision` is true on all ranks, or on any rank if `all` is False."""
         return decided(decision, self.root_device, by_all=all)
 
     @override
     def on_train_end(self) -> None:
-        """Nobody leaves before all have come through the hooks at the end."""
+        """Agree on SIGTERM; with recovery, wait until all ranks have run the hooks at the end of the fit."""
         if self._sigterm_news is not None:
             self._sigterm_news.agree()
         if self._recovery is not None and self._recovery.is_fitting:
@@ -540,13 +548,13 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @override
     def teardown(self) -> None:
-        """Wait for a checkpoint that is still being written."""
+        """Wait for a checkpoint that is still being written, and end this rank's part in recovery."""
         if self._recovery is not None and self.lightning_module is not None:
             self._recovery.finish(self.lightning_module.trainer)
         try:
             self._checkpoints.close()
         finally:
-            self._checkpoints.saved = None  # what is saved later belongs to another entry of the program, or to none
+            self._checkpoints.saved = None  # later saves belong to another entry of the program, or to none
             recovery, self._recovery = self._recovery, None
             if recovery is not None:
                 self.local_state = recovery.local_state
@@ -555,7 +563,7 @@ class HyperPodStrategy(EvaluatingStrategy):
 
 
 def _is_leaf(value: object) -> bool:
-    """Whether an argument of `training_step` is surely no container: a tensor, or an integer."""
+    """Whether an argument of `training_step` is a tensor or an integer, and so certainly not a container."""
     return isinstance(value, Tensor | int)
 
 

@@ -1,10 +1,10 @@
-"""What a Trainer knows beside tensors, as a newcomer needs it: loops, schedulers, callbacks, the data position.
+"""The state of a Trainer besides tensors, as a joiner needs it: loops, schedulers, callbacks, the data position.
 
-A survivor gives its state from inside a step that is to be run again. Lightning restores states that were saved between
-steps. `rewind` makes the one out of the other; the rest is Lightning's own checkpoint code.
+A survivor describes its trainer inside a step that is to be run again, but Lightning restores states that were saved
+between steps. `rewind` converts the former to the latter; the rest is Lightning's own checkpoint code.
 """
 
-# Lightning's connectors have no public spelling.
+# Lightning's connectors have no public API.
 # pyright: reportPrivateUsage=false
 
 import copy
@@ -38,17 +38,17 @@ _RELOADED_AT = "hyperpod:reloaded_at"
 _SAVED_AT = "hyperpod:saved_at"
 _MICRO_STEPS = "hyperpod:micro_steps"
 GROUPS = "hyperpod:param_groups"
-"""Key of the hyperparameters of the optimizers in a described trainer."""
+"""Key of the optimizers' hyperparameters in the description of a trainer."""
 METRICS = "hyperpod:metrics"
-"""Key of what `callback_metrics` and its like show; see `ShownValues.described`."""
+"""Key of the values that `callback_metrics` and similar tables show; see `ShownValues.described`."""
 LOGGED = "hyperpod:logged"
-"""Key of what is logged until the end of the epoch, and how."""
+"""Key of the values reduced at the end of the epoch, with their `log` arguments; see `LoggedMeans.forms`."""
 ROWS = "hyperpod:rows"
 """Key of the rows that were logged in a part of the fit that is to be run again."""
 LOCAL = "hyperpod:local"
-"""Key of buffers, metrics and logged means of one rank, in what is described for this rank alone."""
+"""Key of one rank's buffers, metrics and logged means, in a description for that rank only."""
 LAYOUT = "hyperpod:layout"
-"""Key of the degrees of the job that wrote a checkpoint."""
+"""Key of the world size and the shard and tensor degrees of the job that wrote a checkpoint."""
 _OF_DESCRIPTIONS = (_MICRO_STEPS, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT, GROUPS, METRICS, LOGGED, ROWS)
 _LAST_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved")
 _OF_LIGHTNING = [
@@ -64,18 +64,18 @@ _OF_LIGHTNING = [
 
 
 def is_rank_local(state: Any) -> bool:
-    """Whether saved state may be of one rank alone: it holds a tensor of more than one element, such as a shard."""
+    """Whether saved state may be rank-local: it has a tensor with more than one element, such as a shard."""
     return any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(state))
 
 
 def keep_own(theirs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The description with which a survivor enters the loops again: that of another rank, without its rank-local state.
+    """The description with which a survivor re-enters the loops: that of another rank, without its rank-local state.
 
-    Callbacks keep what they hold. What other hooks have saved is this rank's own.
+    Callbacks with rank-local state keep their present one. Rank-local state of other hooks is taken from `own`.
 
     Args:
-        theirs: of the rank that had come furthest.
-        own: of this rank, described when it left the loops.
+        theirs: description of the rank that had come furthest.
+        own: description of this rank from when it left the loops.
     """
     callbacks = {key: state for key, state in theirs.get("callbacks", {}).items() if not is_rank_local(state)}
     known = (*_OF_LIGHTNING, *_OF_DESCRIPTIONS, LOCAL)
@@ -84,20 +84,20 @@ def keep_own(theirs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_part(checkpoint: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
-    """What of a checkpoint may differ from rank to rank: what hooks and callbacks save, and `LOCAL`."""
+    """The part of a checkpoint that may differ between ranks: what hooks and callbacks save, and `LOCAL`."""
     known = (*(name for name in _OF_LIGHTNING if name != "callbacks"), *arguments(trainer), LAYOUT)
     return {key: value for key, value in checkpoint.items() if key not in known}
 
 
 def sharded_parts(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Callbacks and hooks of an `own_part` whose state, if it differs, means nothing to a rank with another shard."""
+    """Entries of an `own_part` that, if they differ between ranks, are meaningless to a rank with another shard."""
     callbacks = {f"callbacks[{key!r}]": state for key, state in own.get("callbacks", {}).items()}
     named = {**callbacks, **{key: value for key, value in own.items() if key not in ("callbacks", LOCAL)}}
     return {name: state for name, state in named.items() if is_rank_local(state)}
 
 
 def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether what has been counted in the epoch of a state is still counted on."""
+    """Whether the state lies inside an epoch, so that what is counted per epoch continues."""
     fit_loop: dict[str, Any] = (checkpoint.get("loops") or {}).get("fit_loop", {})
     counts = fit_loop.get("epoch_loop.batch_progress")
     if counts is None or counts["current"]["processed"] == 0:
@@ -106,7 +106,7 @@ def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def rank_local_of(trainer: Trainer, hooks: SavingHooks) -> bytes:
-    """What hooks save that may be of one rank alone, `packed`."""
+    """What hooks save that may be rank-local, `packed`; empty if there is none."""
     saved = hooks.dump(trainer)
     known = (*_OF_LIGHTNING, *arguments(trainer))
     callbacks = {key: state for key, state in saved.get("callbacks", {}).items() if is_rank_local(state)}
@@ -117,7 +117,9 @@ def rank_local_of(trainer: Trainer, hooks: SavingHooks) -> bytes:
 
 
 def take_rank_local(trainer: Trainer, data: bytes, entered_with: bytes) -> list[str]:
-    """Let a replacement's hooks read what a replica of its shard has, after what they read when it entered the loops.
+    """Make a replacement's hooks load the rank-local state of a replica of its shard.
+
+    The hooks have already loaded `entered_with`; they load it once more with that state added.
 
     Args:
         trainer: of the replacement.
@@ -125,7 +127,7 @@ def take_rank_local(trainer: Trainer, data: bytes, entered_with: bytes) -> list[
         entered_with: the description with which the loops were entered.
 
     Returns:
-        Keys of the callbacks' states among it.
+        The `state_key` of each callback with state in `data`.
     """
     saved = read_trainer(data)
     callbacks: list[Callback] = vars(trainer)["callbacks"]
@@ -152,22 +154,22 @@ def describe_trainer(
     as_begun: dict[str, Any] | None = None,
     rows: list[list[Any]] | None = None,
 ) -> bytes:
-    """The state at the beginning of the present accumulation window, `packed`.
+    """Describe the trainer at the beginning of the present accumulation window, `packed`.
 
     Args:
-        trainer: inside a step, or outside.
-        micro_steps_open: micro-steps of the window that have begun, the present one included; 0 outside a step, where
-            Lightning's own state is the right one.
-        loader_states: what the loaders said before the first batch of the window was fetched.
+        trainer: inside or outside a step.
+        micro_steps_open: micro-steps of the window that have begun, including the present one; 0 outside a step,
+            where Lightning's own state is correct.
+        loader_states: states of the loaders before the first batch of the window was fetched.
         hooks: of the program.
         logged: see `LoggedMeans.forms`.
-        metrics: see `ShownValues.described`; None for what the tables hold.
-        as_begun: what `as_part_begins` said; None outside of such parts.
+        metrics: see `ShownValues.described`; None for the present contents of the tables.
+        as_begun: result of `as_part_begins`; None outside such parts.
         rows: see `LoggedRows.state`.
     """
     checkpoint = hooks.dump(trainer)
     checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
-    for name in arguments(trainer):  # every process makes its own; they may be anything
+    for name in arguments(trainer):  # every process has its own, of any type
         checkpoint.pop(name, None)
     if as_begun is None:
         fit_loop = checkpoint["loops"]["fit_loop"]
@@ -195,13 +197,13 @@ def as_part_begins(
     logged: dict[str, dict[str, Any]],
     metrics: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """What Lightning changes while a part of a fit is run that lies outside of steps, as the part begins.
+    """At the beginning of a part of the fit outside steps, copy the state that Lightning changes during the part.
 
     Args:
         trainer: about to call the first hook of the part.
         part: an evaluation, or the end of an epoch or of the fit.
         logged: see `LoggedMeans.forms`.
-        metrics: see `ShownValues.described`; None for what the tables hold.
+        metrics: see `ShownValues.described`; None for the present contents of the tables.
     """
     fit_loop = trainer.fit_loop.state_dict()
     fit_loop = before_validation(fit_loop) if part == EVALUATION_BEGIN else {**fit_loop, _PART: part}
@@ -214,7 +216,7 @@ def _changed_by_loops(
     logged: dict[str, dict[str, Any]],
     metrics: dict[str, dict[str, Any]] | None,
 ) -> dict[str, Any]:
-    """Of a described trainer: its loops, which are given, its schedulers, and what was logged."""
+    """The entries of a description for loops (given), schedulers, hyperparameters and logged values."""
     return {
         "loops": {"fit_loop": fit_loop},
         "lr_schedulers": plain([each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]),
@@ -225,7 +227,7 @@ def _changed_by_loops(
 
 
 def arguments(trainer: Trainer) -> dict[str, Any]:
-    """What Lightning puts into a checkpoint of the arguments that module and data module were made with."""
+    """The hyperparameters of module and data module, as Lightning adds them to a checkpoint."""
     found: dict[str, Any] = {}
     for owner in (trainer.lightning_module, vars(trainer).get("datamodule")):
         if owner is None or not owner.hparams:
@@ -240,16 +242,16 @@ def arguments(trainer: Trainer) -> dict[str, Any]:
 
 
 def refuse_unreadable(trainer: Trainer, hooks: SavingHooks) -> None:
-    """Refuse what a replacement could not read of this trainer, or not be given, before one is needed.
+    """Raise if a replacement could not get or read the description of this trainer, before one is needed.
 
     Raises:
-        ConfigError: naming the callback, or whatever else holds it.
+        ConfigError: the state holds Python objects, or the program reads back what a hook that communicates saves.
     """
     data = describe_trainer(trainer, micro_steps_open=0, loader_states=[], hooks=hooks)
     try:
         read_trainer(data)
     except pickle.UnpicklingError:
-        whole: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=False)  # written by this process just now
+        whole: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=False)  # this process has just written it
         holders = {**whole, **{f"callbacks[{name!r}]": state for name, state in whole.get("callbacks", {}).items()}}
         bad = [name for name, value in holders.items() if name != "callbacks" and not _is_readable(value)]
         raise ConfigError(
@@ -274,18 +276,18 @@ def read_trainer(data: bytes) -> dict[str, Any]:
 
 
 def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:
-    """What Lightning saves beside tensors, of a described trainer."""
+    """The entries of a description that belong in a Lightning checkpoint."""
     known = {*_OF_DESCRIPTIONS} - {_SHOULD_STOP}
     return {name: value for name, value in described.items() if name not in known}
 
 
 def with_local(described: bytes, local: dict[str, Any]) -> bytes:
-    """A description for the rank that made it alone: with its buffers, metrics and logged means."""
+    """Add a rank's buffers, metrics and logged means to its description, which is then for that rank only."""
     return packed({**read_trainer(described), LOCAL: local})
 
 
 def restore_unsaved(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Tell of what is in no state, and all ranks must agree on: when callbacks saved last, and loaders were made."""
+    """Restore when callbacks last saved and loaders were created: no state_dict has it, but all ranks must agree."""
     set_last_saves(trainer, checkpoint.get(_SAVED_AT, []))
     if _RELOADED_AT in checkpoint:
         train, validation = checkpoint[_RELOADED_AT]
@@ -294,25 +296,25 @@ def restore_unsaved(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def accumulate_as_others(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Take as many micro-steps as the others: `GradientAccumulationScheduler` sets them as an epoch begins."""
+    """Use the others' number of micro-steps; `GradientAccumulationScheduler` sets it when an epoch begins."""
     trainer.accumulate_grad_batches = checkpoint.get(_MICRO_STEPS, trainer.accumulate_grad_batches)
 
 
 def make_loaders_as_others(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Let a replacement make its loaders in the epoch in which the others made theirs, if they make new ones at times.
+    """Make a replacement create its loaders as in the epoch in which the others did, if they are reloaded regularly.
 
     Args:
         trainer: about to enter its loops.
-        checkpoint: of the others.
+        checkpoint: description of the others.
     """
     every, made_at = vars(trainer)["reload_dataloaders_every_n_epochs"], checkpoint.get(_RELOADED_AT, [])
     for loop, epoch in zip((trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop), made_at, strict=False):
-        if every > 1 and loop._combined_loader is None and epoch >= 0:  # minus infinity before there are any
+        if every > 1 and loop._combined_loader is None and epoch >= 0:  # the epoch is -inf before loaders exist
             vars(loop._data_source)["dataloader"] = partial(_made_in, trainer, loop._data_source, epoch, epoch + every)
 
 
 def _made_in(trainer: Trainer, source: Any, epoch: int, next_epoch: int) -> Any:
-    """Loaders as they are made in an epoch, unless it is time for the next ones."""
+    """Create loaders as in `epoch`, unless `next_epoch` has been reached, when the next ones are due."""
     del vars(source)["dataloader"]
     counts: Any = trainer.fit_loop.epoch_progress.current
     present = counts.completed
@@ -325,7 +327,7 @@ def _made_in(trainer: Trainer, source: Any, epoch: int, next_epoch: int) -> Any:
 
 
 def last_saves(trainer: Trainer) -> list[dict[str, Any]]:
-    """At which step each callback that saves checkpoints did so last, and where."""
+    """The step and path of the last save of each checkpoint callback."""
     every = [vars(callback) for callback in trainer.checkpoint_callbacks]
     return [{name: each[name] for name in _LAST_SAVED if name in each} for each in every]
 
@@ -338,18 +340,20 @@ def set_last_saves(trainer: Trainer, saves: list[dict[str, Any]]) -> None:
 
 
 def log_last_batch(trainer: Trainer, committed: int) -> None:
-    """Log what the present batch is to log, if its step counts and its hooks were interrupted: nobody comes back to it.
+    """Log the metrics of the present batch if its step was committed but its hooks were interrupted.
+
+    The loops are not re-entered there, so they would not be logged otherwise.
 
     Args:
-        trainer: outside of a step, or in one that was committed in the end.
-        committed: how many steps its rank has committed; the trainer counts the present one when it returns.
+        trainer: outside a step, or in one that was committed in the end.
+        committed: steps that this rank has committed; the trainer counts the present one when its step returns.
     """
     if is_in_batch_end(trainer) or committed > steps_done(trainer):
         trainer._logger_connector.update_train_step_metrics()
 
 
 def steps_done(trainer: Trainer) -> int:
-    """Steps that the trainer has run, as transactions count them: with manual optimization a batch is one."""
+    """Steps that the trainer has run, as counted by transactions: with manual optimization, each batch is a step."""
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     counts: Any = trainer.fit_loop.epoch_loop.batch_progress.total
@@ -357,20 +361,20 @@ def steps_done(trainer: Trainer) -> int:
 
 
 def show_epoch(trainer: Trainer) -> None:
-    """Let the progress bar show an epoch that is resumed in its middle; Lightning tells it of those that begin."""
+    """Make the progress bar show an epoch that is resumed in the middle; Lightning only announces new epochs."""
     bar = trainer.progress_bar_callback
     if bar is not None:
         bar.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 def is_in_batch_end(trainer: Trainer) -> bool:
-    """Whether a step has been run, and the hooks at the end of its batch have not."""
+    """Whether a step has been run, but not all hooks at the end of its batch."""
     counts: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return trainer.training and counts.processed == counts.completed + 1
 
 
 def is_validation_due(trainer: Trainer) -> bool:
-    """Whether a validation follows the hooks in which the trainer is."""
+    """Whether a validation follows the hooks that the trainer is running."""
     fetcher = trainer.fit_loop._data_fetcher
     return (
         is_in_batch_end(trainer) and fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
@@ -378,7 +382,7 @@ def is_validation_due(trainer: Trainer) -> bool:
 
 
 def batches_done(checkpoint: dict[str, Any]) -> int:
-    """Batches of the epoch that lie before the state's position."""
+    """Batches of the epoch before the state's position."""
     return checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"]
 
 
@@ -388,13 +392,13 @@ def is_epoch_start(checkpoint: dict[str, Any]) -> bool:
 
 
 def part_of(checkpoint: dict[str, Any]) -> str:
-    """The part of a fit at whose beginning the state lies; empty where that is a step or an epoch."""
+    """The evaluation, epoch end or fit end at whose beginning the state lies; empty for a step or an epoch."""
     part = checkpoint["loops"]["fit_loop"].get(_PART)
     return part if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) else ""
 
 
 def order_of(checkpoint: dict[str, Any]) -> int:
-    """Of two states after the same step, the one in whose part the other one's has ended has the larger number."""
+    """A number that orders states after the same step: larger for a state in a later part of the fit."""
     part, epochs = part_of(checkpoint), checkpoint["loops"]["fit_loop"]["epoch_progress"]["total"]
     has_begun = epochs["started"] > epochs["completed"]  # the present epoch, whose first hooks have been called
     place = {EVALUATION_BEGIN: 1, EPOCH_END: 3, FIT_END: 4}.get(part, 2 if has_begun else 0)
@@ -409,10 +413,10 @@ def was_asked_to_stop(checkpoint: dict[str, Any]) -> bool:
 def before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
     """State of the fit loop as if the validation that is about to begin had been interrupted in its first batch.
 
-    Lightning begins an interrupted validation again, if its counts say that one batch was started and not processed.
+    Lightning restarts an interrupted validation if its counts say that one batch was started but not processed.
     """
     loop = copy.deepcopy(fit_loop)
-    for scope in _PROGRESS:  # the batch before it may have been interrupted in its last hooks
+    for scope in _PROGRESS:  # the previous training batch may have been interrupted in its last hooks
         counts = loop["epoch_loop.batch_progress"][scope]
         counts["completed"] = counts["processed"]
     batches = loop["epoch_loop.val_loop.batch_progress"]
@@ -425,9 +429,9 @@ def before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
 
 
 def before_epoch(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """State of the fit loop, saved in the first hooks of an epoch, as if these had not begun.
+    """State of the fit loop, saved during the first hooks of an epoch, as if these had not begun.
 
-    Lightning begins to count batches anew after those hooks; it would take the epoch before for the present one.
+    Lightning resets the count of batches only after those hooks; otherwise it would resume the previous epoch.
     """
     loop = copy.deepcopy(fit_loop)
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
@@ -440,23 +444,23 @@ def before_epoch(fit_loop: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget_logged_metrics(results: dict[str, Any]) -> None:
-    """Let the metrics that an interrupted validation has logged count from zero: it is run again, from its beginning.
+    """Reset the metrics that an interrupted validation has logged, because it is run again from its beginning.
 
     Args:
-        results: of its loop, sums of tensors and objects of `torchmetrics`; both would go on.
+        results: of its loop: sums of tensors and torchmetrics objects, which would both continue.
     """
     for result in results.values():
         result.reset()
 
 
 def forget_loaders(trainer: Trainer) -> None:
-    """Have the loaders made again, for another world."""
+    """Drop the loaders, so that they are created again for another world."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         loop._combined_loader = None
 
 
 def prepare_data_alone(trainer: Trainer) -> None:
-    """Let a newcomer prepare data without the others, which have long passed the barrier around it."""
+    """Make a detached process prepare data without the barrier, which the other ranks have long passed."""
 
     def prepare_data() -> None:
         for owner in (vars(trainer).get("datamodule"), trainer.lightning_module):
@@ -467,7 +471,7 @@ def prepare_data_alone(trainer: Trainer) -> None:
 
 
 def begin_afresh(trainer: Trainer) -> None:
-    """Set the loops back to where `fit` begins."""
+    """Reset the loops to the beginning of `fit`."""
     loop = trainer.fit_loop
     for progress in (
         loop.epoch_progress,
@@ -481,18 +485,19 @@ def begin_afresh(trainer: Trainer) -> None:
 
 
 def tear_down_loops(trainer: Trainer, *, has_evaluated: bool) -> None:
-    """Bring the loops to where they can be entered again, after an exception that Lightning has not seen.
+    """Tear down the loops so that they can be re-entered, after an exception that Lightning has not handled.
 
     Args:
         trainer: whose loops.
-        has_evaluated: whether an evaluation has ended here, so that modules are as its last hooks have left them.
+        has_evaluated: whether an evaluation has just ended, so that its last hooks have already set the modules'
+            mode.
     """
     evaluation = trainer.fit_loop.epoch_loop.val_loop
     if trainer.evaluating or trainer.sanity_checking:
         if not has_evaluated:
             evaluation._module_mode.restore(trainer.lightning_module)
         forget_logged_metrics(evaluation._results)
-    trainer.training = True  # a fault in a validation leaves the stage at that
+    trainer.training = True  # a fault in a validation leaves the trainer in that stage
     trainer.accumulate_grad_batches = initial_micro_steps(trainer)
     evaluation._has_run = False
     trainer.fit_loop.teardown()
@@ -501,14 +506,14 @@ def tear_down_loops(trainer: Trainer, *, has_evaluated: bool) -> None:
 
 
 def describe_end(trainer: Trainer) -> dict[str, Any]:
-    """What this rank's trainer knows beside tensors, after a fit."""
+    """Lightning's checkpoint data of this rank after a fit, without tensors and hyperparameters of the module."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     left_out = {"state_dict", "optimizer_states", *arguments(trainer)}
     return {name: value for name, value in checkpoint.items() if name not in left_out}
 
 
 def not_restarting(trainer: Trainer) -> None:
-    """Let the next `fit` of a trainer whose loops were restored at their end begin as after a `fit` that was run."""
+    """Clear the restart flags of loops restored at their end, so that the next `fit` starts normally."""
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
     for loop in (fit_loop, epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization):
@@ -518,10 +523,10 @@ def not_restarting(trainer: Trainer) -> None:
 
 
 def rewind(fit_loop: dict[str, Any], micro_steps_open: int) -> dict[str, Any]:
-    """State of the fit loop as if it had been saved when the last batch before the window ended.
+    """State of the fit loop as if it had been saved at the end of the last batch before the window.
 
-    That is where `ModelCheckpoint` saves within an epoch, and what Lightning continues from: the last batch has been
-    processed, and the end of its hooks is still to be counted.
+    This is where `ModelCheckpoint` saves within an epoch, and what Lightning can continue from: the last batch has
+    been processed, but is not yet counted as completed.
     """
     loop = copy.deepcopy(fit_loop)
     batches = loop["epoch_loop.batch_progress"]
@@ -529,7 +534,7 @@ def rewind(fit_loop: dict[str, Any], micro_steps_open: int) -> dict[str, Any]:
         done = batches[scope]["ready"] - micro_steps_open
         batches[scope] |= {"ready": done, "started": done, "processed": done, "completed": max(0, done - 1)}
     batches["is_last_batch"] = False
-    for scope in _PROGRESS:  # a validation that was run again leaves counts like those of one that was interrupted
+    for scope in _PROGRESS:  # a validation that was run again leaves counts like an interrupted one
         counts = loop["epoch_loop.val_loop.batch_progress"][scope]
         counts |= dict.fromkeys(("ready", "started", "processed"), counts["completed"])
     optimizer = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
@@ -538,9 +543,9 @@ def rewind(fit_loop: dict[str, Any], micro_steps_open: int) -> dict[str, Any]:
             counts = optimizer[part][scope]
             counts |= dict.fromkeys(counts, counts["completed"])
     if batches["current"]["ready"]:
-        loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # counted when those hooks have ended
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning counts it after those hooks
     else:
         batches["total"]["completed"] = batches["total"]["processed"]
-        for scope in _PROGRESS:  # the epoch has not started: its hooks are to be called
+        for scope in _PROGRESS:  # the epoch has not started: its hooks will be called
             loop["epoch_progress"][scope]["started"] -= 1
     return loop

@@ -1,11 +1,11 @@
 """Lightning's `WeightAveraging` and `EMAWeightAveraging` over sharded parameters.
 
-Lightning's callback copies the module before it is sharded, on every rank. Here its average is made of the sharded
-tensors, when the strategy has set the module up: each rank averages its own shards. Replicas of a shard hold the same
-average, so that it goes wherever the parameters go: to replacements, into snapshots and, sharded, into checkpoints.
+Lightning's callback copies the unsharded module on every rank. Here the average is made of the sharded tensors, after
+the strategy has set up the module: each rank averages its own shards. Replicas of a shard hold the same average, so
+it is handled like the parameters: it is sent to replacements, and saved in snapshots and, sharded, in checkpoints.
 """
 
-# Lightning's callback, tables of tensors and versions have no public spelling.
+# Lightning's callback, and a module's tables of tensors, have no public API.
 # pyright: reportPrivateUsage=false
 
 from collections import defaultdict
@@ -39,25 +39,31 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class ShardedAverage(AveragedModel):
-    """An `AveragedModel` whose `module` has the tensors of a sharded module, and can compute nothing."""
+    """An `AveragedModel` whose `module` has copies of a sharded module's tensors, but no forward."""
 
     def __init__(self, module: nn.Module, *, use_buffers: bool, **options: Any) -> None:
-        """Begin with the present values of `module`; `options` are those of `AveragedModel`."""
+        """Start from the present values of `module`; `options` are those of `AveragedModel`."""
         super().__init__(nn.Module(), device=_device_of(module), use_buffers=use_buffers, **options)
         self.module = _tensors_of(module, {})
 
     @override
     def update_parameters(self, model: nn.Module) -> None:
-        """Update this rank's part of the average.
+        """Update this rank's shards of the average.
 
         Raises:
-            LoopError: the function that averages communicates.
+            LoopError: the averaging function communicates.
         """
         self.average(self._pairs(model), self._buffer_pairs(model))
         self.n_averaged += 1
 
     def average(self, parameters: Iterable[_Pair], buffers: Iterable[_Pair]) -> None:
-        """Put pairs of an averaged and a present tensor together."""
+        """Update averages from pairs of an averaged and a present tensor.
+
+        The first update, and one of buffers without `use_buffers`, copies the present tensors.
+
+        Raises:
+            LoopError: the averaging function communicates.
+        """
         averaged, copied = [*parameters], [*buffers]
         if self.use_buffers:
             averaged, copied = [*averaged, *copied], []
@@ -76,7 +82,7 @@ class ShardedAverage(AveragedModel):
                 mean.copy_(average(mean, present, self.n_averaged))
 
     def begin_from(self, model: nn.Module) -> None:
-        """Average nothing yet: take the present values of a module."""
+        """Restart the average from the present values of a module, with no updates counted."""
         with torch.no_grad(), LocalUpdate():
             for mean, present in [*self._pairs(model), *self._buffer_pairs(model)]:
                 mean.copy_(present)
@@ -90,25 +96,25 @@ class ShardedAverage(AveragedModel):
 
 
 class AveragedBuffers:
-    """Averages of buffers, where those are of one rank alone: running statistics of BatchNorm.
+    """Averages of rank-local buffers, such as running statistics of BatchNorm; a `RankLocalState`.
 
-    They are updated after a step. A rank gives its buddy what it has before that, with the number of updates. The
-    replacement, which has the number from a replica, makes up for the one that it lacks.
+    They are updated after a step. A rank sends them to its buddy before that, with the number of updates. A
+    replacement, which gets the present number of updates from a replica, makes the missing update itself.
     """
 
     def __init__(self, average: ShardedAverage, module: nn.Module, buffers: BufferStates) -> None:
-        """Take hold of the average of a module, whose own buffers are those of `buffers`."""
+        """Use the average of a module, and `buffers` for the names of its rank-local buffers."""
         self._average, self._module, self._buffers = average, module, buffers
 
     def state_dict(self) -> dict[str, Any]:
-        """Their values, by name, and the number of updates."""
+        """Averages by name, and the number of updates."""
         means = dict(self._average.module.named_buffers(remove_duplicate=False))
         names = self._buffers.own_names()
         values = {name: means[name].detach().cpu().clone() for name in names}
         return {"num_averaged": int(self._average.n_averaged), "values": values} if values else {}
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Take the values, and make the update that is missing."""
+        """Load the averages, and make the missing update."""
         values: dict[str, Tensor] = state_dict.get("values", {})
         means = dict(self._average.module.named_buffers(remove_duplicate=False))
         present = dict(self._module.named_buffers(remove_duplicate=False))
@@ -122,32 +128,32 @@ class AveragedBuffers:
             self._average.n_averaged.copy_(number)
 
     def written(self, before: dict[str, Any]) -> set[str]:
-        """Nothing: what follows a step can be done again."""
+        """Nothing: the update after a step can be made again."""
         return set()
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Averages of buffers that a checkpoint of the module has."""
+        """The averages of buffers that are persistent in this module."""
         names = self._buffers.saved_names()
         values = {name: value for name, value in state_dict.get("values", {}).items() if name in names}
         return {**state_dict, "values": values} if values else {}
 
 
 class CallbackAverage:
-    """The average of one of Lightning's callbacks, on a module that is sharded."""
+    """The average of one of Lightning's `WeightAveraging` callbacks, on a sharded module."""
 
     def __init__(self, callback: WeightAveraging) -> None:
-        """Take over what the callback does with the whole module.
+        """Replace the methods of the callback that work on the unsharded module.
 
         Raises:
-            ConfigError: a callback that does it in its own way.
+            ConfigError: the callback's class overrides some of these methods.
         """
         kind = type(callback)
         changed = [name for name in _FIXED if getattr(kind, name) is not getattr(WeightAveraging, name)]
         if changed:
             raise ConfigError(
                 f"{kind.__name__} overrides {', '.join(changed)} of {WeightAveraging.__name__}, which HyperPodStrategy "
-                "replaces: the average is made of sharded tensors, and checkpoints hold it sharded. Override "
-                "should_update and other hooks only."
+                "replaces: the average is made of sharded tensors, and checkpoints hold it sharded. Override only "
+                "should_update and other hooks."
             )
         self.callback = callback
         self._is_swapped = False
@@ -162,15 +168,15 @@ class CallbackAverage:
 
     @property
     def average(self) -> ShardedAverage:
-        """Once there is one."""
+        """The average; available after `begin`."""
         assert isinstance(self.callback._average_model, ShardedAverage)
         return self.callback._average_model
 
     def begin(self, module: nn.Module) -> None:
-        """Make the average of a module that has been sharded, at the beginning of a fit.
+        """Create the average of a sharded module, at the beginning of a fit.
 
         Raises:
-            ConfigError: the callback is to keep the average on another device.
+            ConfigError: the callback asks for the average on another type of device.
         """
         callback, device = self.callback, _device_of(module)
         wanted = device if callback._device is None else torch.device(callback._device)
@@ -183,16 +189,16 @@ class CallbackAverage:
         self._is_swapped = False
 
     def put_back(self, module: LightningModule) -> None:
-        """Let the module have its own weights, where a validation of the averaged ones was interrupted."""
+        """Restore the module's own weights if a validation with the averaged ones was interrupted."""
         if self._is_swapped:
-            forget_iteration(module)  # a forward that was interrupted leaves parameters gathered
+            forget_iteration(module)  # an interrupted forward leaves parameters unsharded
             self._swap(module)
 
     def catch_up(self, trainer: Trainer, committed: int) -> None:
-        """Make the update of a step that counts, where an interrupted hook has kept the callback from it.
+        """Make the update after a committed step if the callback has not, because a hook was interrupted.
 
         Args:
-            trainer: that leaves its loops.
+            trainer: about to leave its loops.
             committed: steps that this rank has committed; the trainer may not have counted the last one.
         """
         callback, is_automatic = self.callback, trainer.lightning_module.automatic_optimization
@@ -204,26 +210,26 @@ class CallbackAverage:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def saved_as(self, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What a checkpoint holds as the model's tensors, the average, and what it holds beside them, by full names.
+        """The model tensors of a checkpoint (the average), and its additional tensors, each by full name.
 
         Args:
-            state: of the present module.
+            state: tensors of the present module; they become the additional tensors.
         """
         means = model_tensors(self.average.module)
         beside = {f"{CURRENT}{name}": tensor for name, tensor in state.items()}
         return {name: means.get(name, tensor) for name, tensor in state.items()}, beside | self._count
 
     def to_fill(self) -> dict[str, Tensor]:
-        """Where the tensors beside the model's are loaded to, before `loaded` is called."""
+        """Tensors to load a checkpoint's additional tensors into, before calling `loaded`."""
         means = model_tensors(self.average.module)
         return {f"{CURRENT}{name}": tensor for name, tensor in means.items()} | self._count
 
     def loaded(self, module: nn.Module, *, is_averaged: bool) -> None:
-        """Give module and average what was loaded; see `to_fill`.
+        """Swap weights and average after loading: the module holds the average, and the average the weights.
 
         Args:
-            module: has the average.
-            is_averaged: whether the checkpoint has an average; otherwise that begins with the module's weights.
+            module: loaded with the checkpoint's model tensors.
+            is_averaged: whether the checkpoint has an average; if not, the average starts from the module's weights.
         """
         if not is_averaged:
             self.average.begin_from(module)
@@ -239,10 +245,13 @@ class CallbackAverage:
     def _count(self) -> dict[str, Tensor]:
         return {NUM_AVERAGED: self.average.n_averaged}
 
-    # -- in place of the callback's own -------------------------------------------------------------------------
+    # -- replacements of the callback's methods -----------------------------------------------------------------
 
     def _state_dict(self) -> dict[str, Any]:
-        """With the last updates as a tensor of two: survivors keep theirs, and a replacement takes its replica's."""
+        """Add step and epoch of the last update, as a tensor of two elements.
+
+        The tensor makes the state count as rank-local: survivors keep theirs, and a replacement takes a replica's.
+        """
         latest = [self.callback._latest_update_step, self.callback._latest_update_epoch]
         return {**type(self.callback).state_dict(self.callback), _COUNTS: torch.tensor(latest)}
 
@@ -266,21 +275,21 @@ class CallbackAverage:
 
 
 def averaging_callback(trainer: Trainer, former: CallbackAverage | None) -> CallbackAverage | None:
-    """The average that a Trainer's callback keeps, made ready for a sharded module; None for no such callback.
+    """Adapt a Trainer's `WeightAveraging` callback to a sharded module; None if there is no such callback.
 
     Args:
-        trainer: whose callbacks have not been set up.
-        former: of an entry of the same Trainer before this one.
+        trainer: whose callbacks have not been set up yet.
+        former: result for an earlier entry of the same Trainer.
 
     Raises:
-        ConfigError: several, or one that overrides what must be replaced.
+        ConfigError: there are several such callbacks, or one overrides methods that must be replaced.
     """
     every: list[Any] = vars(trainer)["callbacks"]
     callbacks = [callback for callback in every if isinstance(callback, WeightAveraging)]
     if len(callbacks) > 1:
         raise ConfigError(
-            f"the Trainer has {len(callbacks)} callbacks that average weights, and a checkpoint holds one average. "
-            "Leave one of them."
+            f"the Trainer has {len(callbacks)} callbacks that average weights, but a checkpoint holds only one "
+            "average. Keep only one of them."
         )
     if former is not None and [former.callback] == callbacks:
         return former
@@ -301,7 +310,7 @@ def _without_communication() -> Generator[None]:
 
 
 def _alike(pairs: Iterable[_Pair]) -> Iterable[list[_Pair]]:
-    """Pairs that one operation over lists can take together."""
+    """Group pairs that one foreach operation can process together: same device, dtype and DTensor layout."""
     found = defaultdict[Any, list[_Pair]](list)
     for mean, present in pairs:
         layout = (mean.device_mesh, mean.placements) if isinstance(mean, DTensor) else None
@@ -314,7 +323,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _tensors_of(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
-    """Copies of a module's tensors under the same names, tied ones tied again, in modules that compute nothing."""
+    """Copy a module's tensors into modules without a forward, under the same names and with the same ties."""
     part = copies.setdefault(id(module), nn.Module())
     for name, parameter in module._parameters.items():
         if parameter is not None and id(parameter) not in copies:

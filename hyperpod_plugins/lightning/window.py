@@ -1,6 +1,6 @@
 """One optimizer step as Lightning runs it: the closures of an accumulation window, which can be run again."""
 
-# Lightning's connectors and results have no public spelling.
+# Lightning's connectors and results have no public API.
 # pyright: reportPrivateUsage=false
 
 import copy
@@ -49,18 +49,18 @@ _Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class PartBeginning:
-    """What one rank had as a part of the fit began that lies outside of steps."""
+    """State of one rank at the beginning of a part of the fit outside steps."""
 
     trainer: dict[str, Any]
     """See `as_part_begins`."""
     local: dict[str, dict[str, Any]]
     """See `LocalStates.present`."""
     buffers: Buffers
-    """All of them: `local` has no large ones that nobody has written to."""
+    """All buffers; `local` leaves out large ones that were not written to."""
 
 
 class AccumulationWindow:
-    """The `Subject` of a Trainer's transactions."""
+    """The `TrainingLoop` of a Trainer's step transactions: runs and undoes the micro-steps of one optimizer step."""
 
     def __init__(
         self,
@@ -72,18 +72,18 @@ class AccumulationWindow:
         others: Sequence[Stateful] = (),
         former: "AccumulationWindow | None" = None,
     ) -> None:
-        """Take hold of what is trained.
+        """Create the window of a trainer.
 
         Args:
             trainer: whose steps these are.
             state: tensors of model and optimizers.
             save: see `SavingStrategy._save_again`.
-            hooks: of the program, that say what a checkpoint holds.
-            others: what an optimizer's step changes beside its parameters and its state.
-            former: of the same trainer, before the loops were left.
+            hooks: saving hooks of the program.
+            others: other objects that an optimizer step changes, besides parameters and optimizer state.
+            former: window of the same trainer before it left the loops.
 
         Raises:
-            ConfigError: hyperparameters that can not be passed on.
+            ConfigError: the optimizers have hyperparameters that cannot be sent to another rank.
         """
         make_plain(state.optimizers)
         self._trainer = trainer
@@ -95,13 +95,13 @@ class AccumulationWindow:
         self.communicates_between = False
         """Whether the program communicates between the micro-steps of a window, which a replacement cannot do alone."""
         self._batches_of: list[Any] = []
-        """The batch of each micro-step of the window, by whose size Lightning weighs what is logged."""
+        """The batch of each micro-step of the window; Lightning weights logged values by its size."""
         self._logged_after: list[list[_Log]] = []
         """What hooks have logged after each micro-step but the last one."""
         self._num_logged = 0
-        """Of how many micro-steps that is part of the results."""
+        """Number of micro-steps whose `_logged_after` is already in the results."""
         is_manual = not trainer.lightning_module.automatic_optimization
-        if is_manual:  # schedulers step there, too
+        if is_manual:  # schedulers step inside the step, too
             schedulers: list[Any] = [each.scheduler for each in trainer.lr_scheduler_configs]
             others = (*others, *schedulers, trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress)
         writes = is_manual or not all(map(is_elementwise, state.optimizers))
@@ -120,7 +120,7 @@ class AccumulationWindow:
         self._loaders_before: list[Any] = []
         self._loaders_now: list[Any] = []
         self._begins_at: int | None = None
-        """Batches of the epoch before this window; None where none has begun."""
+        """Batches of the epoch before this window; None if no window has begun."""
         self.micro_step = 0
         """Index of the micro-step that is being computed."""
         self._local: LocalStates
@@ -128,29 +128,29 @@ class AccumulationWindow:
         self._values: ShownValues
         self._rows: LoggedRows
         self.layout: StateLayout
-        """What newcomers are told of the state that they will get."""
+        """Layout of the state, published so that joiners can allocate memory before they get it."""
         self.entered_with = b""
-        """Description with which the loops were entered, until this rank is among the others."""
+        """Description with which the loops were entered, until this rank has joined the others."""
         self.part: PartBeginning | None = None
-        """Where an evaluation began that is under way, or the end of an epoch or of the fit, unless within a window."""
+        """Beginning of the evaluation, epoch end or fit end that is under way, unless inside a window."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether a new step begins."""
+        """Whether no micro-step of the window has begun."""
         return not self._closures
 
     @property
     def accumulates(self) -> bool:
-        """Whether the strategy must be given every batch, because windows have several micro-steps.
+        """Whether Lightning must pass every batch to the strategy, because windows have several micro-steps.
 
-        False in the last batch of an epoch: Lightning would skip its step if the strategy claimed to accumulate.
+        False for the last batch of an epoch: Lightning would skip its optimizer step if the strategy accumulated.
         """
         trainer = self._trainer
         return trainer.accumulate_grad_batches != 1 and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
     @property
     def is_told_to_end(self) -> bool:
-        """Whether this process has got SIGTERM."""
+        """Whether this process has received SIGTERM."""
         return self._trainer.received_sigterm
 
     @property
@@ -160,18 +160,18 @@ class AccumulationWindow:
 
     @property
     def num_after(self) -> int:
-        """Micro-steps that follow the one that is being computed."""
+        """Micro-steps of the window after the one that is being computed."""
         return max(0, len(self._closures) - 1 - self.micro_step)
 
     def starts(self) -> None:
-        """A batch is there, and no hook has seen it."""
+        """Note the beginning of a batch, before any hook has seen it."""
         self._values.starts()
         if self.is_empty:
             self._hooks.begin(self._trainer, BATCH)
             self._begins_at = self._batches.processed
 
     def begin_part(self, part: str) -> None:
-        """A part of the fit outside of steps begins: keep what is put back if it has to be run again."""
+        """Begin a part of the fit outside steps: keep the state to restore if the part has to be run again."""
         self._hooks.begin(self._trainer, part)
         self.part = None
         if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) and self.is_empty and not self._trainer.sanity_checking:
@@ -180,36 +180,36 @@ class AccumulationWindow:
             self.part = PartBeginning(begun, copy.deepcopy(self._local.present()), buffers)
 
     def end_part(self) -> None:
-        """The part has ended on all ranks: what it has changed counts, unless it lies within a window."""
+        """End a part that all ranks have run: keep its changes, unless it lies inside a window."""
         if self.is_empty:
             self._hooks.end()
             self.part = None
 
     def fetched(self) -> None:
-        """A batch has been fetched: note where the loaders stand, and where they stood before this window."""
+        """Note the loaders' positions after a batch was fetched, and those before this window."""
         loader = self._trainer.fit_loop._combined_loader
-        if self.is_empty:  # the state that a step begins with is the one after the batch before
+        if self.is_empty:  # a step begins with the loader state after the previous batch
             self._loaders_before = self._loaders_now
-        # `_state_dicts` asks for an `isinstance` with a protocol, which takes 0.05 ms.
+        # `_state_dicts` runs `isinstance` with a protocol, which takes 0.05 ms.
         can_say = loader is not None and any(map(is_stateful, loader.flattened))
         self._loaders_now = copy.deepcopy(loader._state_dicts()) if loader is not None and can_say else []
 
     def starts_at(self, loader_states: list[Any]) -> None:
-        """Say where the loaders stand before the first batch of all."""
+        """Set the loaders' state before the first batch."""
         self._loaders_now = loader_states
 
     def add(self, closure: Callable[[], Any]) -> None:
-        """One more micro-step."""
+        """Add a micro-step to the window."""
         vars(self._logged()).pop("log", None)
         self._closures.append(closure)
         self._batches_of.append(vars(self._logged())["batch"])
 
     def note_batch(self, batch: Any) -> None:
-        """A micro-step is about to compute on a batch."""
+        """Note the batch that a micro-step is about to compute on."""
         self._beginning.batches.note(batch)
 
     def compute(self) -> Any:
-        """Run the micro-steps that have not been run since the window began, or began again; the last one's result."""
+        """Run the micro-steps not run since the window began or was undone; return the result of the last one."""
         result: Any = None
         while self._num_done < len(self._closures):
             self.micro_step = self._num_done
@@ -222,7 +222,7 @@ class AccumulationWindow:
         return result
 
     def ends_micro_step(self) -> None:
-        """Hooks follow that are not called again where the window is run again: note what they log."""
+        """Record what the following hooks log: they are not called again when the window is run again."""
         results, noted = self._logged(), list[_Log]()
         self._logged_after.append(noted)
         self._num_logged = len(self._logged_after)
@@ -234,7 +234,7 @@ class AccumulationWindow:
         vars(results)["log"] = log
 
     def _log_again(self) -> None:
-        """Log what hooks have logged between the micro-step before this one and this one."""
+        """Repeat what hooks logged between the previous micro-step and this one."""
         results = self._logged()
         for batch, args, kwargs in self._logged_after[self._num_logged]:
             with _LoggingFor(results, batch):
@@ -243,34 +243,34 @@ class AccumulationWindow:
 
     @property
     def steps_before_vote(self) -> bool:
-        """Whether optimizers step where a step is computed, for they may communicate; see `recovery.kept_state`."""
+        """Whether optimizers step before the vote, because they may communicate; see `recovery.kept_state`."""
         return self._beginning.kept is not None
 
     def counts(self) -> None:
-        """The step is being committed."""
+        """End the step's undo record: the step is being committed."""
         self._beginning.close()
 
     def close(self) -> None:
-        """The step is committed."""
+        """Empty the window after its step was committed."""
         self._closures, self._num_done, self._begins_at = [], 0, None
         self._batches_of, self._logged_after, self._num_logged = [], [], 0
         self._hooks.end()
-        if self._fresh is not None:  # a forward after the last backward leaves parameters gathered
+        if self._fresh is not None:  # a forward after the last backward leaves parameters unsharded
             forget_iteration(self._state.model)
         self.layout.publish()
 
     def keep_local(self, states: LocalStates, means: LoggedMeans, values: ShownValues, rows: LoggedRows) -> None:
-        """Say what is of this rank alone."""
+        """Set the objects that hold rank-local state."""
         self._local, self._means, self._values, self._rows = states, means, values, rows
 
     def shown(self) -> Tables:
-        """What `ShownValues.give` takes; within a step that of its beginning."""
+        """Shown values in the form that `ShownValues.give` takes; inside a step, those at its beginning."""
         return self._values.described((self._tables, self._results) if self._closures else None)
 
-    # -- Subject ------------------------------------------------------------------------------------------------
+    # -- TrainingLoop -------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Remember what the step may change, and what was logged and shown."""
+        """Remember what the step may change, and what has been logged and shown."""
         self._hooks.compute(self._trainer)
         self._beginning.begin()
         if self._fresh is not None:
@@ -288,12 +288,12 @@ class AccumulationWindow:
 
     @property
     def can_undo(self) -> bool:
-        """Whether the step has written only to what was copied when it began, and can be run without its hooks."""
+        """Whether the step has written only to state copied at its beginning, and can run again without its hooks."""
         is_with_peers = self.communicates_between and len(self._closures) > 1
         return self._beginning.is_within_reach and not is_with_peers
 
     def undo_step(self) -> None:
-        """Forget gradients; put what was logged and shown, and everything else, back."""
+        """Drop gradients, and restore logged values, shown values and all other state of the step's beginning."""
         drop_gradients(self._state.model, self._state.optimizers)
         self._beginning.put_back()
         self._local.undo()
@@ -314,15 +314,15 @@ class AccumulationWindow:
         self._num_done = self._num_logged = 0
 
     def end_iteration(self) -> None:
-        """Put FSDP2's modules back to where an iteration begins."""
+        """Reset FSDP2's modules to the state at the beginning of an iteration."""
         end_iteration(self._state.model)
 
     def share(self, step: int) -> None:
-        """Give buffers, metrics and logged means to the buddy."""
+        """Send buffers, metrics and logged means to the buddy."""
         self._local.share(step)
 
     def capture_state(self) -> bytes:
-        """The Trainer's state at the beginning of this step, or where the loops were entered."""
+        """Description of the Trainer at the beginning of this step, or where the loops were entered."""
         if self.entered_with:
             return self.entered_with
         num_open = max(1, self._num_open)
@@ -330,12 +330,12 @@ class AccumulationWindow:
             return self._described(num_open, self._loaders_before)
 
     def describe_outside(self, part: PartBeginning | None) -> bytes:
-        """The Trainer's state between two steps.
+        """Description of the Trainer between two steps.
 
-        Within a window it is the one at the window's beginning: gradients that were accumulated so far are lost.
+        Inside a window it is the one at the window's beginning: gradients accumulated so far are lost.
 
         Args:
-            part: that is under way, for the state as it began; None for the present one.
+            part: the part that is under way, to describe its beginning; None for the present state.
         """
         num_open = self._num_open
         with self._as_it_began():
@@ -343,7 +343,7 @@ class AccumulationWindow:
 
     @property
     def _num_open(self) -> int:
-        """Batches of this window that have begun, their first hooks included."""
+        """Batches of this window that have begun, including one whose first hooks are running."""
         return 0 if self._begins_at is None else max(0, self._batches.ready - self._begins_at)
 
     @property
@@ -352,16 +352,16 @@ class AccumulationWindow:
 
     @property
     def local_steps(self) -> tuple[int, ...] | None:
-        """Steps of which this rank keeps buffers, metrics and means of its ward."""
+        """Steps for which this rank keeps its source rank's rank-local state; None if nothing is kept yet."""
         return self._local.kept_steps
 
     def capture_own_state(self) -> bytes:
-        """That with buffers, metrics and logged means, which are of this rank alone; between two steps."""
+        """`capture_state` plus the rank-local buffers, metrics and logged means; call it between two steps."""
         return with_local(self.capture_state(), self._local.present())
 
     @contextmanager
     def _as_it_began(self) -> Generator[None]:
-        """Inside a step: let all but tensors be as it was when the step began, to describe it."""
+        """Inside a step, restore all but tensors to the step's beginning for the block, in order to describe it."""
         counts, present = self._zero_grad_counts, self._zero_grad_counts.state_dict()
         if self._closures and self._zero_grads:
             counts.load_state_dict(self._zero_grads)
@@ -373,7 +373,7 @@ class AccumulationWindow:
 
     @property
     def _zero_grad_counts(self) -> Any:
-        """How often Lightning has dropped gradients: in each attempt at a step, but they count once."""
+        """How often Lightning has zeroed gradients: it does so in each attempt at a step, but it must count once."""
         return self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
 
     def _described(self, micro_steps_open: int, loader_states: list[Any], part: PartBeginning | None = None) -> bytes:
@@ -389,7 +389,7 @@ class AccumulationWindow:
         )
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Copy tensors between ranks."""
+        """Send this rank's state to the ranks whose source it is, or receive it, as `plan` says."""
         self._state.share(plan.sources)
         hooks_state = self._local.pass_on(plan.sources, lambda: rank_local_of(self._trainer, self._hooks))
         if hooks_state:
@@ -405,7 +405,10 @@ class AccumulationWindow:
     saving_group = SAVING_GROUP
 
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
-        """Write the state at the beginning of this step, or of snapshots, as a checkpoint that `fit` can go on from."""
+        """Write a checkpoint that `fit` can resume from: the state at the beginning of this step, or `snapshots`.
+
+        See `TrainingLoop.save` for the arguments.
+        """
         if snapshots is None:
             return self._save(self._checkpoint(self.capture_state()), path, is_alone, None)
         parts = self._state.parts_of([(each.header, each.data) for each in snapshots.values()], "a snapshot")
@@ -417,7 +420,7 @@ class AccumulationWindow:
 
     @property
     def _begins_epoch(self) -> bool:
-        """Whether what counts in an epoch begins anew."""
+        """Whether what is counted per epoch starts from zero."""
         return not 0 < self._batches.processed < self._trainer.num_training_batches
 
     def _logged(self) -> Any:
@@ -425,9 +428,9 @@ class AccumulationWindow:
 
 
 class _LoggingFor:
-    """A block in which Lightning's results are weighed by the size of a batch, not of the one that came last.
+    """Context in which Lightning's results are weighted by the size of a given batch instead of the latest one.
 
-    A class, for a generator costs more, and each step enters one such block.
+    A class, because a generator costs more, and each step enters one such block.
     """
 
     def __init__(self, results: Any, batch: Any) -> None:
@@ -443,5 +446,5 @@ class _LoggingFor:
 
 
 def _attributes(metric: Any) -> dict[str, Any]:
-    """What logging changes of a metric; it puts new tensors in the place of old ones, and never writes to them."""
+    """The attributes of a metric that logging changes; it replaces tensors, and never writes to them in place."""
     return dict(vars(metric))

@@ -1,4 +1,7 @@
-"""Shape the model: topology, configuration, tensor plans, hybrid sharding, checkpoints. Begin with `apply.py`."""
+"""Parallelize a model: topology, configuration, tensor parallelism, hybrid sharding, checkpoints.
+
+Start reading with `parallelize.py`.
+"""
 
 from hyperpod_plugins.parallel.checkpoint.api import CheckpointWriter, SaveHandle, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.safetensors import export_safetensors

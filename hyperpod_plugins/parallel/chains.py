@@ -1,8 +1,8 @@
-"""Which lists of modules a model runs as a chain: every element, in every forward, whatever the data.
+"""Find the module lists that a model runs as a chain: every element, in every forward, regardless of the data.
 
-FSDP2 gathers a unit when it is run, so all ranks must run the same units in the same order. The layers of a
-transformer are run so; experts, task heads, layers that are dropped at random and layers behind an early exit are not.
-Nothing in the modules themselves tells them apart, but the loop that runs them does, and its source is there to read.
+FSDP2 gathers a unit when it runs, so all ranks must run the same units in the same order. The layers of a transformer
+meet this condition; experts, task heads, randomly dropped layers and layers behind an early exit do not.
+The modules themselves do not show the difference, but the loop that runs them does, so its source code is analyzed.
 """
 
 import ast
@@ -19,15 +19,15 @@ Path = tuple[str, ...]
 
 
 def chains_of(model: nn.Module) -> set[str]:
-    """Names of the `nn.ModuleList`s in `model` whose elements are all run, in order, in each forward of `model`.
+    """Return the names of the `nn.ModuleList`s in `model` whose elements all run, in order, in each forward.
 
-    A list is one of them if the class of a module around it has a loop over it that calls each element without a
-    condition, and if that module is not itself run on a condition, as an element of another kind of list or of an
-    `nn.ModuleDict`. Where the source cannot be read, or says nothing of the list, the list is not one of them.
+    A list qualifies if the class of an enclosing module has a loop that calls each of its elements unconditionally,
+    and if that module does not itself run conditionally, as an element of an `nn.ModuleDict` or of a list that does
+    not qualify. If the source is not available, or does not use the list, the list does not qualify.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     chains: set[str] = set()
-    for name, module in modules.items():  # those around a module come before it
+    for name, module in modules.items():  # enclosing modules come first
         if not isinstance(module, nn.ModuleList):
             continue
         path = tuple(name.split(".")) if name else ()
@@ -41,22 +41,22 @@ def chains_of(model: nn.Module) -> set[str]:
 
 
 def _is_always_run(path: Path, modules: Mapping[str, nn.Module], chains: set[str]) -> bool:
-    """Whether no module on the way from the root to `path` is one of several of which some may be left out."""
+    """Whether no module from the root to `path` is one of several of which some may be skipped."""
     for depth in range(len(path) - 1, -1, -1):
         around = ".".join(path[:depth])
         if around in chains:
-            return True  # it was asked of what is around the chain when the chain was found
+            return True  # the modules around the chain were checked when the chain was found
         if isinstance(modules[around], nn.ModuleDict | nn.ModuleList):
             return False
     return True
 
 
 def runs_all(owner: type, path: Path) -> bool | None:
-    """Whether methods of a class run every element of the list at `self.<path>`.
+    """Whether the methods of a class run every element of the list at `self.<path>`.
 
     Returns:
-        True: all loops that call its elements call each of them. False: one may leave some out, or calls them by an
-        index that is not counted through. None: no method calls them.
+        True: all loops that call its elements call each of them. False: a loop may skip some, or an element is called
+        by an index that is not a loop counter. None: no method calls an element.
     """
     verdicts = [verdict for method in _methods(owner) for verdict in _Reader(method, path).verdicts()]
     return all(verdicts) if verdicts else None
@@ -64,14 +64,14 @@ def runs_all(owner: type, path: Path) -> bool | None:
 
 @cache
 def _methods(owner: type) -> tuple[ast.FunctionDef, ...]:
-    """The methods of a class, those of its base classes included, as far as their source is there."""
+    """Return the methods of a class and its base classes whose source is available."""
     found: dict[str, ast.FunctionDef] = {}
     for each in owner.__mro__:
         if each in nn.Module.__mro__:
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
-        except (OSError, TypeError, SyntaxError):  # made at run time, or typed at a prompt
+        except (OSError, TypeError, SyntaxError):  # created at run time, or entered at a prompt
             continue
         body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
         for node in body:
@@ -81,7 +81,7 @@ def _methods(owner: type) -> tuple[ast.FunctionDef, ...]:
 
 
 class _Reader:
-    """Reads in one method how the elements of one list are called."""
+    """Analyzes how one method calls the elements of one list."""
 
     def __init__(self, method: ast.FunctionDef, path: Path) -> None:
         self._method = method
@@ -90,7 +90,7 @@ class _Reader:
         self._aliases: set[str] = set()
 
     def verdicts(self) -> Iterator[bool]:
-        """For each loop and each call by index, whether it runs every element."""
+        """Yield for each loop that calls elements whether it runs all of them, and False for each call by index."""
         if not self._self:
             return
         nodes = list(ast.walk(self._method))
@@ -107,7 +107,7 @@ class _Reader:
     def _of_chosen(self, nodes: list[ast.AST], counted: set[int]) -> Iterator[bool]:
         for node in nodes:
             if isinstance(node, ast.Call) and id(node) not in counted and self._is_computed_element(node.func):
-                yield False  # an element that was chosen
+                yield False  # an element selected by index
             elif isinstance(node, ast.Assign) and self._is_computed_element(node.value):
                 calls = self._calls(self._method, _names(node.targets), set())
                 if any(id(call) not in counted for call in calls):
@@ -148,7 +148,7 @@ class _Reader:
         return node.id == self._self and tuple(reversed(path)) == self._path
 
     def _elements(self, target: ast.expr, iterated: ast.expr) -> set[str]:
-        """Names of the loop's targets that are elements of the list."""
+        """Return the names of loop targets that are elements of the list."""
         if isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
             iterated = iterated.value
         if self._is_list(iterated):
@@ -172,7 +172,7 @@ class _Reader:
         return set()
 
     def _named_in(self, loop: ast.For, indices: set[str]) -> set[str]:
-        """Names that the loop's body gives to the element at its own index."""
+        """Return the names that the loop's body binds to the element at a loop counter."""
         found: set[str] = set()
         for node in ast.walk(loop):
             if isinstance(node, ast.Assign) and self._is_element_at(node.value, indices):
@@ -180,7 +180,7 @@ class _Reader:
         return found
 
     def _calls(self, within: ast.AST, elements: set[str], indices: set[str]) -> list[ast.Call]:
-        """Calls of an element, by name or by index, also by way of a function that recomputes it in backward."""
+        """Return the calls of an element, by name or by index, directly or through activation checkpointing."""
 
         def is_element(node: ast.expr) -> bool:
             if isinstance(node, ast.Attribute) and node.attr == "__call__":
@@ -215,22 +215,22 @@ def _is_checkpoint(function: ast.expr) -> bool:
 
 
 def _is_reached(body: list[ast.stmt], wanted: ast.AST, of_self: str) -> bool:
-    """Whether all ranks come to a node of a method: only conditions lie before it that are the same on all of them."""
+    """Whether all ranks reach a node of a method: only conditions that are equal on all ranks precede it."""
     for statement in body:
         is_inside = any(node is wanted for node in ast.walk(statement))
-        depends = isinstance(statement, ast.If | ast.While) and not _is_setting(statement.test, of_self)
+        condition = _condition(statement)
+        depends = condition is not None and not _is_setting(condition, of_self)
         if depends and (is_inside or _leaves([statement], (ast.Return,))):
             return False
         if is_inside:
-            nested = [vars(statement).get(field) for field in ("body", "orelse", "finalbody")]
-            blocks = [block for block in nested if isinstance(block, list)]
+            blocks = _blocks(statement)
             around = [block for block in blocks if any(node is wanted for each in block for node in ast.walk(each))]
             return all(_is_reached(block, wanted, of_self) for block in around)
     return True
 
 
 def _is_setting(test: ast.expr, of_self: str) -> bool:
-    """Whether a condition looks at the module's own attributes, at types, or at what is None, and at no values."""
+    """Whether a condition depends only on the module's own attributes, on types or on identity, not on data."""
     if isinstance(test, ast.BoolOp):
         return all(_is_setting(each, of_self) for each in test.values)
     if isinstance(test, ast.UnaryOp):
@@ -249,7 +249,7 @@ def _names(targets: list[ast.expr]) -> set[str]:
 
 
 def _counters(target: ast.expr, iterated: ast.expr) -> set[str]:
-    """Targets of a loop that count from its beginning to its end."""
+    """Return the loop targets that are counters of `range` or `enumerate`."""
     name = iterated.func.id if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Name) else ""
     if name == "range" and isinstance(target, ast.Name):
         return {target.id}
@@ -259,7 +259,7 @@ def _counters(target: ast.expr, iterated: ast.expr) -> set[str]:
 
 
 def _always_reaches(body: list[ast.stmt], calls: set[int]) -> bool:
-    """Whether each way through the statements of a loop's body comes to one of the calls."""
+    """Whether every path through the statements of a loop's body reaches one of the calls."""
     for statement in body:
         if _comes_to(statement, calls):
             return True
@@ -274,13 +274,15 @@ def _comes_to(statement: ast.stmt, calls: set[int]) -> bool:
         return is_in_both or _evaluates(statement.test, calls)
     if isinstance(statement, ast.With | ast.Try):
         return _always_reaches(statement.body, calls)
-    if isinstance(statement, ast.For | ast.While | ast.FunctionDef):
-        return False
-    return _evaluates(statement, calls)
+    if isinstance(statement, ast.Match):  # no case may match
+        return _evaluates(statement.subject, calls)
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return):
+        return _evaluates(statement, calls)
+    return False
 
 
 def _evaluates(node: ast.AST, calls: set[int]) -> bool:
-    """Whether evaluating an expression or a simple statement always comes to one of the calls."""
+    """Whether evaluating an expression or a simple statement always reaches one of the calls."""
     if id(node) in calls:
         return True
     if isinstance(node, ast.IfExp):
@@ -293,19 +295,29 @@ def _evaluates(node: ast.AST, calls: set[int]) -> bool:
 
 
 def _leaves(statements: list[ast.stmt], kinds: tuple[type[ast.stmt], ...]) -> bool:
-    """Whether a statement of this loop, not of one inside it, may leave its body."""
+    """Whether a statement of one of `kinds` may leave this block; break and continue of inner loops do not count."""
     for statement in statements:
         if isinstance(statement, kinds):
             return True
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
             continue
-        is_loop = isinstance(statement, ast.For | ast.While)
-        inner = tuple(kind for kind in kinds if kind is ast.Return) if is_loop else kinds
-        for field in ("body", "orelse", "finalbody"):
-            nested = vars(statement).get(field)
-            if isinstance(nested, list) and _leaves(nested, inner):
-                return True
-        handlers: list[ast.ExceptHandler] = statement.handlers if isinstance(statement, ast.Try) else []
-        if any(_leaves(handler.body, kinds) for handler in handlers):
+        own = statement.body if isinstance(statement, ast.For | ast.While) else None
+        inner = tuple(kind for kind in kinds if kind is ast.Return)
+        if any(_leaves(block, inner if block is own else kinds) for block in _blocks(statement)):
             return True
     return False
+
+
+def _condition(statement: ast.stmt) -> ast.expr | None:
+    """What decides which block of a statement runs; None for a statement without such a condition."""
+    if isinstance(statement, ast.If | ast.While):
+        return statement.test
+    return statement.subject if isinstance(statement, ast.Match) else None
+
+
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """The blocks of statements inside a compound statement; none for a simple one."""
+    found = [vars(statement).get(field) for field in ("body", "orelse", "finalbody")]
+    blocks = [block for block in found if isinstance(block, list)]
+    blocks += [handler.body for handler in vars(statement).get("handlers", [])]
+    return blocks + [case.body for case in vars(statement).get("cases", [])]

@@ -1,4 +1,4 @@
-"""Gradient norm and clipping for parameters that live on different meshes, or on none."""
+"""Gradient norm and clipping for parameters on different meshes, or on none."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -12,15 +12,15 @@ from hyperpod_plugins.parallel.hsdp import local_part
 
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Norm of all gradients as one vector, the same on every rank.
+    """Return the norm of all gradients as one vector, the same on every rank.
 
     `torch.nn.utils.clip_grad_norm_` cannot mix meshes: with hybrid sharding and tensor parallelism some parameters
-    lie on `(replicate, shard)` and some on `(replicate, shard, tensor)`. So each rank takes the norms of its own parts,
-    and each norm is reduced over exactly the groups its parameter is split over. Gradients that are plain tensors are
-    taken as replicated.
+    lie on `(replicate, shard)` and some on `(replicate, shard, tensor)`. Here each rank takes the norms of its local
+    parts, and each norm is reduced over exactly the groups its parameter is split over. Gradients that are plain
+    tensors are assumed to be replicated.
 
     Returns:
-        A float32 scalar, `()`; zero where no parameter has a gradient.
+        A float32 scalar, `()`; zero if no parameter has a gradient.
     """
     is_max = math.isinf(norm_type)
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
@@ -33,7 +33,7 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
         return torch.tensor(0.0)
     totals: list[Tensor] = []
     for groups, gradients in by_groups.items():
-        parts = [gradient for gradient in gradients if gradient.numel()]  # nothing has no infinity norm
+        parts = [gradient for gradient in gradients if gradient.numel()]  # an empty tensor has no infinity norm
         zero = torch.zeros((), device=gradients[0].device)
         norms = torch.stack([zero, *(norm.float() for norm in (_foreach_norm(parts, norm_type) if parts else ()))])
         total = norms.max() if is_max else norms.pow(norm_type).sum()
@@ -44,7 +44,7 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
 
 
 def _split_over(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Groups whose members hold different parts of a gradient, innermost axis first."""
+    """Return the groups whose members hold different parts of a gradient, innermost axis first."""
     if not isinstance(gradient, DTensor):
         return ()
     axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
@@ -52,11 +52,11 @@ def _split_over(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients in place so that their total norm is at most `max_norm`; return the norm before.
+    """Scale all gradients in place so that their total norm is at most `max_norm`; return the norm before scaling.
 
     Args:
-        parameters: parameters of any mix of meshes; those without a gradient are skipped.
-        max_norm: the largest norm allowed.
+        parameters: parameters on any mix of meshes; those without a gradient are skipped.
+        max_norm: maximum norm.
         norm_type: order of the norm; `inf` for the largest absolute value.
     """
     with_gradient = list(parameters)
@@ -74,7 +74,7 @@ def clip_grad_value_(parameters: Iterable[Tensor], max_value: float) -> None:
 
 
 def _local_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """This rank's part of each gradient; writing to it writes to the gradient."""
+    """Yield this rank's part of each gradient; writing to it writes to the gradient."""
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:

@@ -1,4 +1,4 @@
-"""Failures that all ranks hear of, so that none waits for the one that failed in the next collective."""
+"""Propagate one rank's failure to all ranks, so that none waits in the next collective for the rank that failed."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,16 +13,16 @@ from hyperpod_plugins.errors import CheckpointError, CommError
 def agreeing(
     failure: str, group: dist.ProcessGroup | None, *, expected: tuple[type[BaseException], ...] = ()
 ) -> Generator[None]:
-    """Where one rank fails inside, let all ranks of the group raise. All of them must come here.
+    """Raise on all ranks of the group if the body fails on any of them. All of them must enter this context.
 
     Args:
-        failure: what has failed then, and what it means; the reason is put behind it.
-        group: who must agree, or None for this process alone.
-        expected: errors to tell the others of, besides `CheckpointError` and `OSError`. Anything else is a defect of
-            a program, which all ranks have alike, or a lost peer, which is the business of whoever recovers from it.
+        failure: what failed and what that means; the reason is appended to it.
+        group: ranks that must agree, or None for this process alone.
+        expected: errors to report to the other ranks, besides `CheckpointError` and `OSError`. Anything else is a
+            bug, which all ranks hit alike, or a lost peer, which the caller's recovery handles.
 
     Raises:
-        CheckpointError: some rank failed, or was lost.
+        CheckpointError: a rank failed or was lost.
     """
     problem: BaseException | None = None
     try:
@@ -44,7 +44,7 @@ def agreeing(
 
 
 def any_rank(is_so: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether something is so on any rank of the group. Nobody returns before all have asked."""
+    """Whether `is_so` is True on any rank of the group. A collective: no rank returns before all have called it."""
     if group is None:
         return is_so
     flag = torch.tensor(int(is_so), device=device_of(group))
@@ -53,11 +53,11 @@ def any_rank(is_so: bool, group: dist.ProcessGroup | None) -> bool:
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """The group of all ranks, or None where there is only this process."""
+    """Return the default process group, or None if `torch.distributed` is not initialized."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """A device that the group can communicate from: nccl alone cannot from the CPU."""
+    """Return a device that the group can communicate from: the CPU if one of its backends supports it."""
     devices = group._device_types  # pyright: ignore[reportPrivateUsage]
     return devices[0] if torch.device("cpu") not in devices else torch.device("cpu")

@@ -1,8 +1,8 @@
-"""What the user asks for: one frozen object, from keyword arguments, a dict, or SMP v2 JSON unchanged.
+"""Parallelism configuration: one frozen object, built from keyword arguments, a dict, or an SMP v2 JSON file.
 
-The keys and their meaning follow the SageMaker model parallelism library v2, and its JSON files are read as they are.
-Not every value is served yet: `sm_activation_offloading: true` and expert or context parallel degrees above 1 are
-refused with `NotBuiltYetError`. The keys below `allow_empty_shards` are ours.
+Keys and their meaning follow the SageMaker model parallelism library (SMP) v2, whose JSON files are accepted
+unchanged. Not every value is supported yet: `sm_activation_offloading: true` and expert or context parallel degrees
+above 1 raise `NotBuiltYetError`. The keys after `allow_empty_shards` are specific to this package.
 """
 
 import dataclasses
@@ -26,46 +26,48 @@ ALIASES = {"tensor_parallel_seed": "random_seed", "activation_offload": "sm_acti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Degrees and policies of one training job; `topology(world_size)` fits them to a world.
+    """Parallel degrees and policies of a training job; `topology(world_size)` applies them to a world.
 
     Raises:
-        ConfigError: a value of the wrong type or outside its range, or a combination that excludes itself.
-        NotBuiltYetError: a valid value that this release does not serve.
+        ConfigError: a value has the wrong type or is out of range, or two values exclude each other.
+        NotBuiltYetError: a value is valid, but this release does not support it.
     """
 
     hybrid_shard_degree: int = 0
-    """Ranks one model state is sharded over; the rest replicate. 0: all data-parallel ranks. 1: no sharding."""
+    """Number of ranks that share one copy of the model state; copies are replicated. 0: all data-parallel ranks.
+    1: no sharding.
+    """
     tensor_parallel_degree: int = 1
-    """Ranks each layer's matrices are split over."""
+    """Number of ranks that each layer's matrices are split over."""
     expert_parallel_degree: int = 1
-    """Ranks the experts are split over; lies inside the shard axis, excludes tensor parallelism."""
+    """Number of ranks that the experts are split over. Part of the shard axis; excludes tensor parallelism."""
     context_parallel_degree: int = 1
-    """Ranks a sequence is split over; lies inside the shard axis."""
+    """Number of ranks that a sequence is split over. Part of the shard axis."""
     random_seed: int = 12345
-    """Seed for initialising a model that was built without memory and without a recorded random state."""
+    """Seed for initializing a model that was built without allocating memory and without a recorded RNG state."""
     sm_activation_offloading: bool = False
-    """Prefetching offload of checkpointed activations."""
+    """Offload checkpointed activations to the host and prefetch them for backward."""
     activation_loading_horizon: int = 2
-    """How many offloaded layers may be back on the device at once."""
+    """Maximum number of offloaded layers that are back on the device at once."""
     fsdp_cache_flush_warnings: bool = True
-    """Warn when the CUDA allocator had to flush its cache: raise the shard degree or lower the batch."""
+    """Warn when the CUDA allocator had to flush its cache: raise the shard degree or lower the batch size."""
     allow_empty_shards: bool = False
-    """Permit ranks whose shard of a tensor is empty."""
+    """Allow ranks whose shard of a tensor is empty."""
     precision: Precision = "32-true"
-    """`bf16-mixed`: parameters and optimizer in float32, compute in bfloat16, gradients reduced in float32."""
+    """`bf16-mixed`: float32 parameters and optimizer state, bfloat16 compute, float32 gradient reduction."""
     tensor_plan: TensorPlan | Literal["auto"] = "auto"
-    """Module-name pattern -> style; `auto` takes the model's own plan, else ours for Llama-like modules."""
+    """Mapping of module-name pattern to style. `auto`: the model's own plan, or else `LLAMA_LIKE_PLAN`."""
     sequence_parallel: bool = False
-    """Split the residual stream over the sequence between tensor-parallel regions."""
+    """Split the residual stream along the sequence dimension between tensor-parallel regions."""
     loss_parallel: bool = False
-    """Leave the logits split over the vocabulary; the loss must be computed under `loss_parallel_context`."""
+    """Keep the logits split over the vocabulary. The loss must then be computed under `loss_parallel_context`."""
     block_classes: tuple[str, ...] = ()
-    """Class names of the modules sharded one by one; empty: layers that the model runs one after the other."""
+    """Class names of the modules to shard one by one. Empty: the layers that the model runs as a chain."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward."""
 
     def __post_init__(self) -> None:
-        """Check every value alone, then the combinations, then what is not built."""
+        """Check each value, then combinations, then unsupported values."""
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), field.default)
         _check_block_classes(self.block_classes)
@@ -81,10 +83,10 @@ class ParallelConfig:
         self._refuse_what_is_not_built()
 
     def topology(self, world_size: int, ranks_per_node: int = 0) -> Topology:
-        """Fit the degrees to a world.
+        """Return the topology of a world of `world_size` ranks.
 
         Raises:
-            DegreeError: they do not fit; the message names the nearest that do.
+            DegreeError: the degrees do not fit the world; the message names the nearest that do.
         """
         for name in ("tensor_parallel_degree", "expert_parallel_degree", "context_parallel_degree"):
             degree = getattr(self, name)
@@ -148,11 +150,11 @@ class ParallelConfig:
 
     @classmethod
     def of(cls, source: "ParallelConfig | Mapping[str, Any] | str | Path | None" = None, **overrides: Any) -> Self:
-        """Read a configuration from a dict, a JSON file or nothing; keyword arguments win over it.
+        """Build a configuration from another one, a dict, a JSON file or the defaults; keyword arguments override it.
 
         Raises:
-            UnknownKeyError: a key nobody knows; the message names the nearest known one.
-            ConfigError: the file is missing or is no JSON object, or `source` is of another kind.
+            UnknownKeyError: a key is unknown; the message suggests the nearest known one.
+            ConfigError: the file is missing or is not a JSON object, or `source` has an unsupported type.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         if isinstance(source, ParallelConfig):
@@ -163,7 +165,7 @@ class ParallelConfig:
 
 
 def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
-    """Resolve aliases and refuse unknown keys."""
+    """Resolve aliases and reject unknown keys."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         name = ALIASES.get(key, key)
@@ -203,7 +205,7 @@ def _read(path: object) -> Mapping[str, Any]:
 
 
 def _check_type(name: str, value: object, default: object) -> None:
-    """Integers must be whole numbers, and booleans booleans: JSON makes both easy to get wrong."""
+    """Check that integers are whole numbers and booleans are booleans; JSON makes both easy to get wrong."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be true or false, but is {value!r}")
@@ -212,7 +214,7 @@ def _check_type(name: str, value: object, default: object) -> None:
 
 
 def _check_block_classes(value: object) -> None:
-    """A lone string would be taken for the class names of its letters."""
+    """Reject a single string: it would be read as one class name per letter."""
     if not isinstance(value, tuple) or not all(isinstance(name, str) for name in cast("tuple[object, ...]", value)):
         raise ConfigError(f"block_classes must be a tuple (JSON: a list) of class names, but is {value!r}")
 

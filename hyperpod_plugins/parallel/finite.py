@@ -1,9 +1,9 @@
-"""Whether the loss and the gradient norm of a step are finite, and what happens where they are not.
+"""Check that the loss and the gradient norm of a step are finite, and apply a policy if they are not.
 
-The check needs no message of its own, and all ranks decide alike: where a loop averages losses over ranks, the mean and
-the norm of the gradients are the same on all of them (`FiniteCheck.allows_update`); where each rank knows its own
-losses only, a flag travels with the comparison of the units (`RankLosses`). Either is known to a rank before it votes
-for the step: one that commits it later, after a fault, decides as those did that have committed it.
+The check needs no collective of its own, and all ranks decide alike. If the loop averages losses over ranks, the mean
+loss and the gradient norm are the same on all of them (`FiniteCheck.allows_update`). If each rank knows only its own
+losses, a flag is sent along with the comparison of the units (`RankLosses`). A rank knows the result before it votes
+for the step, so a rank that commits it later, after a fault, decides like those that have already committed it.
 """
 
 import logging
@@ -22,18 +22,19 @@ NonFinitePolicy = Literal["auto", "stop", "skip", "warn", "off"]
 
 
 class FiniteCheck:
-    """Looks at each step before the optimizers do."""
+    """Checks each step before the optimizers update, and remembers the error if the policy is to stop."""
 
     def __init__(self, policy: NonFinitePolicy, *, waits_anyway: bool) -> None:
-        """Take what to do about a step that is not finite.
+        """Set the policy for steps that are not finite.
 
         Args:
-            policy: "stop" raises on all ranks, "skip" leaves the optimizers' step out, "warn" does it,
-                with a warning each; "off" does not look. "auto" is "stop" where looking is free, otherwise "off".
-            waits_anyway: whether the host has waited for the device when a step is committed, or they are the same.
+            policy: "stop" raises on all ranks; "skip" warns and skips the optimizers' step; "warn" warns and steps;
+                "off" does not check. "auto" is "stop" if the check is free, otherwise "off".
+            waits_anyway: the check is free, because the host waits for the device anyway before a step is committed,
+                or because the device is the CPU.
 
         Raises:
-            ConfigError: another policy.
+            ConfigError: the policy is unknown.
         """
         allowed = get_args(NonFinitePolicy)
         if policy not in allowed:
@@ -43,18 +44,18 @@ class FiniteCheck:
 
     @property
     def looks(self) -> bool:
-        """Whether there is anything to look at."""
+        """Whether steps are checked."""
         return self._policy != "off"
 
     def allows_update(self, loss: Tensor, norm: Tensor | None, *, step: int, epoch: int, losses: list[Tensor]) -> bool:
         """Whether the optimizers may step.
 
         Args:
-            loss: mean over the global batch, `()`.
-            norm: of all gradients, `()`, where it is known.
+            loss: mean loss over the global batch, `()`.
+            norm: norm of all gradients, `()`; None if unknown.
             step: number of the step.
-            epoch: of the step.
-            losses: of this rank's micro-steps, `()` each.
+            epoch: epoch of the step.
+            losses: losses of this rank's micro-steps, `()` each.
         """
         self._error = None
         if self._policy == "off":
@@ -72,44 +73,44 @@ class FiniteCheck:
         return self.decide(reason)
 
     def forget(self) -> None:
-        """A step begins."""
+        """Clear the error; called at the start of a step."""
         self._error = None
 
     def decide(self, reason: str) -> bool:
-        """Apply the policy to a step that is not finite; whether the optimizers may step.
+        """Apply the policy to a step that is not finite; return whether the optimizers may step.
 
         Args:
             reason: a sentence that names the step.
         """
         if self._policy == "warn":
-            log.warning("%s The optimizers step nevertheless.", reason)
+            log.warning("%s The optimizers step anyway.", reason)
             return True
         if self._policy == "skip":
-            log.warning("%s The step is left out.", reason)
+            log.warning("%s The step is skipped.", reason)
             return False
         self._error = NonFiniteError(
-            f"{reason} Nothing was updated. Look at that batch and at the learning rate, go back to a checkpoint, or "
-            'let such steps pass: non_finite="skip" or "warn".'
+            f"{reason} Nothing was updated. Check that batch and the learning rate, go back to a checkpoint, or "
+            'allow such steps with non_finite="skip" or "warn".'
         )
         return False
 
     @property
     def error(self) -> NonFiniteError | None:
-        """Of the step that was looked at last, where it was not finite and the policy is to stop."""
+        """Error of the last step checked, if it was not finite and the policy is to stop."""
         return self._error
 
     def raise_if_stopped(self) -> None:
-        """Raise for the step that was looked at last.
+        """Raise the error of the last step checked, if there is one.
 
         Raises:
-            NonFiniteError: it was not finite, and the policy is to stop.
+            NonFiniteError: the step was not finite, and the policy is to stop.
         """
         if self._error is not None:
             raise self._error
 
 
 class RankLosses:
-    """The losses of one rank's micro-steps in a step, which are not averaged over ranks."""
+    """Losses of this rank's micro-steps in a step, for loops that do not average losses over ranks."""
 
     def __init__(self, check: FiniteCheck) -> None:
         self._check = check
@@ -117,39 +118,39 @@ class RankLosses:
         self._is_any_bad = False
 
     def begin(self) -> None:
-        """Forget what was noted: the first batch of a step comes next."""
+        """Clear the losses; called before the first batch of a step."""
         self._losses.clear()
 
     def note(self, batch: int, loss: Tensor) -> None:
-        """Note the loss of a batch; of one that is computed again, the last counts.
+        """Record the loss of a batch; if a batch is computed again, its last loss counts.
 
         Args:
-            batch: its number.
-            loss: with one element.
+            batch: number of the batch.
+            loss: tensor with one element.
         """
         self._losses[batch] = local_part(loss.detach())
 
     def settle(self, model: nn.Module) -> None:
-        """`settle_gradients`, which also tells all ranks whether one of them has a loss that is not finite."""
+        """Call `settle_gradients`, which also tells all ranks whether any of them has a loss that is not finite."""
         self._is_any_bad = settle_gradients(model, self._flag(next(model.parameters())))
 
     def settle_before(self, optimizer: Optimizer) -> None:
-        """`settle`, for the models whose parameters an optimizer has, right before it steps."""
+        """Like `settle`, for the models whose parameters an optimizer holds, right before it steps."""
         self._is_any_bad = settle_gradients_of(optimizer, self._flag(optimizer.param_groups[0]["params"][0]))
 
     def _flag(self, like: Tensor) -> Tensor:
-        """Whether a loss of this rank is not finite, `()`."""
+        """Whether any loss of this rank is not finite, a bool `()`."""
         if not self._losses:
             return torch.zeros((), dtype=torch.bool, device=like.device)
         return ~torch.stack([each.float().reshape(()) for each in self._losses.values()]).isfinite().all()
 
     def allows_update(self, norm: Tensor | None, *, step: int, epoch: int | None = None) -> bool:
-        """Whether the optimizers may step; all ranks decide alike, after `settle`.
+        """Whether the optimizers may step. Call it after `settle`; all ranks decide alike.
 
         Args:
-            norm: of all gradients, `()`, where it is known.
+            norm: norm of all gradients, `()`; None if unknown.
             step: number of the step.
-            epoch: of the step; None where the loop does not tell.
+            epoch: epoch of the step; None if the loop does not say.
         """
         self._check.forget()
         is_norm_bad = norm is not None and not bool(torch.isfinite(norm))

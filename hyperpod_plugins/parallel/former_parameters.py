@@ -1,7 +1,7 @@
-"""Optimizers that were made before their model was sharded, and hold parameters that it no longer has.
+"""Repair optimizers that were made before their model was sharded, and hold parameters that it no longer has.
 
-Sharding puts new parameters in the place of a model's. An optimizer that holds the old ones gets no gradients and
-trains nothing, without an error. Names stay, so each old parameter leads to the one in its place.
+Sharding replaces a model's parameters. An optimizer that holds the old ones gets no gradients and silently trains
+nothing. Names do not change, so each old parameter can be mapped to its replacement.
 """
 
 from collections.abc import Iterable
@@ -18,21 +18,21 @@ _former: "WeakKeyDictionary[nn.Module, _Names]" = WeakKeyDictionary()
 
 
 def remember_parameters(model: nn.Module) -> None:
-    """Note which parameters a model has, before it is sharded; nothing of them is kept alive."""
+    """Record the parameters of a model before it is sharded, by weak references."""
     _former[model] = {id(parameter): (ref(parameter), name) for name, parameter in model.named_parameters()}
 
 
 def give_shards(optimizers: Iterable[Optimizer], model: nn.Module, *, num_ranks: int) -> None:
-    """Put the sharded parameters of a model in the place of those that optimizers hold from before.
+    """Replace the unsharded parameters that optimizers hold by the sharded parameters of the model.
 
     Args:
-        optimizers: over parameters of `model`.
-        model: sharded, by `parallelize` or in another way.
-        num_ranks: of the job.
+        optimizers: optimizers of `model`.
+        model: a sharded model, by `parallelize` or otherwise.
+        num_ranks: world size of the job.
 
     Raises:
-        ConfigError: an optimizer has state of parameters that are not sharded; it holds some that are not the model's,
-            which each of several ranks would train by itself.
+        ConfigError: an optimizer already has state for an unsharded parameter; or, with several ranks, it holds
+            parameters that are not the model's, which each rank would train independently.
     """
     present = dict(model.named_parameters(remove_duplicate=False))
     held = {id(parameter) for parameter in present.values()}
@@ -63,14 +63,14 @@ def give_shards(optimizers: Iterable[Optimizer], model: nn.Module, *, num_ranks:
         if foreign and num_ranks > 1:
             raise ConfigError(
                 f"this {kind} holds {len(foreign)} parameters that are not in the sharded {type(model).__name__}, of "
-                f"shapes {few(foreign)}, so that it would train nothing of it, or each rank a copy of its own. Make it "
-                "from the parameters of the sharded model, of which they must be part: in configure_optimizers with "
-                "self.parameters(), or after session.parallelize(model)."
+                f"shapes {few(foreign)}: it would not train the model, or each rank would train its own copy. Make it "
+                "from parameters of the sharded model: in configure_optimizers with self.parameters(), or after "
+                "session.parallelize(model)."
             )
 
 
 def _as_seen_from(model: nn.Module, root: nn.Module, former: _Names) -> _Names:
-    """What was noted of a module, under the names that parameters have in a module around or inside it."""
+    """Return the record of `root` under the names that its parameters have in `model`, around or inside it."""
     if root is model:
         return former
     for prefix, part in model.named_modules():

@@ -1,4 +1,7 @@
-"""Hybrid sharding: FSDP2 block by block over the axes `replicate x shard`."""
+"""Hybrid sharding: apply FSDP2 block by block over the axes `replicate x shard`.
+
+Also helpers that read and rebuild DTensors by their local parts and layouts.
+"""
 
 import logging
 from collections import Counter
@@ -24,12 +27,12 @@ _LARGE = 50_000_000  # parameters
 def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
     """Apply `fully_shard` to every block and then to the root, over `mesh`, in place.
 
-    Parameters are split over its last axis. A first axis before that holds replicas whose gradients are averaged.
+    Parameters are split over the last axis of `mesh`. If there is an axis before it, gradients are averaged over it.
 
     Raises:
-        DegreeError: a parameter would leave ranks with an empty shard, and the configuration forbids that.
-        ConfigError: `block_classes` names a class the model does not contain; a parameter has no dimension to split;
-            a unit has trainable parameters of several types.
+        DegreeError: a parameter would leave ranks with an empty shard, and `allow_empty_shards` is False.
+        ConfigError: `block_classes` names a class the model does not contain; a parameter is zero-dimensional;
+            a unit has trainable parameters of several dtypes.
     """
     shard_degree = mesh.size(mesh.ndim - 1)
     _refuse_scalars(model)
@@ -56,7 +59,7 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
 
 
 class _SlicedOnce(DeviceMesh):
-    """A mesh that makes each of its slices once."""
+    """A mesh that caches its slices."""
 
     def __getitem__(self, names: Any) -> DeviceMesh:
         kept: dict[Any, DeviceMesh] = vars(self)["_kept_slices"]
@@ -67,7 +70,10 @@ class _SlicedOnce(DeviceMesh):
 
 @contextmanager
 def _slices_made_once(mesh: DeviceMesh) -> Generator[None]:
-    """FSDP2 slices the mesh once more for each parameter, 0.3 ms each (torch 2.13): half of the time that it takes."""
+    """Cache slices of the mesh: FSDP2 slices it anew for each parameter.
+
+    That takes 0.3 ms each (torch 2.13), half of the sharding time.
+    """
     kind = type(mesh)
     vars(mesh)["_kept_slices"], mesh.__class__ = {}, _SlicedOnce
     try:
@@ -78,17 +84,18 @@ def _slices_made_once(mesh: DeviceMesh) -> Generator[None]:
 
 
 def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator[nn.Module]:
-    """Modules to gather and free as one unit, innermost first: by class name, else the layers of each chain.
+    """Yield the modules to shard as FSDP2 units, innermost first: by class name, or else the layers of each chain.
 
-    All ranks must run the same units. So without names the elements of an `nn.ModuleList` are units only where the
-    model's source runs all of them, whatever the data (see `chains`); others, such as experts, task heads and layers
-    that may be dropped, are left to the unit around them, in which ranks may run what they like.
+    All ranks must run the same units. Without class names, the elements of an `nn.ModuleList` are therefore units
+    only if the model's source runs all of them regardless of the data (see `chains.py`). Others, such as experts,
+    task heads and layers that may be dropped, belong to the enclosing unit, within which ranks may run different
+    modules.
 
-    A module that shares a parameter with the outside is left to the unit around it: FSDP2 would make two parameters
-    of one, silently.
+    A module that shares a parameter with a module outside it also belongs to the enclosing unit: FSDP2 would silently
+    split the shared parameter into two.
 
     Raises:
-        ConfigError: a class name that no module has.
+        ConfigError: no module has one of the class names.
     """
     found = {type(module).__name__ for module in model.modules()}
     missing = [name for name in class_names if name not in found]
@@ -122,12 +129,12 @@ def _elements_of_chains(model: nn.Module) -> set[int]:
 
 
 def _tell_what_stays(name: str, layers: nn.ModuleList, size_of_model: int) -> None:
-    """Say where much of a model is gathered as one, for the reason may be a loop that could not be read."""
+    """Warn if most of a model is gathered as one unit: the cause may be a loop whose source could not be analyzed."""
     size = sum(parameter.numel() for parameter in layers.parameters())
     if size >= _LARGE and 2 * size >= size_of_model:
         kind = type(layers[0]).__name__
         log.warning(
-            "%s, %d modules of class %s with %.0f %% of the parameters, is gathered with the module around it, not one "
+            "%s, %d modules of class %s with %.0f %% of the parameters, is gathered with the enclosing module, not one "
             "by one: no loop in the model's source runs each of them in every forward. If every rank does run them all "
             'in the same order, pass block_classes=("%s",) to save memory.',
             *(name, len(layers), kind, 100 * size / size_of_model, kind),
@@ -135,21 +142,21 @@ def _tell_what_stays(name: str, layers: nn.ModuleList, size_of_model: int) -> No
 
 
 def sharded_parts(model: nn.Module) -> Iterator[FSDPModule]:
-    """The units of a sharded model, the root first."""
+    """Return the FSDP2 units of a sharded model, the root first."""
     return (part for part in model.modules() if isinstance(part, FSDPModule))
 
 
 def reshard(model: nn.Module) -> None:
-    """Make the root's parameters shards again after a step without backward, which FSDP2 leaves to backward."""
+    """Reshard all units after a forward without backward: FSDP2 reshards the root only in backward."""
     for part in sharded_parts(model):
         part.reshard()
 
 
 @contextmanager
 def without_replica_sync(model: nn.Module) -> Generator[None]:
-    """Leave out the all-reduce between replicas in backward.
+    """Skip the all-reduce between replicas in backward.
 
-    The reduce-scatter inside a replica stays, so that gradients never take more than a shard's memory.
+    The reduce-scatter within a replica still runs, so that gradients never take more than a shard's memory.
     """
     for part in sharded_parts(model):
         part.set_requires_all_reduce(False, recurse=False)
@@ -161,19 +168,19 @@ def without_replica_sync(model: nn.Module) -> Generator[None]:
 
 
 def _uses_of_parameters(model: nn.Module) -> Counter[int]:
-    """How many modules hold each parameter, by its identity."""
+    """Number of modules that hold each parameter, by the parameter's `id`."""
     return Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
 
 
 def mixed_precision_policy(config: ParallelConfig) -> MixedPrecisionPolicy:
-    """Policy of FSDP2 for a precision: gathers in bfloat16 and reduces in float32 for `bf16-mixed`."""
+    """Return FSDP2's policy for a precision; `bf16-mixed` gathers in bfloat16 and reduces in float32."""
     if config.precision == "bf16-mixed":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
 
 
 def shard_placement(parameter: torch.Tensor, shard_degree: int) -> Shard | None:
-    """Dimension to split where the first is too short: the first that divides evenly. None: the first dimension."""
+    """Return the first evenly divisible dimension if dimension 0 is too short to split; otherwise None (split 0)."""
     shape = parameter.shape
     is_whole = not isinstance(parameter, DTensor)
     if shape and leaves_a_rank_empty(shape[0], shard_degree) and is_whole:
@@ -184,7 +191,7 @@ def shard_placement(parameter: torch.Tensor, shard_degree: int) -> Shard | None:
 
 
 def leaves_a_rank_empty(num_rows: int, shard_degree: int) -> bool:
-    """Whether splitting rows as `torch.chunk` does (equal chunks, the last ones shorter) leaves the last rank none."""
+    """Whether splitting rows like `torch.chunk` (equal chunks, the last ones shorter) leaves the last rank empty."""
     rows_per_rank = -(-num_rows // shard_degree)
     return rows_per_rank * (shard_degree - 1) >= num_rows and shard_degree > 1
 
@@ -193,13 +200,14 @@ def _refuse_scalars(model: nn.Module) -> None:
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise ConfigError(
-            f"parameters without a dimension cannot be sharded, at any degree: {few(scalars)}. "
+            f"zero-dimensional parameters cannot be sharded, at any degree: {few(scalars)}. "
             "Make each a vector of one element: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )
 
 
 def _refuse_several_types(units: list[nn.Module]) -> None:
-    """Raise where FSDP2 would, in the first step: it reduces the gradients of a unit in one message.
+    """Raise if a unit has trainable parameters of several dtypes; FSDP2, which reduces a unit's gradients in one
+    message, would raise in the first step.
 
     Args:
         units: innermost first.
@@ -236,12 +244,12 @@ def _check_no_empty_shard(model: nn.Module, shard_degree: int) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of which this rank holds `local`, laid out as a parameter whose local part has that shape."""
+    """Build a tensor from its local part, with the layout of a parameter whose local part has the same shape."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -255,14 +263,14 @@ def laid_out_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 Layout = tuple[list[int], list[int], list[int | None]]
-"""Whole shape and strides of a tensor, and for each axis of its mesh the dimension that is split, None for none."""
+"""Global shape and strides of a tensor, and for each mesh axis the dimension that it splits (None: replicated)."""
 
 
 def layout_of(name: str, tensor: DTensor) -> Layout:
-    """How a tensor lies, in plain values.
+    """Return the layout of a DTensor as plain values.
 
     Raises:
-        ConfigError: `name` is neither replicated nor split along a dimension.
+        ConfigError: on some mesh axis, the tensor is neither replicated nor split along a dimension; `name` names it.
     """
     unknown = [each for each in tensor.placements if not (isinstance(each, Replicate) or type(each) is Shard)]
     if unknown:
@@ -275,7 +283,7 @@ def layout_of(name: str, tensor: DTensor) -> Layout:
 
 
 def laid_out_as(layout: Layout, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of which this rank holds `local`, on the mesh of its parameter; the inverse of `layout_of`."""
+    """Build a tensor from its local part and layout, on the mesh of its parameter; the inverse of `layout_of`."""
     if not isinstance(parameter, DTensor):
         return local
     shape, stride, splits = layout
@@ -288,13 +296,14 @@ def laid_out_as(layout: Layout, parameter: torch.Tensor, local: torch.Tensor) ->
 def zeros_beside(
     parameter: torch.Tensor, size: Sequence[int], dtype: torch.dtype, layout: Layout | None = None
 ) -> torch.Tensor:
-    """A tensor of some whole size that works together with a parameter.
+    """Return a zero tensor on the device or mesh of a parameter.
 
     Args:
-        parameter: which may be split over ranks.
-        size: of the whole.
-        dtype: of its elements.
-        layout: how it was laid out elsewhere; replicated, where that is not known or the mesh has other axes.
+        parameter: parameter that the tensor belongs to; may be a DTensor.
+        size: global size.
+        dtype: dtype of its elements.
+        layout: layout that it had elsewhere. The tensor is replicated if this is None or the mesh has a different
+            number of axes.
     """
     if not isinstance(parameter, DTensor):
         return torch.zeros(size, dtype=dtype, device=parameter.device)
@@ -308,5 +317,5 @@ def _placements_of(splits: Sequence[int | None]) -> list[Placement]:
 
 
 def _local_rows(parameter: torch.Tensor) -> int:
-    """Rows of the first dimension that FSDP2 will split: on this tensor rank, where the tensor is already split."""
+    """Number of rows that FSDP2 will split: those of the local part if tensor parallelism has split the parameter."""
     return local_part(parameter).shape[0]

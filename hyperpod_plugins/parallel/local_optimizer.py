@@ -1,15 +1,15 @@
-"""The optimizer's arithmetic on local shards, past the dispatch of DTensor.
+"""Run an optimizer's element-wise operations on local shards, bypassing DTensor's dispatch.
 
-An optimizer such as AdamW works element by element: on shards that lie alike, the result of an operation is what the
-same operation gives on each rank's own part. DTensor has to find that out. For each kind of operation and each shape it
-asks once how operands may lie, which takes a millisecond a tensor: a first step with `foreach=True` spent 0.6 s on
-76 parameters, and a process that replaces a lost one takes such a first step while all others wait for it. Each
-operation costs some 20 microseconds more for as long as the job lives.
+An optimizer such as AdamW works element by element: on tensors with the same layout, an operation gives the same
+result on the local shards. DTensor has to work that out: for each kind of operation and each shape it computes the
+sharding of the operands once, which takes a millisecond per tensor. A first step with `foreach=True` spent 0.6 s on
+76 parameters, and a joiner takes such a first step while all other ranks wait for it. Each later operation costs
+about 20 microseconds more.
 
-What is not element by element, or joins tensors that lie differently, goes to DTensor as before.
+Operations that are not element-wise, or combine tensors with different layouts, go to DTensor as usual.
 """
 
-# DTensor's local tensor and specification, and an operation's schema, have no public spelling that is as cheap.
+# There is no public API as cheap as DTensor's private local tensor and spec, and an operation's schema.
 # pyright: reportPrivateUsage=false
 
 import inspect
@@ -41,13 +41,13 @@ _FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_
 
 
 class LocalUpdate(TorchDispatchMode):
-    """While it is on, operations on DTensors that work element by element run on their local tensors."""
+    """Dispatch mode in which element-wise operations on DTensors run on their local tensors."""
 
     @override
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run `func` on local tensors if that is the same, else as it is."""
+        """Run `func` on local tensors if the result is the same, otherwise unchanged."""
         kwargs = kwargs or {}
         how = _how(func) if DTensor in types else None
         if how is None:
@@ -66,14 +66,15 @@ class LocalUpdate(TorchDispatchMode):
 
 
 def step_locally(optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-    """`optimizer.step(closure)`; whatever follows the closure runs on local shards where that is the same.
+    """Call `optimizer.step(closure)`, running what follows the closure on local shards where the result is the same.
 
-    A step that the program has compiled is left alone: dynamo runs nothing compiled inside a dispatch mode.
+    A step compiled with `torch.compile` is called unchanged: dynamo does not run compiled code inside a dispatch
+    mode.
 
     Args:
-        optimizer: any; what it does with parameters and its state may be on DTensors.
-        closure: computes gradients, and is not affected.
-        **kwargs: for `optimizer.step`.
+        optimizer: any optimizer; its parameters and state may be DTensors.
+        closure: computes gradients; runs outside the dispatch mode.
+        **kwargs: passed to `optimizer.step`.
     """
     if _is_compiled(vars(optimizer).get("step")):
         return optimizer.step(closure=closure, **kwargs)
@@ -89,10 +90,10 @@ def step_locally(optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
 
 
 def refuse_closures(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that compute gradients several times in a step, such as L-BFGS.
+    """Reject optimizers that compute gradients several times in a step, such as L-BFGS.
 
     Raises:
-        ConfigError: the step of one can not do without a closure.
+        ConfigError: the `step` of an optimizer requires a closure.
     """
     for optimizer in optimizers:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -104,14 +105,13 @@ def refuse_closures(optimizers: Iterable[Optimizer]) -> None:
 
 
 def closure_of(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
-    """What an optimizer gets as a closure where the gradients have been computed already.
+    """Return a closure for an optimizer whose gradients have been computed already.
+
+    The closure raises `ConfigError` if the optimizer calls it more than once, or after it has changed parameters.
 
     Args:
-        optimizer: that is about to step.
-        result: what the closure returns.
-
-    Raises:
-        ConfigError: from the closure, where the optimizer wants gradients for other parameters than it was given.
+        optimizer: optimizer that is about to step.
+        result: value that the closure returns.
     """
     first = next((each for group in optimizer.param_groups for each in group["params"]), None)
     memory = first._local_tensor if isinstance(first, DTensor) else first
@@ -133,12 +133,12 @@ def closure_of(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
 
 
 def _is_compiled(step: Any) -> bool:
-    """Whether an optimizer's own `step`, in place of its class's, came from `torch.compile`."""
+    """Whether a `step` set on the optimizer instance was compiled with `torch.compile`."""
     return inspect.getattr_static(step, "_torchdynamo_orig_callable", None) is not None
 
 
 class _How(Enum):
-    """What an operation that works element by element does with its result."""
+    """How an element-wise operation returns its result."""
 
     IN_PLACE = auto()
     RETURNED = auto()
@@ -155,11 +155,11 @@ def _how(func: OpOverload) -> _How | None:
 
 
 class _Operands:
-    """What one operation is given: local tensors in place of DTensors, as long as these lie alike."""
+    """Operands of one operation: converts DTensors to local tensors, and checks that their layouts are equal."""
 
     def __init__(self) -> None:
         self.first: list[DTensor] = []
-        """The first list of DTensors; a DTensor that is in no list is a list of one."""
+        """First list of DTensors among the operands; a single DTensor counts as a list of one."""
         self.are_alike = True
         self._layout: list[Any] = []
 
@@ -173,7 +173,7 @@ class _Operands:
     def _locals(self, tensors: Sequence[Any]) -> Sequence[Any]:
         try:
             specs = [tensor._spec for tensor in tensors]
-        except AttributeError:  # numbers in tensors, such as counts of steps, lie everywhere
+        except AttributeError:  # plain scalar tensors, such as step counts, are the same on all ranks
             self.are_alike &= all(type(tensor) is not DTensor and tensor.dim() == 0 for tensor in tensors)
             return tensors
         layout = list(map(_layout_of, specs))
@@ -186,7 +186,7 @@ class _Operands:
 
 
 def _completed(result: Any) -> Any:
-    """A norm that each rank has of its own part, made whole: torch 2.13 cannot square it in place (Adafactor)."""
+    """Reduce a norm that is partial over ranks: torch 2.13 cannot square it in place (Adafactor)."""
     if not isinstance(result, DTensor) or all(
         not each.is_partial() or type(each) is Partial for each in result.placements
     ):

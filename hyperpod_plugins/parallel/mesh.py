@@ -1,4 +1,4 @@
-"""From a topology to a `DeviceMesh`."""
+"""Build the `DeviceMesh` and process groups of a topology, and update them when the number of replicas changes."""
 
 from collections.abc import Mapping
 
@@ -12,13 +12,13 @@ from hyperpod_plugins.parallel.topology import AXES, Topology
 
 
 def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
-    """Make the 3-axis mesh `("replicate", "shard", "tensor")` over the initialised default process group.
+    """Build the 3-axis mesh `("replicate", "shard", "tensor")` over the initialized default process group.
 
-    Every axis gets a group of its own, also an axis of size 1 or one that spans the world. `init_device_mesh` would
+    Every axis gets its own group, even an axis of size 1 or one that spans the world. `init_device_mesh` would
     reuse the default group for the latter; then the world could not grow without changing that axis.
 
     Returns:
-        A mesh of shape `topology.shape` whose groups know their role and coordinates.
+        A mesh of shape `topology.shape` whose groups know their `GroupKey`.
     """
     global_rank = dist.get_rank()
     here = topology.coordinates(global_rank)
@@ -35,9 +35,9 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
 
 
 def build_data_group(topology: Topology) -> dist.ProcessGroup:
-    """Make the group of this rank and those that read other samples: `replicate x shard`, one of each tensor group.
+    """Build the data-parallel group of this rank: `replicate x shard`, one rank of each tensor group.
 
-    Losses and metrics are reduced over it, so that what tensor peers hold in common counts once. Without tensor
+    Losses and metrics are reduced over it, so that values shared by tensor peers count once. Without tensor
     parallelism it is the default group.
     """
     if topology.tensor_degree == 1:
@@ -50,16 +50,16 @@ def build_data_group(topology: Topology) -> dist.ProcessGroup:
 
 
 def move_groups(topology: Topology, global_rank: int) -> None:
-    """Give the groups of this process, which are not connected, the members that they have in another topology.
+    """Set the members of this process's groups for a new topology. The groups must be disconnected.
 
-    The mesh is the same object afterwards, and what FSDP2 and DTensor hold of it; they ask its groups for their sizes.
+    The mesh, and what FSDP2 and DTensor hold of it, stay the same objects; they ask the groups for their sizes.
 
     Args:
-        topology: with the same degrees, and another number of replicas.
-        global_rank: this process's rank in it, with the same coordinates on `shard` and `tensor`.
+        topology: the new topology: same degrees, different number of replicas.
+        global_rank: rank of this process in it, with the same `shard` and `tensor` coordinates.
 
     Raises:
-        CommError: there is a group of which nobody knows what it is for.
+        CommError: a group was not made by this package, so its members in the new world are unknown.
     """
     here = topology.coordinates(global_rank)
     place = {"replicate": here.replicate, "shard": here.shard, "tensor": here.tensor}
@@ -71,20 +71,22 @@ def move_groups(topology: Topology, global_rank: int) -> None:
         elif axis == "data":
             role = _role(topology, axis, {"tensor": here.tensor})
             members = tuple(range(here.tensor, topology.world_size, topology.tensor_degree))
-        elif not group.role.coordinates and not group.role.group_id:  # of all ranks
+        elif not group.role.coordinates and not group.role.group_id:  # all ranks
             role, members = group.role, tuple(range(topology.world_size))
         else:
             raise CommError(
-                f"the process group {name!r} was made by torch.distributed.new_group, so nobody knows its members in "
-                "a world of another size. Make groups with hyperpod_plugins.comm.new_axis_group, or none of your own, "
-                "in a job that grows and shrinks."
+                f"the process group {name!r} was made by torch.distributed.new_group, so its members in a world of "
+                "another size are unknown. In an elastic job, make groups with hyperpod_plugins.comm.new_axis_group, "
+                "or make none of your own."
             )
         group.move(role, members, members.index(global_rank))
 
 
 def _role(topology: Topology, axis: str, place: Mapping[str, int]) -> GroupKey:
-    """Name a group by where it lies. With the degrees in it the names of another layout's groups differ; the number of
-    replicas is not in it, for it may change while the group lives.
+    """Return the key of a group.
+
+    It contains the degrees, so that groups of different layouts have different names, but not the number of replicas,
+    which may change during the group's lifetime.
     """
     degrees = (("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree))
     return GroupKey(axis=axis, coordinates=(*place.items(), *degrees))

@@ -1,4 +1,4 @@
-"""The story of a model: from a plain module to one that is tensor parallel, sharded and replicated."""
+"""Parallelize a model: apply tensor parallelism, sharding and replication to a plain module."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -22,25 +22,25 @@ def parallelize(
 ) -> nn.Module:
     """Apply `config` to `model` over `mesh`, in place, innermost technique first. The order is part of the contract.
 
-    Values that exist already are taken from global rank 0, so all ranks start from the same model. Values that do
-    not (the model was built under `delayed_init`, or on the meta device) are made last, when each rank stores only
-    its shard.
+    Existing values are copied from global rank 0, so that all ranks start from the same model. Values that do not
+    exist yet (the model was built under `delayed_init`, or on the meta device) are initialized last, when each rank
+    stores only its shard. A model that contains an `FSDPModule` is returned unchanged.
 
     Args:
         model: a plain module, with real parameters, delayed ones, or both.
-        mesh: `("replicate", "shard", "tensor")`, as `build_mesh` returns it.
-        config: what to apply; its degrees are those the mesh was built with.
-        averages_replicas: let FSDP2 average gradients over the axis `replicate`; otherwise that is left to the caller.
+        mesh: `("replicate", "shard", "tensor")`, as returned by `build_mesh`.
+        config: configuration to apply; its degrees must be those of the mesh.
+        averages_replicas: let FSDP2 average gradients over the axis `replicate`; if False, the caller does that.
 
     Returns:
         The same module; its parameters are DTensors.
 
     Raises:
-        ConfigError: the plan or the degrees do not fit the model, which must not be used after that.
-        InitializationError: a parameter without a value cannot be given one.
+        ConfigError: the plan or the degrees do not fit the model. The model must not be used afterwards.
+        InitializationError: a parameter without a value cannot be initialized.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return model  # the user has sharded it, or we have been here before
+        return model  # already sharded, by the user or by an earlier call
     remember_parameters(model)
     plan = plan_for(model, config)
     if config.precision == "bf16-true":
@@ -54,13 +54,13 @@ def parallelize(
 
 
 def copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the values of global rank 0, and the random state from which values still to come will be made.
+    """Broadcast parameters and buffers from global rank 0, and the RNG state that delayed parameters start from.
 
-    Ranks that built their model from different random states would otherwise train shards of different models.
+    Otherwise, ranks that built their model from different RNG states would train shards of different models.
 
     Args:
         model: a module that is not sharded yet.
-        device: where the process group communicates; values elsewhere travel through it.
+        device: device that the process group communicates on; values on other devices are copied through it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -77,10 +77,10 @@ def copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
 
 
 def draw_alike(tensor_mesh: DeviceMesh) -> None:
-    """Give ranks that work on the same samples the random state of the first of them.
+    """Broadcast the RNG state of the first tensor-parallel rank to its peers, which work on the same samples.
 
-    Outside tensor-parallel regions each of them computes the same; dropout that drew differently would make their
-    copies of the activations, and then of the parameters, drift apart without an error.
+    Outside tensor-parallel regions all peers compute the same. If dropout drew different numbers, their copies of the
+    activations, and then of the parameters, would silently diverge.
     """
     if tensor_mesh.size() == 1:
         return
@@ -95,7 +95,7 @@ def draw_alike(tensor_mesh: DeviceMesh) -> None:
 
 
 def _to_bfloat16(model: nn.Module) -> None:
-    """Convert parameters and saved buffers; buffers that are not saved (rotary frequencies) keep their precision."""
+    """Convert parameters and persistent buffers; non-persistent ones (rotary frequencies) keep their precision."""
     saved = model.state_dict(keep_vars=True).values()
     for tensor in saved:
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
@@ -103,5 +103,5 @@ def _to_bfloat16(model: nn.Module) -> None:
 
 
 def loss_parallel_context(config: ParallelConfig) -> AbstractContextManager[None]:
-    """Context for computing the loss and its backward when the logits stay split over the vocabulary."""
+    """Return the context for computing the loss and its backward; required if the logits stay split."""
     return loss_parallel() if config.loss_parallel else nullcontext()

@@ -1,8 +1,18 @@
-"""Tensor plans: which module is split in which way. This file decides; `tensor.py` acts.
+"""Tensor parallelism: `plan_for` decides how each module is split, `shard_tensors` applies that with DTensor.
 
     plan = plan_for(model, config)            # {"model.layers.0.self_attn.q_proj": "colwise", ...}
+    shard_tensors(model, mesh["tensor"], plan, config)
 
-A style is one of `STYLES` or a `torch.distributed.tensor.parallel.ParallelStyle` of the user's own.
+A style is one of `STYLES` or a user's own `torch.distributed.tensor.parallel.ParallelStyle`.
+
+[Note: shared input] Several column-parallel layers read the same tensor: query, key and value; gate and up. Each of
+them alone would sum that tensor's gradient over the tensor axis in its backward. Instead, the tensor is converted
+once to a replicated DTensor: the layers' gradients accumulate as partial sums, and cross the network once.
+
+[Note: sequence parallel] Between tensor-parallel regions the residual stream is a DTensor split over the sequence
+(dimension 1). It stays a DTensor, not a local tensor, so that models which read `hidden.shape[1]` (for positions
+and masks) see the whole sequence. The shared input above then gathers it, and scatters its gradient. Source of the
+scheme: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
 
 import fnmatch
@@ -32,7 +42,7 @@ STYLES: Mapping[str, str] = {
     "colwise_gather_output": "split the output features and gather the result (an output head)",
     "embedding_rowwise": "split the vocabulary of an embedding",
     "replicated_with_grad_allreduce": "a norm over split heads: its gradients are summed over the tensor axis",
-    "replicate": "leave alone",
+    "replicate": "leave unchanged",
 }
 
 LLAMA_LIKE_PLAN: Mapping[str, str] = {
@@ -42,21 +52,22 @@ LLAMA_LIKE_PLAN: Mapping[str, str] = {
     **{f"*.{name}": "embedding_rowwise" for name in ("embed_tokens", "tok_embeddings")},
     **{f"*.{name}": "colwise_gather_output" for name in ("lm_head", "output")},
 }
-"""Our plan for modules named as in the Llama reference code or in transformers."""
+"""Default plan, for modules named as in the Llama reference code or in transformers."""
 
 Plan = dict[str, "str | ParallelStyle"]
 
 
 def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
-    """Decide the style of every module, by full name.
+    """Return the style of every module to split, by full name.
 
-    The user's plan wins; else each Hugging Face model inside brings its own; else `LLAMA_LIKE_PLAN`.
+    Uses the user's plan if there is one, else the plans of the Hugging Face models inside `model`, else
+    `LLAMA_LIKE_PLAN`.
 
     Raises:
-        PlanError: a pattern of the user's, or the whole plan, matches no module; ours matches some modules of a model
-            that is not Llama-like; an unknown style.
+        PlanError: one of the user's patterns, or the whole plan, matches no module; `LLAMA_LIKE_PLAN` matches modules
+            of a model that is not Llama-like; a style is unknown.
         DegreeError: a matched module, or the model's attention heads, cannot be split that many ways.
-        NotBuiltYetError: the model's own plan asks for styles that are not built (experts).
+        NotBuiltYetError: the model's own plan uses unsupported styles (experts).
     """
     if config.tensor_parallel_degree == 1:
         return {}
@@ -74,7 +85,7 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
     unbuilt = sorted({style for style in plan.values() if isinstance(style, str) and style not in STYLES})
     if unbuilt and config.tensor_plan == "auto":
         raise NotBuiltYetError(
-            f"the model's own tensor plan uses the styles {unbuilt}, which this release does not serve (mixtures of "
+            f"the model's own tensor plan uses the styles {unbuilt}, which this release does not support (mixtures of "
             "experts come later). Set tensor_parallel_degree=1, or pass a tensor_plan for the modules to split."
         )
     if unbuilt:
@@ -87,7 +98,7 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one and the same, a list for each that has several names."""
+    """Return the names of each parameter that has several, one list per parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -95,7 +106,7 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _hugging_face_patterns(model: nn.Module) -> dict[str, str]:
-    """Plans of the transformers models inside, their patterns prefixed with where each model sits."""
+    """Return the plans of the transformers models inside, each pattern prefixed with its model's path."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return {}
@@ -109,7 +120,7 @@ def _hugging_face_patterns(model: nn.Module) -> dict[str, str]:
 
 
 def _match(model: nn.Module, patterns: Mapping[str, Any]) -> Plan:
-    """First pattern that matches decides; `*` stands for anything, also across dots."""
+    """Return the style of each matched module; the first matching pattern wins, and `*` also matches across dots."""
     plan: Plan = {}
     for name, _ in model.named_modules():
         for pattern, style in patterns.items():
@@ -126,7 +137,8 @@ def _matches(name: str, pattern: str) -> bool:
 def _is_llama_like(plan: Plan) -> bool:
     """Whether each module that owns column-parallel layers also owns the row-parallel one that ends the region.
 
-    A head alone (GPT-2) is not worth the name, and attention whose output layer has another name would break.
+    A plan that matches only the head (GPT-2) does not count, and attention whose output layer has another name would
+    break.
     """
     owners = {
         wanted: {name.rpartition(".")[0] for name, style in plan.items() if style == wanted}
@@ -147,7 +159,7 @@ def _nothing_matched(model: nn.Module, patterns: list[str], matched: Iterable[st
 
 
 def _split_tied_embeddings(model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
-    """Plan the embeddings that must be split over the vocabulary: tied to a split head, or opening a split stream."""
+    """Add embeddings to the plan that must be split: tied to a split head, or at the start of a split stream."""
     tied = {owner for group in tied_parameters(model) for owner in (n.rpartition(".")[0] for n in group) if owner}
     has_split_head = any(style == "colwise_gather_output" and name in tied for name, style in plan.items())
     if config.tensor_plan != "auto" and not has_split_head:
@@ -198,25 +210,13 @@ def _fitting(size: int) -> str:
     return f"It can be one of {[d for d in range(1, min(size, 64) + 1) if size % d == 0]}."
 
 
-# Tensor parallelism: plans are data, module-name pattern -> style, and this file gives them to DTensor.
-#
-#     plan = plan_for(model, config)            # decide, in tensor_plan.py
-#     shard_tensors(model, mesh["tensor"], plan, config)
-#
-# [Note: shared input] Several column-parallel layers read the same tensor: query, key and value; gate and up. Each of
-# them alone would sum that tensor's gradient over the tensor axis in its backward. Here the tensor becomes a
-# replicated DTensor once; the layers' gradients meet as partial sums, and cross the network once.
-#
-# [Note: sequence parallel] Between tensor-parallel regions the residual stream is a DTensor split over the sequence
-# (dimension 1). It stays a DTensor, not a local tensor, so that models which read `hidden.shape[1]` (for positions
-# and masks) see the whole sequence. The shared input above then gathers it, and scatters its gradient. Source of the
-# scheme: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+# Applying a plan.
 
 _SEQUENCE_DIM = 1
 
 
 def shard_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan, config: ParallelConfig) -> None:
-    """Turn the planned modules' parameters into DTensors over the 1-axis `mesh`, in place and without communication.
+    """Convert the planned modules' parameters to DTensors over the 1-axis `mesh`, in place, without communication.
 
     Tied parameters stay tied.
 
@@ -229,8 +229,8 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan, config: Parall
     styles = {name: _style(style, config) for name, style in plan.items() if style != "replicate"}
     if config.sequence_parallel:
         styles |= {name: SequenceParallel(use_local_output=False) for name in _norms_on_stream(model, plan)}
-    for name in styles:  # before the hooks that read the input, for hooks run in the order of their registration
-        if not isinstance(plan.get(name), ParallelStyle):  # a style of the user's may read keywords itself
+    for name in styles:  # hooks run in registration order, and this one must precede those that read the input
+        if not isinstance(plan.get(name), ParallelStyle):  # a user's own style may read keyword arguments itself
             model.get_submodule(name).register_forward_pre_hook(_give_by_position, with_kwargs=True)
     for owner, names in _readers_of_one_tensor(plan).items():
         _SharedInput(model.get_submodule(owner), map(model.get_submodule, names), mesh)
@@ -239,7 +239,10 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan, config: Parall
 
 
 class _SharedInput:
-    """Makes the tensor that the column-parallel layers of one module read a replicated DTensor, once a forward."""
+    """Converts the input of a module's column-parallel layers to a replicated DTensor, once per forward.
+
+    See [Note: shared input].
+    """
 
     def __init__(self, owner: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -268,7 +271,7 @@ class _SharedInput:
 def _give_by_position(
     _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Make `q_proj(input=x)` the call `q_proj(x)`: the hooks of DTensor's styles, and ours, look at position 0 only."""
+    """Rewrite `q_proj(input=x)` as `q_proj(x)`: the hooks of DTensor's styles, and ours, read only position 0."""
     if args or not kwargs:
         return None
     first, *others = kwargs
@@ -281,7 +284,7 @@ def _style(style: "str | ParallelStyle", config: ParallelConfig) -> ParallelStyl
     split = config.sequence_parallel
     stream = Shard(_SEQUENCE_DIM) if split else Replicate()
     match style:
-        case "colwise":  # its input is replicated already: see [Note: shared input]
+        case "colwise":  # its input is already replicated: see [Note: shared input]
             return ColwiseParallel()
         case "rowwise":
             return RowwiseParallel(output_layouts=stream, use_local_output=not split)
@@ -296,7 +299,7 @@ def _style(style: "str | ParallelStyle", config: ParallelConfig) -> ParallelStyl
 
 
 def _readers_of_one_tensor(plan: Plan) -> dict[str, list[str]]:
-    """Column-parallel layers by the module that owns them and hands them its input."""
+    """Group the column-parallel layers by the module that owns them and passes them its input."""
     readers: dict[str, list[str]] = {}
     for name, style in plan.items():
         if style == "colwise":
@@ -305,7 +308,7 @@ def _readers_of_one_tensor(plan: Plan) -> dict[str, list[str]]:
 
 
 def _norms_on_stream(model: nn.Module, plan: Plan) -> list[str]:
-    """Normalisation layers on the residual stream: those that the plan does not speak of."""
+    """Return the normalization layers on the residual stream: those that are not in the plan."""
     return [
         name for name, module in model.named_modules() if "norm" in type(module).__name__.lower() and name not in plan
     ]

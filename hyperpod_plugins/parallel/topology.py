@@ -1,11 +1,11 @@
-"""Which rank holds what: degrees and rank arithmetic, without torch.
+"""Parallel degrees and rank arithmetic, without torch.
 
-A world of ranks is a box with three axes, `replicate x shard x tensor`, laid out in row-major order:
+The ranks of a world form a grid with three axes, `replicate x shard x tensor`, in row-major order:
 
     global_rank = (replicate * shard_degree + shard) * tensor_degree + tensor
 
-`tensor` is innermost because it talks most, so its peers sit on one node; `shard` comes next and stays inside a node
-where it fits; ranks that hold the same shard (replicas) are a stride apart, so that they lie on different nodes
+`tensor` is innermost because it communicates most, so its peers share a node. `shard` comes next and stays inside a
+node where it fits. Ranks that hold the same shard (replicas) are a stride apart, so that they lie on different nodes
 whenever there is more than one node per replica. The replicate axis always exists, even at size 1: it is the
 only one whose size may change in a running job.
 """
@@ -21,7 +21,7 @@ AXES: tuple[Axis, ...] = ("replicate", "shard", "tensor")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """The place of one rank in the box."""
+    """Position of a rank on the three axes."""
 
     replicate: int
     shard: int
@@ -30,23 +30,23 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Sizes of the three axes, and who is where.
+    """Sizes of the three axes, and the position of each rank on them.
 
     Raises:
-        DegreeError: the degrees do not multiply to the world size.
+        DegreeError: a degree is out of range, or shard degree x tensor degree does not divide the world size.
     """
 
     world_size: int
     """Number of ranks in the job."""
     shard_degree: int = 1
-    """Ranks over which one copy of the training state is split."""
+    """Number of ranks over which one copy of the training state is split."""
     tensor_degree: int = 1
-    """Ranks over which each layer's matrices are split."""
+    """Number of ranks over which each layer's matrices are split."""
     ranks_per_node: int = 0
-    """Ranks on each node; 0 where all ranks are on one node."""
+    """Number of ranks on each node; 0 if all ranks are on one node."""
 
     def __post_init__(self) -> None:
-        """Check that the box can be filled exactly."""
+        """Check that the degrees divide the world size."""
         for name, value in (("shard_degree", self.shard_degree), ("tensor_degree", self.tensor_degree)):
             if not 1 <= value <= self.world_size:
                 raise DegreeError(f"{name} must lie in 1 .. {self.world_size} (the world size), but is {value}")
@@ -73,26 +73,26 @@ class Topology:
         return self.replicate_degree * self.shard_degree
 
     def coordinates(self, global_rank: int) -> Coordinates:
-        """Place of a rank in the box."""
+        """Return the position of a rank on the three axes."""
         self._check_rank(global_rank)
         rest, tensor = divmod(global_rank, self.tensor_degree)
         replicate, shard = divmod(rest, self.shard_degree)
         return Coordinates(replicate=replicate, shard=shard, tensor=tensor)
 
     def rank_at(self, coordinates: Coordinates) -> int:
-        """Rank at a place: the inverse of `coordinates`."""
+        """Return the rank at a position: the inverse of `coordinates`."""
         place = (coordinates.replicate, coordinates.shard, coordinates.tensor)
         if not all(0 <= index < size for index, size in zip(place, self.shape, strict=True)):
-            raise DegreeError(f"{coordinates} does not lie in the box {self}")
+            raise DegreeError(f"{coordinates} is outside the topology {self}")
         return (coordinates.replicate * self.shard_degree + coordinates.shard) * self.tensor_degree + coordinates.tensor
 
     def data_rank(self, global_rank: int) -> int:
-        """Index of this rank among those that read different samples; tensor peers share it."""
+        """Return a rank's index among the ranks that read different samples; tensor peers share it."""
         self._check_rank(global_rank)
         return global_rank // self.tensor_degree
 
     def peers(self, global_rank: int, axis: Axis) -> tuple[int, ...]:
-        """Ranks that differ from this one in `axis` alone, itself included, in the order of that axis."""
+        """Return the ranks that differ from this one only along `axis`, including itself, in axis order."""
         self._check_rank(global_rank)
         stride = {"replicate": self.shard_degree * self.tensor_degree, "shard": self.tensor_degree, "tensor": 1}[axis]
         size = self.shape[AXES.index(axis)]
@@ -100,15 +100,15 @@ class Topology:
         return tuple(range(first, first + size * stride, stride))
 
     def replicas_of(self, global_rank: int) -> tuple[int, ...]:
-        """Other ranks that hold the same shard of the training state."""
+        """Return the other ranks that hold the same shard of the training state."""
         return tuple(rank for rank in self.peers(global_rank, "replicate") if rank != global_rank)
 
     def node_of(self, global_rank: int) -> int:
-        """Index of the node a rank is on."""
+        """Return the index of the node that a rank is on."""
         return global_rank // self.ranks_per_node if self.ranks_per_node else 0
 
     def placement_notes(self) -> tuple[str, ...]:
-        """What is unfortunate about this layout, a sentence each; empty where nothing is."""
+        """Return one sentence for each axis of this layout that crosses nodes at a cost; empty if there is none."""
         notes: list[str] = []
         costs: dict[Axis, str] = {"tensor": "every layer", "shard": "every all-gather of parameters"}
         for axis, cost in costs.items():
@@ -117,7 +117,7 @@ class Topology:
         return tuple(notes)
 
     def _crosses_nodes(self, axis: Axis) -> bool:
-        """Whether any peers in this axis lie on different nodes."""
+        """Whether any peers along this axis lie on different nodes."""
         firsts = (rank for rank in range(self.world_size) if getattr(self.coordinates(rank), axis) == 0)
         rows = (self.peers(first, axis) for first in firsts)
         return any(self.node_of(row[0]) != self.node_of(row[-1]) for row in rows)
@@ -132,7 +132,7 @@ class Topology:
 
 
 def nearest_degrees(world_size: int, shard_degree: int, tensor_degree: int) -> str:
-    """Say which shard degrees fit this world beside the tensor degree, nearest to what was asked for."""
+    """Return a sentence that names the degrees that fit this world, and the one nearest to `shard_degree`."""
     if world_size % tensor_degree:
         fits = [d for d in range(1, world_size + 1) if world_size % d == 0]
         return f"tensor_degree must divide the world: {_list(fits)} would."

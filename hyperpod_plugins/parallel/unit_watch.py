@@ -1,16 +1,16 @@
-"""What the sharded units of a model gather and reduce in a step, compared between ranks before the optimizer writes.
+"""Check that all ranks gather and reduce the same FSDP2 units in a step, before the optimizer updates parameters.
 
-FSDP2 pairs the collectives of a group by their order alone. Ranks that run different units at the same moment, as
-experts, task heads or an early exit make them, glue together shards of different modules: messages of equal size give
-garbage without an error. And it reduces the gradients of those parameters of a unit that have one on this rank: with
-other ones on another rank, it adds up gradients of different parameters.
+The collectives of a process group are matched only by their order. If ranks run different units at the same time, as
+with experts, task heads or an early exit, FSDP2 joins shards of different modules: messages of equal size give
+garbage without an error. Also, FSDP2 reduces only the gradients that a unit's parameters have on this rank: if other
+parameters have one on another rank, gradients of different parameters are added up.
 
-A watch sees to both. A unit that took part in a backward reduces a gradient of each of its trainable parameters, zero
-for those that this rank did not use; `settle_gradients` then takes the gradients away again that no rank computed, as
-in one process, and raises where the sequences of units differ. Within a unit ranks may thus use what they like.
+`UnitWatch` prevents both. A unit that took part in a backward reduces a gradient of each of its trainable parameters,
+zero for those that this rank did not use; `settle_gradients` then removes the gradients that no rank computed, as in
+a single process, and raises if the sequences of units differ. Within a unit, ranks may thus use different parameters.
 """
 
-# The parameter groups of FSDP2 have no public spelling.
+# FSDP2's parameter groups have no public API.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 from array import array
@@ -31,11 +31,11 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import UnitsDiffer
 
 _DIGEST_BYTES = 8
-_NUM_CHECKED_STEPS = 3  # of a new process, and 1 after a fault; all ranks must have the same number left
+_NUM_CHECKED_STEPS = 3  # in a new process; 1 after a fault. All ranks must have the same number left.
 
 
 def watch_units(model: nn.Module) -> None:
-    """Watch the units of a sharded model from now on; units that are watched already stay as they are."""
+    """Start watching the units of a sharded model; does nothing if they are watched already."""
     units = [(name, group) for name, part in model.named_modules() for group in _groups_of(part)]
     if units and not any("_hyperpod_unit" in vars(group) for _, group in units):
         if not _watches:
@@ -44,27 +44,27 @@ def watch_units(model: nn.Module) -> None:
 
 
 def settle_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> bool:
-    """Compare what ranks ran since the last call, and leave the gradients that one process would have.
+    """Compare the units that ranks ran since the last call, and keep only the gradients that one process would have.
 
-    All ranks call this together, after the last backward of a step and before the optimizer writes; an optimizer that
-    steps without it calls it by a hook. It communicates once if `model` was run since, with a byte for each parameter
-    and one for the flag.
+    All ranks call this together, after the last backward of a step and before the optimizer steps. If it was not
+    called, a pre-hook of the optimizer's step calls it. It communicates only if `model` was run since the last call
+    or `flag` is given: one message, with a byte for each parameter and one for the flag.
 
     Args:
-        model: whose units.
-        flag: of this rank, a bool `()` on the device, which travels with the same message.
+        model: model whose units are compared.
+        flag: flag of this rank, a bool `()` on the device, sent in the same message.
 
     Returns:
-        Whether the flag of any rank is set; False where the groups are broken.
+        Whether the flag of any rank is set; False if the groups are broken.
 
     Raises:
-        UnitsDiffer: ranks gathered or reduced different units, so that what they computed is worthless.
+        UnitsDiffer: ranks gathered or reduced different units, so that the computed gradients are invalid.
     """
     return _settle([watch for watch in _watches_of(model) if watch.trace], flag)
 
 
 def settle_gradients_of(optimizer: Optimizer, flag: torch.Tensor | None = None) -> bool:
-    """`settle_gradients` for the models whose parameters an optimizer has, right before it steps."""
+    """Like `settle_gradients`, for the models whose parameters an optimizer holds, right before it steps."""
     return _settle(_watches_of_optimizer(optimizer), flag)
 
 
@@ -80,42 +80,42 @@ def _settle(watches: Sequence["UnitWatch"], flag: torch.Tensor | None) -> bool:
 
 
 def _settle_before_step(optimizer: Optimizer, *_: Any) -> None:
-    """For loops that step their optimizers themselves; a transaction's commit finds nothing left to settle."""
+    """Step pre-hook for loops that step their optimizers themselves; has nothing to do in a `StepTransaction`."""
     settle_gradients_of(optimizer)
 
 
 def _watches_of_optimizer(optimizer: Optimizer) -> list["UnitWatch"]:
-    """Those that were run since they were settled, and hold a parameter of an optimizer."""
+    """Return the watches of models that ran since they were settled and hold a parameter of `optimizer`."""
     present = [watch for watch in (each() for each in _watches) if watch is not None and watch.trace]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if present else []
     return [watch for watch in present if watch.holds_any(parameters)]
 
 
 def forget_step(model: nn.Module) -> None:
-    """Forget what the units have gathered and reduced so far."""
+    """Forget what the units of a model have gathered and reduced since the last `settle_gradients`."""
     for watch in _watches_of(model):
         watch.forget()
 
 
 def check_next_step(model: nn.Module) -> None:
-    """Compare the next step as it runs: all ranks have come together anew, some of them for the first time."""
+    """Compare the next step while it runs: after a reconfiguration, some ranks may be new."""
     for watch in _watches_of(model):
         watch.num_checked_steps = 1
 
 
 class UnitWatch:
-    """Of one sharded model, on one rank."""
+    """Records the collectives of a sharded model's units on one rank, and compares them between ranks."""
 
     def __init__(self, units: Sequence[tuple[str, Any]]) -> None:
-        """Watch units.
+        """Start watching units.
 
         Args:
-            units: name of the module and parameter group of FSDP2, in the same order on all ranks.
+            units: module name and FSDP2 parameter group of each, in the same order on all ranks.
         """
         self.trace = array("I")
-        """Twice the index of each unit that was gathered; that and one where it was reduced."""
+        """Events of the step in order: 2 * index of the unit for a gather, 2 * index + 1 for a reduce."""
         self.num_checked_steps = _NUM_CHECKED_STEPS
-        """How many of the next steps are compared as they run."""
+        """Number of upcoming steps that are compared while they run."""
         self._names = [name or "the root" for name, _ in units]
         self._units = [_Unit(self, index, group) for index, (_, group) in enumerate(units)]
         self._parameters = [parameter for unit in self._units for parameter in unit.parameters]
@@ -132,14 +132,14 @@ class UnitWatch:
         if dist.is_initialized() and dist.get_world_size() > 1:
             digest = blake2b(self.trace.tobytes(), digest_size=_DIGEST_BYTES).digest()
             mine = bytearray(digest + bytes(255 - byte for byte in digest) + used + b"\0")
-            # uint8 and MAX are served by gloo and by nccl; the largest complement is that of the smallest byte
+            # gloo and nccl both support uint8 with MAX; the largest complement is that of the smallest byte
             all_of_them = torch.frombuffer(mine, dtype=torch.uint8).to(self._device)
             if flag is not None:
-                all_of_them[-1:].copy_(flag.reshape(1))  # on the device: the host does not wait for it
+                all_of_them[-1:].copy_(flag.reshape(1))  # on the device, without waiting on the host
             dist.all_reduce(all_of_them, op=dist.ReduceOp.MAX)
             agreed = bytes(all_of_them.tolist())
             if group_health.cause is not None:
-                return False  # garbage, and the vote will say so
+                return False  # the values are garbage; the commit vote will fail
             if not _are_equal(agreed):
                 self._refuse()
             used, is_set = agreed[2 * _DIGEST_BYTES : -1], bool(agreed[-1])
@@ -153,10 +153,10 @@ class UnitWatch:
         return is_set
 
     def note(self, event: int) -> None:
-        """The unit of this number is about to be gathered or reduced; see `trace`.
+        """Record that a unit is about to be gathered or reduced; `event` is an element of `trace`.
 
         Raises:
-            UnitsDiffer: this step is compared as it runs, and another rank is about to do something else.
+            UnitsDiffer: this step is compared while it runs, and another rank is about to do something else.
         """
         self.trace.append(event)
         if not self.num_checked_steps or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -168,7 +168,7 @@ class UnitWatch:
             self._refuse()
 
     def holds_any(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether any of these is a shard that the units hold."""
+        """Whether any of `parameters` is a shard of a watched unit."""
         held = {id(each.shard) for each in self._parameters}
         return any(id(parameter) in held for parameter in parameters)
 
@@ -186,7 +186,7 @@ class UnitWatch:
 
 
 class _Parameter:
-    """A trainable parameter, and whether this rank has computed a gradient of it since it last had none."""
+    """A parameter of a unit, and whether this rank has computed a gradient for it in this step."""
 
     __slots__ = ("_of_fsdp", "_was_filled", "is_used")
 
@@ -196,23 +196,23 @@ class _Parameter:
 
     @property
     def shard(self) -> torch.Tensor:
-        """What the optimizer holds."""
+        """The sharded parameter, which the optimizer holds."""
         return self._of_fsdp.sharded_param
 
     @property
     def is_trained(self) -> bool:
-        """Whether it has been gathered, and is not frozen."""
+        """Whether it has been gathered and is not frozen."""
         whole = vars(self._of_fsdp).get("_unsharded_param")
         return whole is not None and whole.requires_grad
 
     @property
     def has_gradient(self) -> bool:
-        """Whether backward has computed one that is not reduced yet."""
+        """Whether backward has computed a gradient that is not reduced yet."""
         of_fsdp = self._of_fsdp
         return of_fsdp.unsharded_accumulated_grad is not None or of_fsdp.unsharded_param.grad is not None
 
     def note(self, *, begins: bool) -> None:
-        """A reduction comes; `begins`: no partial result of the same step has been reduced before it."""
+        """Prepare for a reduction; `begins`: nothing of the same step has been partially reduced before."""
         if begins and self._of_fsdp.sharded_param.grad is None:
             self.is_used = self._was_filled = False
         if self.has_gradient:
@@ -223,20 +223,20 @@ class _Parameter:
             whole.grad = torch.zeros_like(whole, requires_grad=False)
 
     def take_away_zeros(self) -> None:
-        """Have no gradient where there is nothing but zeros that were put there."""
+        """Remove the gradient if it consists only of zeros that were filled in here."""
         if self._was_filled and not self.is_used:
             self._of_fsdp.sharded_param.grad = None
             self._was_filled = False
 
 
 class _Unit:
-    """One parameter group, four of whose methods go through here."""
+    """Wraps four methods of one FSDP2 parameter group."""
 
     def __init__(self, watch: UnitWatch, index: int, group: Any) -> None:
         self.watch, self._index, self._group = watch, index, group
         self.parameters = [_Parameter(each) for each in group.fsdp_params]
         self.is_active = False
-        """Whether it ran in a forward whose backward has not ended."""
+        """Whether the unit ran in a forward whose backward has not ended."""
         self._pre_forward, self._unshard = group.pre_forward, group.unshard
         self._post_backward, self._finalize_backward = group.post_backward, group.finalize_backward
         vars(group).update(
@@ -257,7 +257,7 @@ class _Unit:
         is_in_backward = group._training_state.name == "PRE_BACKWARD"
         is_left_out = is_in_backward and not group.unshard_in_backward
         has_no_shards = group.is_unsharded or group._all_gather_result is not None or _shard_size(group) == 1
-        # An evaluation between two steps counts for nothing: a process that has come since has not seen it.
+        # An evaluation between two steps is ignored: a process that joined after it has not run it.
         is_in_step = is_in_backward or torch.is_grad_enabled()
         if is_in_step and not (is_left_out or has_no_shards):
             self.watch.note(2 * self._index)
@@ -268,7 +268,7 @@ class _Unit:
         if group.reduce_grads:
             trained = [parameter for parameter in self.parameters if parameter.is_trained]
             is_partial = group._partial_reduce_output is not None
-            # Replicas have not added up what an earlier micro-step left, and this is the last one that can tell them.
+            # A partial result of an earlier micro-step is not yet all-reduced over replicas; this is the last chance.
             is_due = is_partial and group.all_reduce_grads
             if trained and (self.is_active or is_due or any(parameter.has_gradient for parameter in trained)):
                 for parameter in trained:
@@ -281,7 +281,7 @@ class _Unit:
         return self._finalize_backward()
 
 
-_watches: list[ref[UnitWatch]] = []  # grows with each model, so that its length tells whether there are new ones
+_watches: list[ref[UnitWatch]] = []  # grows with each model: its length shows whether `_found` is up to date
 _found: "WeakKeyDictionary[nn.Module, tuple[int, list[ref[UnitWatch]]]]" = WeakKeyDictionary()
 
 
@@ -302,7 +302,7 @@ def _watches_of(model: nn.Module) -> list["UnitWatch"]:
 
 
 def _groups_of(part: nn.Module) -> list[Any]:
-    """Parameter groups of FSDP2 that a module has; before torch 2.12 it has one at most."""
+    """Return the FSDP2 parameter groups of a module; before torch 2.12 there is at most one."""
     if not isinstance(part, FSDPModule):
         return []
     state: Any = part._get_fsdp_state()
@@ -317,13 +317,13 @@ def _shard_size(group: Any) -> int:
 
 
 def _are_equal(agreed: bytes) -> bool:
-    """Whether the largest byte of all ranks' digests is the smallest, at each place."""
+    """Whether the largest byte of all ranks' digests is also the smallest, at each position."""
     largest, complements = agreed[:_DIGEST_BYTES], agreed[_DIGEST_BYTES : 2 * _DIGEST_BYTES]
     return all(high == 255 - low for high, low in zip(largest, complements, strict=True))
 
 
 def _difference(traces: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    """Where the sequences of two ranks part, and what to do about it."""
+    """Return a message that tells where the sequences of two ranks diverge, and what to do about it."""
 
     def told(event: int | None) -> str:
         if event is None:
@@ -337,9 +337,9 @@ def _difference(traces: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     at = next(index for index, (here, there) in enumerate(pairs) if here != there)
     here, there = pairs[at]
     return (
-        f"ranks ran different modules in this step: as its collective number {at + 1} rank 0 {told(here)}, where rank "
+        f"ranks ran different modules in this step: at its collective number {at + 1}, rank 0 {told(here)}, but rank "
         f"{other} {told(there)}. Each of them is a unit that all ranks must run together, in the same order, so this "
-        "step's gradients are worthless; nothing has been written. Name in block_classes only classes whose modules "
-        "every rank runs in every step, such as the layer around a set of experts: what is in no such module is "
-        "gathered with the model as a whole, and ranks may then run what they like of it."
+        "step's gradients are invalid; nothing has been updated. Name in block_classes only classes whose modules "
+        "every rank runs in every step, such as the layer around a set of experts: modules outside them are gathered "
+        "with the model as a whole, and ranks may then run different ones."
     )

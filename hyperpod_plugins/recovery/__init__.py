@@ -1,4 +1,4 @@
-"""Surviving faults in process: the step as a transaction, and the way back to a common step."""
+"""In-process fault recovery: the step as a transaction, and the return of all ranks to a common step."""
 
 from hyperpod_plugins.recovery.abort import SavedCheckpoints
 from hyperpod_plugins.recovery.config import RecoveryOptions

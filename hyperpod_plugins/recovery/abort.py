@@ -1,4 +1,7 @@
-"""The last rungs of the ladder: all processes begin again from a checkpoint, or the job ends."""
+"""The last recovery levels: all processes restart from a checkpoint, or the job ends.
+
+`SavedCheckpoints` records the checkpoints from which all processes can restart.
+"""
 
 import json
 import logging
@@ -21,42 +24,40 @@ from hyperpod_plugins.errors import RecoveryError, StateLost
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.recovery.plan import RecoveryLevel
 
-# Which persistent checkpoints a job has written: where all processes begin again when nothing else is left.
-
 log = logging.getLogger(__name__)
 
 __all__ = ["SavedCheckpoints", "all_checkpoints", "known_checkpoints", "newest_checkpoint"]
 
 
 class SavedCheckpoints:
-    """The list in the job store, oldest first. One rank writes it; everybody may read."""
+    """The list of persistent checkpoints in the job store, oldest first. One rank writes it; all may read it."""
 
     def __init__(self, job_store: JobStore, entry: int = 0) -> None:
-        """Use a connection that nobody else does: a checkpoint may be completed by a thread beside the training.
+        """Record the checkpoints of one entry of the program.
 
         Args:
-            job_store: of the job.
-            entry: number of the entry of the program that saves them; see `elastic/store/entries.py`.
+            job_store: A connection of its own, because a thread beside training may complete a checkpoint.
+            entry: Number of the entry of the program that saves them; see `elastic/store/entries.py`.
         """
         self._job_store = job_store
         self._entry = entry
         self._has_warned = False
 
     def add(self, path: str, step: int) -> None:
-        """A checkpoint of `step` optimizer steps, with which training can go on, is complete."""
+        """Record a complete checkpoint after `step` optimizer steps from which training can continue."""
         why = None if self._has_warned else refusal(path)
         if why is not None:
             self._has_warned = True
             log.warning(
-                "all processes could not start again from the checkpoint %s: %s. Keep checkpoints in folders that "
-                "only this user may write to (chmod go-w).",
+                "the job could not be restarted from the checkpoint %s: %s. Keep checkpoints in folders that only "
+                "this user may write to (chmod go-w).",
                 *(path, why),
             )
         known = [each for each in all_checkpoints(self._job_store) if each[0] != path]
         self._write([*known, (path, step, self._entry)])
 
     def discard(self, path: str) -> None:
-        """A checkpoint is about to be removed."""
+        """Drop a checkpoint from the list; call this before the checkpoint is removed."""
         self._write([each for each in all_checkpoints(self._job_store) if each[0] != path])
 
     def _write(self, known: list[tuple[str, int, int]]) -> None:
@@ -64,10 +65,10 @@ class SavedCheckpoints:
 
 
 def refuse_older(step: int, job_store: JobStore) -> None:
-    """See whether the snapshots of a step are the newest state there is, where no process has any.
+    """Check that no checkpoint is newer than the snapshots of a step, when no process holds state.
 
     Raises:
-        StateLost: a checkpoint is newer.
+        StateLost: A checkpoint is newer.
     """
     path, saved = newest_checkpoint(known_checkpoints(job_store))
     if saved > step:
@@ -81,14 +82,14 @@ _FINAL_SAVE_S = 10.0
 
 
 def request_restart(job_store: JobStore, rank: int, restart: JobRestart, event: str, wrong: Exception) -> NoReturn:
-    """Have the agents end all processes and start them again; who asks first is heard.
+    """Ask the agents to restart all processes, and wait to be ended. Only the job's first request counts.
 
     Args:
-        job_store: of the job.
-        rank: of this process.
-        restart: from where, and with which degrees.
-        event: name of the event that tells of it.
-        wrong: raised where the agents do nothing within 10 s.
+        job_store: Connection to the job store.
+        rank: Rank of this process.
+        restart: Checkpoint and degrees to restart with.
+        event: Name of the event to record.
+        wrong: Raised if the agents have not ended this process within 10 s.
     """
     job_store.set_if_absent(RESTART_KEY, restart.to_json().encode())
     record(Event(name=event, at_s=time.time(), details={"cause": restart.failure.cause, "step": restart.step}))
@@ -98,10 +99,10 @@ def request_restart(job_store: JobStore, rank: int, restart: JobRestart, event: 
 
 
 def restart_all(job_store: JobStore, job: JobEnv, rank: int, lost: StateLost) -> NoReturn:
-    """Have the agents end all processes and start them again, from the last checkpoint; who asks first is heard.
+    """Ask the agents to restart all processes from the last checkpoint. Only the job's first request counts.
 
     Raises:
-        StateLost: the agents did not within 10 s.
+        StateLost: The agents have not ended this process within 10 s.
     """
     failure = FailureRecord(kind="process", cause=str(lost), reporter=f"rank {rank}")
     restart = restart_from_newest(job_store, job, failure)
@@ -114,10 +115,14 @@ def restart_all(job_store: JobStore, job: JobEnv, rank: int, lost: StateLost) ->
 
 
 def follow_final_save(job_store: JobStore, patience_s: float = _FINAL_SAVE_S) -> NoReturn:
-    """End after the process that gives up, so that its own error is the one that the launcher shows.
+    """Wait until the process that gave up has exited, so that the launcher shows its error; then raise.
+
+    Args:
+        job_store: Connection to the job store.
+        patience_s: Longest wait, in seconds.
 
     Raises:
-        RecoveryError: always.
+        RecoveryError: Always.
     """
     deadline_s = time.monotonic() + patience_s
     giver: FailureRecord | None = None
@@ -127,4 +132,4 @@ def follow_final_save(job_store: JobStore, patience_s: float = _FINAL_SAVE_S) ->
         if giver is not None and job_store.exit_of(giver.worker_id, giver.incarnation) is not None:
             break
         time.sleep(_POLL_S)
-    raise RecoveryError(f"the job has given up: {giver or 'another process was to say why, and has not'}")
+    raise RecoveryError(f"the job has given up: {giver or 'the process that gave up has not said why'}")

@@ -1,4 +1,4 @@
-"""Waiting for a device that runs behind: what has not arrived there yet cannot be voted for, or written."""
+"""Waiting for an asynchronous device: its pending work cannot be voted for or written yet."""
 
 import time
 
@@ -12,13 +12,13 @@ _POLL_S = 0.0001
 
 
 def synchronize_or_raise(device: torch.device) -> None:
-    """Wait until all that was queued on a device is done; on the CPU it is.
+    """Wait until all work queued on a device is done; returns at once on the CPU.
 
-    As long as the groups are healthy this takes what it takes: which rank hangs is for the others to find out. Once
-    they are broken their collectives are aborted, and the queue must end.
+    While the groups are healthy there is no time limit: the other ranks find out which rank hangs. Once the groups
+    are broken, their collectives are aborted, and the queue must drain.
 
     Raises:
-        DeviceHung: it did not, within 30 s after the groups broke.
+        DeviceHung: The queue has not drained within 30 s after the groups broke.
     """
     is_done = record_queue(device)
     broken_s: float | None = None

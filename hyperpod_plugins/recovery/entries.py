@@ -1,7 +1,7 @@
-"""The entries of this process: which have ended, what they left, and which of them a restart goes on with.
+"""The entries of this process: which have ended, the state they left, and the one that a restart continues with.
 
-An entry is a call of the program that trains or evaluates; see `elastic/store/entries.py`. A process counts its own.
-Since every process runs the same program, the same number stands for the same call on all of them.
+An entry is a call of the program that trains or evaluates; see `elastic/store/entries.py`. Each process counts its
+own entries. Since all processes run the same program, the same number stands for the same call on all of them.
 """
 
 import logging
@@ -36,44 +36,48 @@ from hyperpod_plugins.recovery.plan import RecoveryLevel
 
 log = logging.getLogger(__name__)
 _APART = (
-    "a process that replaces a lost one came to a collective between two calls of the program, which the others have "
-    "behind them"
+    "a replacement process reached a collective between two calls of the program, which the other ranks have already "
+    "passed"
 )
 
 
 class Entries:
-    """Of one process; not thread-safe."""
+    """The entries of one process; not thread-safe."""
 
     def __init__(self) -> None:
-        """Count from the first one."""
+        """Start before the first entry."""
         self.number = -1
-        """Number of the entry that goes on, or of the last one."""
+        """Number of the present entry, or of the last one; -1 before the first."""
         self.is_inside = False
-        """Whether an entry goes on: what it calls itself is a part of it."""
+        """Whether an entry is in progress; calls nested in it are part of it."""
         self.is_passing = False
-        """Whether it has ended before, and only its state is brought back."""
+        """Whether the present entry ended before a restart, so that only its state is restored."""
         self.is_complete = True
-        """Whether the state after every entry so far is kept."""
+        """Whether the state after every entry so far was kept."""
         self.member: Member | None = None
-        """This process in the job, from the first entry on that recovers."""
+        """This process as a member of the job, from the first entry that recovers on."""
         self.has_left = False
-        """Whether it has left the job: later entries are not repaired in place."""
+        """Whether it has left the job, so that later entries are not repaired in place."""
         self.worker_ids: Sequence[int] = ()
-        """Of the world in which it was then; empty before."""
+        """Worker ids of the world when it left; empty before."""
         self.description: dict[str, Any] = {}
-        """Of an entry that is passed: what this rank's trainer knew at its end, beside tensors."""
+        """For an entry that is passed: the state of this rank's trainer at its end, other than tensors."""
         self.resumed_from = ""
-        """Checkpoint from which the present entry was started again; empty where it was not."""
+        """Checkpoint from which the present entry was restarted; empty if it was not."""
         self._job: JobEnv | None = None
         self._job_store: JobStore | None = None
         self._resumes = False
 
     @contextmanager
     def enter(self, job: JobEnv, kind: str) -> Generator[EndedEntry | None]:
-        """Begin the next entry; gives the record of one that has ended, which is only to be passed.
+        """Enter the next entry. Yields its record if it has ended already and is only to be passed, else None.
+
+        Args:
+            job: Environment of the job.
+            kind: Kind of the entry; see `EndedEntry.kind`.
 
         Raises:
-            RuntimeError: the program differs from what the processes before this one ran.
+            RuntimeError: This process makes other calls than the processes before it did.
         """
         if self._job_store is None:
             self._job, self._job_store = job, JobStore.connect(job)
@@ -98,11 +102,11 @@ class Entries:
 
     @property
     def is_joining(self) -> bool:
-        """Whether this process is to join the others in an entry that trains."""
+        """Whether this process has yet to join the others in an entry that trains."""
         return self._job is not None and (self._job.is_joining if self.member is None else self.member.is_joining)
 
     def _request_restart(self) -> None:
-        """Ask for what a process that is apart from the others cannot do: run what communicates between two entries."""
+        """Request a restart of all processes: a detached process cannot communicate between two entries."""
         group_health.allow()
         job, job_store = self._job, self._job_store
         if job is None or job_store is None:
@@ -113,7 +117,7 @@ class Entries:
         request_restart(job_store, worker_id, restart, RecoveryLevel.CHECKPOINT.event, RecoveryError(_APART))
 
     def resume_from(self, kind: str) -> str:
-        """Checkpoint from which all processes were started again, where it belongs to the entry that begins."""
+        """Checkpoint from which all processes were restarted, if it belongs to the entry that begins; else empty."""
         self.resumed_from = ""
         if not self._resumes or kind not in TRAINING or self.number < self._num_before:
             return ""
@@ -123,23 +127,23 @@ class Entries:
         return self.resumed_from
 
     def folder(self, parent: Path) -> Path:
-        """Folder in which all ranks keep the state after entries; in `parent`, if no rank has chosen another."""
+        """Folder for the state of all ranks after entries: a new one in `parent`, unless a rank has chosen one."""
         assert self._job_store is not None
         return folder_for(self._job_store, str((parent / f"hyperpod-ended-{uuid.uuid4().hex[:12]}").absolute()))
 
     def record(self, kind: str, results: Any) -> None:
-        """Say that the present entry has ended and its state is kept; after all ranks have kept theirs."""
+        """Record that the present entry has ended; call this after all ranks have kept their state."""
         assert self._job_store is not None
         record_end(self._job_store, EndedEntry(number=self.number, kind=kind, results=results))
 
     def lose(self, why: object) -> None:
-        """Go on without the state after the present entry: whoever starts again runs it again."""
+        """Continue without the state after the present entry, which a restart will run again."""
         log.warning("the state after call %d of the program is not kept: %s", self.number, why)
         self.is_complete = False
 
 
 def keep_of_rank(folder: Path, number: int, worker_id: int, values: dict[str, Any]) -> None:
-    """Keep values of this rank, and its random streams, as they are after an entry."""
+    """Write this rank's values and the state of its random generators after an entry."""
     path = _path_of_rank(folder, number, worker_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{uuid.uuid4().hex[:8]}")
@@ -148,14 +152,14 @@ def keep_of_rank(folder: Path, number: int, worker_id: int, values: dict[str, An
 
 
 def unseen(folder: Path, number: int, worker_ids: Iterable[int]) -> list[int]:
-    """Places whose values after an entry are not to be seen from here, though all have kept them."""
+    """Worker ids whose values after an entry are not visible on this node, although all ranks have written them."""
     return [worker_id for worker_id in worker_ids if not _path_of_rank(folder, number, worker_id).exists()]
 
 
 def read_of_rank(folder: Path, number: int, worker_id: int) -> tuple[dict[str, Any], Callable[[], None]]:
-    """The values that `keep_of_rank` kept, and what sets this rank's random streams as they were then.
+    """Read the values that `keep_of_rank` wrote; also returns a function that restores the random generators.
 
-    A rank that was not there takes what the first one kept.
+    If this worker wrote none, use those of worker 0.
     """
     path = _path_of_rank(folder, number, worker_id)
     with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
@@ -164,7 +168,7 @@ def read_of_rank(folder: Path, number: int, worker_id: int) -> tuple[dict[str, A
 
 
 def state_folder(folder: Path, number: int) -> Path:
-    """Where the checkpoint after an entry that trained lies."""
+    """Path of the checkpoint after an entry that trained."""
     return folder / f"{number}.ckpt"
 
 

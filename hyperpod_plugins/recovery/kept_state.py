@@ -1,14 +1,17 @@
-"""A copy of all that optimizers write, for steps that write before their vote.
+"""A copy of everything that optimizers write, for optimizers that step before the commit vote.
 
-An optimizer whose step communicates (Muon and Adafactor on shards, LARS) can be interrupted between two parameters. So
-its step belongs to what is computed, before the vote: until the vote completes, everything can be put back.
+An optimizer whose step communicates (Muon and Adafactor on shards, LARS) can be interrupted between two parameters.
+So its step is part of the computation before the vote, and everything can be restored until the vote completes.
 
-    elementwise optimizers     compute -> vote -> step              nothing is copied; the step can not be interrupted
-    all others                 copy -> compute, step -> vote        a fault anywhere puts the copy back
+    elementwise optimizers     compute -> vote -> step              nothing is copied; the step cannot be interrupted
+    all others                 copy -> compute, step -> vote        after a fault anywhere, the copy is restored
 
-[Note: why the vote comes after the step] A vote that completes on any rank then proves that every rank has written all
-that the step writes. A rank that has voted and does not know the result keeps what it has written if another rank
-counts the step, and takes the copy back if none does; nobody ever has to repeat a half of a collective.
+[Note: why the vote comes after the step] A vote that completes on any rank then proves that every rank has completed
+its writes. A rank that has voted and does not know the result keeps its writes if another rank has committed the
+step, and restores the copy if none has. No rank ever has to repeat part of a collective.
+
+`is_elementwise` tells the two kinds apart, `KeptState` is the copy, and `FreshGradients` rejects gradients that a
+replacement would not have.
 """
 
 import copy
@@ -31,7 +34,7 @@ from hyperpod_plugins.errors import ConfigError
 
 _ELEMENTWISE = frozenset(
     {Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD}
-)  # whatever parallelism: each element of a parameter depends on that element of gradient and state alone
+)  # with any parallelism: each element of a parameter depends only on the same element of gradient and state
 
 
 _PACKAGE = __name__.partition(".")[0]
@@ -40,9 +43,9 @@ _hooks_of_all: tuple[dict[int, Any], dict[int, Any]] = (_global_optimizer_pre_ho
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether a step of an optimizer is known not to communicate: it runs the step of one of torch's own classes.
+    """Whether an optimizer's step is known not to communicate: it is that of one of torch's elementwise classes.
 
-    A hook of the program around the step, and a `step` that the program has put into the optimizer, may do anything.
+    A step hook of the program, or a `step` that the program has set on the instance, may do anything.
     """
     if not any(_plain(type(optimizer).step) is _plain(each.step) for each in _ELEMENTWISE):
         return False
@@ -50,9 +53,9 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def _plain(step: "Callable[..., Any]") -> "Callable[..., Any]":
-    """The step of a class without the wrapper that torch puts around it where the first of its instances is made.
+    """The `step` of a class without the wrapper that torch puts around it when the first instance is created.
 
-    It puts one into a subclass, too, if no instance of the class with the step has been made before.
+    A subclass gets a wrapper too, if the class that defines the step has had no instance before.
     """
     while inspect.isfunction(step) and step.__code__ is _TORCHS_WRAPPER:
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -60,7 +63,7 @@ def _plain(step: "Callable[..., Any]") -> "Callable[..., Any]":
 
 
 def _is_of_class(optimizer: Optimizer) -> bool:
-    """Whether a step is the class's, perhaps within the wrapper of a scheduler, or compiled."""
+    """Whether an optimizer runs the `step` of its class, possibly wrapped by a scheduler or compiled."""
     step = vars(optimizer).get("step")
     if step is None:
         return True
@@ -80,38 +83,38 @@ def _hooks_of(optimizer: Optimizer) -> "list[Callable[..., Any]]":
 
 
 def _is_foreign(hook: "Callable[..., Any]") -> bool:
-    """Whether a hook is neither this package's nor torch's own, such as the profiler's."""
+    """Whether a hook is neither of this package nor of torch (such as the profiler's)."""
     return hook.__module__.partition(".")[0] not in (_PACKAGE, "torch")
 
 
 def owned_by(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
-    """The parameters of optimizers by their identities, each once."""
+    """The parameters of optimizers by `id`, without duplicates."""
     return {id(each): each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The tensor that has what this rank holds of a parameter, the same object each time: its version counts writes."""
+    """This rank's part of a parameter. For a DTensor always the same object, whose version counts writes."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()  # pyright: ignore[reportPrivateUsage]
 
 
 class Stateful(Protocol):
-    """What keeps something of a step beside tensors, such as a scheduler."""
+    """An object that a step changes beside tensors, such as a scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it keeps."""
+        """The state of the object."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Inverse of `state_dict`."""
+        """Load a `state_dict`."""
         ...
 
 
 class KeptState:
-    """The parameters of optimizers, and all that these hold, as they were when a step began; its memory is used again.
+    """A copy of optimizers, with their parameters and state, as of the beginning of a step. Its memory is reused.
 
     Args:
-        optimizers: whose.
-        others: what else a step changes; put back with the rest.
+        optimizers: the optimizers to copy.
+        others: other objects that a step changes; restored with the rest.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], others: Iterable[Stateful] = ()) -> None:
@@ -124,7 +127,7 @@ class KeptState:
         self._beside: tuple[list[_Groups], list[dict[str, Any]]] = ([], [])
 
     def keep(self) -> None:
-        """Copy everything now."""
+        """Copy the present state."""
         parameters = list(owned_by(self._optimizers).values())
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._states = [{p: _own(state) for p, state in each.state.items()} for each in self._optimizers]
@@ -139,7 +142,7 @@ class KeptState:
         self._beside = self._take_beside()
 
     def put_back(self) -> None:
-        """Let everything be as `keep` has found it. Tensors keep their identity."""
+        """Restore everything as of `keep`. Tensors keep their identity."""
         with torch.no_grad():
             _copy(self._copies, list(map(memory_of, self._tensors)))
         for optimizer, states in zip(self._optimizers, self._states, strict=True):
@@ -151,7 +154,7 @@ class KeptState:
 
     @contextmanager
     def as_it_began(self) -> Generator[None]:
-        """Let all but tensors of parameters and state be as `keep` has found it, inside."""
+        """Context in which everything except the tensors of parameters and state is as of `keep`."""
         present = self._take_beside()
         self._give_beside(self._beside)
         try:
@@ -177,7 +180,7 @@ class KeptState:
                 for key, value in values.items():
                     present = group.get(key)
                     if isinstance(present, Tensor) and isinstance(value, Tensor):
-                        present.copy_(value)  # a compiled step holds on to this tensor
+                        present.copy_(value)  # a compiled step refers to this tensor
                     else:
                         group[key] = list(value) if key == "params" else value
         for each, state in zip(self._others, states, strict=True):
@@ -185,10 +188,10 @@ class KeptState:
 
 
 class FreshGradients:
-    """Sees to it that a step uses no gradients of the step before, which a process that replaces another has not.
+    """Checks that a step uses no gradients of the step before, which a replacement process does not have.
 
     Args:
-        optimizers: that the program steps by hand.
+        optimizers: the optimizers that the program steps manually.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -197,18 +200,18 @@ class FreshGradients:
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking, and remove the hooks."""
         self._old = {}
         for hook in self._hooks:
             hook.remove()
 
     def begin(self) -> None:
-        """A step begins: what gradients there are must not be used."""
+        """Begin a step, which must not use the present gradients."""
         owned = owned_by(self._optimizers).values()
         self._old = {each: TensorWeakRef(each.grad) for each in owned if each.grad is not None}
 
     def put_back(self) -> None:
-        """The step begins again, and gradients have been dropped: those that were there must still not be used."""
+        """Begin the step again after its gradients were dropped; the gradients of `begin` must still not be used."""
         for parameter in self._old:
             parameter.grad = torch.zeros_like(parameter)
             self._old[parameter] = TensorWeakRef(parameter.grad)
@@ -217,10 +220,10 @@ class FreshGradients:
         for group in optimizer.param_groups:
             if any(each.grad is not None and self._is_old(each) for each in group["params"]):
                 raise ConfigError(
-                    f"{type(optimizer).__name__} was to step on gradients that a training_step before this one had "
-                    "left; a process that replaces a lost one has not got them. Call optimizer.zero_grad() before "
-                    "backward in each training_step (with set_to_none=True, its default), and accumulate within one "
-                    "training_step; or use CheckpointlessRecovery(enabled=False)."
+                    f"{type(optimizer).__name__} would step on gradients of an earlier training_step, which a process "
+                    "that replaces a lost one does not have. Call optimizer.zero_grad() before backward in each "
+                    "training_step (with set_to_none=True, its default), and accumulate within one training_step; or "
+                    "use CheckpointlessRecovery(enabled=False)."
                 )
 
     def _is_old(self, parameter: Tensor) -> bool:
@@ -232,7 +235,7 @@ _Groups = list[dict[str, Any]]
 
 
 def _own(values: dict[str, Any]) -> dict[str, Any]:
-    """A dict whose tensors are the same objects, and whose containers are copies with copies of their tensors."""
+    """A shallow copy of a dict: its tensors stay the same objects; nested containers and their tensors are copied."""
     return {
         key: value if isinstance(value, Tensor) else tree_map_only(Tensor, lambda each: each.detach().clone(), value)
         for key, value in values.items()
@@ -241,7 +244,7 @@ def _own(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy tensors of equal shapes; those of one device and type in few kernels."""
+    """Copy between tensors of equal shapes; those of one device and dtype in few kernels."""
     alike: defaultdict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]]
     alike = defaultdict(lambda: ([], []))
     for source, target in zip(sources, targets, strict=True):

@@ -1,16 +1,18 @@
-"""State that each rank has of its own, such as running statistics of BatchNorm: kept on the rank's buddy, step by step.
+"""Rank-local state, such as running statistics of BatchNorm: kept on the rank's buddy, step by step.
 
-Replicas of a shard hold the same parameters, but what a rank computes from its own samples lives nowhere else. Before
-each vote a rank gives its buddy what the step has made of it. So when a step is committed, the buddies hold the state
-after it, and after the step before: whichever of the two the job goes on from, a replacement gets its predecessor's.
+Replicas of a shard hold the same parameters, but what a rank computes from its own samples exists nowhere else.
+Before each vote a rank sends its buddy the state that the step has produced. So when a step is committed, the buddies
+hold the state after it and after the step before: from whichever of the two the job continues, a replacement gets the
+state of its predecessor.
 
-[Note: what hooks write] What follows a commit (the hooks of a batch, the rest of a loop's body) may write buffers and
-metrics, too: an average of weights, a reset. A rank that finds such a write when its next step begins says so with the
-state that it gives next, and from then on also gives the state with which a step begins. A copy from before the hooks
-never overwrites what they write: a replacement keeps the values of the replica that gives it its parameters.
+[Note: what hooks write] Code that follows a commit (the hooks of a batch, the rest of a loop's body) may write
+buffers and metrics too, for example an average of weights or a reset. A rank that finds such a write when its next
+step begins announces this with the next state that it sends, and from then on also sends the state at the beginning
+of each step. A copy from before the hooks never overwrites what they write: a replacement keeps the values of the
+replica that gives it its parameters.
 """
 
-# Tables of buffers and versions of tensors have no public spelling.
+# Buffer tables and tensor versions have no public API.
 # pyright: reportPrivateUsage=false
 
 import contextlib
@@ -41,52 +43,52 @@ _log = logging.getLogger(__name__)
 _is_cpu = attrgetter("is_cpu")
 _Name = TypeVar("_Name", str, tuple[str, str])
 LIMIT_BYTES = 2**20
-"""Largest state of one rank that is given to its buddy at each step."""
+"""Largest state of one rank that is sent to its buddy at each step."""
 
 _PLAIN_TYPE = re.compile(r"torch\.(bool|u?int(8|16|32|64)|b?float16|float(32|64)|float8_\w+|complex(32|64|128))")
 _DTYPES = {
     str(each): each
     for each in vars(torch).values()
-    if isinstance(each, torch.dtype) and _PLAIN_TYPE.fullmatch(str(each))  # torch makes no tensor of bytes of others
+    if isinstance(each, torch.dtype) and _PLAIN_TYPE.fullmatch(str(each))  # torch.frombuffer supports no others
 }
 _ALWAYS_KEPT_BYTES = 2**14
-"""Of one buffer, that is kept whether it was written to or not."""
+"""A buffer of at most this size is always kept, whether it was written to or not."""
 _LARGEST_BYTES = 2**40
-"""Of what a rank gives to one that is new: no limit."""
+"""Effectively no limit, for what a rank sends to a joiner."""
 _SAME, _GIVES_AGAIN, _FOLLOWS = 1, 2, 4
-"""Bits of the byte before a state: it is the one before, and is not sent; the step's beginning will bring another; it
-is large, and follows by itself."""
+"""Bits of the byte before a state: it equals the previous one and is not sent; another follows when the step begins;
+it is large and follows in a message of its own."""
 BUFFERS = "buffers"
-"""Name under which those of a model are registered."""
+"""Name under which the buffers of a model are registered."""
 OF_EPOCH = "of the epoch"
-"""End of the names of states that count from zero in each epoch."""
+"""Suffix of the names of states that start from zero in each epoch."""
 
 
 class RankLocalState(Protocol):
-    """An object whose state is of one rank alone."""
+    """An object with rank-local state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of tensors, plain containers, numbers and strings, without communication; empty for nothing."""
+        """Copies of tensors, plain containers, numbers and strings; empty for no state. Must not communicate."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Inverse of `state_dict`; parts whose names are in `leave` stay as they are."""
+        """Load a `state_dict`; parts whose names are in `leave` stay as they are."""
         ...
 
     def written(self, before: dict[str, Any]) -> set[str]:
-        """Names of the parts that are no longer as `before`, an earlier `state_dict`, has them."""
+        """Names of the parts that differ from `before`, an earlier `state_dict`."""
         ...
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The part of a `state_dict` that another job has saved, whose program may have been another one."""
+        """The part of a `state_dict` of another job, perhaps of another program, that this object can load."""
         ...
 
 
 class ProgramState:
-    """An object of the program, whose state is of one rank alone."""
+    """An object of the program with rank-local state."""
 
     def __init__(self, name: str, stateful: Stateful) -> None:
-        """Take hold of it.
+        """Wrap an object.
 
         Raises:
             ConfigError: its state holds Python objects that another process would have to unpickle.
@@ -96,38 +98,38 @@ class ProgramState:
             unpacked(packed(stateful.state_dict()))
         except pickle.UnpicklingError:
             raise ConfigError(
-                f"the state of {name!r} ({type(stateful).__name__}) holds Python objects that a process which replaces "
-                "a lost one would have to unpickle, and that runs code. Let state_dict return tensors, plain "
-                "containers, numbers and strings."
+                f"the state of {name!r} ({type(stateful).__name__}) holds Python objects that a replacement process "
+                "would have to unpickle, which runs code. Return only tensors, plain containers, numbers and strings "
+                "from state_dict."
             ) from None
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of what it says."""
+        """The object's state, with copies of tensors on the CPU."""
         copies = tree_map_only(torch.Tensor, lambda each: each.detach().cpu().clone(), self._stateful.state_dict())
         return {"state": copies}
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Inverse of `state_dict`; nothing where there is none."""
+        """Load a `state_dict`; an empty one is ignored."""
         if state_dict and "state" not in leave:
             self._stateful.load_state_dict(state_dict["state"])
 
     def written(self, before: dict[str, Any]) -> set[str]:
-        """The state as a whole, if it is another one."""
+        """The state as a whole, if it differs."""
         return set() if are_same(self.state_dict(), before) else {"state"}
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """All: the program's own `load_state_dict` decides."""
+        """All of it: the program's own `load_state_dict` decides."""
         return state_dict
 
 
 class BufferStates:
-    """The buffers of a model: all small ones, and those large ones that were written to; the others never differ.
+    """The buffers of a model: all small ones, and large ones that were written to; the others never differ.
 
-    BatchNorm updates its statistics without counting a new version of the tensor, so versions tell of large ones only.
+    BatchNorm updates its statistics without advancing the tensor's version, so versions are used for large ones only.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Take the present values of large ones for those that all ranks have."""
+        """Assume that the present values of large buffers are the same on all ranks."""
         self._places = [
             (f"{name}.{key}" if name else key, part, key)
             for name, part in model.named_modules()
@@ -143,12 +145,12 @@ class BufferStates:
         return not self._places
 
     def state_dict(self) -> dict[str, Any]:
-        """Names, types and shapes, and the bytes of all: many small tensors take long to be copied and written."""
+        """Names, dtypes and shapes, and all bytes in one piece: many small tensors are slow to copy and pickle."""
         own = {name: each for name, each in self._present().items() if self._is_own(name, each)}
         return packed_tensors(own, self._forms)
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Put them into the buffers, which keep their tensors; the others have the values that all ranks have."""
+        """Copy the values into the buffers, in place; buffers not in `state_dict` count as equal on all ranks."""
         with torch.no_grad():
             for name, tensor, values in self._pairs(state_dict):
                 if name not in leave:
@@ -158,26 +160,26 @@ class BufferStates:
             self._first[name] = (present[name], present[name]._version)
 
     def written(self, before: dict[str, Any]) -> set[str]:
-        """Names of buffers that were written to, or that `before` does not have."""
+        """Names of the buffers that differ from `before`, or that were written to and are not in it."""
         present, names = self._present(), _names(before)
         found = {name for name, tensor in present.items() if name not in names and self._is_own(name, tensor)}
         return found | {name for name, tensor, values in self._pairs(before) if not are_same(tensor.cpu(), values)}
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Buffers that a checkpoint of the model has, too: all others are what the program makes them (as in torch)."""
+        """Only the persistent buffers: all others are as the program creates them (as in torch)."""
         names = self.saved_names()
         return packed_tensors({name: values for name, values in unpacked_tensors(state_dict) if name in names})
 
     def saved_names(self) -> set[str]:
-        """Of persistent buffers, which a checkpoint of the model has."""
+        """Names of the persistent buffers, which a checkpoint of the model holds."""
         return self._saved & self._present().keys()
 
     def own_names(self) -> list[str]:
-        """Of those buffers that `state_dict` holds."""
+        """Names of the buffers that `state_dict` holds."""
         return [name for name, tensor in self._present().items() if self._is_own(name, tensor)]
 
     def _pairs(self, state_dict: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Of each buffer in a `state_dict` its name, its tensor and those values.
+        """Name, tensor and saved values of each buffer in a `state_dict`.
 
         Raises:
             CheckpointMismatch: the model has no such buffer.
@@ -197,16 +199,16 @@ class BufferStates:
         return {
             name: tensor
             for name, part, key in self._places
-            if type(tensor := part._buffers.get(key)) is torch.Tensor  # not one that is sharded
+            if type(tensor := part._buffers.get(key)) is torch.Tensor  # not a sharded one
         }
 
 
 def packed_tensors(tensors: Mapping[_Name, torch.Tensor], known: "Forms | None" = None) -> dict[str, Any]:
-    """Names, types and shapes as JSON, which is compared and written in one piece, and values; nothing for none.
+    """Names, dtypes and shapes as one JSON text, and values as bytes; an empty dict for no tensors.
 
     Args:
-        tensors: by name.
-        known: of the last time; each step asks for them, and they rarely change.
+        tensors: tensors by name.
+        known: cache of the JSON text: it is needed in each step and rarely changes.
     """
     forms = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     known = Forms() if known is None else known
@@ -214,14 +216,14 @@ def packed_tensors(tensors: Mapping[_Name, torch.Tensor], known: "Forms | None" 
 
 
 class Forms:
-    """Names, types and shapes of tensors as JSON, written again when they have changed."""
+    """Caches names, dtypes and shapes of tensors as JSON."""
 
     def __init__(self) -> None:
         self._forms: list[Any] = []
         self._text = "[]"
 
     def text_of(self, forms: Sequence[tuple[Any, torch.dtype, torch.Size]]) -> str:
-        """A JSON list of name, type and shape of each."""
+        """A JSON list of name, dtype and shape of each tensor."""
         if forms != self._forms:
             self._forms = list(forms)
             self._text = json.dumps([(name, str(dtype), shape) for name, dtype, shape in forms])
@@ -229,7 +231,7 @@ class Forms:
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Of all, one after another; from a device in one copy."""
+    """Bytes of all tensors, concatenated; copied from a device at once."""
     if all(map(_is_cpu, tensors)):
         return b"".join([_host_values(each).numpy().tobytes() for each in tensors])
     flat = [as_integers(each).reshape(-1).view(torch.uint8).to(tensors[0].device) for each in tensors]
@@ -237,7 +239,7 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def _host_values(tensor: torch.Tensor) -> torch.Tensor:
-    """As numpy takes them: it has not all types."""
+    """A view that NumPy accepts: it lacks some dtypes."""
     is_plain = tensor.dtype is torch.float32 and not (tensor.requires_grad or tensor.is_neg())
     return tensor if is_plain else as_integers(tensor)
 
@@ -246,26 +248,26 @@ def unpacked_tensors(packed: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]
     """Inverse of `packed_tensors`; names that are tuples come back as lists.
 
     Raises:
-        CheckpointMismatch: these are not the values of the tensors that are named.
+        CheckpointMismatch: the values do not fit the names, dtypes and shapes.
     """
     if not packed:
         return []
     try:
         forms: list[Any] = json.loads(packed["forms"])
         return [*tensors_in(packed["data"], [(name, kind, shape) for name, kind, shape in forms])]
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # a deep nesting, or sizes beyond all bounds
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # including deep nesting and excessive sizes
         raise CheckpointMismatch(f"the state of one rank does not say what it holds: {error!r}") from error
 
 
 def tensors_in(data: object, forms: Iterable[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Tensors whose values follow one another in some bytes, with their names.
+    """Yield name and tensor of each form, reading their values from consecutive bytes.
 
     Args:
-        data: from this process or another one.
-        forms: name, type and shape of each.
+        data: bytes from this process or another one, not trusted.
+        forms: name, dtype and shape of each tensor.
 
     Raises:
-        CheckpointMismatch: there are no such values.
+        CheckpointMismatch: `data` does not hold such values.
     """
     begin = 0
     for name, kind, shape in forms:
@@ -285,10 +287,10 @@ def _names(packed: Mapping[str, Any]) -> set[str]:
 
 
 class LocalStates:
-    """Rank-local state of this process, and that of its ward, whose buddy it is."""
+    """Rank-local state of this process and of its source rank (the rank whose buddy it is)."""
 
     def __init__(self, topology: Topology, rank: int) -> None:
-        """Keep nothing yet."""
+        """Start empty."""
         self._rank = rank
         self._buddy_of = buddies(topology)
         self._buddy, self._ward = self._buddy_of[rank], sources_of(self._buddy_of)[rank]
@@ -301,19 +303,19 @@ class LocalStates:
         self._kept: dict[int, bytes] = {}
         self._has_warned = self._grows = False
         self._changes = False
-        """Whether the last step has changed the state."""
+        """Whether the last step changed the state."""
         self._is_written_after = False
-        """Whether what follows a commit was ever found to write here."""
+        """Whether code after a commit was ever found to write rank-local state."""
         self.forget()
 
     def register(self, name: str, state: RankLocalState, *, is_repeated: bool = False) -> None:
-        """Keep the state of an object; all ranks register the same names.
+        """Keep the state of an object. All ranks register the same names.
 
         Args:
-            name: of the state.
+            name: name of the state.
             state: the object.
-            is_repeated: whether it is not given again for the sake of what hooks do with it after the commit:
-                `load_state_dict` does that again, or leaves it to what the source of the parameters has.
+            is_repeated: whether hooks that write the state after a commit do not cause it to be sent again:
+                `load_state_dict` repeats their effect, or keeps the values of the rank that gives the parameters.
         """
         self._states[name] = state
         self._of_program.pop(name, None)
@@ -324,24 +326,24 @@ class LocalStates:
 
     @property
     def kept_steps(self) -> tuple[int, ...] | None:
-        """Steps of which the ward's state is here; None where none was given yet."""
+        """Steps after which the state of the source rank is kept here; None if it has sent none yet."""
         if not self._kept:
             return None
         return tuple(step for step, data in sorted(self._kept.items()) if data)
 
     def present(self) -> dict[str, dict[str, Any]]:
-        """The state of this rank, by the names of its parts."""
+        """The present state of this rank, by registered name."""
         return self._present()
 
     def take(
         self, states: Mapping[str, dict[str, Any]], *, begins_epoch: bool, is_of_another_job: bool = False
     ) -> None:
-        """Load what `present` said, here or in the process before, of those parts that are registered.
+        """Load states that `present` returned, in this process or its predecessor, into the registered objects.
 
         Args:
-            states: by name; parts that had none begin anew.
-            begins_epoch: whether what counts in an epoch begins anew.
-            is_of_another_job: whether the program may have been another one; only what fits is taken then.
+            states: states by name; an object without one is given an empty state.
+            begins_epoch: whether an epoch begins; states that start from zero in each epoch are not loaded then.
+            is_of_another_job: whether the states may be of another program; only parts that fit are loaded then.
         """
         for name, state in self._states.items():
             if not (begins_epoch and name.endswith(OF_EPOCH)):
@@ -349,25 +351,25 @@ class LocalStates:
                 state.load_state_dict(state.fitting(values) if is_of_another_job else values)
 
     def forget(self) -> None:
-        """Take nothing that was exchanged so far for granted: ranks have come together anew."""
+        """Discard what was exchanged so far, as the ranks have assembled anew."""
         self._last: dict[str, dict[str, Any]] | None = None
-        """What was given to the buddy last."""
+        """State last sent to the buddy."""
         self._last_own = self._last_kept = b""
         self._gives_at = self._gets_at = self._late_at = -1
-        """Steps at whose beginning this rank gives its state again, its ward does, and its ward did."""
+        """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did."""
 
     def share(self, step: int) -> None:
-        """Give the buddy this rank's state as it will be when `step` steps are committed, and take the ward's.
+        """Send the buddy this rank's state as it will be after `step` commits, and receive the source rank's.
 
         Raises:
-            PeerLost: one of them is gone; the groups are broken then.
+            PeerLost: one of them is lost; the groups are broken then.
         """
         if not self._is_active:
             return
         present, is_first = self._present(), self._last is None
         if not (is_first or self._changes) and are_same(present, self._last):
             data, is_same = self._last_own, True
-        else:  # bytes are compared in less time, and may differ where the values do not
+        else:  # comparing bytes is faster, but they may differ where the values do not
             data = self._packed(present)
             is_same = not is_first and data == self._last_own
         self._changes = not is_same
@@ -382,7 +384,7 @@ class LocalStates:
         self._gives_at, self._gets_at = step if gives else -1, step if told & _GIVES_AGAIN else -1
 
     def _passed_round(self, label: str, flags: int, data: bytes) -> tuple[int, bytes]:
-        """Give some bits and bytes to the buddy, and take the ward's."""
+        """Send flags and data to the buddy, and receive those of the source rank."""
         if is_large := len(data) >= Channel.SMALL_BYTES:
             flags |= _FOLLOWS
         given = bytes([flags]) + (b"" if is_large else data)
@@ -397,13 +399,13 @@ class LocalStates:
         return told, taken
 
     def begin(self, step: int, *, begins_epoch: bool = False) -> None:
-        """A step begins: see whether what followed the commit has written here, and give it to the buddy if announced.
+        """Begin a step: detect writes since the commit, and send the state to the buddy again if that was announced.
 
-        Somebody who was lost meanwhile leaves the groups broken, and the step fails like any other.
+        If a rank was lost meanwhile, the groups are broken and the step fails like any other; nothing is raised here.
 
         Args:
-            step: how many are committed.
-            begins_epoch: whether it is the first of an epoch: what counts in an epoch has begun anew then.
+            step: number of committed steps.
+            begins_epoch: whether the step is the first of an epoch; states of the epoch start from zero then.
         """
         self._at_begin = {name: state.state_dict() for name, state in self._of_program.items()}
         if not self._is_active:
@@ -421,20 +423,20 @@ class LocalStates:
                 self._kept[step], self._late_at = _raw(received[self._ward][0]), step
 
     def undo(self) -> None:
-        """Put back what the program has registered, as it was when the step began."""
+        """Restore the objects that the program registered to their state when the step began."""
         for name, state in self._at_begin.items():
             self._states[name].load_state_dict(state)
 
     def restore(self, step: int, targets: Sequence[int], *, begins_epoch: bool = False) -> None:
-        """Give the ranks that are new what their predecessors had after `step` steps; called on all ranks.
+        """Give joiners the states of their predecessors after `step` steps. All ranks call this.
 
         Args:
-            step: from which the job goes on; what this rank has is of its beginning.
-            targets: those ranks.
-            begins_epoch: whether that is the first of an epoch: what counts in an epoch begins anew then.
+            step: number of committed steps from which the job continues; this rank's state is that of its beginning.
+            targets: ranks of the joiners.
+            begins_epoch: whether that step is the first of an epoch; states of the epoch start from zero then.
 
         Raises:
-            PeerLost: somebody was lost meanwhile.
+            PeerLost: a rank was lost meanwhile.
         """
         if not self._states:
             return
@@ -444,8 +446,8 @@ class LocalStates:
             self._take(step, data, leave, targets, begins_epoch)
         if not self._is_active:
             return
-        # All hold this step's state, also after a return to an earlier one: from here on their buddies do, too. A part
-        # of the program that is run again before the next step may still write to it.
+        # All ranks hold this step's state, even after a return to an earlier step; from here on their buddies do too.
+        # Program code that runs again before the next step may still write to it.
         if not data or leave:
             data = self._packed(self._present())
         label = f"the state of one rank from which step {step} begins"
@@ -453,14 +455,17 @@ class LocalStates:
         self._own, self._kept = {step: data}, {step: _raw(received[self._ward][0])}
 
     def pass_on(self, sources: Mapping[int, int], give: Callable[[], bytes]) -> bytes:
-        """What this rank, if it is new, is given by the rank that gives it its parameters; called on all ranks.
+        """Pass data from the ranks that give joiners their parameters to the joiners. All ranks call this.
 
         Args:
-            sources: the giver of each rank that is new.
-            give: makes what a giver gives.
+            sources: for each joiner, the rank that gives it its parameters.
+            give: returns the data that a giver sends.
+
+        Returns:
+            The data that this rank received; empty if it is not a joiner.
 
         Raises:
-            PeerLost: somebody was lost meanwhile.
+            PeerLost: a rank was lost meanwhile.
         """
         targets = [target for target, source in sources.items() if source == self._rank]
         data = bytes([not self._kept]) + give() if targets else b""
@@ -474,7 +479,7 @@ class LocalStates:
         return data[1:]
 
     def _hand_over(self, step: int, targets: Sequence[int]) -> tuple[bytes, dict[str, list[str]]]:
-        """What this rank, if it is new, gets from its buddy: its state, and which parts of that it must not load."""
+        """Pass states from buddies to joiners. A joiner gets its state and the parts that it must not load."""
         givers = {target: self._buddy_of[target] for target in targets if self._buddy_of[target] not in targets}
         sends = {
             target: [self._kept.get(step, b""), packed(self._written_after(step))]
@@ -491,9 +496,9 @@ class LocalStates:
     def _take(
         self, step: int, data: bytes, leave: dict[str, list[str]], targets: Sequence[int], begins_epoch: bool
     ) -> None:
-        """Load what the predecessor of this rank had."""
+        """Load the state of this rank's predecessor."""
         if not data and step and self._grows:
-            return  # this place had no process before
+            return  # this rank had no process before
         if not data and step:
             lost = "was lost too" if self._buddy in targets else "does not have it"
             self._tell_lost(step, ", ".join(self._states), f"rank {self._buddy}, its buddy, {lost}")
@@ -507,11 +512,11 @@ class LocalStates:
         lost = [f"{name} {part}" for name, parts in leave.items() if name not in self._repeated for part in parts]
         if lost:
             self._tell_lost(
-                step, few(lost, 3), "its predecessor was lost before it could give what was written after the step"
+                step, few(lost, 3), "its predecessor was lost before it sent what was written after the step"
             )
 
     def _written_after(self, step: int) -> dict[str, list[str]]:
-        """What hooks have written here since the ward gave its state, and so will have there, by the state's name."""
+        """Parts, by state, that hooks wrote here, and hence on the source rank, since that sent its state."""
         if self._late_at == step or not self._own.get(step):
             return {}
         before = unpacked(self._own[step])
@@ -526,7 +531,7 @@ class LocalStates:
         return {name: state.state_dict() for name, state in self._states.items()}
 
     def _hooks_have_written(self, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> bool:
-        """Whether a state that is given again for the sake of hooks is no longer what was given last."""
+        """Whether any state, except those registered with `is_repeated`, differs from what was sent last."""
         for name, state in self._states.items():
             if name in self._repeated or (begins_epoch and name.endswith(OF_EPOCH)):
                 continue
@@ -535,11 +540,11 @@ class LocalStates:
         return False
 
     def _packed(self, present: Mapping[str, dict[str, Any]]) -> bytes:
-        """What is there, as it is sent; nothing if that is too much."""
+        """The state as it is sent; empty if it is too large."""
         data = packed({name: state for name, state in present.items() if state})
         if len(data) <= LIMIT_BYTES:
             return data
-        self._warn(f"it takes {len(data):,} bytes, more than {LIMIT_BYTES:,}")
+        self._warn(f"its size is {len(data):,} bytes, more than {LIMIT_BYTES:,}")
         return b""
 
     def _tell_lost(self, step: int, what: str, why: str) -> None:
@@ -550,8 +555,8 @@ class LocalStates:
     def _warn(self, why: str) -> None:
         if not self._has_warned and self._rank == 0:
             _log.warning(
-                "the state of each rank (%s) is not kept on its buddy, for %s: where a rank is lost, all return to a "
-                "snapshot, if there are any, and a replacement gets another rank's state otherwise (rank_local_state)",
+                "rank-local state (%s) is not kept on the buddy: %s. If a rank is lost, all ranks return to a snapshot "
+                "if there is one; otherwise a replacement gets another rank's state (see rank_local_state)",
                 ", ".join(self._states),
                 why,
             )
@@ -559,13 +564,13 @@ class LocalStates:
 
 
 def _last_two(states: Mapping[int, bytes], step: int, data: bytes) -> dict[int, bytes]:
-    """The last of those before a step, and the state of that step; later ones are void."""
+    """The last state before a step, and the state of that step; later ones are dropped."""
     before = max(filter(step.__gt__, states), default=step)
     return {before: states.get(before, data), step: data}
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Whether plain containers and tensors are equal to the last bit."""
+    """Whether plain containers and tensors are bitwise equal."""
     if one is other:
         return True
     if type(one) is bytes:

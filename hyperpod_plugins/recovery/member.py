@@ -1,4 +1,8 @@
-"""This process as a member of the job: what it tells the others, and what it hears from them while it computes."""
+"""This process as a member of the job: how it joins generations, reports failures and sends heartbeats.
+
+Two threads run beside training: `_watch_generation` breaks the groups when the generation ends, and
+`_heartbeat_loop` sends heartbeats and looks for hangs.
+"""
 
 import atexit
 import contextlib
@@ -46,15 +50,15 @@ from hyperpod_plugins.recovery.world_view import Worlds
 log = logging.getLogger(__name__)
 _REFORM_TIMEOUT_S = 20.0
 _MAX_FAILURES = 10
-"""Generations in a row whose groups cannot be formed, after which a member does not try again."""
+"""Consecutive failures to form groups after which a member gives up."""
 _FIRST_PAUSE_S = 0.005
 _BEAT_S = 1.0
 _APART_S = 0.01
-_LISTEN_S = 365 * 86400.0  # the wait costs nothing, and torch warns of each one that times out
+_LISTEN_S = 365 * 86400.0  # waiting costs nothing, while torch logs a warning for each wait that times out
 
 
 class Member:
-    """One process in one rank's place. A thread listens for the end of the generation and breaks the groups then."""
+    """One worker process as a member of the job; its methods are for the main thread."""
 
     def __init__(
         self,
@@ -67,20 +71,20 @@ class Member:
     ) -> None:
         self.job = job
         self.worker_id = worker_id
-        """Number under which the job store knows this process, whatever its rank."""
+        """Stable identity of this worker slot in the job store; unlike the rank, it never changes."""
         self.policy = policy
         self.hangs = hangs
         self.step_times = StepTimes()
         self.generation = self._watched = 0
         self.committed = NO_STATE
         self.is_joining = job.is_joining
-        """Whether this process takes the place of a lost one, until the call in which it joined the others ends."""
+        """Whether this process joined a running job; reset at the end of the first call in which it trains."""
         self.is_torn = False
-        """Whether this process has no state because a step was interrupted while it wrote; not as a newcomer."""
+        """Whether this process has no state because a commit was interrupted, not because it is a joiner."""
         self.activity = "setting up"
-        """Where the main thread is, in words; the others hear it once a second."""
+        """What the main thread is doing, in words; sent with each heartbeat, about once a second."""
         self.in_step = False
-        """Whether that is inside a step."""
+        """Whether the main thread is inside a step."""
         self.job_store = JobStore.connect(job)
         self._reports = JobStore.connect(job)
         self._reporting = threading.Lock()
@@ -88,13 +92,13 @@ class Member:
         self._num_beats = 0
         self._ages = HeartbeatAges()
         self._next_look_s = 0.0
-        self._entered_s: float | None = None  # when this process became a member of its present world
+        self._entered_s: float | None = None  # when this process joined its present world
         self._told: FailureRecord | None = None
         self._worlds = Worlds(self.job_store, world)
         self.is_elastic = False
-        """Whether the job may change its size: only then does anybody ask about it."""
+        """Whether the job may change its size; the heartbeat thread polls for new worlds only then."""
         self.wants_resize = False
-        """Whether the next world is ready to take over, as far as this process has heard."""
+        """Whether the next world is ready to take over, as far as this process knows."""
         survivors = Survivors(self.job_store, patience_s=self._patience_s, outside_s=hangs.outside_s)
         self._stop_reports = StopReports(
             self.job_store,
@@ -129,18 +133,18 @@ class Member:
 
     @property
     def rank(self) -> int:
-        """Rank in that world.
+        """Rank in the present world.
 
         Raises:
-            RecoveryError: this process is no part of it.
+            RecoveryError: This process is not part of it.
         """
         rank = self.world.rank_of(self.worker_id)
         if rank is None:
-            raise RecoveryError(f"the process in place {self.worker_id} is no part of world {self.world}")
+            raise RecoveryError(f"worker {self.worker_id} is not part of world {self.world}")
         return rank
 
     def start(self) -> None:
-        """Begin to listen. A newcomer's groups stay detached until it has joined."""
+        """Start the threads. The groups of a joiner stay detached until it has joined."""
         if self.job.agent_pid:
             exit_with_agent(self.job.agent_pid)
         if self.is_joining:
@@ -157,7 +161,7 @@ class Member:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """Stop listening; the job goes on without this process's word, or has ended."""
+        """Stop the threads and leave the job, which continues without this process or has ended."""
         with self._changed:
             self._is_leaving = True
             self._changed.notify_all()
@@ -166,23 +170,27 @@ class Member:
         end()
 
     def end_entry(self, *, has_trained: bool) -> None:
-        """Go on between two entries of the program; what this process has committed there does not count any more."""
+        """Reset what belongs to an entry of the program (a call that trains or evaluates) after it has ended.
+
+        Args:
+            has_trained: Whether the entry trained, so that this process no longer counts as joining.
+        """
         if has_trained:
             self.is_joining = False
         self.committed, self.is_torn, self.in_step = NO_STATE, False, False
         self.activity = BETWEEN_CALLS
 
     def fail(self, kind: IncidentKind, cause: str) -> None:
-        """End the generation because of something that this rank did, and break its groups."""
+        """End the generation because of a failure of this rank, and break its groups."""
         self._told = FailureRecord(
             kind=kind, cause=cause, worker_id=self.worker_id, incarnation=self.job.incarnation, step=self.committed
         )
-        if not group_health.is_open:  # say so before a peer can notice
+        if not group_health.is_open:  # report the cause before a peer notices the break
             self._end(self.generation, self._told)
         break_groups(cause)
 
     def yield_to_next_world(self) -> None:
-        """End the generation for the next world, if its newcomers are ready."""
+        """End the generation so that the next world takes over, if the joiners of that world are ready."""
         number = pending_world(self._reports)
         self.wants_resize = False
         planned = self.job_store.world(number) if number > self.world.number else None
@@ -191,28 +199,33 @@ class Member:
             break_groups(str(self._end(self.generation, failure)))
 
     def next_world(self) -> WorldPlan:
-        """The world for which the generation is formed that comes next, or is being formed."""
+        """The world of the generation that is being formed or comes next."""
         return self._worlds.at(self.job_store.generation(at_least=self.generation))
 
     def move(self, world: WorldPlan) -> None:
-        """Belong to another world from now on: with another rank, perhaps."""
+        """Become part of another world, perhaps with another rank."""
         self._worlds.now, self._entered_s = world, None
 
     def give_up(self, cause: str) -> None:
-        """Tell the agents that nobody is to be replaced any more: the job ends with the first error that is told."""
+        """Tell the agents to replace no more processes; the first cause that is reported ends the job."""
         log.error("rank %d gives up: %s", self.rank, cause)
         mine = FailureRecord(kind="exception", cause=cause, worker_id=self.worker_id, incarnation=self.job.incarnation)
         self.job_store.set_if_absent(GAVE_UP_KEY, mine.to_json().encode())
 
     def follow(self, patience_s: float = 10.0) -> NoReturn:
-        """End after the process that gives up, which may take it `patience_s` seconds."""
+        """Exit after the process that gives up, waiting up to `patience_s` seconds for it; raises `RecoveryError`."""
         follow_final_save(self.job_store, patience_s)
 
     def gather(self, number: int, group: str, ranks: Sequence[int]) -> None:
-        """Connect some members of one group, by the name of its role, for a last save; all others stay apart.
+        """Connect some members of one group for a final save; all other groups stay without connections.
+
+        Args:
+            number: Generation number of the new connections.
+            group: Name of the group's key.
+            ranks: Members to connect.
 
         Raises:
-            PeerLost: one of them did not come.
+            PeerLost: One of them did not come.
         """
         Reconfiguration(
             number,
@@ -223,30 +236,30 @@ class Member:
         ).run()
 
     def restart_all(self, lost: StateLost) -> NoReturn:
-        """Have all processes started again from the last checkpoint."""
+        """Ask the agents to restart all processes from the last checkpoint."""
         restart_all(self.job_store, self.job, self.rank, lost)
 
     def join_next(self, arrival: Arrival, stopped: Callable[[int], None]) -> Generation:
-        """Wait for all members of the next generation, connect to them, and mend the groups.
+        """Wait for all members of the next generation, connect to them, and reconfigure the groups.
 
-        A member that is lost meanwhile makes everybody try again, with a higher number.
+        If a member is lost meanwhile, all members try again with a higher generation number.
 
         Args:
-            arrival: what this process brings.
-            stopped: called with the number of each generation that is tried, before this process arrives there.
+            arrival: What this process brings.
+            stopped: Called with the number of each generation that is tried, before this process arrives there.
 
         Raises:
-            NobodyCame: the others did not come in time.
-            PeersOutside: this process waits in a step, and another one was outside.
-            WorldChanged: the generation is formed for another world.
-            RecoveryError: another process has given up, or groups could not be formed many times in a row.
-            StateLost: the job came together many times without a step in between, and no agent starts it again.
+            ReplacementTimeout: Lost ranks were not replaced in time.
+            MustReenterLoop: This process waits inside a step, and another rank was outside one.
+            WorldChanged: The generation is formed for another world.
+            RecoveryError: Another process has given up, or groups could not be formed many times in a row.
+            StateLost: Many generations were formed without a step being committed, and no agent restarted the job.
         """
         began_s = time.monotonic()
         num_failures = 0
         self.in_step = False
         with self._changed:
-            self._is_joining = True  # from here on an old generation's end is no news
+            self._is_joining = True  # from here on, the end of an old generation does not break the groups
         while True:
             number = self.job_store.generation(at_least=self.generation)
             why_not = self._rounds.refusal(self.committed, number, time.monotonic(), self.policy)
@@ -269,7 +282,7 @@ class Member:
             except PeerLost:
                 self.generation = number
                 self._report(group_health.cause or "")
-                if attempt.is_cancelled:  # with this connection to the store
+                if attempt.is_cancelled:  # its thread may still be using this connection to the store
                     self._meeting = JobStore.connect(self.job)
                 num_failures += 1
                 self._refuse_more(num_failures, time.monotonic() - began_s)
@@ -282,21 +295,27 @@ class Member:
             return formed
 
     def _refuse_more(self, num_failures: int, lasted_s: float) -> None:
-        """Pause before groups are formed once more, or give up."""
+        """Pause before the next attempt to form groups, or give up after too many."""
         if num_failures >= _MAX_FAILURES and lasted_s > self.policy.replacement_timeout_s:
             cause = (
                 f"groups could not be formed {num_failures} times in {lasted_s:.0f} s, though all ranks were there "
                 f"each time: {group_health.cause}"
             )
             self.give_up(cause)
-            raise RecoveryError(f"{cause}. See whether the ranks reach each other over the network.")
+            raise RecoveryError(f"{cause}. Check whether the ranks can reach each other over the network.")
         time.sleep(min(1.0, _FIRST_PAUSE_S * 2**num_failures))
 
     def stop(self, number: int, *, in_step: bool, trainer: bytes, part: int = 0) -> None:
-        """Tell newcomers of a generation that this process has stopped, and what its trainer knew then.
+        """Publish this process's stop report for a generation: that it has stopped, and its trainer state.
 
-        Newcomers wait for everybody's word, also for that of one that has no state, or none that can be described:
-        such a one gives no bytes. What counts is what was said first.
+        Joiners wait for a report from every survivor, even one without state or whose state cannot be captured. Only
+        the first call for a generation counts.
+
+        Args:
+            number: Generation to be formed.
+            in_step: Whether this process waits inside a step.
+            trainer: Captured trainer state; empty if there is none.
+            part: See `StopReport.part`.
         """
         self._stop_reports.tell(number, committed=self.committed, in_step=in_step, trainer=trainer, part=part)
 
@@ -306,20 +325,20 @@ class Member:
         stopped: Callable[[int], None] | None = None,
         snapshots: Snapshots | None = None,
     ) -> ResumePoint:
-        """Wait until every process that has state has stopped; one that is to grow the job waits for its turn first.
+        """Wait until every process that has state has stopped. A joiner that grows the job first waits for its turn.
 
         Args:
-            number: the generation that they are forming; None for the first that lasts.
-            stopped: called with the number of each generation that is tried, where this process has stopped too.
-            snapshots: of this process, some of which may have outlived the process before it.
+            number: The generation being formed; None for the first one that does not end meanwhile.
+            stopped: Called with the number of each generation tried, if this process must report its own stop.
+            snapshots: Snapshots of this process; some may have been left in shared memory by its predecessor.
 
         Returns:
-            Where the job stands.
+            The point at which the job resumes.
 
         Raises:
-            RecoveryTimeout: they did not stop in time.
-            PeerLost: the generation ended meanwhile (where `number` was given).
-            StateLost: all processes are new, none has state, and no agent starts them again.
+            RecoveryTimeout: The other processes did not stop in time.
+            PeerLost: The generation ended meanwhile (only if `number` is given).
+            StateLost: All processes are new, none has state, and no agent restarted them.
         """
         if self.is_joining and number is None:
             await_turn(self.job_store, self.world, self.worker_id, self.job.incarnation)
@@ -329,20 +348,25 @@ class Member:
             self.restart_all(lost)
 
     def meeting_store(self) -> Store:
-        """Where members of a generation find each other."""
+        """The store in which members of a generation exchange addresses."""
         return self._meeting.store("groups")
 
     def end_generation(self) -> FailureRecord:
-        """Make sure that the present generation has ended, and tell what ended it."""
+        """End the present generation unless it has ended, and return what ended it."""
         if self.committed == NO_STATE and self.generation == 0 and self.is_joining:
             known = self.job_store.exit_of(self.worker_id, self.job.incarnation - 1)  # why this process is here
-            return known or FailureRecord(kind="request", cause="a newcomer joins", reporter=f"rank {self.rank}")
+            return known or FailureRecord(kind="request", cause="a new process joins", reporter=f"rank {self.rank}")
         return self._end(
             self.generation, FailureRecord(kind="collective", cause=group_health.cause or "", step=self.committed)
         )
 
     def first_cause(self, failure: FailureRecord, lost: Iterable[int]) -> FailureRecord:
-        """What an agent says of a process that is gone, rather than what a peer saw of it."""
+        """Prefer an agent's record of how a lost process ended to a peer's report of a failed collective.
+
+        Args:
+            failure: What ended the generation.
+            lost: Ranks that were lost.
+        """
         if failure.kind != "collective":
             return failure
         worker_ids = [self.world.worker_ids[rank] for rank in sorted(lost)]
@@ -352,9 +376,9 @@ class Member:
         return next((replace(known, at_s=min(known.at_s, failure.at_s)) for known in exits if known), failure)
 
     def _report(self, cause: str) -> None:
-        """Tell the others; called in whatever thread noticed the break."""
+        """Report a break to the other members; called in the thread that noticed it."""
         told = self._told or FailureRecord(kind="collective", cause=cause, step=self.committed)
-        with contextlib.suppress(dist.DistError):  # the store may be what is lost
+        with contextlib.suppress(dist.DistError):  # the store itself may be lost
             self._end(self.generation, told)
 
     def _end(self, generation: int, failure: FailureRecord) -> FailureRecord:
@@ -362,7 +386,7 @@ class Member:
             return self._reports.end(generation, replace(failure, reporter=f"rank {self.rank}"))
 
     def _watch_generation(self) -> None:
-        """Wait for the end of each generation in turn; break the groups then, or leave off forming them."""
+        """Watcher thread: when a generation ends, break the groups or cancel their reconfiguration."""
         try:
             job_store = JobStore.connect(self.job)
             while not self._is_leaving:
@@ -374,7 +398,7 @@ class Member:
             self._lost_store(error)
 
     def _on_generation_end(self, generation: int, failure: FailureRecord) -> None:
-        """Of the end of a generation; returns when there is something else to listen to."""
+        """React to the end of a generation; return once there is another one to watch."""
         with self._changed:
             heard = generation, self._attempt
             if generation == self._watched:
@@ -386,7 +410,7 @@ class Member:
             self._changed.wait_for(lambda: self._is_leaving or (self._watched, self._attempt) != heard)
 
     def _heartbeat_loop(self) -> None:
-        """Say about once a second where this process is, and look whether somebody keeps it waiting."""
+        """Heartbeat thread: about once a second, send a heartbeat and look for ranks that hang."""
         try:
             while not self._is_leaving:
                 own = self._send_heartbeat()
@@ -421,12 +445,14 @@ class Member:
         )
 
     def _check_hangs(self, own: Heartbeat) -> None:
-        """End the generation, and the process that hangs, if this rank has waited for it too long."""
+        """End the generation and have the hanging process killed, if this rank has waited for it too long."""
         if not own.waits_for:
             return
         limit_s = self.step_times.limit_s(self.hangs)
         first_s, now_s = min(limit_s, self.hangs.outside_s), time.monotonic()
-        is_late = own.waited_s > first_s + self.rank * _APART_S  # the first to look ends the wait of all
+        is_late = (
+            own.waited_s > first_s + self.rank * _APART_S
+        )  # staggered by rank: the first rank to look ends the wait of all
         between_s = look_every_s(first_s, self.world.size)
         if not is_late and (own.waited_s < between_s or now_s < self._next_look_s):
             return
@@ -451,10 +477,10 @@ class Member:
 
     def _lost_store(self, error: Exception) -> None:
         if not self._is_leaving:
-            log.error("rank %d lost the job's store, which an agent serves or etcd: %s", self.rank, error)
-            break_groups(f"the job's store is gone: {error}")
+            log.error("rank %d lost the job store, which an agent or etcd serves: %s", self.rank, error)
+            break_groups(f"the job store is gone: {error}")
 
 
 def _main_frame() -> FrameType | None:
-    """Where the main thread is; what debuggers use."""
+    """The innermost frame of the main thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""From one world of an elastic job to the next, for a process that is apart from the others."""
+"""Moving this process from one world of an elastic job to the next."""
 
 import logging
 
@@ -9,19 +9,19 @@ log = logging.getLogger(__name__)
 
 
 def move_to_next_world(member: Member) -> bool:
-    """Belong to the next world; returns whether it is another one than until now.
+    """Move this process to the next world; returns whether that differs from the present one.
 
     Raises:
-        SystemExit: this process is no part of it, or was not yet part of the one before.
+        SystemExit: This process is not part of the next world, or had not yet joined the present one.
     """
     world = member.next_world()
     if world.number == member.world.number:
         return False
     if member.is_joining and member.committed == NO_STATE:
-        log.warning("the world has changed before this process was part of it: another begins in its place")
+        log.warning("the world changed before this process joined it; another process starts in its worker slot")
         raise SystemExit(NOT_NEEDED)
     if world.rank_of(member.worker_id) is None:
-        log.warning("%s, and goes on without this process", world.cause)
+        log.warning("%s; the job continues without this process", world.cause)
         member.leave()
         raise SystemExit(NOT_NEEDED)
     member.move(world)

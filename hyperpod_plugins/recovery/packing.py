@@ -1,8 +1,8 @@
-"""Small states as bytes, and back without running code: each step packs one on every rank.
+"""Serialize small states to bytes, and read them without running code. Each step does this on every rank.
 
-The archive that `torch.save` writes takes longer to make than a small state to send. Numbers, strings, plain
-containers and tensors are pickled without it, and read by an unpickler that knows no class (see "Restricting Globals"
-in the documentation of Python's `pickle`). A state with anything else in it is written by `torch.save`.
+For a small state, writing the archive of `torch.save` takes longer than sending it. So numbers, strings, plain
+containers and tensors are pickled directly, and read by an unpickler that allows no classes (see "Restricting
+Globals" in the documentation of Python's `pickle`). `torch.save` writes a state that contains anything else.
 """
 
 import io
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 _ZIP = b"PK"
-"""How an archive begins."""
+"""First bytes of a `torch.save` archive."""
 _INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool
 _DTYPES = {str(dtype): dtype for dtype in (*_INTEGERS, torch.float16, torch.float32, torch.float64, torch.bfloat16)}
 
 
 class _NotPlainError(Exception):
-    """Something that is left to `torch.save`."""
+    """The value must be written by `torch.save`."""
 
 
 def packed(value: Any) -> bytes:
-    """Bytes that `unpacked` reads without running code."""
+    """Serialize a value to bytes that `unpacked` reads without running code."""
     for pickler in (_PlainPickler, _Pickler):
         buffer = io.BytesIO()
         try:
@@ -38,14 +38,14 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes, *, map_location: str | None = "cpu") -> Any:
-    """Inverse of `packed`; only tensors, plain containers, numbers and strings are read.
+    """Inverse of `packed`. Reads only tensors, plain containers, numbers and strings.
 
     Args:
-        data: from this process or another one.
-        map_location: device for tensors that lay on one; None for the same.
+        data: bytes from this process or another one, not trusted.
+        map_location: device for tensors that were on a device; None for the same device.
 
     Raises:
-        UnpicklingError: there is something else.
+        UnpicklingError: `data` holds anything else.
     """
     if data.startswith(_ZIP):
         return torch.load(io.BytesIO(data), weights_only=True, map_location=map_location)
@@ -61,20 +61,20 @@ def unpacked(data: bytes, *, map_location: str | None = "cpu") -> Any:
         MemoryError,
         RuntimeError,
     ) as error:
-        raise pickle.UnpicklingError(f"bytes that are no packed state: {error}") from error
+        raise pickle.UnpicklingError(f"not a packed state: {error}") from error
 
 
 class _PlainPickler(pickle.Pickler):
-    """Writes types that a pickle holds without naming a class: without a call into Python for each of them."""
+    """Writes only types that pickle handles without naming a class, with no Python call for each object."""
 
     def reducer_override(self, obj: Any) -> Any:
         raise _NotPlainError
 
 
 class _Pickler(_PlainPickler):
-    """Writes tensors in host memory, too.
+    """Also writes tensors in host memory.
 
-    Tensors that share memory, or whose strides are not those of a new one, would come back as other tensors.
+    Tensors that share memory or are not contiguous are left to `torch.save`, which preserves that.
     """
 
     def __init__(self, file: io.BytesIO, *, protocol: int) -> None:
@@ -86,7 +86,7 @@ class _Pickler(_PlainPickler):
             return None
         if not self._is_plain(obj):
             raise _NotPlainError
-        values = obj.view(torch.int16) if obj.dtype is torch.bfloat16 else obj  # numpy has no such type
+        values = obj.view(torch.int16) if obj.dtype is torch.bfloat16 else obj  # NumPy has no bfloat16
         return str(obj.dtype), tuple(obj.shape), values.numpy().tobytes()
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
@@ -104,7 +104,7 @@ class _Pickler(_PlainPickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what `_Pickler` writes, and nothing that would call or import anything."""
+    """Reads what `_Pickler` writes; rejects anything that would import or call something."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"a packed state names {module_name}.{global_name}")
@@ -122,5 +122,5 @@ class _Unpickler(pickle.Unpickler):
 
 
 def is_size(value: object) -> bool:
-    """Whether it may be a size in a tensor's shape, wherever it comes from."""
+    """Whether an untrusted value is a valid size in a tensor's shape."""
     return type(value) is int and 0 <= value < 2**63

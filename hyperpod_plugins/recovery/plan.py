@@ -1,9 +1,12 @@
-"""What each rank does to bring the job back to one common step: decided from the arrivals, and from nothing else.
+"""What each rank does to bring the job back to one common step. Pure functions of the arrivals alone.
 
-[Note: commit rule] A vote that completes on any rank proves that every rank had valid gradients. So if anybody has
+`plan_recovery` plans the recovery of a complete world; `plan_final_save` and `plan_salvage` plan what the survivors
+save if lost ranks are not replaced. `buddies` assigns to each rank the rank that keeps its snapshots.
+
+[Note: commit rule] A vote that completes on any rank proves that every rank had valid gradients. So if any rank has
 committed step t, every survivor that voted for t holds what it needs to commit it too, and does. Nothing that a
-peer may have committed is ever rolled back, and no step is applied twice; only where a part of the state of
-step t is gone for good do all ranks return together, to a step of which it is whole.
+peer may have committed is ever rolled back, and no step is applied twice. Only if part of the state after step t is
+gone for good do all ranks return together to an earlier step whose state is complete.
 """
 
 import enum
@@ -16,32 +19,33 @@ from typing import Any, Self
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.parallel.topology import Topology
 
-# Which rank keeps a copy of whose state in its memory, and what the copies that are left are good for; pure.
+# Buddy placement: which rank keeps the snapshots of which, and to which steps the remaining snapshots allow a return.
 
 
 def buddies(topology: Topology, node_of: Callable[[int], int] | None = None) -> tuple[int, ...]:
-    """The rank that keeps the snapshots of each rank, by rank.
+    """Assign to each rank its buddy, the rank that keeps its snapshots.
 
-    Nodes form a ring, and the ranks within a node form one, too: a snapshot moves some nodes on, and some places
-    within the node; where nodes differ in size, all ranks form one ring. Of all such moves it is the shortest that
-    brings every snapshot to another node and to no replica of its own shard, for what takes all replicas must not take
-    the snapshot along. Where none does both, another node comes first; where there is one node, another rank.
+    The nodes form a ring, and so do the ranks within each node: the buddy lies a fixed number of nodes and of ranks
+    within the node further on. If nodes differ in size, all ranks form one ring. Of all such shifts, the shortest is
+    taken that places every snapshot on another node and never on a replica of its own shard, so that a fault that
+    takes all replicas of a shard does not take the snapshot too. If no shift does both, another node has priority;
+    with a single node, another shard, or else just another rank.
 
     Args:
-        topology: who is there, and who holds the same shard.
-        node_of: index of the node of a rank; by default as the topology says.
+        topology: The ranks and the shards that they hold.
+        node_of: Index of the node of a rank; by default that of the topology.
 
     Returns:
-        A permutation of the ranks without fixed points; of a single rank, itself.
+        The buddy of each rank, by rank: a permutation without fixed points (a single rank is its own buddy).
     """
     node = node_of or topology.node_of
     order = sorted(range(topology.world_size), key=lambda rank: (node(rank), rank))
     nodes = [node(rank) for rank in order]
     shards = [topology.peers(rank, "replicate")[0] for rank in order]
     if len(set(shards)) == 1:
-        shards = order  # everybody is a replica of everybody, and nothing can be left
+        shards = order  # every rank is a replica of every other: ignore the shards
     sizes = set(Counter(nodes).values())
-    places = sizes.pop() if len(sizes) == 1 else 1  # in each node of the ring
+    places = sizes.pop() if len(sizes) == 1 else 1  # ranks in each node of the ring
     num_nodes = len(order) // places
 
     def moved(at: int, move: tuple[int, int]) -> int:
@@ -63,7 +67,7 @@ def buddies(topology: Topology, node_of: Callable[[int], int] | None = None) -> 
 
 
 def sources_of(buddy_of: tuple[int, ...]) -> tuple[int, ...]:
-    """Whose snapshots each rank keeps: the inverse of `buddies`."""
+    """The source rank of each rank, whose snapshots it keeps: the inverse of `buddies`."""
     return tuple(buddy_of.index(rank) for rank in range(len(buddy_of)))
 
 
@@ -73,9 +77,9 @@ def restorable_steps(
     """Steps to which all ranks can return.
 
     Args:
-        own: steps of which each rank has a snapshot of itself.
-        kept: steps of which each rank has a snapshot of its ward.
-        buddy_of: see `buddies`.
+        own: For each rank, the steps of which it has a snapshot of itself.
+        kept: For each rank, the steps of which it has a snapshot of its source rank.
+        buddy_of: See `buddies`.
     """
     within_reach = [{*own.get(rank, ()), *kept.get(buddy, ())} for rank, buddy in enumerate(buddy_of)]
     return set[int].intersection(*within_reach) if within_reach else set()
@@ -85,53 +89,53 @@ NO_STATE = -1
 
 
 class RecoveryLevel(enum.Enum):
-    """How far down the ladder of recovery a fault leads; the first that is possible is taken."""
+    """How a fault is recovered from, from cheapest to most expensive; the first level that is possible is used."""
 
-    RETRY = "nobody lost its state: the step is run again"
-    REPLACE = "each lost shard lives on another rank, which gives it to the replacement; no committed step is lost"
-    SNAPSHOT = "a lost shard lives nowhere: all ranks return to the newest snapshot that is whole"
-    CHECKPOINT = "no snapshot is whole: all ranks return to the last persistent checkpoint"
-    STOP = "nothing is left to return to: the job ends with an error"
+    RETRY = "no rank lost its state: the step is run again"
+    REPLACE = "another rank holds each lost shard and sends it to the replacement; no committed step is lost"
+    SNAPSHOT = "no rank holds a lost shard: all ranks return to the newest complete snapshot"
+    CHECKPOINT = "no snapshot is complete: all ranks return to the last persistent checkpoint"
+    STOP = "there is no state to return to: the job ends with an error"
 
     @property
     def event(self) -> str:
-        """Name of the event that tells of it."""
+        """Name of the event that reports a recovery at this level."""
         return f"recovery.{self.name.lower()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """What a process brings when it wants to become a member."""
+    """What a process publishes when it arrives to become a member of a generation."""
 
     incarnation: int
-    """Which process in this rank's place."""
+    """Number of the process in its worker slot."""
     committed: int = NO_STATE
-    """Steps that it has committed, or `NO_STATE` for a newcomer."""
+    """Steps that it has committed, or `NO_STATE` if it holds no training state, such as a joiner."""
     voted_step: int = NO_STATE
-    """Step that it could commit: it computed the gradients and voted for it."""
+    """Step that it can commit, because it computed the gradients and voted; `NO_STATE` for none."""
     groups: str = ""
-    """Fingerprint of the process groups that it holds."""
+    """Fingerprint of its process groups."""
     in_step: bool = True
-    """Whether it waits at a step, so that it can go on there."""
+    """Whether it waits inside a step and can resume there."""
     entered_part: int | None = None
-    """Place of the part of the program at which it entered its loops, apart from the others; None in a step."""
+    """Part of the program at which it entered its loops, until it joined the other ranks; None inside a step."""
     snapshots: tuple[int, ...] = ()
     """Steps of which it has a snapshot of itself."""
     source_snapshots: tuple[int, ...] = ()
-    """Steps of which it has a snapshot of the rank whose buddy it is."""
+    """Steps of which it has a snapshot of its source rank."""
     local_steps: tuple[int, ...] | None = None
-    """Steps of which it keeps what its ward has alone; None where nothing is kept, or nothing has been yet."""
+    """Steps of which it keeps its source rank's rank-local state; None if it keeps none, or none so far."""
     needs_local: bool = False
-    """Whether the job goes back to a checkpoint rather than on without what a lost rank had alone."""
+    """Whether the job returns to a checkpoint rather than continue without a lost rank's rank-local state."""
     abort_reason: str = ""
-    """Why the job must not go on, where this process says so: all save what they have, and end."""
+    """Why the job must end, if this process says so; all ranks then save what they hold. Empty otherwise."""
     starts_again: bool = False
-    """Whether `ends` is the end of this process only, for all start again in a world of those that are left."""
+    """Whether `abort_reason` ends only this process, because all processes restart in a world of the survivors."""
     pending_checkpoint: str = ""
-    """Path of a checkpoint of the committed step that was interrupted."""
+    """Path of a checkpoint of the committed step whose writing was interrupted; empty for none."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For the job store."""
+        """Convert to plain values for the job store."""
         return asdict(self)
 
     @classmethod
@@ -148,32 +152,32 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan:
-    """How the members get to one common step."""
+    """How the members reach one common step."""
 
     step: int
-    """Steps that all of them have committed afterwards."""
+    """Number of steps that all members have committed afterwards."""
     roll_forward: tuple[int, ...]
-    """Ranks that commit the step that they voted for."""
+    """Ranks that commit the step they voted for."""
     sources: Mapping[int, int]
-    """Rank that gives the state, or the snapshot, for each rank that needs one."""
+    """For each rank that needs state or a snapshot, the rank that sends it."""
     steps_lost: int = 0
-    """Committed steps that have to be run again; above 0 on the rung SNAPSHOT only."""
+    """Committed steps that must be run again; above 0 only at the level SNAPSHOT."""
     is_return: bool = False
-    """Whether all ranks take their state from snapshots, those with a source after it has sent them theirs."""
+    """Whether all ranks load their state from snapshots; ranks in `sources` first receive theirs."""
     abort_reason: str = ""
-    """Why the job ends here instead of going on; empty where it goes on."""
+    """Why the job ends after this recovery; empty if it continues."""
     pending_checkpoint: str = ""
-    """Path of a checkpoint that was interrupted, and is to be written again before the job goes on."""
+    """Path of an interrupted checkpoint, to be written again before the job continues; empty for none."""
     hooks_first: bool = False
-    """Whether a rank that commits the step only now is the only one that could give its state.
+    """Whether a source of state is a rank that commits the step only now.
 
-    A program may change state in what follows a step (a teacher's average at the end of a batch). So that rank goes on
-    to its next step first, and all meet there again; until then nobody gives anything.
+    The program may change state in what follows a step (a teacher's average in a hook at the end of a batch). So this
+    rank first runs on to its next step, where all ranks form another generation; until then no state is sent.
     """
 
     @property
     def level(self) -> RecoveryLevel:
-        """Which rung of the ladder this is."""
+        """The recovery level of this plan."""
         if self.abort_reason:
             return RecoveryLevel.STOP
         if self.is_return:
@@ -182,10 +186,14 @@ class RecoveryPlan:
 
 
 def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> RecoveryPlan:
-    """Choose the common step, and a source for every rank without state; sources share the work evenly.
+    """Choose the common step, and a source for every rank without state; the load on the sources is balanced.
+
+    Args:
+        arrivals: Arrivals of all ranks, by rank.
+        topology: The ranks and the shards that they hold.
 
     Raises:
-        StateLost: a rank's state lives nowhere, and there is no snapshot to which all can return.
+        StateLost: No rank holds the state of a lost rank, and there is no snapshot to which all ranks can return.
     """
     step, roll_forward, whole = _common_step(arrivals)
     ends = next((each.abort_reason for _, each in sorted(arrivals.items()) if each.abort_reason), "")
@@ -223,9 +231,9 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
 def _lost_alone(
     arrivals: Mapping[int, Arrival], topology: Topology, step: int, sources: Mapping[int, int]
 ) -> list[int]:
-    """Ranks whose predecessors had something alone that no buddy has as it was after a step.
+    """Ranks whose predecessors had rank-local state that their buddies do not keep as of `step`.
 
-    Where no rank keeps anything the ranks have nothing alone, or they are new because the job grows.
+    If no rank keeps any, the ranks have no rank-local state, or they are new because the job grows.
     """
     if step <= 0 or all(each.local_steps is None for each in arrivals.values()):
         return []
@@ -235,25 +243,25 @@ def _lost_alone(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalSavePlan:
-    """What those that are left save before the job ends, because nobody came for the others."""
+    """What the survivors save before the job ends because lost ranks were not replaced."""
 
     step: int
-    """Steps that the saved state has committed."""
+    """Number of steps committed in the saved state."""
     roll_forward: tuple[int, ...]
-    """Ranks that commit the step that they voted for."""
+    """Ranks that commit the step they voted for."""
     savers: tuple[int, ...]
-    """Ranks that hold the state after that step; none if a shard is held by nobody, so that nothing can be saved."""
+    """Ranks that hold the state after that step; empty if a shard is missing, so that nothing can be saved."""
 
 
 def plan_final_save(arrivals: Mapping[int, Arrival], topology: Topology) -> FinalSavePlan:
-    """Choose the common step of those that are left, and see whether together they hold every shard."""
+    """Choose the common step of the survivors, and check whether together they hold every shard."""
     step, roll_forward, whole = _common_step(arrivals)
     is_held = all({rank, *topology.replicas_of(rank)} & set(whole) for rank in range(topology.world_size))
     return FinalSavePlan(step=step, roll_forward=roll_forward, savers=tuple(whole) if is_held else ())
 
 
 def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
-    """The newest step to which all ranks could return, or `NO_STATE`."""
+    """The newest step to which all ranks can return with snapshots, or `NO_STATE`."""
     own = {rank: each.snapshots for rank, each in arrivals.items()}
     kept = {rank: each.source_snapshots for rank, each in arrivals.items()}
     if not any(own.values()):
@@ -262,7 +270,7 @@ def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
 
 
 def _common_step(arrivals: Mapping[int, Arrival]) -> tuple[int, tuple[int, ...], list[int]]:
-    """Steps that anybody has committed, who commits the last of them now, and who has that state then."""
+    """The number of steps to reach, the ranks that commit the last one now, and all ranks that then hold it."""
     held = {rank: each for rank, each in sorted(arrivals.items()) if each.has_state}
     step = max((each.committed for each in held.values()), default=NO_STATE)
     behind = {rank for rank, each in held.items() if each.committed < step}
@@ -273,7 +281,7 @@ def _common_step(arrivals: Mapping[int, Arrival]) -> tuple[int, tuple[int, ...],
 def _return_to_snapshot(
     arrivals: Mapping[int, Arrival], topology: Topology, step: int, lost: int, ends: str
 ) -> RecoveryPlan:
-    """Everybody goes back to the newest snapshot that is whole, since the state of rank `lost` is gone."""
+    """Plan the return of all ranks to the newest complete snapshot, since the state of rank `lost` is gone."""
     newest, buddy_of = newest_snapshot(arrivals, topology), buddies(topology)
     if newest == NO_STATE:
         raise StateLost(_why_lost(arrivals, topology, step, lost, buddy_of))
@@ -306,27 +314,25 @@ def _why_lost(
         back = f"of the snapshots of steps {taken} nothing is left of the ranks {gone}, whose buddies are "
         back += str([buddy_of[rank] for rank in gone])
     else:
-        back = f"of the snapshots of steps {taken} none is whole, for the ranks hold different ones"
+        back = f"no snapshot of the steps {taken} is complete, because the ranks hold different ones"
     return f"{replaced}; {back}"
-
-
-# What those that are left write together of the snapshots in their memory, before all processes start again; pure.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SalvagePlan:
-    """Who writes what."""
+    """Which snapshots in their memory the survivors write as a checkpoint, before all processes restart."""
 
     step: int
-    """Of the snapshots."""
+    """Step of the snapshots."""
     owners: Mapping[int, tuple[int, ...]]
-    """For each rank that writes, the ranks whose snapshots it does: itself, its ward, or both."""
+    """For each rank that writes, the owners of the snapshots it writes: itself, its source rank, or both."""
 
 
 def plan_salvage(arrivals: Mapping[int, Arrival], topology: Topology) -> SalvagePlan | None:
-    """Choose the newest step of which every shard is held by somebody, and one holder for each, evenly.
+    """Choose the newest step with a snapshot of every shard, and one writer for each shard, evenly.
 
-    None where there is no such step. Replicas of a shard hold the same, so one of them will do.
+    Returns:
+        The plan, or None if there is no such step. Replicas of a shard are identical, so one of them suffices.
     """
     ward_of, size = sources_of(buddies(topology)), topology.shard_degree * topology.tensor_degree
     held: defaultdict[int, defaultdict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))

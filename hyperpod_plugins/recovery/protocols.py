@@ -1,4 +1,4 @@
-"""The words of the story in `step.py`: what is trained, when to stop trying, what was repaired, what calls back."""
+"""Interfaces and records of `step.py`: the training loop, the retry policy, the report of a repair, and errors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from hyperpod_plugins.recovery.plan import RecoveryLevel, RecoveryPlan
 from hyperpod_plugins.recovery.snapshot import Snapshot
 
 SAVING_GROUP = "checkpoint"
-"""Name of the role of the group that checkpoints are written over."""
+"""Name of the key of the group that is used to write checkpoints."""
 RESHARD = "hyperpod:reshard"
-"""Stands for the path of a checkpoint from which all processes start again with other degrees."""
+"""Stands for the path of a checkpoint from which all processes restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """When to stop trying."""
+    """When to stop retrying a step."""
 
     max_attempts: int = 3
-    """Attempts at one step that may end with the same rank's exception before it counts as the program's mistake."""
+    """Attempts at one step that may end with the same rank's exception before it counts as a bug in the program."""
     max_losses: int = 8
-    """Processes that may be lost in one step before it counts as the program's mistake."""
+    """Times that the same worker may be lost in one step before it counts as a bug in the program."""
     needs_local: bool = False
-    """Whether all go back to a checkpoint where no rank has what a lost one had alone; else on, with a replica's."""
+    """Whether to return to a checkpoint, rather than use a replica's, if a lost rank's rank-local state is gone."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -36,38 +36,38 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """A fault that was repaired, with the seconds that each stage took on this rank."""
+    """A fault that was repaired, and how many seconds each stage took on this rank."""
 
     failure: FailureRecord
     step: int
-    """Steps committed when the job went on."""
+    """Number of committed steps when the job resumed."""
     generation: int
     level: RecoveryLevel
-    """How far down the ladder the fault led."""
+    """Recovery level that was used."""
     joiners: tuple[int, ...]
-    """Ranks that a new process took."""
+    """Ranks that received state from another rank, such as replacements."""
     rolled_forward: bool
-    """Whether this rank committed a step that it had only voted for."""
+    """Whether this rank committed, during recovery, a step that it had only voted for."""
     noticed_s: float
-    """From the failure's report until this rank stopped computing; clocks of different machines may differ."""
+    """From the failure report until this rank stopped computing; the clocks of two machines may differ."""
     assembled_s: float
-    """Until all members were there and connected; the start of new processes is in this."""
+    """Until all members had arrived and connected; includes the start of new processes."""
     restored_s: float
     """Until all members had their state."""
     steps_lost: int = 0
-    """Committed steps that are run again, because the state after them was lost with its last holder."""
+    """Committed steps that are run again, because the last copy of the state after them was lost."""
 
     @property
     def total_s(self) -> float:
-        """From the failure's report until the step could begin again."""
+        """Seconds from the failure report until the step could begin again."""
         return self.noticed_s + self.assembled_s + self.restored_s
 
     def is_told_by(self, rank: int, world_size: int) -> bool:
-        """Whether a rank is the one that says what happened: the first that has seen it."""
+        """Whether `rank` is the one that reports this repair: the first rank that is not a joiner."""
         return rank == min(set(range(world_size)) - set(self.joiners), default=0)
 
     def event(self) -> Event:
-        """The rung of the ladder as an event."""
+        """The repair as an event, named after its recovery level."""
         return Event(
             name=self.level.event,
             at_s=self.failure.at_s,
@@ -85,7 +85,7 @@ class Repair:
         )
 
     def __str__(self) -> str:
-        """One line for people."""
+        """A one-line summary for logs."""
         done = "changed" if self.failure.kind == "resize" else "repaired"
         return (
             f"{self.failure}; {done} in {self.total_s:.2f} s (noticed {self.noticed_s:.2f}, assembled "
@@ -95,80 +95,80 @@ class Repair:
 
 
 class Returned(PeerLost):
-    """All ranks have returned to a snapshot: their tensors are those of an earlier step, the loop's position is not."""
+    """All ranks have returned to a snapshot: their tensors are of an earlier step, the loop's position is not yet."""
 
     def __init__(self, plan: RecoveryPlan) -> None:
         super().__init__(
-            f"a part of the training state was lost with its last holder. All ranks have returned to the snapshot of "
-            f"step {plan.step}, and {plan.steps_lost} steps are to be run again. The strategy enters the loops again "
-            "from there; a loop of your own goes on with the data of that step."
+            f"the last copy of a part of the training state was lost. All ranks have returned to the snapshot of "
+            f"step {plan.step}, and {plan.steps_lost} steps will be run again. The strategy re-enters the loops "
+            "there; a custom loop must continue with the data of that step."
         )
 
 
 class StepFailed(RecoveryError):
-    """The program raised in a step that this process cannot run again: it ends, and others go on with a replacement."""
+    """The program raised in a step that this process cannot run again: it exits and is replaced."""
 
 
 class TrainingLoop(Protocol):
-    """What is trained, as far as a transaction must know it."""
+    """What a `StepTransaction` must know about the training loop and its state."""
 
     def begin(self, step: int) -> None:
-        """Remember, until the step is committed, whatever `compute` changes beside gradients."""
+        """Begin a step: save whatever `compute` changes other than gradients, until the step is committed."""
         ...
 
     @property
     def can_undo(self) -> bool:
-        """Whether `undo` puts back all that `compute` has changed; where not, this rank's state counts as lost."""
+        """Whether `undo_step` can restore all that `compute` changed; if not, this rank's state counts as lost."""
         ...
 
     def undo_step(self) -> None:
-        """Drop gradients, and put back what `begin` remembered: as if `compute` had never run."""
+        """Drop gradients and restore what `begin` saved, as if `compute` had never run."""
         ...
 
     def end_iteration(self) -> None:
-        """Let what computes forget its last iteration, as a newcomer's knows of none; called before any state moves."""
+        """Reset the modules' iteration state to that of a new process; called before state is sent or received."""
         ...
 
     def share(self, step: int) -> None:
-        """Before a vote: put in safety what is of this rank alone, as it is when `step` steps are committed.
+        """Before a vote: give the buddy this rank's rank-local state as it will be when `step` steps are committed.
 
         Raises:
-            PeerLost: another rank is gone; the groups are broken then.
+            PeerLost: Another rank is gone; the groups are broken.
         """
         ...
 
     def capture_state(self) -> bytes:
-        """What newcomers need before they can come: loops, schedulers, the data position."""
+        """Capture what a joiner needs before it can join: loops, schedulers and the data position."""
         ...
 
     @property
     def local_steps(self) -> tuple[int, ...] | None:
-        """Steps of which this rank keeps what its ward has alone; None where nothing was kept yet in this world."""
+        """Steps of which this rank keeps its source rank's rank-local state; None if none was kept in this world."""
         ...
 
     def capture_own_state(self) -> bytes:
-        """What a snapshot of this rank holds beside tensors: `describe`, and what is of this rank alone."""
+        """Capture what a snapshot holds besides tensors: `capture_state` and this rank's rank-local state."""
         ...
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Give this rank's state to those whose source it is, or take it from one's own source."""
+        """Send this rank's state to the ranks whose source it is in `plan.sources`, or receive it from its source."""
         ...
 
     can_undo_exceptions: bool
-    """Whether `undo` also helps where an exception has left `compute` in the middle."""
+    """Whether `undo_step` also works after an exception in the middle of `compute`."""
 
     saving_group: str
-    """Name of the role of the group over which `save` works."""
+    """Name of the key of the group that `save` communicates over."""
 
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
-        """Write a persistent checkpoint, on all ranks together.
+        """Write a persistent checkpoint; a collective call of all participating ranks.
 
         Args:
-            path: empty for the place of a checkpoint that is written before the job ends; `RESHARD` for one that is
-                written before all processes start again.
-            is_alone: only some ranks are left, and no group but `saving_group` works.
-            snapshots: what to write of one step, in place of the present state, by the ranks whose it is: this one, its
-                ward, or both.
+            path: Path of the checkpoint. Empty for the default path of a checkpoint before the job ends; `RESHARD`
+                for one before all processes restart.
+            is_alone: Whether only some ranks remain, so that no group except `saving_group` works.
+            snapshots: Snapshots of one step to write instead of the present state, by owner: this rank, its source
+                rank, or both.
 
         Returns:
             The path.

@@ -1,10 +1,14 @@
-"""How processes agree on the members of the next generation: each arrives, and the first plan that is complete counts.
+"""How processes agree on the members of the next generation.
 
-[Note: who looks] To see whether all are there, somebody must read what each has said. With thousands of processes not
-all of them can, so each arrival is counted, and the one that finds the count full looks. The count says no more
-than that: it is too high where a process was replaced after it had arrived, and too low for the moment between
-an arrival and its count. Should nobody look who ought to (it died, it hangs), others do: whatever the count, a few
-of all those that wait look each second. Everybody else waits for the plan; see `watcher.py`.
+Each process publishes its arrival in the job store. When all members have arrived, one of them proposes a plan that
+lists all arrivals, and the first plan to be written counts. `QuorumJoiner` runs this protocol for one process, and
+`PlanWatcher` wakes it when the plan is there.
+
+[Note: who looks] To see whether all members have arrived, a process must read all arrivals. With thousands of
+processes not all of them can, so arrivals are counted, and the process that completes the count scans them. The
+count is only a hint: it is too high if a process was replaced after it had arrived, and too low between an arrival
+and its count. If the process that should scan does not (it died or hangs), others do: whatever the count, a few of
+the waiting processes scan each second. All others wait for the plan.
 """
 
 import json
@@ -26,19 +30,17 @@ from hyperpod_plugins.recovery.polling import poll_interval_s, scan_interval_s
 from hyperpod_plugins.recovery.resume import Survivors, has_stopped, is_outside, members_before
 from hyperpod_plugins.recovery.world_view import Worlds
 
-# Waking a process when a generation gets its plan, without anybody asking for it again and again.
-
-_FOREVER_S = 365 * 86400.0  # the wait costs nothing, and torch warns of each one that times out
+_FOREVER_S = 365 * 86400.0  # waiting costs nothing, while torch logs a warning for each wait that times out
 
 
 class PlanWatcher:
-    """A thread that waits in the store, so that the main thread can be interrupted, and can look at its clock.
+    """A thread that waits in the store for a plan, so that the main thread is interruptible and can check timeouts.
 
-    It may fail to ring: whoever waits looks for the plan itself from time to time.
+    A wake-up may be missed, so the waiting thread must also look for the plan itself from time to time.
     """
 
     def __init__(self, connect: Callable[[], JobStore]) -> None:
-        """Make a connection of one's own with `connect`, in good time: a server is slow while it takes in new ones."""
+        """Start the thread, with its own connection made by `connect`: early, since a busy server accepts slowly."""
         self._connect = connect
         self._changed = threading.Condition()
         self._wanted = self._rung = self._awaited = 0
@@ -46,10 +48,10 @@ class PlanWatcher:
         self._begin()
 
     def wait(self, generation: int, timeout_s: float) -> None:
-        """Until there is a plan of a generation, from 1 on, or for `timeout_s` seconds."""
+        """Wait until a generation, from 1 on, has a plan, for at most `timeout_s` seconds."""
         with self._changed:
             self._wanted = generation
-            if self._awaited not in (0, generation):  # that one has ended without a plan
+            if self._awaited not in (0, generation):  # the awaited generation ended without a plan
                 self._begin()
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._rung == generation, timeout_s)
@@ -75,41 +77,41 @@ class PlanWatcher:
                     self._rung, self._awaited = generation, 0
                     self._changed.notify_all()
         except dist.DistError:
-            return  # the main thread finds out by itself
+            return  # the main thread notices the lost store itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The members of a generation, as they arrived, by rank."""
+    """A generation and the arrivals of its members, by rank."""
 
     number: int
     arrivals: Mapping[int, Arrival]
 
 
 class ReplacementTimeout(RecoveryTimeout):
-    """Those that are left know of each other, and that the others do not come."""
+    """Survivors agree that the missing ranks will not be replaced."""
 
     def __init__(self, formed: Generation, cause: str, *, starts_again: bool) -> None:
         super().__init__(cause)
         self.formed = formed
-        """Of some ranks only, whose groups have no connections."""
+        """The generation of the survivors only; its groups have no connections."""
         self.starts_again = starts_again
-        """Whether all processes start again with those that are left; the job ends otherwise."""
+        """Whether all processes restart with the survivors; otherwise the job ends."""
 
 
 class MustReenterLoop(PeerLost):
-    """Another rank was not inside a step when the fault came, so nobody can go on within one."""
+    """Another rank was outside a step when the fault came, so no rank can resume inside one."""
 
     def __init__(self, number: int) -> None:
         super().__init__(
-            f"generation {number} cannot begin within a step, for another rank was outside of one. The strategy enters "
-            "the loops again from the last committed step; a loop of your own must do the same."
+            f"generation {number} cannot begin inside a step, because another rank was outside one. The strategy "
+            "re-enters the loops at the last committed step; a custom loop must do the same."
         )
         self.number = number
 
 
 class WorldChanged(MustReenterLoop):
-    """The next generation is of another world: ranks, sizes and shares of the data are others in it."""
+    """The next generation is formed for another world, with other ranks, world size and shares of the data."""
 
     def __init__(self, number: int, world: WorldPlan) -> None:
         super().__init__(number)
@@ -117,7 +119,7 @@ class WorldChanged(MustReenterLoop):
 
 
 class QuorumJoiner:
-    """One process's way into generations."""
+    """Joins generations on behalf of one process."""
 
     def __init__(
         self,
@@ -129,27 +131,27 @@ class QuorumJoiner:
         policy: MembershipPolicy,
         survivors: Survivors,
     ) -> None:
-        """Use `job_store` and `survivors` in the thread that waits."""
+        """Use `job_store` and `survivors` only in the thread that calls `join`."""
         self._job_store = job_store
         self._worlds = worlds
         self._doorbell = watcher
         self._worker_id = worker_id
         self._policy = policy
         self._survivors = survivors
-        self._granted_s = 0.0  # so long a wait is no reason to give up, for some were busy
+        self._granted_s = 0.0  # wait at least this long before giving up: some survivors were busy
 
     def join(self, number: int, arrival: Arrival, began_s: float) -> Generation | None:
-        """Wait until the plan of a generation names this process; None if it ends before.
+        """Wait until a plan makes this process a member of a generation; None if the generation ends first.
 
         Args:
-            number: of the generation, which is formed for the present world.
-            arrival: what this process brings.
-            began_s: when it began to wait, on the monotonic clock.
+            number: Number of the generation, which is formed for the present world.
+            arrival: What this process brings.
+            began_s: When this process began to wait, on the monotonic clock.
 
         Raises:
-            NobodyCame: the others did not come in time.
-            PeersOutside: this process waits in a step, and another one was outside.
-            RecoveryError: another process has given up, or has taken this one's place.
+            ReplacementTimeout: Lost ranks were not replaced in time.
+            MustReenterLoop: This process waits inside a step, and another rank was outside one.
+            RecoveryError: Another process has given up or has replaced this one.
         """
         job_store, size, rank = self._job_store, self._worlds.now.size, self._rank
         if job_store.incarnation(self._worker_id) > arrival.incarnation:
@@ -172,17 +174,17 @@ class QuorumJoiner:
         return None
 
     def _check_aborted(self, number: int, arrival: Arrival) -> None:
-        """Leave if there will be no generation, or none that begins in a step."""
+        """Raise if recovery was abandoned or cannot resume inside a step."""
         job_store = self._job_store
         if job_store.try_get(GAVE_UP_KEY) is not None:
             follow_final_save(job_store)
         if arrival.in_step and arrival.has_state and is_outside(job_store, number):
-            # It comes again, and as another.
+            # This process will arrive again with another arrival.
             job_store.withdraw(number, self._worker_id, to_text(replace(arrival, incarnation=NO_STATE)))
             raise MustReenterLoop(number)
 
     def _scan(self, number: int, waited_s: float) -> Mapping[int, str] | None:
-        """Read who is there, if that may be all, or if it is time to do without somebody; the plan if all are."""
+        """Read the arrivals if they may be complete or a timeout has passed; the plan, if one was made."""
         job_store, worker_ids = self._job_store, self._worlds.now.worker_ids
         is_late = self._worlds.may_change or waited_s > min(
             self._policy.replacement_timeout_s, self._survivors.patience_s()
@@ -223,7 +225,7 @@ class QuorumJoiner:
     def _propose_end(
         self, number: int, view: QuorumView, said: Mapping[int, str], cause: str, *, starts_again: bool
     ) -> Mapping[int, str] | None:
-        """Propose a generation of those that are here, which save what they hold and go apart."""
+        """Propose a generation of the ranks that have arrived, which save their state and leave it."""
         there = {worker_id: each for worker_id, each in from_texts(said).items() if worker_id not in view.missing}
         ends = {
             worker_id: replace(each, abort_reason=cause, starts_again=starts_again) for worker_id, each in there.items()
@@ -231,10 +233,10 @@ class QuorumJoiner:
         return self._job_store.propose(number, {worker_id: to_text(each) for worker_id, each in ends.items()})
 
     def _accept(self, number: int, arrival: Arrival, plan: Mapping[int, str]) -> Generation | None:
-        """Take part in a plan, unless it names what this process was before it came again."""
+        """Become a member of the plan; end the generation if it holds an outdated arrival of this process."""
         world, brought = self._worlds.now, from_texts(plan)
         if self._worker_id not in brought:
-            raise RecoveryError("the job ends: the others have waited for this process for too long")
+            raise RecoveryError("the job ends: the other ranks have waited too long for this process")
         mine = brought[self._worker_id]
         if (mine.incarnation, mine.committed) == (arrival.incarnation, arrival.committed):
             arrivals = {
@@ -247,18 +249,18 @@ class QuorumJoiner:
             return formed
         if mine.incarnation > arrival.incarnation:
             raise self._replaced()
-        cause = "the plan names a process as it was before"
+        cause = "the plan holds an outdated arrival"
         self._job_store.end(number, FailureRecord(kind="request", cause=cause, reporter=f"rank {self._rank}"))
         return None
 
     def _look_for_losses(self, formed: Generation) -> None:
-        """End a generation one of whose members was lost while its plan was made.
+        """End the generation if a member was lost while the plan was made.
 
-        Its agent counts the loss before it looks for a plan, and this comes after the plan: one of the two must see it.
+        The agent counts the loss before it looks for a plan, and this check follows the plan: one of the two sees it.
         """
         now = self._job_store.incarnations(self._worlds.now.worker_ids)
         if any(now[rank] != arrival.incarnation for rank, arrival in formed.arrivals.items()):
-            cause = "a member was lost when it had just arrived"
+            cause = "a member was lost just after it arrived"
             self._job_store.end(
                 formed.number, FailureRecord(kind="process", cause=cause, reporter=f"rank {self._rank}")
             )
@@ -279,7 +281,7 @@ class QuorumJoiner:
         )
 
     def _missing_survivors(self, number: int, view: QuorumView) -> dict[int, int]:
-        """Those that are missing though they were not lost, and have not said where they stopped."""
+        """Members that are missing although they were not lost, and have not published a stop report."""
         before, job_store = members_before(self._job_store, number) if view.missing else {}, self._job_store
         missing = {worker_id: view.expected[worker_id] for worker_id in view.missing if worker_id not in view.arrived}
         return {
@@ -290,11 +292,11 @@ class QuorumJoiner:
 
 
 def to_text(arrival: Arrival) -> str:
-    """For the job store; what is equal has the same text."""
+    """Serialize for the job store; equal arrivals have equal text."""
     return json.dumps(arrival.to_dict())
 
 
 def from_texts(texts: Mapping[int, str]) -> dict[int, Arrival]:
-    """Inverse of `to_text`; most are equal, and those are read once."""
+    """Inverse of `to_text`; parses equal texts, which are the rule, only once."""
     known = {text: Arrival.from_dict(json.loads(text)) for text in set(texts.values())}
     return {worker_id: known[text] for worker_id, text in texts.items()}

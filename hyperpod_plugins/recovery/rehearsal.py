@@ -1,14 +1,15 @@
-"""Rehearsals: find out what of a program would not come back, before a fault does.
+"""Rehearsals: find the state of a program that recovery would not restore exactly, before a fault does.
 
-A *rehearsed step* (`RecoveryOptions(rehearse=(2, 100))`) is computed, thrown away as after a fault, and computed again;
-then the state of each rank is written and read back as a replacement would get it, and compared between replicas. What
-differs by a bit is named, and the job stops before anything was trained wrongly.
+A *rehearsed step* (`RecoveryOptions(rehearse=(2, 100))`) is computed, discarded as after a fault, and computed again.
+Then the state of each rank is written and read back as a replacement would receive it, and compared between replicas.
+Anything that differs by a bit is reported by name, and the job stops before it trains with wrong values.
 
-A *rehearsed job* (`hyperpod rehearse train.py`, see `rehearsal_jobs.py`) runs briefly without a fault and again with a
-SIGKILL in each phase. In both runs each rank writes down digests of all that it holds at each step. They must agree.
+A *rehearsed job* (`hyperpod rehearse train.py`, see `rehearsal_jobs.py`) runs briefly without a fault and again with
+a SIGKILL in each phase. In both runs each rank records digests of everything that it holds at each step. The digests
+of the two runs must agree.
 
-[Note: what is compared] Digests are CRC-32 of the bytes of each local tensor, and of each entry of the described
-trainer. They tell that something differs and where it showed first, not by how much.
+[Note: what is compared] Digests are CRC-32 of the bytes of each local tensor, and of each entry of the captured state
+of the trainer or loop. They show that something differs and where it appeared first, not by how much.
 """
 
 import contextlib
@@ -45,55 +46,55 @@ from hyperpod_plugins.recovery.replicas import ReplicasDiffer, compare_replicas
 from hyperpod_plugins.recovery.state import TrainingState
 
 Digests = Mapping[str, int]
-"""Name of each thing, beginning with its kind (`gradient`, `parameter`, `buffer`, `optimizer`, ...), and its CRC-32."""
+"""CRC-32 of each item, by a name that begins with its kind (`gradient`, `parameter`, `buffer`, `optimizer`, ...)."""
 
 REASONS = {
-    "batch": "the batch is another one: the order of samples, or what the dataset, the collate function or a hook of "
-    "the batch draws, is not a function of seed, epoch and sample. Draw from the global generators of torch, NumPy or "
-    "Python, which are keyed",
+    "batch": "the batch differs: the order of samples, or random numbers drawn by the dataset, the collate function "
+    "or a hook of the batch, do not depend on seed, epoch and sample alone. Draw from the global generators of torch, "
+    "NumPy or Python, which are seeded from these",
     "gradient": "computing the step again gave other gradients from the same state: it depends on something that is "
-    "not put back, such as a Python attribute that the step changes, or a generator of the program's own. Keep it in a "
-    "registered buffer, or derive it from the step's number",
-    "parameter": "a parameter is another one: it was changed outside of the optimizer's step, or the optimizer keeps "
-    "state that its state_dict() does not have",
+    "not restored, such as a Python attribute that the step changes, or a random generator of the program. Keep it in "
+    "a registered buffer, or derive it from the step number",
+    "parameter": "a parameter differs: it was changed outside of the optimizer's step, or the optimizer keeps state "
+    "that is missing from its state_dict()",
     "unowned": "no optimizer has this parameter, and its gradient was kept from an earlier step or attempt: give it to "
     "an optimizer, or freeze it with requires_grad_(False)",
-    "buffer": "a buffer was not put back: it is no longer the tensor that was registered, or something outside of the "
-    "step writes to it. Write to registered buffers in the step alone",
-    "optimizer": "the optimizer's state is another one: see that its state_dict() has all that it keeps",
-    "callback": "the callback's state is another one: let state_dict() and load_state_dict() have all that it keeps",
-    "trainer": "what the loop keeps is another one: let it be in session.state, or in a callback's state_dict()",
+    "buffer": "a buffer was not restored: it is no longer the tensor that was registered, or something outside of the "
+    "step writes to it. Write to registered buffers only in the step",
+    "optimizer": "the optimizer's state differs: check that its state_dict() contains everything that it keeps",
+    "callback": "the callback's state differs: state_dict() and load_state_dict() must cover all that it keeps",
+    "trainer": "the state of the loop differs: keep it in session.state, or in a callback's state_dict()",
 }
-"""Likely reasons, by the kind of what differs."""
+"""Likely reasons, by the kind of the item that differs."""
 
 
 class RehearsalFailed(RecoveryError):
-    """A rehearsed step found something that would not come back after a fault."""
+    """A rehearsed step found state that would not be restored after a fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What a rank holds with other bits than it should."""
+    """Items on a rank whose bits differ from what they should be."""
 
     rank: int
     step: int
     what: str
-    """What was compared: `computing the step again`, `a replica`, or the point of a step."""
+    """The comparison that found it, for example `computing the step again` or `at its beginning`."""
     names: tuple[str, ...]
-    """Of the things that differ, all of the kind that comes first in the order of a step."""
+    """Names of the items that differ, only those of the kind that comes first in a step."""
 
     @property
     def kind(self) -> str:
-        """Kind of what differs."""
+        """Kind of the items that differ."""
         return self.names[0].partition(" ")[0]
 
     @property
     def reason(self) -> str:
-        """Why that usually is."""
+        """The usual reason."""
         return REASONS.get(self.kind, REASONS["trainer"])
 
     def __str__(self) -> str:
-        """One paragraph for people."""
+        """The difference and its likely reason in one paragraph."""
         return f"rank {self.rank}, step {self.step}, {self.what}: {few(self.names, 3)} differs. Likely {self.reason}."
 
 
@@ -101,12 +102,12 @@ _ORDER = ("batch", "unowned", "gradient", "parameter", "buffer", "optimizer", "c
 
 
 def rank_of_kind(kind: str) -> int:
-    """Place of a kind in the order of a step."""
+    """Position of a kind in the order of a step; unknown kinds come last."""
     return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
 
 
 def first_kind(names: Iterable[str]) -> tuple[str, ...]:
-    """Of names that differ, those whose kind comes first in a step: what differs later differs for that reason."""
+    """Of names that differ, those whose kind comes first in a step: later differences follow from these."""
     by_kind: dict[str, list[str]] = {}
     for name in sorted(names):
         by_kind.setdefault(name.partition(" ")[0], []).append(name)
@@ -117,7 +118,7 @@ def first_kind(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def differing(one: Digests, other: Digests) -> tuple[str, ...]:
-    """Names that have other digests in two sets, or that one of them lacks, of the kind that comes first."""
+    """Names whose digests differ between two sets or are missing in one; only those of the kind that comes first."""
     return first_kind(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
@@ -128,12 +129,12 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def state_digests(state: TrainingState) -> dict[str, int]:
-    """Of each parameter, buffer and tensor of optimizer state that this rank holds."""
+    """Digests of this rank's parameters, buffers and optimizer state tensors."""
     return _digests(_named(state))
 
 
 def _named(state: TrainingState) -> dict[str, torch.Tensor]:
-    """What this rank holds, by names that begin with the kind."""
+    """This rank's tensors, by names that begin with the kind."""
     return {name.replace(".", " ", 1): each for name, each in state.tensors().items()}
 
 
@@ -142,7 +143,7 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 class _DigestsBeside(threading.Thread):
-    """Computes digests beside the step, and keeps no process from ending; `found` is empty until it has."""
+    """Computes digests in a daemon thread beside the step; `found` is empty until it has finished."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(name="hyperpod-digests", daemon=True)
@@ -155,7 +156,7 @@ class _DigestsBeside(threading.Thread):
 
 
 def gradient_digests(model: nn.Module) -> dict[str, int]:
-    """Of each parameter's gradient on this rank; a parameter without one has none."""
+    """Digests of this rank's gradients; parameters without a gradient are left out."""
     return {
         f"gradient {name}": digest(local_part(parameter.grad))
         for name, parameter in model.named_parameters()
@@ -164,7 +165,7 @@ def gradient_digests(model: nn.Module) -> dict[str, int]:
 
 
 def unowned_digests(state: TrainingState) -> dict[str, int]:
-    """Of each gradient of a parameter that no optimizer has."""
+    """Digests of the gradients of parameters that no optimizer owns."""
     owned = owned_by(state.optimizers)
     return {
         f"unowned gradient {name}": digest(local_part(parameter.grad))
@@ -174,7 +175,7 @@ def unowned_digests(state: TrainingState) -> dict[str, int]:
 
 
 def value_digests(values: Any, kind: str) -> dict[str, int]:
-    """Of a described trainer or loop: each entry, and each callback by itself."""
+    """Digests of the captured state of a trainer or loop: of each entry, and of each callback separately."""
     found: dict[str, int] = {}
     for key, value in values.items() if isinstance(values, dict) else {"": values}.items():
         if key == "callbacks" and isinstance(value, dict):
@@ -186,16 +187,16 @@ def value_digests(values: Any, kind: str) -> dict[str, int]:
 
 
 def _flat(name: str, value: Any) -> dict[str, int]:
-    """Of each entry of nested dicts whose keys are names, by the way there."""
+    """Digests of the entries of nested dicts with string keys, by dotted path."""
     if not isinstance(value, dict) or not all(isinstance(key, str) and os.sep not in key for key in value):
         return {name: _value_digest(value)}
     return {path: each for key, part in value.items() for path, each in _flat(f"{name}.{key}", part).items()}
 
 
 def _value_digest(value: Any) -> int:
-    """Of plain containers, numbers, strings and tensors, whatever the order of a dict's keys.
+    """Digest of plain containers, numbers, strings and tensors, independent of the order of a dict's keys.
 
-    Paths count as equal: a job that is run again finds the files of the one before, and writes beside them.
+    All paths have the same digest: a job that runs again finds the files of the previous run, and writes to others.
     """
     if isinstance(value, str) and os.sep in value:
         return zlib.crc32(b"path")
@@ -213,18 +214,18 @@ def _value_digest(value: Any) -> int:
 
 
 class Rehearsal:
-    """One process's part in rehearsals; `StepTransaction` calls it at each point of a step, in the step's thread.
+    """Rehearsals in one process. `StepTransaction` calls it at each point of a step, in the thread of the step.
 
-    In rehearsed steps, and all steps of a rehearsed job, it also looks at what optimizers do with their closures.
+    In rehearsed steps, and in all steps of a rehearsed job, it also checks how optimizers call their closures.
 
     Args:
-        state: of this rank.
-        topology: of the job.
-        device: of this rank.
-        steps: at which a step is rehearsed.
+        state: training state of this rank.
+        topology: topology of the job.
+        device: device of this rank.
+        steps: numbers of the steps to rehearse.
         compare_every: steps from one comparison of replicas to the next; 0 for none.
-        job: where digests are written, and which faults are to happen; None outside of a rehearsed job.
-        give_up: tells the agents that the job ends, and why.
+        job: folder for digests and scheduled faults; None outside of a rehearsed job.
+        give_up: tells the agents to end the job, with the reason.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class Rehearsal:
         if steps or job is not None:
             Rehearsal._hook = register_optimizer_step_pre_hook(self._before_update)
 
-    _hook: ClassVar[RemovableHandle | None] = None  # of the rehearsal that is in use
+    _hook: ClassVar[RemovableHandle | None] = None  # of the rehearsal in use
 
     @classmethod
     def wanted(
@@ -272,24 +273,25 @@ class Rehearsal:
         compare_every: int,
         give_up: Callable[[str], None],
     ) -> Self | None:
-        """The rehearsal that the options or `hyperpod rehearse` ask for; None if neither does."""
+        """The rehearsal that the options or `hyperpod rehearse` request; None if neither does."""
         job = RehearsalEnv.from_environ()
         if not (steps or compare_every) and job is None:
             return None
         return cls(state, topology, device, steps=steps, compare_every=compare_every, job=job, give_up=give_up)
 
     def begin(self, step: int, describe: Callable[[], bytes], *, is_compared: bool = True) -> None:
-        """A step begins, and all that the one before changed has been changed.
+        """Handle the beginning of a step, when all changes of the previous one are complete.
+
+        Ends the process with exit code 0 if the rehearsed job has run all of its steps.
 
         Args:
-            step: its number.
-            describe: describes the trainer or loop.
-            is_compared: whether all ranks begin this step together, so that they can compare what they hold.
+            step: number of the step.
+            describe: captures the state of the trainer or loop.
+            is_compared: whether all ranks begin this step together, so that they can compare their states.
 
         Raises:
-            PeerLost: somebody was lost meanwhile.
-            SystemExit: the rehearsed job has run for as many steps as it should.
-            RehearsalFailed: a rehearsed step would not come back.
+            PeerLost: a rank was lost meanwhile.
+            RehearsalFailed: state would not be restored after a fault.
         """
         self._step = step
         self._raise_refused()
@@ -301,29 +303,29 @@ class Rehearsal:
         if self._last_step and step >= self._last_step:
             self._end()
         if self._compare_every and step % self._compare_every == 0:
-            self._hashed = step, _DigestsBeside(self._alike())  # of tensors taken now: modules swap theirs in a step
+            self._hashed = step, _DigestsBeside(self._alike())  # of tensors taken now: modules replace them in a step
             self._hashed[1].start()
         self.at("between", step)
 
     def begun(self, step: int) -> None:
-        """All that the step may change has been remembered, and it is about to be computed."""
+        """Record the state before the step is computed, when everything that it may change has been saved."""
         held = state_digests(self._state) | unowned_digests(self._state) if self._looks_at(step) else {}
         if self._record is not None:
             self._record.write(step, "begun", held)
         self._begun = held
 
     def undone(self, step: int, *, is_compared: bool = False) -> None:
-        """The step was thrown away, and is about to be computed again.
+        """Record the state after the step was undone, before it is computed again.
 
-        The trainer is left out: hooks of an earlier micro-step may have changed it, and are not run again.
+        The trainer is left out: hooks of an earlier micro-step may have changed it, and do not run again.
 
         Args:
-            step: its number.
-            is_compared: whether all ranks compare what they hold with what the step began with.
+            step: number of the step.
+            is_compared: whether all ranks compare their state with that at the beginning of the step.
 
         Raises:
-            PeerLost: somebody was lost meanwhile.
-            RehearsalFailed: something was not put back.
+            PeerLost: a rank was lost meanwhile.
+            RehearsalFailed: something was not restored.
         """
         held = state_digests(self._state) | unowned_digests(self._state) if self._looks_at(step) else {}
         if self._record is not None:
@@ -335,18 +337,18 @@ class Rehearsal:
         return self._record is not None or step in self._steps
 
     def note_batch(self, index: int, batch: Any) -> None:
-        """A batch is about to be trained on."""
+        """Record the digest of a batch before training on it."""
         if self._record is not None:
             self._batches[f"batch {index}"] = _value_digest(batch)
 
     def at(self, phase: str, step: int) -> None:
-        """Say that this process is in a phase of a step; a scheduled fault may happen."""
+        """Announce that this process is in a phase of a step; a scheduled fault may kill it here."""
         if self.faults is not None:
             self.faults.at(phase, step)
 
     @contextlib.contextmanager
     def computing(self, step: int) -> Generator[None]:
-        """While a step is computed, faults that are due happen in a module's forward or backward."""
+        """Context of a step's computation, in which due faults happen in a module's forward or backward."""
         hooks: list[RemovableHandle] = []
         if self.faults is not None and self.faults.is_due("forward", step):
             hooks.append(register_module_forward_hook(lambda *_: self.at("forward", step)))
@@ -359,16 +361,16 @@ class Rehearsal:
                 hook.remove()
 
     def computed(self, step: int, again: Callable[[], bool]) -> None:
-        """The gradients of a step are there, and no rank has voted.
+        """Check a step when its gradients are computed and no rank has voted.
 
         Args:
-            step: its number.
-            again: throws the step away and computes it once more; False where that was interrupted by a fault.
+            step: number of the step.
+            again: discards the step and computes it once more; returns False if a fault interrupted that.
 
         Raises:
-            PeerLost: somebody was lost while ranks compared what they had found.
-            RehearsalFailed: the second time differed.
-            ReplicasDiffer: replicas were to be compared before this step is committed, and differ.
+            PeerLost: a rank was lost while ranks compared their results.
+            RehearsalFailed: the second computation differed.
+            ReplicasDiffer: a comparison of replicas was due in this step, and they differ.
         """
         self._raise_refused()
         if self._record is not None:
@@ -384,13 +386,13 @@ class Rehearsal:
             )
 
     def _held(self, describe: Callable[[], bytes]) -> dict[str, int]:
-        """Of all that this rank holds where a step begins."""
+        """Digests of everything that this rank holds when a step begins."""
         return state_digests(self._state) | value_digests(_read(describe()), "trainer")
 
     def _before_update(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """An optimizer begins its step: count how often it evaluates its closure."""
+        """Step hook of all optimizers: count how often each evaluates its closure."""
         self.at("optimizer", self._step)
         closure, num_calls = kwargs.get("closure"), 0
         if closure is None or not self._looks_at(self._step):
@@ -402,15 +404,15 @@ class Rehearsal:
             if num_calls > 1:
                 self._refused = (
                     f"rank {self._rank}, step {self._step}: optimizer {type(optimizer).__name__} evaluated its closure "
-                    f"{num_calls} times, but the gradients of a step are computed once, for the parameters that it "
-                    "begins with. Use an optimizer that steps once on given gradients."
+                    f"{num_calls} times, but recovery computes the gradients of a step once, for the parameters at "
+                    "its beginning. Use an optimizer that evaluates its closure once."
                 )
             return closure()
 
         return args, {**kwargs, "closure": counted}
 
     def _raise_refused(self) -> None:
-        """Stop where an optimizer did what a job that recovers can not do; all ranks see the same."""
+        """Stop if an optimizer did what recovery does not support; it does so on all ranks alike."""
         if self._refused:
             self._give_up(self._refused)
             raise RehearsalFailed(self._refused)
@@ -420,15 +422,15 @@ class Rehearsal:
         return gradients | state_digests(self._state) if with_state else gradients
 
     def _alike(self) -> dict[str, torch.Tensor]:
-        """What replicas have alike: running statistics in buffers are each rank's own."""
+        """Tensors that replicas share. Buffers are left out: running statistics are rank-local."""
         return {name: each for name, each in _named(self._state).items() if not name.startswith("buffer ")}
 
     def _compare(self, step: int) -> None:
-        """Stop all ranks where replicas differ.
+        """Stop all ranks if replicas differ.
 
-        It is a part of the computation, which all ranks run whatever was repaired before. Digests come from a thread
-        that computes them beside the step. A difference counts when it is found again with this thread standing still:
-        a program may write to parameters in the middle of a step.
+        This is part of the computation, which all ranks run whatever was repaired before. A background thread
+        computes the digests beside the step. As a program may write to parameters in the middle of a step, a
+        difference counts only if digests that are computed here, in the thread of the step, differ too.
         """
         hashed, self._hashed = self._hashed, None
         held: dict[str, int] = {}
@@ -442,15 +444,15 @@ class Rehearsal:
                 found = compare_replicas(_digests(self._alike()), self._topology, self._device)
         if found is None:
             return
-        reason = f"step {step}: {found}. Nothing of this step was updated; what was trained since the last comparison, "
-        reason += f"{self._compare_every} steps before, may be wrong. Go back to a checkpoint from before it, and look "
-        reason += "at the memory and the devices of that host."
+        reason = f"step {step}: {found}. This step has updated nothing, but training since the last comparison, "
+        reason += f"{self._compare_every} steps before, may be wrong. Return to a checkpoint from before that, and "
+        reason += "check the memory and the devices of that host."
         if found.names:
             self._give_up(reason)
         raise ReplicasDiffer(reason)
 
     def _read_back(self) -> tuple[str, ...]:
-        """Write the state as a replacement would get it, overwrite what is there, and read it back."""
+        """Write the state as a replacement would receive it, overwrite the tensors, and read it back."""
         before, data = state_digests(self._state), torch.empty(self._state.num_bytes(), dtype=torch.uint8)
         header = self._state.header()
         self._state.copy_to(data)
@@ -461,7 +463,7 @@ class Rehearsal:
         return differing(before, state_digests(self._state))
 
     def _compare_replicas(self) -> tuple[str, ...]:
-        """Names of the tensors that another replica of this shard holds with other bits; see `_alike`."""
+        """Names of the tensors that differ on another replica of this shard; see `_alike`."""
         found = compare_replicas(_digests(self._alike()), self._topology, self._device)
         return () if found is None else first_kind(found.names)
 
@@ -477,7 +479,7 @@ class Rehearsal:
             raise RehearsalFailed(f"step {step}, {what}: another rank found a difference; see its message.")
 
     def _end(self) -> None:
-        dist.all_reduce(torch.zeros(1, device=self._device))  # nobody is in the hooks of the step before any more
+        dist.all_reduce(torch.zeros(1, device=self._device))  # until all ranks have left the hooks of the last step
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         sys.stdout.flush()
@@ -486,41 +488,41 @@ class Rehearsal:
 
 
 def _read(description: bytes) -> Any:
-    """A described trainer or loop. A peer may have described it, so nothing in it is unpickled."""
+    """Read captured state of a trainer or loop. It may come from a peer, so no objects are unpickled."""
     try:
         with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
             return unpacked(description, map_location=None)
-    except (RuntimeError, pickle.UnpicklingError, EOFError):  # another format: it is compared as it is
+    except (RuntimeError, pickle.UnpicklingError, EOFError):  # another format: compared as bytes
         return {"": description}
 
 
 class Record:
-    """Lines of digests of one rank, which all processes in its place add to."""
+    """Digest log of one rank, to which all processes of its worker slot append."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / f"rank-{rank}.jsonl"
 
     def write(self, step: int, point: str, digests: Digests) -> None:
-        """Add what this rank holds at a point of a step."""
+        """Append the digests of this rank at a point of a step."""
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, "point": point, "digests": digests}) + "\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledFault:
-    """A SIGKILL at the first time that a rank comes to a phase of a step that is not before `step`."""
+    """A SIGKILL when a rank first reaches a phase at `step` or later."""
 
     phase: str
     rank: int
     step: int
 
     def to_text(self) -> str:
-        """For the environment."""
+        """Text form, for an environment variable."""
         return f"{self.phase}:{self.rank}:{self.step}"
 
 
 class ScheduledFaults:
-    """Of one rank in a rehearsed job. Each happens once in the job: a file tells the replacement."""
+    """The scheduled faults of one rank in a rehearsed job. Each happens once: a marker file tells the replacement."""
 
     def __init__(self, folder: Path, text: str, rank: int) -> None:
         self._folder = folder
@@ -531,7 +533,7 @@ class ScheduledFaults:
         return self._due(phase, step) is not None
 
     def at(self, phase: str, step: int) -> None:
-        """This process is in a phase of a step; what is due happens."""
+        """Kill this process if a fault is due in this phase of a step."""
         fault = self._due(phase, step)
         if fault is None:
             return
@@ -551,6 +553,6 @@ class ScheduledFaults:
 
 
 def parse_schedule(text: str) -> list[ScheduledFault]:
-    """Inverse of `ScheduledFault.to_text`, for several, separated by commas."""
+    """Parse comma-separated faults, each as `ScheduledFault.to_text` returns it."""
     parts = (part.split(":") for part in text.split(",") if part)
     return [ScheduledFault(phase=phase, rank=int(rank), step=int(step)) for phase, rank, step in parts]

@@ -1,8 +1,8 @@
-"""`hyperpod rehearse`: a program is run briefly without a fault, and again with a SIGKILL in each phase of its life.
+"""`hyperpod rehearse`: run a program briefly without a fault, and again with a SIGKILL in each phase.
 
-Each rank of both jobs writes down digests of all that it holds at each step (see `rehearsal.py`). Where the disturbed
-job differs first, the fault before that is the one from which the program does not recover exactly; the phases that
-come after it are rehearsed in a job of their own.
+Each rank of both jobs records digests of everything that it holds at each step (see `rehearsal.py`). The last fault
+before the first difference between the two jobs is the one from which the program does not recover exactly; phases
+that come after it are rehearsed in another job.
 """
 
 import json
@@ -24,7 +24,7 @@ PHASES = (
     "forward",
     "backward",
     "vote",
-    "vote_result",  # when one rank knows the result, and others do not
+    "vote_result",  # one rank knows the result and others do not
     "commit",
     "optimizer",  # as an optimizer begins its step
     "between",
@@ -32,8 +32,8 @@ PHASES = (
     "validation",
     "checkpoint",
 )
-"""In which a rank is killed. Some exist under Lightning alone; one that the program does not reach is said so."""
-_POINTS = "state", "begun", "gradients"  # of a step, in their order
+"""Phases in which a rank is killed. Some exist only in Lightning; a phase that is not reached is reported as such."""
+_POINTS = "state", "begun", "gradients"  # points of a step at which digests are recorded, in order
 _FIRST_STEP = 2
 _STEPS_AFTER = 2
 _GRACE_S = 20.0
@@ -41,27 +41,27 @@ _GRACE_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be rehearsed."""
+    """What to rehearse, and how."""
 
     program: tuple[str, ...]
     """Script and its arguments."""
     num_ranks: int = 2
     phases: tuple[str, ...] = PHASES
     timeout_s: float = 600.0
-    """Longest time for one job."""
+    """Time limit of one job."""
     launcher: tuple[str, ...] = ()
-    """Further arguments of hyperpodrun."""
+    """Additional arguments of hyperpodrun."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Validate the values."""
         unknown = [phase for phase in self.phases if phase not in PHASES]
         if unknown or not self.phases:
             raise ConfigError(
-                f"phases {', '.join(unknown) or 'none'} cannot be rehearsed. Choose of {', '.join(PHASES)}."
+                f"phases {', '.join(unknown) or 'none'} cannot be rehearsed. Choose from {', '.join(PHASES)}."
             )
         if self.num_ranks < 2:
             raise ConfigError(
-                f"--nproc-per-node must be at least 2, but is {self.num_ranks}: one rank is killed, the others repair."
+                f"--nproc-per-node must be at least 2, but is {self.num_ranks}: one rank is killed, the others recover."
             )
         if not self.program or not Path(self.program[0]).is_file():
             raise ConfigError(f"there is no program {self.program[0] if self.program else ''!r}. Name a Python file.")
@@ -70,18 +70,18 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
-        """After how many steps the jobs end."""
+        """Number of steps after which the jobs end."""
         return _FIRST_STEP + len(self.phases) + _STEPS_AFTER
 
     def schedule(self, phases: Sequence[str]) -> tuple[ScheduledFault, ...]:
-        """One fault for each phase, each at a later step and another rank than the one before."""
+        """One fault for each phase, each at a later step and on another rank than the one before."""
         return tuple(
             ScheduledFault(phase=phase, rank=self._rank_of(phase, number), step=_step_of(phase, number))
             for number, phase in enumerate(phases)
         )
 
     def _rank_of(self, phase: str, number: int) -> int:
-        return 0 if phase == "vote_result" else (number + 1) % self.num_ranks  # rank 0 passes results on to others
+        return 0 if phase == "vote_result" else (number + 1) % self.num_ranks  # rank 0 passes the result on to others
 
 
 def _step_of(phase: str, number: int) -> int:
@@ -90,23 +90,23 @@ def _step_of(phase: str, number: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of the fault in one phase."""
+    """The outcome of the fault in one phase."""
 
     phase: str
     rank: int | None = None
     step: int | None = None
-    """Where it happened; None where the program did not come to that phase."""
+    """Step at which the fault happened; None if the program did not reach the phase."""
     difference: Difference | None = None
     failure: str = ""
-    """What the job said at its end, where it failed."""
+    """Last output of the job if it failed, else empty."""
 
     @property
     def is_good(self) -> bool:
-        """Whether the program recovered exactly, or never came there."""
+        """Whether the program recovered exactly, or never reached the phase."""
         return self.difference is None and not self.failure
 
     def cells(self) -> tuple[str, str, str, str]:
-        """Phase, rank, step and what came of it."""
+        """Phase, rank, step and outcome, as table cells."""
         if self.step is None and self.is_good:
             return self.phase, "", "", "not reached"
         told = (
@@ -120,7 +120,7 @@ Records = Mapping[tuple[int, int, str], Digests]
 
 
 def read_lines(folder: Path) -> Iterator[tuple[tuple[int, int, str], Digests]]:
-    """All that the processes of a job have written; a line that a kill has torn is passed over."""
+    """Read the digests that the processes of a job recorded; a line that a kill has truncated is skipped."""
     for path in sorted(folder.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
         for line in path.read_text().splitlines():
@@ -132,7 +132,10 @@ def read_lines(folder: Path) -> Iterator[tuple[tuple[int, int, str], Digests]]:
 
 
 def first_difference(wanted: Records, found: Iterator[tuple[tuple[int, int, str], Digests]]) -> Difference | None:
-    """The earliest step at which a rank held other bits, or could not be compared."""
+    """The earliest difference between two jobs; None if all digests agree.
+
+    Points that `wanted` does not have are skipped.
+    """
     differences: list[tuple[tuple[int, int, int], Difference]] = []
     for (rank, step, point), digests in found:
         expected = wanted.get((rank, step, point))
@@ -140,34 +143,34 @@ def first_difference(wanted: Records, found: Iterator[tuple[tuple[int, int, str]
         if names:
             what = "computing it" if point == "gradients" else "at its beginning"
             found_here = Difference(rank=rank, step=step, what=what, names=names)
-            # Gradients differ on all ranks where the batch of one does.
+            # If the batch of one rank differs, the gradients of all ranks do.
             differences.append(((step, _POINTS.index(point), rank_of_kind(found_here.kind)), found_here))
     return min(differences, key=lambda each: each[0])[1] if differences else None
 
 
 def rehearse(plan: Plan, say: Callable[[str], None]) -> list[Result]:
-    """Run the jobs.
+    """Run the jobs of a plan.
 
     Args:
-        plan: what is to be rehearsed.
-        say: called with a line before each job.
+        plan: what to rehearse.
+        say: called with a line of text before each job.
 
     Returns:
-        One result a phase, in the order of the plan.
+        One result per phase, in the order of the plan.
 
     Raises:
-        RecoveryError: the job without a fault failed, or its program does not recover in place at all.
+        RecoveryError: the job without a fault failed, or its program does not support recovery in place.
     """
     with tempfile.TemporaryDirectory(prefix="hyperpod-rehearsal-") as place:
         calm = Path(place, "calm")
         say(f"{plan.num_steps} steps on {plan.num_ranks} ranks without a fault")
         failure = _run(plan, calm, ())
         if failure:
-            raise RecoveryError(f"the program failed without any fault:\n{failure}")
+            raise RecoveryError(f"the program failed without a fault:\n{failure}")
         wanted = dict(read_lines(calm))
         if not wanted:
             raise RecoveryError(
-                "the program took no step that could be recovered. It needs Trainer(strategy='hyperpod') without "
+                "the program ran no step that can be recovered. It needs Trainer(strategy='hyperpod') without "
                 "CheckpointlessRecovery(enabled=False), or a Session."
             )
         results: dict[str, Result] = {}
@@ -187,19 +190,19 @@ def rehearse(plan: Plan, say: Callable[[str], None]) -> list[Result]:
 def judge(
     faults: Sequence[ScheduledFault], happened: Mapping[str, int], failure: str, difference: Difference | None
 ) -> list[Result]:
-    """What a disturbed job says of its phases: of all, or of those up to the one from which it did not recover.
+    """Derive results from a job with faults: for all phases, or for those up to the one that did not recover.
 
     Args:
-        faults: as they were scheduled.
-        happened: step of each phase in which one happened, in that order.
-        failure: the job's last words, where it failed.
-        difference: the first in what was written down.
+        faults: the faults as scheduled.
+        happened: for each fault that happened, its phase and step, in the order of occurrence.
+        failure: last output of the job if it failed, else empty.
+        difference: the first difference from the job without a fault.
     """
     order = list(happened)
     if difference is None and not failure:
         return [_result(fault, happened) for fault in faults]
     culprits = [phase for phase in order if difference is None or happened[phase] <= difference.step]
-    if not culprits:  # nothing had happened yet: the program itself is not deterministic
+    if not culprits:  # no fault had happened yet: the program itself is not deterministic
         culprits = order[:1] or [faults[0].phase]
     culprit = culprits[-1]
     results: list[Result] = []
@@ -225,7 +228,7 @@ def _happened(folder: Path) -> dict[str, int]:
 
 
 def _run(plan: Plan, folder: Path, faults: Sequence[ScheduledFault]) -> str:
-    """Run one job; empty if it went well, else the end of its output."""
+    """Run one job. Returns the end of its output if it failed, else an empty string."""
     folder.mkdir()
     environ = RehearsalEnv(
         folder=str(folder), last_step=plan.num_steps, faults=",".join(fault.to_text() for fault in faults)
@@ -259,7 +262,7 @@ def _run(plan: Plan, folder: Path, faults: Sequence[ScheduledFault]) -> str:
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    """Lines for people."""
+    """Lines of a table of results."""
     rows = [("phase", "rank", "step", "after a SIGKILL there"), *(result.cells() for result in results)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]

@@ -1,4 +1,4 @@
-"""Whether replicas of a shard hold the same bits: digests of their tensors, compared over all ranks."""
+"""Compare replicas of a shard bit by bit, by digests of their tensors that all ranks exchange."""
 
 import socket
 import zlib
@@ -17,24 +17,24 @@ _HOST_BYTES = 64
 
 
 class ReplicasDiffer(RecoveryError):
-    """Replicas of a shard hold other bits, though they have made the same steps."""
+    """Replicas of a shard differ bitwise although they have run the same steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
-    """Replicas of one shard that do not hold the same."""
+    """Replicas of one shard that differ."""
 
     replicas: tuple[int, ...]
     """Ranks of all replicas of the shard."""
     suspects: tuple[int, ...]
-    """Ranks that differ from the majority; all replicas where there is none."""
+    """Ranks that differ from the majority; all replicas if there is no majority."""
     hosts: tuple[str, ...]
-    """Of the suspects."""
+    """Host names of the suspects."""
     names: tuple[str, ...]
-    """Tensors that differ, where this rank is one of the replicas; otherwise empty."""
+    """Tensors that differ, if this rank is one of the replicas; otherwise empty."""
 
     def __str__(self) -> str:
-        """One sentence for people."""
+        """The disagreement in one sentence."""
         suspects = ", ".join(f"{rank} ({host})" for rank, host in zip(self.suspects, self.hosts, strict=True))
         others = [rank for rank in self.replicas if rank not in self.suspects]
         if others:
@@ -45,10 +45,10 @@ class Disagreement:
 
 
 def suspects_of(digests: Mapping[int, int]) -> tuple[int, ...]:
-    """Ranks that differ from the majority of a shard's replicas; all of them where more than half agree on nothing.
+    """Ranks that differ from the majority of a shard's replicas; all of them if no more than half agree.
 
     Args:
-        digests: of each replica's whole shard, by rank.
+        digests: digest of each replica's whole shard, by rank.
     """
     counts = Counter(digests.values())
     value, count = counts.most_common(1)[0]
@@ -58,18 +58,18 @@ def suspects_of(digests: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def compare_replicas(digests: Mapping[str, int], topology: Topology, device: torch.device) -> Disagreement | None:
-    """Compare what the replicas of each shard hold. All ranks call this together, and find the same ones.
+    """Compare the replicas of each shard. A collective call: all ranks reach the same verdict.
 
-    It gathers one number from each rank, and the digests of single tensors only where the numbers differ.
+    Gathers one digest from each rank, and the digests of single tensors only if these differ.
 
     Args:
-        digests: of this rank's tensors, by name.
-        topology: of the job.
-        device: of this rank.
+        digests: digests of this rank's tensors, by name.
+        topology: topology of the job.
+        device: device of this rank.
 
     Returns:
-        The first replicas that differ, of this rank's shard if there are any; None where all agree or a rank was lost
-        meanwhile (then the groups are broken).
+        The first shard whose replicas differ, preferring this rank's own; None if all agree, or if a rank was lost
+        meanwhile (the groups are broken then).
     """
     rank, names = dist.get_rank(), sorted(digests)
     whole = zlib.crc32(" ".join(f"{name}={digests[name]}" for name in names).encode())
@@ -92,7 +92,7 @@ def compare_replicas(digests: Mapping[str, int], topology: Topology, device: tor
     suspects = suspects_of({each: totals[each] for each in shard})
     differing = [
         name for index, name in enumerate(names) if len({int(singles[each][index]) for each in shard}) > 1
-    ] or names  # the same digests under other names
+    ] or names  # only the names differ
     return Disagreement(
         replicas=shard,
         suspects=suspects,
@@ -102,7 +102,7 @@ def compare_replicas(digests: Mapping[str, int], topology: Topology, device: tor
 
 
 def _gathered(value: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Of all ranks, on the host."""
+    """The values of all ranks, in host memory."""
     rows = [torch.zeros_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, value)
     return list(torch.stack(rows).cpu())

@@ -1,4 +1,8 @@
-"""Where the job stands while its processes come together: each survivor says where it stopped; newcomers read it."""
+"""Where a job resumes after a fault: each survivor publishes where it stopped, and joiners read it.
+
+`StopReports` publishes the report of one process and waits for those of the others; `Survivors` decides how long to
+wait for survivors that do not arrive.
+"""
 
 import json
 import logging
@@ -23,39 +27,40 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Where the job stands when all that have state have stopped."""
+    """The point at which the job resumes, known once all processes with state have stopped."""
 
     step: int
-    """Steps that all will have committed."""
+    """Number of steps that all ranks will have committed."""
     in_step: bool
-    """Whether the trainer below waits in a step; it was outside of one otherwise, and so was everybody else."""
+    """Whether the process that provided `trainer` waits inside a step; if not, all processes were outside one."""
     trainer: bytes
-    """State of one trainer that has committed the steps: of one in a step if there is one, for it has come furthest."""
+    """Trainer state of the process furthest ahead: one inside a step, if there is one; see `furthest`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopReport:
-    """What one process says when it has stopped."""
+    """What one process publishes when it has stopped."""
 
     incarnation: int
     committed: int
     in_step: bool
     is_described: bool
-    """Whether it has left the state of its trainer, too."""
+    """Whether it has published its trainer state, too."""
     part: int = 0
-    """Outside of steps: place of the part of the program in which it was, in the order of those that follow a step."""
+    """Outside steps: index of the part of the program it was in, in the order of the parts that follow a step."""
 
 
 class Survivors:
-    """Ranks that the others wait for, to be repaired together: which of them get more time, and which are replaced."""
+    """Decides which late survivors get more time, and which are killed so that they are replaced."""
 
     def __init__(self, job_store: JobStore, *, patience_s: Callable[[], float], outside_s: float) -> None:
-        """Use `job_store` in the thread that waits.
+        """Use `job_store` only in the thread that waits.
 
         Args:
-            job_store: a connection of one's own.
-            patience_s: says after how many seconds a rank that does not come is stuck, unless it says that it is busy.
-            outside_s: seconds after which it is stuck, whatever it says.
+            job_store: A connection that no other thread uses.
+            patience_s: Returns the seconds after which a rank that does not arrive is stuck, unless its heartbeats
+                show that it is busy.
+            outside_s: Seconds after which it is stuck in any case.
         """
         self._job_store = job_store
         self.patience_s = patience_s
@@ -64,13 +69,13 @@ class Survivors:
         self._ended = set[tuple[int, int]]()
 
     def busy(self, awaited: Mapping[int, int], waited_s: float) -> set[int]:
-        """Places of those that say each second that they are in code outside of a step, such as a save.
+        """Worker ids of those whose recent heartbeats say that they are in code outside a step, such as a save.
 
-        Silence is counted from the first time that this is asked.
+        Silence is measured from the first call.
 
         Args:
-            awaited: number of the process in each place.
-            waited_s: for how long, in seconds.
+            awaited: Incarnation of each worker that is waited for.
+            waited_s: How long this process has waited, in seconds.
         """
         if not awaited or waited_s > self._outside_s:
             return set()
@@ -87,12 +92,12 @@ class Survivors:
         }
 
     def end_stuck(self, number: int, awaited: Mapping[int, int], waited_s: float) -> None:
-        """Ask for the end of those that do not come, once each: stopped, or stuck where nothing wakes them.
+        """Ask the agents to kill workers that do not arrive, once each: they are stopped or stuck.
 
         Args:
-            number: of the generation that is to be formed.
-            awaited: number of the process in each place, without those that are busy.
-            waited_s: for how long, in seconds.
+            number: Number of the generation to be formed.
+            awaited: Incarnation of each worker that is waited for, except busy ones.
+            waited_s: How long this process has waited, in seconds.
         """
         if waited_s <= self.patience_s():
             return
@@ -109,7 +114,7 @@ class Survivors:
 
 
 class StopReports:
-    """What one process says of where it stopped, and how it learns that of the others."""
+    """Publishes the stop report of one process, and reads those of the others."""
 
     def __init__(
         self,
@@ -121,7 +126,7 @@ class StopReports:
         policy: MembershipPolicy,
         survivors: Survivors,
     ) -> None:
-        """Use `job_store` and `survivors` in the thread that waits."""
+        """Use `job_store` and `survivors` only in the thread that waits."""
         self._job_store = job_store
         self._worlds = worlds
         self._worker_id = worker_id
@@ -131,7 +136,7 @@ class StopReports:
         self._told: list[int] = []
 
     def tell(self, number: int, *, committed: int, in_step: bool, trainer: bytes, part: int = 0) -> None:
-        """Say once, before arriving in generation `number`, where this process is; `trainer` may be empty."""
+        """Publish this process's report once, before it arrives in generation `number`; see `Member.stop`."""
         if number in self._told:
             return
         job_store, worker_id = self._job_store, self._worker_id
@@ -187,7 +192,7 @@ class StopReports:
             if len(lost) == len(worker_ids):
                 cause = "all processes were lost, and with them the training state and its snapshots"
                 return self._without_survivors(here, worker_ids, snapshots, cause)
-            # As in an assembly, a count tells whether it may be worth while to read what each has said.
+            # As in `QuorumJoiner`, a count tells whether reading all reports may be worthwhile.
             news = here, job_store.count(f"stopped/{here}"), lost
             if is_last_look or waited_s >= look_s or (news != seen and news[1] + len(lost) >= len(worker_ids)):
                 resume_point = self._look(here, incarnations, lost, snapshots)
@@ -196,7 +201,7 @@ class StopReports:
                 silent = self._silent(here, incarnations, lost)
                 try:
                     self._worlds.go_on_without(here, silent, waited_s, f"rank {rank}")
-                except StateLost:  # all are to start again; where they meet next they save what they hold
+                except StateLost:  # all processes restart; they save what they hold in the next generation
                     given_up |= set(silent)
                 busy = self._survivors.busy(silent, waited_s)
                 if busy:
@@ -206,28 +211,28 @@ class StopReports:
                 seen, look_s = news, waited_s + scan_interval_s(rank, news[1])
             time.sleep(poll_interval_s(rank, len(worker_ids), waited_s))
         raise RecoveryTimeout(
-            f"rank {rank} waits for the state of the others, but they did not all stop within "
-            f"{limit_s:.0f} s. Are some of them hanging?"
+            f"rank {rank} waited for the state of the other ranks, but they did not all stop within "
+            f"{limit_s:.0f} s. Check whether some of them hang."
         )
 
     def trainer_of(self, number: int, worker_id: int) -> bytes | None:
-        """State of the trainer that a process has left before generation `number`."""
+        """Trainer state that a process published before generation `number`; None if it published none."""
         return self._job_store.try_get(f"trainer/{number}/{worker_id}")
 
     def _silent(self, number: int, incarnations: Mapping[int, int], lost: AbstractSet[int]) -> dict[int, int]:
-        """Those that have said nothing, and whose loss nobody has counted: perhaps their node is gone."""
+        """Processes without a stop report that do not count as lost: perhaps their node is gone."""
         said = self._job_store.try_get_all([_note(number, worker_id) for worker_id in incarnations])
         return {p: n for p, n in incarnations.items() if p not in lost and _note(number, p) not in said}
 
     def _without_survivors(
         self, number: int, worker_ids: Sequence[int], snapshots: Snapshots | None, cause: str
     ) -> ResumePoint:
-        """Where to begin when all processes are new: with a snapshot that outlived those before, of whatever rank.
+        """The resume point if all processes are new: that of any rank's snapshot that outlived its process.
 
-        It brings this process to where the others are; there they see to which step all of them return.
+        It only gets this process to where the others are; together they decide to which step all return.
 
         Raises:
-            StateLost: there is none, for the reason `cause`.
+            StateLost: There is none; the message is `cause`.
         """
         newest = None if snapshots is None else snapshots.newest
         names = [f"snapshot/{number}/{worker_id}" for worker_id in worker_ids]
@@ -248,7 +253,7 @@ class StopReports:
     def _look(
         self, number: int, incarnations: Mapping[int, int], lost: AbstractSet[int], snapshots: Snapshots | None
     ) -> ResumePoint | None:
-        """Read what each has said, if all have that are not lost."""
+        """Determine the resume point; None unless all processes that are not lost have published their reports."""
         job_store, worker_ids = self._job_store, list(incarnations)
         if not job_store.has_all([_note(number, worker_id) for worker_id in worker_ids if worker_id not in lost]):
             return None
@@ -260,11 +265,11 @@ class StopReports:
         }
         notes = {
             worker_id: note for worker_id, note in said.items() if note.incarnation == incarnations[worker_id]
-        }  # still alive
+        }  # of processes that were not replaced since
         if any(worker_id not in notes and worker_id not in lost for worker_id in worker_ids):
             return None
         if notes and all(note.committed == NO_STATE for note in notes.values()):
-            cause = "those that are left are new, and all that had the training state were lost"
+            cause = "the remaining processes are new, and all that held the training state were lost"
             return self._without_survivors(number, worker_ids, snapshots, cause)
         worker_id = furthest(notes)
         trainer = None if worker_id is None else self.trainer_of(number, worker_id)
@@ -274,9 +279,10 @@ class StopReports:
 
 
 def furthest(notes: Mapping[int, StopReport]) -> int | None:
-    """Place whose trainer the others go on from: of those that have committed most, one in a step if there is one.
+    """Worker whose trainer state the others resume from: of those with the most committed steps, one inside a step.
 
-    Otherwise one that has come to the last part: what it had ended is not there to be run again.
+    If none is inside a step, one that has reached the last part: the parts it has completed cannot be run again. None
+    if no worker with the most committed steps has published its trainer state.
     """
     step = max((note.committed for note in notes.values()), default=NO_STATE)
     best = [worker_id for worker_id, note in notes.items() if note.committed == step and note.is_described]
@@ -286,17 +292,17 @@ def furthest(notes: Mapping[int, StopReport]) -> int | None:
 
 
 def has_stopped(job_store: JobStore, number: int, worker_id: int) -> bool:
-    """Whether a process has said where it stopped before generation `number`."""
+    """Whether a process has published its stop report for generation `number`."""
     return job_store.try_get(_note(number, worker_id)) is not None
 
 
 def is_outside(job_store: JobStore, number: int) -> bool:
-    """Whether one of those that have stopped before generation `number` was not in a step."""
+    """Whether any process that has stopped for generation `number` was outside a step."""
     return job_store.try_get(f"outside/{number}") is not None
 
 
 def members_before(job_store: JobStore, number: int) -> dict[int, int]:
-    """Incarnations of the last generation that was formed before `number`; none where there were only founders."""
+    """Incarnations in the last generation formed before `number`, by worker id; empty if there was none."""
     for earlier in range(number - 1, 0, -1):
         plan = job_store.plan(earlier)
         if plan is not None:

@@ -1,6 +1,8 @@
-"""All processes start again with other degrees, from a checkpoint that those write that are left.
+"""Saving state before the job ends, or before all processes restart.
 
-Somebody has asked for it, and all are there; or too few are left for a replica, and each brings what it holds.
+`JobShutdown` saves what the ranks of a job hold before it ends. `reshard_if_asked` and `start_again_without` restart
+all processes from a checkpoint: with other degrees that were requested, or with the survivors if lost ranks are not
+replaced.
 """
 
 import logging
@@ -23,31 +25,29 @@ from hyperpod_plugins.recovery.protocols import RESHARD, TrainingLoop
 from hyperpod_plugins.recovery.quorum import ReplacementTimeout
 from hyperpod_plugins.recovery.snapshot import Snapshot, Snapshots
 
-# A job that must not go on saves what its ranks hold, and then ends.
-
 log = logging.getLogger(__name__)
 SAVE_S = 600.0
-"""Longest wait for the last save of others."""
+"""Longest wait for the final save of other ranks, in seconds."""
 
 
 class JobShutdown:
-    """The last acts of one rank."""
+    """Final saves of one rank, and its exit."""
 
     def __init__(self, member: Member, subject: TrainingLoop) -> None:
         self._member = member
         self._subject = subject
 
     def end(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> NoReturn:
-        """Save what all ranks hold, for they are complete once more, and end.
+        """Save the state of all ranks, which is complete again, and end.
 
         Args:
-            plan: what brought them together.
-            ends: why, on the ranks that say so; empty on the others.
-            error: what the program raised on this rank.
+            plan: The recovery plan that restored the ranks.
+            ends: Why the job ends, on the ranks that decided so; empty on the others.
+            error: Exception of the program on this rank.
 
         Raises:
-            PeerLost: somebody was lost meanwhile.
-            RecoveryError: or the exception of the program that ends the job.
+            PeerLost: A rank was lost meanwhile.
+            RecoveryError: The job has ended; if `error` is given, that is raised instead.
         """
         path = self.save(plan.step, "") if plan.step and not plan.is_return else ""
         if not ends:
@@ -55,13 +55,18 @@ class JobShutdown:
         self._give_up(ends, plan.step, path)
         if error is not None:
             raise error
-        raise RecoveryError(f"{ends}. Look at the logs of the lost ranks; the step itself may kill them.")
+        raise RecoveryError(f"{ends}. Check the logs of the lost ranks; the step itself may be killing them.")
 
     def leave_others(self, late: ReplacementTimeout, plan: FinalSavePlan, error: Exception | None) -> NoReturn:
-        """Save what those that are left hold together, if that is everything, and end.
+        """End without the missing ranks, after the survivors have saved their state, if it is complete.
+
+        Args:
+            late: The survivors, and why the missing ranks are no longer waited for.
+            plan: Which ranks save which step.
+            error: Exception of the program on this rank.
 
         Raises:
-            RecoveryError: or the exception of the program, where there was one.
+            RecoveryError: Always, unless `error` is given; that is raised instead.
         """
         member, number = self._member, late.formed.number
         if plan.savers and member.rank not in plan.savers:
@@ -78,17 +83,20 @@ class JobShutdown:
         number: int = 0,
         snapshots: Mapping[int, Snapshot] | None = None,
     ) -> str:
-        """Write a checkpoint now that all have their state; returns its path, empty where that failed.
+        """Write a checkpoint.
 
         Args:
-            step: of the state.
-            path: empty for the place of an emergency.
-            among: ranks that are left and write it; empty for all.
-            number: generation in which those meet.
-            snapshots: what this rank writes in place of its present state, by the ranks whose it is.
+            step: Step of the state.
+            path: Path of the checkpoint, or empty to choose one; see `TrainingLoop.save`.
+            among: Survivors that write it; empty for all ranks.
+            number: Generation in which the survivors connect.
+            snapshots: Snapshots that this rank writes instead of its present state, by owner.
+
+        Returns:
+            The path; empty if writing failed.
 
         Raises:
-            PeerLost: somebody was lost meanwhile, and all were to write.
+            PeerLost: A rank was lost meanwhile, and all ranks had to write.
         """
         try:
             if among:
@@ -98,7 +106,7 @@ class JobShutdown:
             if not among:
                 raise
             return ""
-        except Exception:  # what the job goes on with, or ends with, is not this
+        except Exception:  # a failed save must not change how the job continues or ends
             log.exception("the checkpoint of step %d could not be written", step)
             return ""
 
@@ -115,27 +123,30 @@ _POLL_S = 0.05
 
 
 def reshard_if_asked(member: Member, shutdown: JobShutdown, step: int) -> None:
-    """Start again with other degrees, if somebody has asked for them; for all ranks to call between the same two steps.
+    """Restart with other degrees if these were requested. All ranks call this between the same two steps.
 
-    Where the checkpoint cannot be written the job goes on as it is.
+    If the checkpoint cannot be written, the job continues unchanged.
 
     Args:
-        member: this process.
-        shutdown: writes the checkpoint.
-        step: committed steps.
+        member: This process.
+        shutdown: Writes the checkpoint.
+        step: Number of committed steps.
 
     Raises:
-        PeerLost: somebody was lost meanwhile. The ranks come here again after the next step.
+        PeerLost: A rank was lost meanwhile. The ranks try again after the next step.
+        RecoveryError: The agents did not restart the job.
     """
     asked = asked_degrees(member.job_store)
     if asked is None:
         return
-    member.activity = f"writing the checkpoint of step {step}, to start again with other degrees"
+    member.activity = f"writing the checkpoint of step {step}, to restart with other degrees"
     path = shutdown.save(step, RESHARD)
     shard, tensor = asked
-    cause = f"somebody asked for shard degree {shard} and tensor degree {tensor}"
+    cause = f"shard degree {shard} and tensor degree {tensor} were requested"
     if not path:
-        log.error("rank %d: %s, but without a checkpoint the job goes on as it is", member.rank, cause)
+        log.error(
+            "rank %d: %s, but the checkpoint could not be written, so the job continues unchanged", member.rank, cause
+        )
         if member.rank == 0:
             forget_asked(member.job_store)
         return
@@ -155,21 +166,21 @@ def start_again_without(
     topology: Topology,
     snapshots: Snapshots | None,
 ) -> NoReturn:
-    """Save what those hold together that are left, and start again from it, or from the last checkpoint.
+    """Save what the survivors hold, and restart all processes from it or from the last checkpoint.
 
-    Their present state is taken if it is whole, else the newest snapshot that is, unless there is a checkpoint of a
-    later step.
+    The survivors save their present state if it is complete, otherwise the newest complete snapshot, unless there is
+    a checkpoint of a later step.
 
     Args:
-        late: who is left, and why the others are not waited for any more.
-        plan: who has the state after the last step, if that is whole.
-        member: this process, which has committed that step if it could.
-        shutdown: writes.
-        topology: of the world that was.
-        snapshots: of this rank.
+        late: The survivors, and why the missing ranks are no longer waited for.
+        plan: Which ranks hold the state after the last step, if it is complete.
+        member: This process, which has committed that step if it could.
+        shutdown: Writes the checkpoint.
+        topology: Topology of the former world.
+        snapshots: Snapshots of this rank.
 
     Raises:
-        StateLost: the agents did nothing.
+        StateLost: The agents did not restart the job.
     """
     lost = StateLost(str(late))
     writers, step, mine = plan.savers, plan.step, None
@@ -182,7 +193,7 @@ def start_again_without(
                 mine = {owner: snapshots.of(owner, step) for owner in salvage.owners[member.rank]}
     path = ""
     if member.rank in writers:
-        member.activity = f"writing what is left of step {step}, before all start again"
+        member.activity = f"writing what is left of step {step}, before all processes restart"
         path = shutdown.save(step, RESHARD, writers, late.formed.number, mine)
     elif writers:
         member.activity = f"waiting for the ranks that write what is left of step {step}"
@@ -202,7 +213,7 @@ def start_again_without(
 
 
 def _await_word(member: Member) -> None:
-    """Wait until those that write have said where all begin again."""
+    """Wait until the ranks that write have published the checkpoint to restart from."""
     until_s = time.monotonic() + SAVE_S
     while member.job_store.try_get(RESTART_KEY) is None and time.monotonic() < until_s:
         time.sleep(_POLL_S)

@@ -1,15 +1,17 @@
-"""Buddy snapshots: the state of each rank, every few steps, in the memory of another rank.
+"""Buddy snapshots: every few steps, a copy of each rank's state goes into the memory of another rank.
 
-They are for shards without a live replica. The main thread copies this rank's state into host memory; a thread beside
-the training sends the copy to the buddy, and takes that of the ward (whose buddy this rank is).
+They protect shards without a live replica. The main thread copies this rank's state into host memory; a background
+thread sends the copy to this rank's buddy, and receives the copy of its source rank (the rank whose buddy it is).
+`SnapshotPace` decides how often, `SnapshotBuffer` holds the copies of one rank, and `Snapshots` runs the exchange.
 
-[Note: every exchange ends] The parts go over a `Channel`, which a break wakes. An exchange that stands still breaks the
-groups itself; after some such exchanges in a row there are no more snapshots, for the job would only repeat them.
+[Note: every exchange ends] The parts go over a `Channel`, which is woken when the groups break. A stalled exchange
+breaks the groups itself. After `MAX_STALLS` stalls in a row snapshots are turned off: the job would only stall again.
 
-[Note: two of each] A rank holds at most two snapshots of itself and two of its ward: the newest that is complete on
-all ranks, and the one that is being exchanged. The exchange ends with an all-reduce, and nobody enters it before its
-own part has come. So whoever sees it end knows that all ranks have everything, and may drop the older one; whoever is
-interrupted in it keeps both, and says so when the members of the next generation arrive.
+[Note: two of each] A rank holds at most two snapshots of itself and two of its source rank: the newest that is
+complete on all ranks, and the one being exchanged. The exchange ends with an all-reduce, which a rank enters only
+after it has received its part. A rank that sees the all-reduce complete therefore knows that all ranks have
+everything, and may drop the older snapshot. A rank that is interrupted earlier keeps both, and reports both when the
+next generation assembles.
 """
 
 import logging
@@ -34,27 +36,27 @@ from hyperpod_plugins.recovery.plan import NO_STATE, buddies, sources_of
 from hyperpod_plugins.recovery.snapshot_memory import SharedMemory, SharedSlots, Snapshot
 from hyperpod_plugins.recovery.state import TrainingState
 
-# How often to take snapshots: as often as they cost little; measured on each rank, and the same on all.
+# The snapshot interval: as short as the cost limit allows. Each rank measures its own cost; all use one interval.
 
 COST = 0.005
-"""Part of the time of a step that snapshots may cost."""
+"""Largest fraction of the step time that snapshots may cost."""
 _NUM_STEPS = 20
 _NUM_BEFORE = 3
 _CHANGE = 2
-"""How many times more or less often they must be wanted before the interval changes again."""
+"""The interval changes again only if the wanted one is longer or shorter by at least this factor."""
 
 
 class SnapshotPace:
-    """Steps from one snapshot to the next, of one rank.
+    """The snapshot interval of one rank, in steps.
 
-    Each rank says in an exchange what it wants, and all hear the same numbers. What follows from them holds from the
-    next snapshot that is due on, when the exchange is known to have ended on all ranks. After a fault, of which some
-    may have heard before it ended and some not, all tell each other where they are, and begin with the first interval
-    again where that is not the same.
+    In each exchange every rank announces the interval that it wants, so all ranks see the same numbers and compute
+    the same agreed interval. It takes effect at the next snapshot that is due, when the exchange is known to have
+    ended on all ranks. A fault may interrupt an exchange after it has ended on some ranks only. All ranks then
+    exchange the interval that they use, and fall back to the initial one if these differ.
     """
 
     def __init__(self, every_steps: int, *, is_measured: bool) -> None:
-        """Begin with an interval, 0 for no snapshots; keep it where nothing `is_measured`."""
+        """Start with an interval of `every_steps`, 0 for no snapshots; it is fixed unless `is_measured`."""
         self.every_steps = every_steps
         self._first, self._is_measured = every_steps, is_measured
         self._agreed = every_steps
@@ -67,21 +69,21 @@ class SnapshotPace:
         self._busy_s: deque[float] = deque(maxlen=_NUM_STEPS)
 
     def is_due(self, step: int) -> bool:
-        """Whether there is to be a snapshot of a step."""
+        """Whether a snapshot of this step is due."""
         return self.every_steps > 0 and step % self.every_steps == 0
 
     @property
     def is_every_step(self) -> bool:
-        """Whether it is known that a snapshot of every step costs little, or somebody asked for that."""
+        """Whether every step has a snapshot, because that is known to cost little or the user asked for it."""
         return self.every_steps == 1 and (self._is_told or not self._is_measured)
 
     @property
     def told_steps(self) -> int:
-        """The interval that all agreed upon and with which this rank goes on; 0 while it knows of none."""
+        """The agreed interval that this rank uses; 0 if it has not adopted one yet."""
         return self.every_steps if self._is_told else 0
 
     def tick(self, step: int, now_s: float) -> None:
-        """A step begins."""
+        """Measure the step time: step `step` begins at `now_s`."""
         last, self._last = self._last, (step, now_s)
         if last is not None and last[0] == step - 1:
             if self._num_before:
@@ -90,73 +92,73 @@ class SnapshotPace:
                 self._steps_s.append(now_s - last[1])
 
     def copied(self, duration_s: float) -> None:
-        """Training has waited so long for a copy."""
+        """Record how long training waited for a copy."""
         self._copies_s.append(duration_s)
 
     def exchanged(self, duration_s: float, busy_s: float) -> None:
-        """An exchange took so long, and its thread computed for a part of it."""
+        """Record how long an exchange took, and the CPU time that its thread used."""
         self._exchanges_s.append(duration_s)
         self._busy_s.append(busy_s)
 
     def wanted_steps(self) -> int:
-        """What this rank wants; 0 while it does not know."""
+        """The interval that this rank wants; 0 if it has not measured enough yet."""
         if not (self._is_measured and self._steps_s and self._exchanges_s):
             return 0
         cost_s = median(self._copies_s) + median(self._busy_s)
         return interval(cost_s, median(self._exchanges_s), median(self._steps_s))
 
     def hear(self, wanted: Sequence[int]) -> None:
-        """What all ranks want, in the order of the ranks; called when the exchange has ended."""
+        """Agree on an interval from what each rank wants, by rank; called when the exchange has ended."""
         if self._is_measured and any(wanted):
             self._is_known = True
             self._agreed = agree(self.every_steps, wanted, is_first=self.every_steps == self._first)
 
     def adopt(self) -> bool:
-        """Go on with what was agreed upon; whether that is news."""
+        """Use the agreed interval from now on. Returns whether it is new."""
         former, self.every_steps = self.every_steps, self._agreed
         is_news = self._is_known and (former != self.every_steps or not self._is_told)
         self._is_told |= is_news
         return is_news
 
     def reset(self, told: Sequence[int]) -> None:
-        """After a fault; all ranks hear the same.
+        """Choose the interval after a fault. All ranks pass the same `told`.
 
         Args:
-            told: `told_steps` of each rank. Those that are new know of none, and go on with that of the others.
+            told: `told_steps` of each rank. Joiners pass 0 and take over the interval of the others.
         """
         known = set(told) - {0}
         self._is_known = self._is_told = len(known) == 1
         self.every_steps = self._agreed = known.pop() if self._is_told else self._first
 
     def __str__(self) -> str:
-        """One line for people."""
+        """One line for the log."""
         if not (self._steps_s and self._copies_s and self._busy_s):
             return f"buddy snapshots: every {self.every_steps} steps"
         cost_ms, step_ms = 1000 * (median(self._copies_s) + median(self._busy_s)), 1000 * median(self._steps_s)
         return (
-            f"buddy snapshots: every {self.every_steps} steps, so that they cost less than {100 * COST:g} % (one takes "
-            f"{cost_ms:.1f} ms, a step {step_ms:.1f} ms); set snapshot_every_steps for another interval"
+            f"buddy snapshots: every {self.every_steps} steps, to cost at most {100 * COST:g} % of the time (one takes "
+            f"{cost_ms:.1f} ms, a step {step_ms:.1f} ms); set snapshot_every_steps to choose another interval"
         )
 
 
 def interval(cost_s: float, exchange_s: float, step_s: float) -> int:
-    """Steps from one snapshot to the next at which they cost less than `COST` of a step, and no exchange is waited for.
+    """The smallest interval, in steps, at which snapshots cost at most `COST` and no exchange delays the next one.
 
     Args:
-        cost_s: what one snapshot takes from training.
-        exchange_s: how long its exchange lasts beside the training.
-        step_s: how long a step takes.
+        cost_s: training time that one snapshot costs.
+        exchange_s: duration of its exchange in the background.
+        step_s: duration of a step.
     """
     return max(1, math.ceil(cost_s / (COST * step_s)), math.ceil(exchange_s / step_s))
 
 
 def agree(now: int, wanted: Sequence[int], *, is_first: bool) -> int:
-    """The interval of all ranks: what the slowest wants; as it is now where that is about the same.
+    """The interval of all ranks: the longest that any rank wants; `now` if none does or it is within a factor of 2.
 
     Args:
         now: the present interval.
-        wanted: by each rank, 0 if it does not know.
-        is_first: whether `now` was not agreed upon, so that any other one takes its place.
+        wanted: what each rank wants; 0 if it does not know yet.
+        is_first: whether `now` is the initial interval, which any wanted one replaces.
     """
     most = max(wanted, default=0)
     if most == 0 or (not is_first and now / _CHANGE < most < now * _CHANGE):
@@ -166,62 +168,67 @@ def agree(now: int, wanted: Sequence[int], *, is_first: bool) -> int:
 
 log = logging.getLogger(__name__)
 COPIES = 4
-"""Copies of a rank's state that all ranks together hold at most: two of itself, and two with its buddy."""
+"""Most copies of a rank's state that exist at once: two in its own memory and two in its buddy's."""
 MAX_STALLS = 3
-"""Exchanges in a row that may stand still until their limit, before there are no more."""
+"""Exchanges in a row that may stall until their timeout before snapshots are turned off."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _SLICE_S = 0.5
-_PATIENCE_S = 120.0  # all have come to the exchange by then, but they may reserve a lot of memory before they receive
-_WAKE_S = 30.0  # an exchange over broken groups ends at once; what does not is stuck where nothing wakes it
+_PATIENCE_S = 120.0  # all ranks have entered the exchange by then, but may allocate much memory before they receive
+_WAKE_S = 30.0  # an exchange over broken groups ends at once; one that does not is stuck where nothing wakes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotPolicy:
-    """How often, and how much memory for it."""
+    """How often to take snapshots, and how much memory they may take."""
 
     every_steps: int = 0
-    """Committed steps from one snapshot to the next; 0 for none."""
+    """Committed steps from one snapshot to the next; 0 for no snapshots."""
     is_measured: bool = False
-    """Whether that is where the job begins, and it goes on with what the ranks measure; see `SnapshotPace`."""
+    """Whether `every_steps` is only the initial interval, adjusted by measurements; see `SnapshotPace`."""
     memory_fraction: float = 0.5
-    """Largest part of a node's memory for the snapshots of all its ranks."""
+    """Largest fraction of a node's memory for the snapshots of all its ranks."""
     is_required: bool = True
-    """Whether it is an error if they take more; they are left out, with a warning, otherwise."""
+    """Whether exceeding the memory limit is an error; otherwise snapshots are turned off with a warning."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Validate the values."""
         if self.every_steps < 0:
-            raise ConfigError(f"snapshot_every_steps must be 0 (none) or more, but is {self.every_steps}")
+            raise ConfigError(f"snapshot_every_steps must be 0 (no snapshots) or more, but is {self.every_steps}")
         if not 0 < self.memory_fraction <= 1:
-            raise ConfigError(f"snapshot_memory_fraction must lie in 0 .. 1, but is {self.memory_fraction}")
+            raise ConfigError(f"snapshot_memory_fraction must be above 0 and at most 1, but is {self.memory_fraction}")
 
 
 class SnapshotBuffer:
-    """Room for two snapshots of one rank, whose memory is used again and again.
+    """Memory for two snapshots of one rank, reused from snapshot to snapshot.
 
-    In shared memory, they outlive this process once they are recorded.
+    Snapshots in shared memory outlive this process once they are recorded.
     """
 
     def __init__(self, *, is_pinned: bool, slots: SharedSlots | None = None) -> None:
-        """Begin without any; memory that is not shared is pinned for a GPU if `is_pinned`."""
+        """Start empty.
+
+        Args:
+            is_pinned: whether to pin memory that is not shared, for copies from a GPU.
+            slots: shared memory; None to use this process's own memory.
+        """
         self._is_pinned = is_pinned
         self._slots = slots
         self._snapshots: dict[int, Snapshot] = {}
         self._spare: torch.Tensor | None = None
         self.is_short = False
-        """Whether there was not enough shared memory, so that a snapshot ends with this process."""
+        """Whether shared memory ran short, so that a snapshot is lost with this process."""
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps of the complete snapshots, in order."""
+        """Steps of the complete snapshots, in ascending order."""
         return tuple(sorted(self._snapshots))
 
     def find(self, step: int) -> Snapshot | None:
-        """The snapshot of a step."""
+        """The snapshot of a step, or None."""
         return self._snapshots.get(step)
 
     def room(self, num_bytes: int, *, keep: int) -> torch.Tensor:
-        """Memory for the next snapshot, `num_bytes` long; all others but that of the step `keep` are dropped.
+        """Memory of `num_bytes` for the next snapshot. Drops all snapshots but that of step `keep`.
 
         Raises:
             PeerLost: the groups broke meanwhile.
@@ -240,14 +247,14 @@ class SnapshotBuffer:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def put(self, snapshot: Snapshot) -> None:
-        """Take a complete snapshot, in place of an older one of the same step."""
+        """Add a complete snapshot, replacing an older one of the same step."""
         former = self._snapshots.get(snapshot.step)
         if former is not None and former.data is not snapshot.data:
             self._drop(snapshot.step)
         self._snapshots[snapshot.step] = snapshot
 
     def record(self, step: int) -> None:
-        """Let the snapshot of a step outlive this process.
+        """Make the snapshot of a step outlive this process, if it is in shared memory.
 
         Raises:
             PeerLost: the groups broke meanwhile.
@@ -256,12 +263,12 @@ class SnapshotBuffer:
             self._slots.record(self._snapshots[step], _refuse_broken)
 
     def keep_only(self, step: int) -> None:
-        """Drop all snapshots but that of one step."""
+        """Drop all snapshots but that of `step`."""
         for other in [other for other in self._snapshots if other != step]:
             self._drop(other)
 
     def take_over(self, *, is_good: bool) -> None:
-        """Take the snapshots that a process before this one left in shared memory, or see to it that nobody does."""
+        """Load the snapshots that the previous process left in shared memory if `is_good`, else delete them."""
         if self._slots is None:
             return
         if is_good:
@@ -276,7 +283,10 @@ class SnapshotBuffer:
 
 
 class Snapshots:
-    """This rank's part in the exchange. One exchange runs at a time, in a thread of its own."""
+    """This rank's buddy snapshots: takes them, exchanges them, and restores from them.
+
+    One exchange runs at a time, in a background thread.
+    """
 
     def __init__(
         self,
@@ -286,21 +296,21 @@ class Snapshots:
         group: dist.ProcessGroup,
         memory: SharedMemory | None = None,
     ) -> None:
-        """Take nothing yet, but find what a process before this one left in shared memory.
+        """Take no snapshot yet, but load those that the previous process left in shared memory.
 
         Args:
-            policy: how often.
-            state: what to copy.
-            topology: who is there.
-            group: of all ranks, strict, and for nothing else.
-            memory: where snapshots outlive this process; None where nothing does.
+            policy: how often to take snapshots, and how much memory they may take.
+            state: the training state to copy.
+            topology: of the present world.
+            group: process group of all ranks, strict, used for nothing else.
+            memory: shared memory in which snapshots outlive this process; None if there is none.
         """
         self.policy = policy
         self._state = state
         self._group = group
         self._role = group.role if isinstance(group, ResilientProcessGroup) else WORLD
         self._channel = Channel(group, "snapshots", patience_s=_PATIENCE_S)
-        # Whoever is waited for there may still take a snapshot from a third rank, so only its end says that it is gone.
+        # A peer may still be receiving a snapshot from a third rank; only a closed connection means that it is lost.
         self._way_back = Channel(group, "way back")
         self._num_stalls = 0
         self._rank = dist.get_rank()
@@ -328,21 +338,21 @@ class Snapshots:
 
     @property
     def own_steps(self) -> tuple[int, ...]:
-        """Steps of which this rank has a snapshot of itself."""
+        """Steps of this rank's snapshots of itself."""
         return self._own.steps
 
     @property
     def source_steps(self) -> tuple[int, ...]:
-        """Steps of which this rank has a snapshot of its ward."""
+        """Steps of this rank's snapshots of its source rank."""
         return self._wards.steps
 
     @property
     def newest(self) -> Snapshot | None:
-        """The newest snapshot that this rank has of itself."""
+        """This rank's newest snapshot of itself, or None."""
         return self._own.find(max(self._own.steps, default=NO_STATE))
 
     def of(self, rank: int, step: int) -> Snapshot:
-        """That of this rank or of its ward, which there must be."""
+        """The snapshot of this rank or of its source rank at a step; it must exist."""
         snapshot = (self._own if rank == self._rank else self._wards).find(step)
         assert snapshot is not None
         return snapshot
@@ -350,12 +360,17 @@ class Snapshots:
     # -- taking ---------------------------------------------------------------------------------------------------
 
     def maybe_snapshot(self, step: int, describe: Callable[[], bytes]) -> None:
-        """Take a snapshot if one is due; all ranks call this when they have committed `step` steps.
+        """Take a snapshot if one is due. All ranks call this when they have committed `step` steps.
 
-        Training waits for the copy, and for the exchange before if that has not ended.
+        Blocks for the copy, and for the previous exchange if it is still running.
+
+        Args:
+            step: number of committed steps.
+            describe: returns this rank's state beside tensors; see `TrainingLoop.capture_own_state`.
 
         Raises:
-            ConfigError: the snapshots take more memory than they may.
+            ConfigError: the snapshots exceed the memory limit, and the policy requires them.
+            RecoveryError: see `settle`.
         """
         self._pace.tick(step, time.perf_counter())
         if self._is_off or not self._pace.is_due(step):
@@ -370,8 +385,8 @@ class Snapshots:
         elif self._has_stalled:
             self._is_off = True
             log.error(
-                "rank %d: there are no more buddy snapshots, for %d exchanges in a row stood still for as long as they "
-                "may. See whether the ranks reach each other over the network.",
+                "rank %d: buddy snapshots are turned off: %d exchanges in a row stalled until they timed out. Check "
+                "that the ranks can reach each other over the network.",
                 self._rank,
                 MAX_STALLS,
             )
@@ -379,10 +394,11 @@ class Snapshots:
             self._begin(step, describe)
 
     def settle_before_commit(self) -> None:
-        """Let no step be committed before all have the snapshot of the one before, where there is one of each.
+        """With a snapshot of every step, wait for the exchange of the last one before this step is committed.
 
-        So that one step at most is lost. Only where the exchange is known to end long before the step does, or somebody
-        asked for a snapshot of every step: that of a large state would be waited for in the first steps.
+        A fault then loses at most one step. This applies only if the exchange is known to end well before the step
+        does, or if the user asked for a snapshot of every step; otherwise the first steps of a job with a large state
+        would wait.
         """
         if self._pace.is_every_step:
             self.settle()
@@ -392,7 +408,7 @@ class Snapshots:
         try:
             own = self._copy(step, describe)
         except PeerLost as error:
-            log.info("there is no snapshot of step %d: %s", step, error)
+            log.info("no snapshot of step %d: %s", step, error)
             return
         self._pace.copied(time.perf_counter() - began_s)
         self._thread = threading.Thread(target=self._exchange, args=(step, own), name="hyperpod_snapshot", daemon=True)
@@ -406,10 +422,10 @@ class Snapshots:
             log.warning("%s", refusal)
 
     def settle(self) -> None:
-        """Wait until no exchange is under way; one over broken groups ends at once.
+        """Wait until no exchange is running. An exchange over broken groups ends at once.
 
         Raises:
-            RecoveryError: it does not. This process must end, for the thread may still write to the snapshots.
+            RecoveryError: it did not end. This process must exit, as the thread may still write to the snapshots.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -422,12 +438,12 @@ class Snapshots:
                     broken_s = time.monotonic() if broken_s is None else broken_s
                     if time.monotonic() - broken_s > _WAKE_S:
                         raise RecoveryError(
-                            f"the exchange of snapshots did not end within {_WAKE_S:.0f} s after the groups broke "
-                            f"({group_health.cause}). This process ends, and another takes its place."
+                            f"the snapshot exchange did not end within {_WAKE_S:.0f} s after the groups broke "
+                            f"({group_health.cause}). This process exits and will be replaced."
                         )
 
     def _copy(self, step: int, describe: Callable[[], bytes]) -> Snapshot | None:
-        """This rank's state now; None where it takes too much memory, of which all hear in the exchange."""
+        """Copy this rank's present state; None if it exceeds the memory limit, which the exchange then announces."""
         num_bytes = self._state.num_bytes()
         if COPIES * num_bytes > self._limit_bytes:
             return None
@@ -445,8 +461,8 @@ class Snapshots:
             self._pace.exchanged(time.perf_counter() - began_s, time.thread_time())
         except PeerLost as error:
             self._num_stalls += isinstance(error.__cause__, TimeoutError)
-            log.info("the snapshot of step %d is void, and the one before it counts: %s", step, error)
-        except (RuntimeError, MemoryError) as error:  # nobody else would hear of it, and the peers would wait
+            log.info("the snapshot of step %d is incomplete; the one before it remains valid: %s", step, error)
+        except (RuntimeError, MemoryError) as error:  # the peers would not learn of it and would wait
             log.exception("the snapshot of step %d failed", step)
             break_groups(f"the snapshot of step {step} failed: {type(error).__name__}: {error}")
 
@@ -478,8 +494,8 @@ class Snapshots:
             log.warning("%s", memory_cost(largest, self.policy))
 
     def _sizes(self, step: int, own: Snapshot | None) -> list[list[int]]:
-        """Of each rank: its step; the bytes of header, trainer and tensors; how many of its exchanges stalled; how many
-        steps it wants from one snapshot to the next; and whether it lacks shared memory.
+        """Of each rank: its step; the bytes of header, trainer and tensors; the number of its stalled exchanges; the
+        interval that it wants; and whether it lacks shared memory.
         """
         num_bytes = self._state.num_bytes() if own is None else own.data.numel()
         texts = (0, 0) if own is None else (len(own.header), len(own.trainer))
@@ -490,18 +506,18 @@ class Snapshots:
         return [each.tolist() for each in all_ranks]
 
     def _pass_on(self, own: Snapshot, places: list[torch.Tensor | int], step: int) -> None:
-        """Send this rank's snapshot to the buddy while receiving that of the ward."""
+        """Send this rank's snapshot to its buddy while receiving that of its source rank."""
         parts = self._channel.exchange("snapshot", sends={self.buddy: _parts(own)}, receives={self.source_rank: places})
         self._wards.put(_snapshot(step, parts[self.source_rank]))
 
     def keep(self, step: int) -> None:
-        """Hear which snapshot is the newest that all ranks can return to, as far as the members now know.
+        """Continue after a repair; `step` is that of the newest snapshot to which all ranks can return.
 
-        All ranks call this after a repair, those that are new with them, and go on alike: those that had heard that
-        there are no more snapshots forget it. What was the reason is found again in the next exchange, by all of them.
+        All ranks call this, joiners included, and continue in the same way: a rank that had turned snapshots off
+        turns them on again. If the reason persists, the next exchange turns them off on all ranks.
 
         Raises:
-            PeerLost: somebody was lost meanwhile.
+            PeerLost: a rank was lost meanwhile.
         """
         self._complete = step
         mine = torch.tensor([self._pace.told_steps])
@@ -510,28 +526,34 @@ class Snapshots:
             dist.all_gather(all_ranks, mine, group=self._group)
         self._pace.reset([int(each) for each in all_ranks])
         self._is_off = self._has_stalled = False
-        self._refusal = None  # `_num_stalls` stays: an exchange that stands still leads to a repair
+        self._refusal = None  # `_num_stalls` stays: a stalled exchange itself leads to a repair
 
-    # -- going back -----------------------------------------------------------------------------------------------
+    # -- restoring -----------------------------------------------------------------------------------------------
 
     def redistribute(self, step: int, sources: Mapping[int, int]) -> None:
-        """Give those who lost theirs their snapshots of a step, and those of their wards; all have them afterwards.
+        """Give ranks that lost them their own snapshots of a step and those of their source ranks.
+
+        All ranks call this; afterwards each has both.
+
+        Args:
+            step: of the snapshots.
+            sources: for each rank that lost its own snapshot, the rank that gives it (its buddy).
 
         Raises:
-            PeerLost: somebody was lost meanwhile. No training state has been changed.
+            PeerLost: a rank was lost meanwhile. No training state has been changed.
         """
         to = self.source_rank if sources.get(self.source_rank) == self._rank else None
         self._hand_over(step, self._wards, to, self._own, sources.get(self._rank))
-        # Else the next fault could find nothing of a rank whose buddy is new.
+        # Otherwise a rank whose buddy is new would have no second copy at the next fault.
         to, source = self.buddy if self.buddy in sources else None, self.source_rank if self._rank in sources else None
         self._hand_over(step, self._own, to, self._wards, source)
-        with PeerWait(self._role):  # waits in the group of a thread beside the step are not told by themselves
+        with PeerWait(self._role):  # waits in a background thread's group are not reported otherwise
             dist.all_reduce(torch.zeros(1), group=self._group)
 
     def _hand_over(
         self, step: int, given: SnapshotBuffer, to: int | None, taken: SnapshotBuffer, source: int | None
     ) -> None:
-        """Give a snapshot of a step to one rank, and take one from another; None for nobody."""
+        """Send a snapshot of a step to the rank `to`, and receive one from the rank `source`; None skips either."""
         mine = None if to is None else given.find(step)
         assert (mine is None) == (to is None)
         parts = {} if to is None or mine is None else {to: _parts(mine)}
@@ -547,9 +569,9 @@ class Snapshots:
             taken.record(step)
 
     def load(self, step: int) -> None:
-        """Put this rank's parameters, buffers and optimizers back to where they were at a step.
+        """Restore this rank's parameters, buffers and optimizers from its snapshot of a step.
 
-        Snapshots of other steps are dropped: they may be of a past that does not come again.
+        Drops the snapshots of other steps: the job may not reach the same states again.
         """
         snapshot = self._own.find(step)
         assert snapshot is not None
@@ -560,20 +582,20 @@ class Snapshots:
         self._returned = snapshot
 
     def take_returned(self) -> Snapshot | None:
-        """The snapshot that this rank has gone back to, if it has since the last call."""
+        """The snapshot that this rank has restored since the last call, or None."""
         returned, self._returned = self._returned, None
         return returned
 
 
 def host_memory_bytes() -> int:
-    """Memory of this machine, or of the container that it is for us."""
+    """Memory of this machine, or the limit of the container if that is lower."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
     return min(machine, int(limit)) if limit.isdecimal() else machine
 
 
 def memory_cost(state_bytes: int, policy: SnapshotPolicy) -> str:
-    """What snapshots cost a rank whose state, and whose ward's, takes `state_bytes`."""
+    """Message: the host memory that snapshots take if the state of a rank takes `state_bytes`."""
     return (
         f"buddy snapshots take up to {COPIES * state_bytes / 2**20:,.1f} MiB of host "
         f"memory on each rank: {COPIES} copies of {state_bytes / 2**20:,.1f} MiB of parameters, buffers and "
@@ -582,33 +604,33 @@ def memory_cost(state_bytes: int, policy: SnapshotPolicy) -> str:
 
 
 def too_large(state_bytes: int, limit_bytes: int, policy: SnapshotPolicy) -> str:
-    """Why there are no snapshots."""
+    """Message: why snapshots are turned off or refused."""
     return (
         f"buddy snapshots need {COPIES * state_bytes:,} bytes of host memory on a rank ({COPIES} copies of "
-        f"{state_bytes:,} bytes), but may take {limit_bytes:,} (snapshot_memory_fraction={policy.memory_fraction} of "
-        "the node's memory, shared by its ranks). Allow a larger fraction, shard the model over more ranks, or turn "
-        "snapshots off with snapshot_every_steps=0."
+        f"{state_bytes:,} bytes), but the limit is {limit_bytes:,} (snapshot_memory_fraction={policy.memory_fraction} "
+        "of the node's memory, shared by its ranks). Allow a larger fraction, shard the model over more ranks, or "
+        "turn snapshots off with snapshot_every_steps=0."
     )
 
 
 def too_little_shared(num_short: int, num_ranks: int) -> str:
-    """What it means that the snapshots of some ranks do not lie in shared memory."""
+    """Message: what it means that the snapshots of some ranks are not in shared memory."""
     return (
-        f"/dev/shm has no room for the buddy snapshots of {num_short} of {num_ranks} ranks (half of it, and 1 GiB, are "
-        "left to others, such as the workers of a DataLoader). They lie in the memory of their processes and end with "
-        "them: if a rank and its buddy, or all processes of the job, end at once, the job goes back to its last "
-        "checkpoint. Where that matters, give the container a larger /dev/shm (docker: --shm-size)."
+        f"/dev/shm has no room for the buddy snapshots of {num_short} of {num_ranks} ranks (half of it, and at least "
+        "1 GiB, stay free for others, such as DataLoader workers). They are kept in process memory instead and are "
+        "lost with the process: if a rank and its buddy, or all processes of the job, end at once, the job returns to "
+        "its last checkpoint. To avoid that, give the container a larger /dev/shm (docker: --shm-size)."
     )
 
 
 def _refuse_broken() -> None:
-    """Raise `PeerLost` if the groups are broken: in work that takes long, in which nothing else wakes a thread."""
+    """Raise `PeerLost` if the groups are broken. For long work in which nothing else would interrupt the thread."""
     if group_health.cause is not None:
         raise_peer_lost(group_health.cause)
 
 
 def _parts(snapshot: Snapshot) -> list[torch.Tensor | bytes]:
-    """What goes over a channel."""
+    """The parts of a snapshot as sent over a channel."""
     return [snapshot.header, snapshot.trainer, snapshot.data]
 
 

@@ -1,11 +1,12 @@
-"""Snapshots in shared memory: they outlive the process that took them, and another one in its place finds them.
+"""Snapshots in shared memory: they outlive the process that took them, and its replacement finds them.
 
-A slot is two files: `NAME.data`, the bytes of all tensors, mapped into memory, and `NAME.head`, which says what they
-are and holds the rest. The head is removed before the data changes and written, under another name first, when the data
-is whole: a process may end at any moment. It holds a checksum of everything, which is compared before anything is used.
+A slot is two files: `NAME.data` holds the bytes of all tensors and is mapped into memory; `NAME.head` describes them
+and holds the rest. As a process may end at any moment, the head is deleted before the data changes, and written (to a
+temporary name, then renamed) once the data is complete. It holds a checksum of everything, which is verified before
+anything is used.
 
-Shared memory is for others, too, such as the workers of a DataLoader, and whoever writes where nothing is left gets a
-SIGBUS. So a good part of it stays free, and what does not fit lies in the memory of its process.
+Others use shared memory too, such as the workers of a DataLoader, and a process that writes to it when it is full
+gets a SIGBUS. So a good part of it stays free, and a snapshot that does not fit is kept in the memory of its process.
 """
 
 import errno
@@ -29,57 +30,57 @@ from hyperpod_plugins.parallel.topology import Topology
 log = logging.getLogger(__name__)
 _NUM_SLOTS = 2
 _FORMAT = 1
-_CHUNK_BYTES = 64 * 2**20  # of work that nothing interrupts
+_CHUNK_BYTES = 64 * 2**20  # processed between two calls of `check`
 _MIN_FREE_PART, _MIN_FREE_BYTES = 0.5, 2**30
 
 
 def _never() -> None:
-    """What cannot be interrupted."""
+    """Default `check`: never interrupts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state of one rank when it had committed `step` steps."""
+    """The state of one rank after `step` committed steps."""
 
     step: int
     header: bytes
     """See `TrainingState.header`."""
     trainer: bytes
-    """See `Subject.describe`."""
+    """See `TrainingLoop.capture_own_state`."""
     data: torch.Tensor
     """Bytes of all tensors, in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemory:
-    """Where a process may keep snapshots that outlive it."""
+    """Shared memory in which a process may keep snapshots that outlive it."""
 
     folder: Path
-    """Of this node's agent, for this user alone."""
+    """Folder of this node's agent, accessible to this user only."""
     worker_id: int
-    """Which process of the job this is, whatever its rank."""
+    """Worker slot of this process, whatever its rank."""
     whose: Callable[[int], str]
-    """What identifies the state of a rank: job, world, layout and rank. A snapshot of anything else is not used."""
+    """Identifies the state of a rank: job, world, layout and rank. Snapshots with another identity are not used."""
     is_replacement: bool
-    """Whether another process was in this place before, whose snapshots are good."""
+    """Whether this process replaces another one whose snapshots are valid."""
 
     def slots(self, name: str, rank: int) -> "SharedSlots":
-        """Two slots for the snapshots of a rank."""
+        """Two slots for the snapshots of `rank`, in files that `name` tells apart."""
         return SharedSlots(self.folder, f"{self.worker_id}-{name}", self.whose(rank))
 
 
 def shared_memory(
     job: JobEnv, worker_id: int, world: WorldPlan, topology: Topology, *, num_ended: int, is_joining: bool
 ) -> SharedMemory | None:
-    """Where the snapshots of a process outlive it; None where no agent has made a folder for that.
+    """Shared memory for the snapshots of a process; None if no agent has created a folder for it.
 
     Args:
-        job: of the process.
-        worker_id: of the process, whatever its rank.
-        world: that it belongs to.
-        topology: of that world.
-        num_ended: how many fits of the program have come to their end: their snapshots are of no use to the next.
-        is_joining: whether this process takes the place of a lost one, and has not trained since (see `Member`).
+        job: environment of the process.
+        worker_id: worker slot of the process, whatever its rank.
+        world: the world that it belongs to.
+        topology: topology of that world.
+        num_ended: number of fits that the program has finished; their snapshots are of no use to the next fit.
+        is_joining: whether this process replaces a lost one and has not trained yet (see `Member`).
     """
     folder = snapshot_folder()
     if folder is None or not folder.is_dir():
@@ -94,40 +95,40 @@ def shared_memory(
 
 
 class SharedSlots:
-    """Room for two snapshots of one rank. One thread at a time."""
+    """Shared memory for two snapshots of one rank. Not thread-safe."""
 
     def __init__(self, folder: Path, name: str, whose: str) -> None:
-        """Use files in `folder` whose names begin with `name`, for snapshots of what `whose` identifies."""
+        """Use files in `folder` whose names begin with `name`, for snapshots of the state that `whose` identifies."""
         self._data = [folder / f"{name}-{index}.data" for index in range(_NUM_SLOTS)]
         self._heads = [folder / f"{name}-{index}.head" for index in range(_NUM_SLOTS)]
         self._whose = whose
         self._memory: dict[int, torch.Tensor] = {}
         self._registered: dict[int, torch.Tensor] = {}
-        # Memory that is unmapped, but registered still, can not be registered again by whoever gets its address next.
+        # If memory is unmapped while registered with CUDA, the next mapping at its address cannot be registered.
         weakref.finalize(self, _unregister_all, self._registered).atexit = False
 
     def room(
         self, num_bytes: int, in_use: Sequence[torch.Tensor], check: Callable[[], None] = _never
     ) -> torch.Tensor | None:
-        """Shared memory for a snapshot, in a slot that none of `in_use` lies in; None if there is not enough.
+        """Shared memory for a snapshot, in a slot that no snapshot of `in_use` occupies; None if memory is short.
 
         Args:
-            num_bytes: of the snapshot.
-            in_use: data of the snapshots that stay.
-            check: called every now and then; what it raises ends this, and nothing is left of the new memory.
+            num_bytes: size of the snapshot.
+            in_use: data of the snapshots to keep.
+            check: called now and then; if it raises, the new memory is freed and the exception propagates.
         """
         used = {self._slot_of(data) for data in in_use}
         slot = next(index for index in range(_NUM_SLOTS) if index not in used)
         self._memory.pop(slot, None)
         _unregister(self._registered.pop(slot, None))
-        self._remove(slot)  # not written over: a process before this one may have mapped it still
+        self._remove(slot)  # not overwritten: the previous process may still have it mapped
         if num_bytes == 0:
             return None
         memory = None
         try:
             file = os.open(self._data[slot], os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                _allocate(file, num_bytes, check)  # else writing to it could end the process
+                _allocate(file, num_bytes, check)  # otherwise a write could kill the process (SIGBUS)
                 memory = mmap.mmap(file, num_bytes)
             finally:
                 os.close(file)
@@ -140,15 +141,15 @@ class SharedSlots:
         return self._memory[slot]
 
     def forget(self, data: torch.Tensor) -> None:
-        """The memory of a snapshot is about to change, or the snapshot does not count any more."""
+        """Invalidate a snapshot: its memory is about to change, or it is no longer needed."""
         slot = self._slot_of(data)
         if slot is not None:
             self._heads[slot].unlink(missing_ok=True)
 
     def record(self, snapshot: Snapshot, check: Callable[[], None] = _never) -> None:
-        """Let a snapshot, whose data lies in one of the slots and is whole, outlive this process.
+        """Make a complete snapshot, whose data is in one of the slots, outlive this process.
 
-        What `check`, which is called every now and then, raises ends this; the snapshot does not outlive it then.
+        `check` is called now and then; if it raises, the snapshot is not recorded and the exception propagates.
         """
         slot = self._slot_of(snapshot.data)
         if slot is None:
@@ -167,13 +168,13 @@ class SharedSlots:
             with open(os.open(partial, flags, 0o600), "wb") as file:
                 file.write(json.dumps(described).encode() + b"\n" + snapshot.header + snapshot.trainer)
             partial.rename(self._heads[slot])
-        except OSError:  # no room is left, or the agent has gone: the snapshot lives as long as this process
+        except OSError:  # no room left, or the agent is gone: the snapshot lives only as long as this process
             partial.unlink(missing_ok=True)
 
     def load(self) -> list[Snapshot]:
-        """The snapshots that a process before this one left, as far as they are whole and of the same state.
+        """The snapshots that the previous process left, if they are complete and of the same state.
 
-        Nothing is left of others: they would take memory, and nobody may use them.
+        Deletes all others: they would only take memory.
         """
         found = {slot: self._load(slot) for slot in range(_NUM_SLOTS)}
         for slot, snapshot in found.items():
@@ -182,7 +183,7 @@ class SharedSlots:
         return [snapshot for snapshot in found.values() if snapshot is not None]
 
     def clear(self) -> None:
-        """Leave nothing of what a process before this one left."""
+        """Delete what the previous process left."""
         for slot in range(_NUM_SLOTS):
             self._remove(slot)
 
@@ -204,7 +205,7 @@ class SharedSlots:
                 data = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
             finally:
                 os.close(file)
-        except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged
+        except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
             return None
         header, trainer = texts[:of_header], texts[of_header:]
         if _checksum(header, trainer, data) != described["checksum"]:
@@ -222,12 +223,16 @@ class SharedSlots:
 
 
 def leaves_enough(num_bytes: int, free: int, total: int) -> bool:
-    """Whether a file system of `total` bytes, of which some are free, has enough for others with so many bytes less."""
+    """Whether a file system with `free` of `total` bytes has enough for others after `num_bytes` more are used."""
     return free - num_bytes >= max(_MIN_FREE_PART * total, _MIN_FREE_BYTES)
 
 
 def _allocate(file: int, num_bytes: int, check: Callable[[], None]) -> None:
-    """Reserve memory for a file, whatever others on this machine reserve at the same time."""
+    """Reserve memory for a file, safely against concurrent allocations of other processes on this machine.
+
+    Raises:
+        OSError: too little shared memory is left.
+    """
     for begin in range(0, num_bytes, _CHUNK_BYTES):
         check()
         system = os.fstatvfs(file)
@@ -245,13 +250,13 @@ def _checksum(header: bytes, trainer: bytes, data: torch.Tensor, check: Callable
 
 
 def _register(data: torch.Tensor) -> bool:
-    """Let a GPU copy from memory without a detour; whether it can, for it may be forbidden (`ulimit -l`)."""
+    """Pin memory for direct GPU copies. Returns whether that worked: `ulimit -l` may forbid it."""
     runtime = torch.cuda.cudart() if torch.cuda.is_available() else None
     if runtime is None:
         return False
     code = int(runtime.cudaHostRegister(data.data_ptr(), data.numel(), 0))
     if code:
-        log.info("a snapshot's memory is copied to and from the GPU with a detour: cudaHostRegister returned %d", code)
+        log.info("snapshot memory is not pinned, so GPU copies are slower: cudaHostRegister returned %d", code)
         _forget_error()
     return code == 0
 
@@ -268,6 +273,6 @@ def _unregister_all(registered: dict[int, torch.Tensor]) -> None:
 
 
 def _forget_error() -> None:
-    """Have CUDA forget the error of a call that did nothing: the next kernel of the program would raise it instead."""
+    """Clear the CUDA error of a failed call, which the next kernel of the program would raise otherwise."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")

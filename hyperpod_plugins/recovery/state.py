@@ -1,7 +1,14 @@
-"""What optimizers hold beside parameters and their state: learning rates, and all else in their groups.
+"""The training state of one rank, and its transfer to a rank that holds the same shard.
 
-A scheduler's state does not hold them, and a scheduler goes on from what it finds. A rank that was interrupted before
-(or after) a scheduler's step has others than the rank from which all go on.
+A rank's state is its local tensors: parameter shards, buffers, and the tensors of optimizer state. Replicas of a
+shard hold the same bits, so a copy from one of them is exact. The state travels over a `Channel`, in few large
+messages: a large tensor is sent from its own memory into its destination, small ones are packed together. A header
+precedes the tensors; reading it runs no code (see `packing`).
+
+Optimizer hyperparameters (learning rates and everything else in the parameter groups) are copied separately, by
+`hyperparameters` and `give_hyperparameters`. A scheduler's state does not hold them, and a scheduler continues from
+the values that it finds: a rank that was interrupted before or after a scheduler's step has other values than the
+rank from which all continue.
 """
 
 import math
@@ -33,21 +40,14 @@ from hyperpod_plugins.parallel.hsdp import laid_out_as, laid_out_like
 from hyperpod_plugins.recovery.kept_state import memory_of
 from hyperpod_plugins.recovery.packing import packed, unpacked
 
-# The training state of one rank, and its way to a rank that holds the same shard.
-#
-# A rank's state is its local tensors: parameter shards, buffers, and the tensors of optimizer state. Replicas of a
-# shard hold the same bits, so a copy from one of them is exact. Everything travels over a `Channel`, in few large
-# parts: a large tensor is sent from where it lies to where it is to lie, small ones are put together. Before the
-# tensors goes one header, which is read without running code (see `packing`).
-
 MESSAGE_BYTES = 64 * 2**20
-ALONE_BYTES = 2**18  # a tensor of this size makes up a message of its own
+ALONE_BYTES = 2**18  # a tensor of this size or more is a message of its own
 _HEADER_BYTES = 2**30
-_PATIENCE_S = 120.0  # a source may have to commit a step first; whoever stands still is replaced afterwards
+_PATIENCE_S = 120.0  # a source may have to commit a step first; a rank that stalls longer is replaced
 
 
 class TrainingState:
-    """Parameters, buffers and optimizer state of this rank, by reference."""
+    """Parameters, buffers and optimizer state of this rank, held by reference."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class TrainingState:
         average: nn.Module | None = None,
         verify: bool = False,
     ) -> None:
-        """Take hold of the state.
+        """Refer to the state; nothing is copied.
 
         Args:
-            model: sharded or plain.
-            optimizers: over the model's parameters.
-            average: an `AveragedModel` whose tensors are laid out as the model's.
-            verify: compare checksums of what was sent and what arrived.
+            model: a sharded or plain model.
+            optimizers: optimizers of the model's parameters.
+            average: an `AveragedModel` whose tensors have the layout of the model's.
+            verify: whether to compare checksums of the sent and the received state.
         """
         self.model = model
         self.optimizers = list(optimizers)
@@ -73,7 +73,7 @@ class TrainingState:
         self._channel = Channel(None, "state", patience_s=_PATIENCE_S)
 
     def num_bytes(self) -> int:
-        """Size of what would be sent."""
+        """Size of all local tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def checksum(self) -> int:
@@ -81,7 +81,7 @@ class TrainingState:
         return _checksum(tensor for _, tensor in sorted(self.tensors().items()))
 
     def header(self) -> bytes:
-        """What the tensors are, and what optimizers hold beside them, `packed`."""
+        """Description of the tensors, and the optimizers' state beside tensors; `packed` bytes."""
         described = [describe_optimizer(self.model, optimizer) for optimizer in self.optimizers]
         header = {
             "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in self.tensors().items()],
@@ -92,27 +92,27 @@ class TrainingState:
         return packed(header)
 
     def make_room(self, header: bytes) -> None:
-        """Make the optimizers' tensors that a peer's `header` tells of, and touch their memory, before they are filled.
+        """Create the optimizer state tensors that a peer's `header` describes, and touch their memory in advance.
 
         Raises:
             RecoveryError: the peer has another model.
         """
-        tensors = self._make_room(unpacked(header, map_location=None), "the preview of a peer")
+        tensors = self._make_room(unpacked(header, map_location=None), "a peer")
         for name, tensor in tensors.items():
             if _is_optimizer_state(name):
                 tensor.zero_()
 
     def copy_to(self, data: torch.Tensor) -> None:
-        """Copy the bytes of all tensors into `data`, which is one-dimensional, of bytes and `num_bytes()` long."""
+        """Copy the bytes of all tensors into `data`, a one-dimensional uint8 tensor of `num_bytes()` elements."""
         tensors = list(self.tensors().values())
         for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
             part.copy_(_bytes(tensor))
 
     def copy_from(self, header: bytes, data: torch.Tensor, whose: str) -> None:
-        """Take the state that `header` and `copy_to` have recorded; `whose` it was, for the message.
+        """Load the state that `header` and `copy_to` recorded; `whose` names its origin in error messages.
 
         Raises:
-            RecoveryError: the state is of another model, or its bits have changed; nothing of it is taken then.
+            RecoveryError: the state is of another model, or its bits have changed; no values are loaded then.
         """
         described, parts = self._take_apart(header, data, whose)
         tensors = self._make_room(described, whose)
@@ -121,11 +121,11 @@ class TrainingState:
                 tensor.copy_(_typed(parts[name], tensor))
 
     def parts_of(self, recorded: Sequence[tuple[bytes, torch.Tensor]], whose: str) -> StateParts:
-        """What a checkpoint of this model has of several ranks' states, by the names that it has there.
+        """The recorded states of several ranks as parts of a checkpoint of this model, under its names.
 
         Args:
-            recorded: header and data of each.
-            whose: for the message.
+            recorded: header and data of each rank's state.
+            whose: names their origin in error messages.
 
         Raises:
             RecoveryError: bits have changed.
@@ -144,7 +144,7 @@ class TrainingState:
                 place = described["places"].get(full_name)
                 if place is None:
                     owner = owners[f"parameter.{entry.rpartition('.')[0]}"]
-                    is_laid_out = shape and shape == shapes[owner][0]  # else a count, which is plain
+                    is_laid_out = shape and shape == shapes[owner][0]  # otherwise a step count, which is plain
                     place = described["places"][owner] if is_laid_out else (shape, [0] * len(shape))
                 size, offset = place
                 values = _typed(parts[full_name], torch.empty(shape, dtype=dtype, device="meta"))
@@ -159,13 +159,13 @@ class TrainingState:
                     averaged.append(replace(part, name=part.name.removeprefix(f"{AVERAGED}module.")))
                 elif part.name in persistent:
                     found.model.append(part)
-        if self._average is not None:  # as the model itself is saved, too
+        if self._average is not None:  # the average is saved as the model, the model itself beside it
             found.beside.extend(replace(part, name=f"{CURRENT}{part.name}") for part in found.model)
             found.model[:] = [part for part in averaged if part.name in persistent]
         return found
 
     def _take_apart(self, header: bytes, data: torch.Tensor, whose: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a header says, and the bytes of each tensor."""
+        """The unpacked header, and the bytes of each tensor by name."""
         described = unpacked(header, map_location=None)
         names = [name for name, _, _ in described["tensors"]]
         sizes = [math.prod(shape) * _dtype(dtype).itemsize for _, shape, dtype in described["tensors"]]
@@ -175,13 +175,13 @@ class TrainingState:
         return described, parts
 
     def _whole_tensors(self) -> dict[str, tuple[list[int], list[int]]]:
-        """Where this rank's parts of parameters and buffers lie in the whole; it never changes."""
+        """Size and offset of this rank's part of each parameter and buffer; these never change."""
         if not self._places:
             self._places = {name: place_of(tensor) for name, tensor in self._named_tensors()}
         return self._places
 
     def _places_of_state(self, described: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[int]]]:
-        """The same of optimizer state that lies otherwise than its parameters."""
+        """The same for optimizer state that is laid out differently from its parameter."""
         found: dict[str, tuple[list[int], list[int]]] = {}
         for index, optimizer in enumerate(self.optimizers):
             if described[index]["layouts"]:
@@ -190,13 +190,13 @@ class TrainingState:
         return found
 
     def share(self, sources: Mapping[int, int]) -> None:
-        """Take everything from this rank's source, if it has one, and give it to those whose source this rank is.
+        """Receive the state from this rank's source if it has one, or send it to the ranks whose source this rank is.
 
         Args:
-            sources: global rank that gives its state, for each rank that takes one. A source takes none itself.
+            sources: for each receiving global rank, the global rank that sends to it. A sender does not receive.
 
         Raises:
-            PeerLost: a rank was lost meanwhile. The state of a rank that was taking one is undefined then.
+            PeerLost: a rank was lost meanwhile. The state of a receiving rank is undefined then.
             RecoveryError: see `receive`.
         """
         rank = dist.get_rank()
@@ -207,7 +207,7 @@ class TrainingState:
             self.receive(sources[rank])
 
     def send(self, *ranks: int) -> None:
-        """Give everything to some global ranks, at the same time; what is small may not have arrived on return."""
+        """Send the state to some global ranks at once; small messages may not have arrived on return."""
         self._channel.send("header", [self.header()], ranks)
         messages: list[torch.Tensor] = []
         for batch in _batches(self.tensors().values()):
@@ -216,10 +216,10 @@ class TrainingState:
         self._channel.send("tensors", messages, ranks)
 
     def receive(self, rank: int) -> None:
-        """Take everything from a global rank, in place; optimizer state is made without stepping.
+        """Receive the state from a global rank, in place. Optimizer state is created without a step.
 
         Raises:
-            RecoveryError: the sender has another model, or bits changed on the way.
+            RecoveryError: the sender has another model, or bits changed in transit.
         """
         (header,) = self._channel.receive("header", [_HEADER_BYTES], rank)
         described = unpacked(header.numpy().tobytes(), map_location=None)
@@ -235,7 +235,7 @@ class TrainingState:
             _compare(self.checksum(), described, f"rank {rank}")
 
     def _make_room(self, described: dict[str, Any], whose: str) -> dict[str, torch.Tensor]:
-        """Make optimizer state as the header says, and return all tensors, to be filled."""
+        """Create the optimizer state that the header describes, and return all tensors to be filled."""
         ours = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self.tensors().items()]
         theirs = [(name, tuple(shape), dtype) for name, shape, dtype in described["tensors"]]
         ours, theirs = ([each for each in side if not _is_optimizer_state(each[0])] for side in (ours, theirs))
@@ -247,13 +247,13 @@ class TrainingState:
             )
         groups = [_groups(describe_optimizer(self.model, optimizer)) for optimizer in self.optimizers]
         if groups != [_groups(each) for each in described["optimizers"]]:
-            raise RecoveryError(f"{whose} holds optimizers with other groups of parameters than this process built")
+            raise RecoveryError(f"{whose} holds optimizers with other parameter groups than this process built")
         for index, optimizer in enumerate(self.optimizers):
             self._make_state(index, optimizer, described)
         return self.tensors()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Local tensors by name, the same order on every rank of a shard."""
+        """Local tensors by name, in the same order on all replicas of a shard."""
         found: dict[str, torch.Tensor] = {}
         for name, tensor in self._named_tensors():
             found[name] = _local(tensor)
@@ -281,7 +281,7 @@ class TrainingState:
             entry = full_name.removeprefix(prefix)
             there = present.get(entry)
             if there is not None and (list(_local(there).shape), str(there.dtype)) == (list(shape), dtype):
-                state[entry] = there  # room that was made before
+                state[entry] = there  # already allocated
                 continue
             parameter = parameters[entry.rpartition(".")[0]]
             device = parameter.device if shape else count_device(parameter, groups[id(parameter)])
@@ -300,7 +300,7 @@ def _is_in_place(batch: Sequence[torch.Tensor]) -> bool:
 
 
 def _room_for(batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where the bytes of a batch are received: its only tensor itself, or new memory on the same device."""
+    """Receive buffer of a batch: the memory of its only tensor, or new memory on the same device."""
     if _is_in_place(batch):
         return _bytes(batch[0])
     return torch.empty(sum(tensor.nbytes for tensor in batch), dtype=torch.uint8, device=batch[0].device)
@@ -321,23 +321,23 @@ def _groups(described: dict[str, Any]) -> list[list[str]]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it, as `local_part`, which takes a DTensor's long way through the dispatcher."""
+    """This rank's part of a tensor. Like `local_part`, but without DTensor's slow way through the dispatcher."""
     return memory_of(tensor).detach()
 
 
 def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A state tensor: sharded as its parameter if it has the parameter's shape, plain (a step count) otherwise."""
+    """A state tensor: sharded like its parameter if it has the parameter's shape, otherwise plain (a step count)."""
     is_part = local.dim() > 0 and local.shape == _local(parameter).shape
     return laid_out_like(parameter, local) if is_part else local
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a tensor, one-dimensional; where it is contiguous, the very same memory."""
+    """All bytes of a tensor, one-dimensional; a view if the tensor is contiguous."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _typed(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Bytes as a tensor of another type, which must begin at a multiple of its size."""
+    """Bytes as a tensor like another one; copied if they are not aligned for its dtype."""
     is_aligned = part.storage_offset() % like.element_size() == 0
     return (part if is_aligned else part.clone()).view(like.dtype).view(like.shape)
 
@@ -349,7 +349,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Generator[list[torch.Tensor]]:
-    """Tensors that make up one message: large ones alone, small ones together with others on their device."""
+    """Groups of tensors that form one message: large ones alone, small ones with others on the same device."""
     batch: list[torch.Tensor] = []
     size_bytes = 0
     for tensor in tensors:
@@ -373,25 +373,25 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def make_plain(optimizers: Iterable[Optimizer]) -> None:
-    """Let hyperparameters be Python's numbers where they are NumPy's, which replacements and checkpoints can not read.
+    """Convert NumPy hyperparameters to Python numbers, as replacements and checkpoints cannot read NumPy ones.
 
     Raises:
-        ConfigError: one has fewer bits than Python's, so that a schedule would go on from it with other roundings.
+        ConfigError: a hyperparameter has fewer bits than a Python float, so a schedule would round differently.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for key, value in group.items():
                 if isinstance(value, np.floating) and not isinstance(value, float):
                     raise ConfigError(
-                        f"{key} of {type(optimizer).__name__} is a {type(value).__name__} of NumPy. Give it as "
-                        f"float(...), also to the schedule: a process that replaces a lost one goes on from a float."
+                        f"{key} of {type(optimizer).__name__} is a NumPy {type(value).__name__}. Pass it as "
+                        f"float(...), also to the scheduler: a replacement continues with a Python float."
                     )
                 if isinstance(value, np.generic):
                     group[key] = value.item()
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What the groups of an optimizer hold beside parameters."""
+    """The parameter groups of an optimizer without their parameters."""
     return [
         {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -399,7 +399,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def give_hyperparameters(groups: Sequence[list[dict[str, Any]]], optimizers: Sequence[Optimizer]) -> None:
-    """Inverse of `hyperparameters`, for several optimizers. Tensors are filled: compiled code holds on to them."""
+    """Load `hyperparameters` into several optimizers. Tensors are filled in place: compiled code refers to them."""
     for optimizer, saved in zip(optimizers, groups, strict=False):
         for group, values in zip(optimizer.param_groups, saved, strict=True):
             for key, value in values.items():

@@ -1,7 +1,7 @@
-"""What the training state of a shard looks like, left in the job store for those that come: they make room beforehand.
+"""The layout of a shard's training state, published in the job store so that joiners can preallocate memory for it.
 
-A newcomer that waits for its turn has time; when its turn comes, all others wait for it. To make the optimizers'
-tensors and to touch their memory for the first time may take longer than to fill them.
+A joiner that waits for its turn has time to spare; when its turn comes, all others wait for it. Allocating the
+optimizer's tensors and touching their memory for the first time may take longer than filling them.
 """
 
 from hyperpod_plugins.parallel.topology import Topology
@@ -11,23 +11,23 @@ from hyperpod_plugins.recovery.state import TrainingState
 
 
 class StateLayout:
-    """Of the shard that one rank holds."""
+    """The layout of the shard that one rank holds."""
 
     def __init__(self, member: Member, state: TrainingState, topology: Topology) -> None:
         here = topology.coordinates(member.rank)
         self._member = member
         self._state = state
         self._key = f"preview/{here.shard}/{here.tensor}"
-        self._is_left = here.replicate > 0  # the first replica does it
+        self._is_left = here.replicate > 0  # only the first replica publishes it
 
     def publish(self) -> None:
-        """Say once what there is, when the first step has made the optimizers' state."""
+        """Publish the layout once; call this after the first step, which creates the optimizer state."""
         if not self._is_left:
             self._member.job_store.set(self._key, self._state.header())
             self._is_left = True
 
     def preallocate(self) -> None:
-        """In a newcomer, make room for what somebody has said there is, if anybody has."""
+        """In a joiner, allocate memory for the published layout, if there is one."""
         header = self._member.job_store.try_get(self._key) if self._member.committed == NO_STATE else None
         if header is not None:
             self._state.make_room(header)

@@ -1,11 +1,12 @@
-"""The life of a step and of a fault. This is the story; everything else in this folder is a word in it.
+"""The step as a transaction: compute, vote and commit, and recovery when a fault interrupts it. Read this file first.
 
-    compute -> vote -> commit                       the healthy step
-    compute -> fault -> re-form -> restore -> retry  the same step, again
+    compute -> vote -> commit                            a healthy step
+    compute -> fault -> reconfigure -> restore -> retry  the same step, run again
 
 Inside a step the groups are tolerant (see `comm.health`): once one is broken, collectives do nothing, the rest of
-the step runs on garbage, and no exception crosses autograd or a hook of FSDP2. The vote at the end, one small
-all-reduce, completes only if every rank got that far with valid gradients. Only then does the optimizer write.
+the step computes garbage values, and no exception propagates through autograd or an FSDP2 hook. The vote at the end
+of the step, a small all-reduce, completes only if every rank has reached it with valid gradients. Only then does
+the optimizer write.
 """
 
 import contextlib
@@ -44,11 +45,11 @@ from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.shutdown import JobShutdown, reshard_if_asked, start_again_without
 from hyperpod_plugins.recovery.snapshot import Snapshots
 
-# How often the same step has failed. Where that goes on it is the program, not the machine, and the job is to end.
+# If the same step keeps failing, the fault is the program's, not the machine's, and the job ends.
 
 
 class Attempts:
-    """What one process has seen fail since the last commit."""
+    """Counts the failures that this process has seen since the last commit."""
 
     def __init__(self, policy: RetryPolicy, worker_id: int) -> None:
         self._policy = policy
@@ -56,22 +57,22 @@ class Attempts:
         self._failures: Counter[tuple[str, int]] = Counter()
 
     def failed(self) -> None:
-        """This process's own `compute` raised."""
+        """Count an exception from this process's own `compute`."""
         self._failures[self._own] += 1
 
     def succeeded(self) -> None:
-        """A step was committed."""
+        """Reset the counts after a commit."""
         self._failures.clear()
 
     def why_end(self, failure: FailureRecord, error: Exception | None, step: int) -> str:
-        """Count what ended a generation; why the job is to end, or nothing.
+        """Count the failure that ended a generation, and return why the job must end, or an empty string.
 
         Args:
-            failure: what ended it.
-            error: what this process's own `compute` raised.
-            step: number of the step.
+            failure: What ended the generation.
+            error: Exception raised by this process's own `compute`.
+            step: Number of the step.
         """
-        if (failure.kind, failure.worker_id) != self._own:  # that one has been counted, whoever was first to report
+        if (failure.kind, failure.worker_id) != self._own:  # `failed` has counted this rank's own exceptions already
             self._failures[failure.kind, failure.worker_id] += 1
         if error is not None and self._failures[self._own] >= self._policy.max_attempts:
             return f"{type(error).__name__} in step {step}, {self._policy.max_attempts} times"
@@ -83,19 +84,19 @@ class Attempts:
         return ""
 
 
-# All ranks return to a snapshot: each gets its own, and then enters the loops again where that was taken.
+# Return to a snapshot: each rank gets its own snapshot, then re-enters the loops where it was taken.
 
 
 def take_snapshots_back(plan: RecoveryPlan, snapshots: Snapshots, member: Member, generation: int) -> None:
-    """Give each rank its snapshot, and load it.
+    """Redistribute the snapshots so that each rank has its own, and load it.
 
     Raises:
-        PeerLost: somebody was lost before all had theirs.
+        PeerLost: A rank was lost before all ranks had their snapshots.
     """
     try:
         snapshots.redistribute(plan.step, plan.sources)
     except PeerLost:
-        # Whoever ends the generation for the return knows that all ranks have their snapshots.
+        # A rank that ends the generation for this return knows that all ranks have their snapshots.
         ended = member.job_store.ended(generation)
         if ended is None or ended.cause != _cause(plan):
             raise
@@ -103,19 +104,19 @@ def take_snapshots_back(plan: RecoveryPlan, snapshots: Snapshots, member: Member
 
 
 def end_for_return(plan: RecoveryPlan, member: Member, max_losses: int) -> None:
-    """End the generation, since all ranks enter the loops again.
+    """End the generation so that all ranks re-enter the loops.
 
     Raises:
-        RecoveryError: the same state was lost `max_losses` times: another return would not help.
+        RecoveryError: The same state was lost `max_losses` times; returning again would not help.
     """
     lost_at = plan.step + plan.steps_lost
-    # Counted by all ranks together, and where it outlives them: each return may be of new processes alone. A program
-    # with several fits comes to a step of the same number in each.
+    # All ranks count together, in the job store, because after each return all processes may be new. The key includes
+    # the entry, because a program with several fits reaches the same step number in each.
     number = len(ended_entries(member.job_store))
     if member.job_store.count(f"returns/{number}/{lost_at}", 1) >= max_losses * member.world.size:
         cause = f"the state after step {lost_at} was lost {max_losses} times"
         member.give_up(cause)
-        raise RecoveryError(f"{cause}. Look at the logs of the lost ranks; the step itself may kill them.")
+        raise RecoveryError(f"{cause}. Check the logs of the lost ranks; the step itself may be killing them.")
     wish = FailureRecord(kind="request", cause=_cause(plan), step=plan.step, reporter=f"rank {member.rank}")
     member.job_store.end(member.generation, wish)
 
@@ -130,7 +131,10 @@ R = TypeVar("R")
 
 
 class StepTransaction:
-    """Runs steps so that each is committed exactly once, whoever is lost in between."""
+    """Runs steps so that each is committed exactly once, even if ranks are lost meanwhile.
+
+    Call it from the main thread only.
+    """
 
     def __init__(
         self,
@@ -158,25 +162,25 @@ class StepTransaction:
         self._attempts = Attempts(policy, member.worker_id)
         self._has_reentered = member.committed != NO_STATE
         self.left_with: bytes | None = None
-        """What describes the trainer, where this rank gave up its place in a step, for others were outside of one."""
+        """Trainer state captured in the step, if this rank left its step because other ranks were outside one."""
         self.entered_at: int | None = None
-        """Step at which this rank entered the loops, until it is among the others."""
+        """Step at which this rank entered the loops; None once it has joined the other ranks."""
         self.entered_part: int | None = None
-        """Place of the part of the program at which it did so; see `Note.part`."""
+        """Part of the program at which this rank entered the loops; see `StopReport.part`."""
         self.owes = ""
-        """Path of a checkpoint of this step that was interrupted; it is written when all ranks are there again."""
+        """Path of an interrupted checkpoint of this step, to be written once all ranks are back."""
         if member.committed == NO_STATE and not (member.is_joining or member.is_torn):
             member.committed = 0
 
     @property
     def step(self) -> int:
-        """Number of the step that comes next, from 0: how many this rank has committed."""
+        """Number of the next step, from 0: the number of steps that this rank has committed."""
         return max(self._member.committed, 0)
 
     def begin(self) -> None:
-        """Begin a step whose `compute` comes in parts.
+        """Begin a step whose `compute` is split into parts.
 
-        A newcomer joins here, a fault between steps is repaired, and a world of another size takes over.
+        This is where a joiner joins, a fault between steps is repaired, and a world of another size takes over.
         """
         if self._rehearsal is not None and not self._has_told:
             self._rehearsal.at("setup", self.step)
@@ -197,16 +201,16 @@ class StepTransaction:
         self._has_begun = True
 
     def advance(self, part: Callable[[], object]) -> None:
-        """Compute a part of the step before `run`; after a fault, all parts that came so far.
+        """Compute a part of the step before `run`; after a fault, compute all parts so far again.
 
-        Whoever accumulates gradients needs each part's result before it gives the next: this cannot wait for `run`.
+        For gradient accumulation, where the loop needs the result of each micro-step before it provides the next.
 
         Args:
-            part: computes what has been given so far and not computed, or not since the step was undone.
+            part: Computes whatever was provided but not yet computed, or not yet since the step was undone.
 
         Raises:
-            RecoveryError: no rung of the ladder worked.
-            Exception: `part` raised the same on this rank too often.
+            RecoveryError: No recovery level worked.
+            Exception: `part` raised too often on this rank.
         """
         while True:
             _, error = (None, None) if group_health.cause else self._attempt(part)
@@ -216,42 +220,46 @@ class StepTransaction:
             self._restart_step()
 
     def join(self) -> None:
-        """Meet the others where no step begins, such as before a validation, if this rank is apart from them.
+        """Join the other ranks outside a step, such as before a validation, if this rank has not joined them yet.
 
         Raises:
-            PeerLost: it is not, and somebody was lost just now; the way back leads through the loops.
+            PeerLost: This rank had joined already, and a rank was lost just now. Re-enter the loops to recover.
         """
         if not group_health.is_open:
             return
         if self._member.committed != NO_STATE and not self._has_reentered:
-            raise PeerLost(f"a rank was lost outside of a step: {group_health.cause}")
+            raise PeerLost(f"a rank was lost outside a step: {group_health.cause}")
         self._recover(None)
 
     def meet(self) -> None:
-        """Wait outside of a step until all ranks have come here: nobody goes on while another is in what lies before.
+        """Wait outside a step until all ranks have called this: a barrier.
 
         Raises:
-            PeerLost: a rank was lost, here or on its way here. Others may have gone on.
+            PeerLost: A rank was lost before or in the barrier. Other ranks may have passed it.
         """
         if group_health.is_open:
-            self.join()  # nothing that was run here since the loops were entered has communicated
-        self._member.activity = f"waiting for the others between steps {self.step - 1} and {self.step}"
+            self.join()  # safe: this rank has not communicated since it entered the loops
+        self._member.activity = f"waiting for the other ranks between steps {self.step - 1} and {self.step}"
         with group_health.tolerant():
             commit_vote(0)
         if group_health.cause is not None:
-            raise PeerLost(f"a rank was lost outside of a step: {group_health.cause}")
+            raise PeerLost(f"a rank was lost outside a step: {group_health.cause}")
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
-        """One step: call `compute` until all ranks agree that it went well, then `commit` once with its result.
+        """Run one step: call `compute` until all ranks vote for its result, then call `commit` once with it.
 
         Args:
-            compute: forward, backward, clipping; may be called again. What `Subject` cannot undo makes this
-                rank's state count as lost if a fault comes then.
-            commit: the optimizer's step; local. One that communicates belongs to `compute`; see `recovery.kept_state`.
+            compute: Forward, backward and clipping; may be called again. If it changes anything that the
+                `TrainingLoop` cannot undo, a fault makes this rank's state count as lost.
+            commit: The optimizer step; it must not communicate. An optimizer that communicates must step in
+                `compute`; see `recovery.kept_state`.
+
+        Returns:
+            The result of `commit`.
 
         Raises:
-            RecoveryError: no rung of the ladder worked.
-            Exception: `compute` raised the same on this rank too often.
+            RecoveryError: No recovery level worked.
+            Exception: `compute` raised too often on this rank.
         """
         if not self._has_begun:
             self.begin()
@@ -268,18 +276,18 @@ class StepTransaction:
             self._restart_step()
 
     def _restart_step(self) -> None:
-        """The step was undone, and is computed once more."""
+        """Prepare to compute the step again after it was undone."""
         if self._rehearsal is not None:
             self._rehearsal.undone(self.step)
         self._maybe_snapshot()
 
     def _maybe_snapshot(self) -> None:
-        """Offer a snapshot, once in each generation: where a newcomer takes one, those that try again do so too."""
+        """Take a snapshot if one is due; on a retry too, so that survivors take one wherever a joiner does."""
         if self._snapshots is not None:
             self._snapshots.maybe_snapshot(self.step, self._subject.capture_own_state)
 
     def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """Compute in tolerant mode; an exception in healthy groups is this rank's own."""
+        """Compute in tolerant mode. An exception while the groups are healthy is this rank's own."""
         self._member.activity, self._member.in_step = f"computing step {self.step}", True
         try:
             with group_health.tolerant(), self._computing():
@@ -293,21 +301,21 @@ class StepTransaction:
                 self._member.fail("exception", f"{type(error).__name__}: {error}".splitlines()[0])
             if not self._subject.can_undo_exceptions:
                 if isinstance(error, HyperPodError):
-                    raise  # a refusal comes again
+                    raise  # it would be raised again
                 raise self._failure(error, is_own=is_own) from error
-            return None, error if is_own else None  # garbage does what garbage does
+            return None, error if is_own else None  # after a break, errors caused by garbage values are expected
         return result, None
 
     def _failure(self, error: Exception, *, is_own: bool) -> RecoveryError:
-        """What ends this process, where it cannot run the step again."""
+        """Return the error that ends this process, because it cannot run the step again."""
         what = f"step {self.step} raised {type(error).__name__}: {error}"
-        why = "FSDP2 of this torch cannot put its modules back after an exception (that of torch 2.13 can)"
+        why = "FSDP2 in this version of torch cannot reset its modules after an exception (torch 2.13 can)"
         if is_own:
-            return StepFailed(f"{what}. This process ends, to be replaced: {why}.")
-        return RecoveryError(f"{what}, after others were lost ({group_health.cause}). This process ends, for {why}.")
+            return StepFailed(f"{what}. This process exits and will be replaced: {why}.")
+        return RecoveryError(f"{what}, after peers were lost ({group_health.cause}). This process exits: {why}.")
 
     def _begin_rehearsal(self, rehearsal: Rehearsal, *, is_compared: bool) -> None:
-        """Let what a step begins with be compared; not after a fault: ranks within the step do not compare."""
+        """Compare the state at the start of a step between ranks, except after a fault: some are in the step then."""
         while True:
             try:
                 rehearsal.begin(self.step, self._subject.capture_state, is_compared=is_compared)
@@ -320,7 +328,7 @@ class StepTransaction:
     def _rehearse(
         self, rehearsal: Rehearsal, compute: Callable[[], T], result: T | None
     ) -> tuple[T | None, Exception | None]:
-        """Let the step be thrown away and computed again, if it is one of those that are rehearsed."""
+        """Discard the step and compute it again, if it is one of the rehearsed steps."""
         outcome: list[tuple[T | None, Exception | None]] = [(result, None)]
 
         def again() -> bool:
@@ -337,7 +345,10 @@ class StepTransaction:
         return outcome[-1]
 
     def _vote(self) -> bool:
-        """Whether every rank has valid gradients. From here on this rank can commit, if anybody else has."""
+        """Vote; return whether every rank has valid gradients.
+
+        From here on, this rank can commit the step if another rank has committed it.
+        """
         step = self.step
         self._member.activity = f"voting for step {step}"
         if self._rehearsal is not None:
@@ -361,24 +372,24 @@ class StepTransaction:
         return True
 
     def _exchange_told(self) -> None:
-        """Another rank knows that the vote went well."""
+        """Called once another rank knows that the vote passed."""
         if self._rehearsal is not None:
             self._rehearsal.at("vote_result", self.step)
 
     def _yield_to_next_world(self) -> None:
-        """End the generation for the sake of the next world, when all stand between the same two steps."""
+        """End the generation so that the next world takes over, with all ranks between the same two steps."""
         self._must_resize = False
         with contextlib.suppress(PeerLost):
-            dist.all_reduce(torch.zeros(1, device=self._device))  # nobody is in the hooks of the step before any more
+            dist.all_reduce(torch.zeros(1, device=self._device))  # all ranks have left the hooks of the previous step
             self._synchronize()
             reshard_if_asked(self._member, self._ending, self.step)
             self._member.yield_to_next_world()
 
     def _finish(self, commit: Callable[[], R]) -> R:
-        """Let the optimizer write. Between its first write and the count this rank holds no step's state.
+        """Commit the step: let the optimizer write, then count it. In between, this rank's state is inconsistent.
 
         Raises:
-            PeerLost: it communicates, against the rule, and somebody was lost meanwhile.
+            PeerLost: `commit` communicated, although it must not, and a rank was lost meanwhile.
         """
         step = self.step
         self._member.activity = f"committing step {step}"
@@ -397,32 +408,32 @@ class StepTransaction:
         return result
 
     def tear(self, why: str) -> PeerLost:
-        """Count the state of this rank as lost: it is that of no step, and must not be given to others."""
-        cause = f"rank {self._member.rank} holds a part of step {self.step} only: {why}"
+        """Mark this rank's state as lost, since it is inconsistent and must not be sent to other ranks."""
+        cause = f"rank {self._member.rank} holds only part of step {self.step}: {why}"
         log.warning("%s", cause)
         self._member.committed, self._member.is_torn, self._prepared = NO_STATE, True, NO_STATE
         return PeerLost(f"{cause}. Another rank's state takes its place.")
 
     def _recover(self, error: Exception | None, commit: Callable[[], R] | None = None) -> tuple[R] | None:
-        """Meet the others in the next generation, and come to one common step with them.
+        """Join the next generation, and reach one common step with its members.
 
-        A fault on the way begins this again, with whoever is left; nobody throws away what it holds. A rank that has
-        committed the step meanwhile goes on to what follows a step before it tries again, for others have that behind
-        them.
+        A fault during recovery restarts it with the remaining ranks; no rank discards state that it holds. A rank
+        that committed the step during recovery first returns to run what follows the step (hooks), as the other ranks
+        have already done.
 
         Args:
-            error: what this rank's own `compute` raised.
-            commit: the step that this rank computed; None between two steps.
+            error: Exception raised by this rank's own `compute`.
+            commit: Commits the step that this rank computed; None between two steps.
 
         Returns:
-            The result of `commit` if that step turned out to be committed elsewhere.
+            The result of `commit`, in a tuple, if another rank had committed the step; None otherwise.
         """
         if error is not None:
             self._attempts.failed()
         if commit is not None and not self._subject.can_undo:
             raise error or self.tear(
-                "it cannot be undone, for its program has written to parameters for the first time, or communicates "
-                "between its micro-steps"
+                "it cannot be undone, because the program wrote to parameters for the first time or communicates "
+                "between micro-steps"
             )
         while True:
             began_s = time.time()
@@ -469,10 +480,10 @@ class StepTransaction:
         return outcome
 
     def _arrival(self, commit: Callable[[], object] | None, ends: str) -> Arrival:
-        """What this rank brings into the next generation."""
+        """Build this rank's arrival for the next generation, after any snapshot exchange has ended."""
         snapshots = self._snapshots
         if snapshots is not None:
-            self._member.activity = "waiting for an exchange of snapshots to end"
+            self._member.activity = "waiting for a snapshot exchange to end"
             snapshots.settle()
             self._member.activity = f"waiting for the members of the next generation, at step {self.step}"
         return Arrival(
@@ -490,7 +501,7 @@ class StepTransaction:
         )
 
     def _adopt(self, plan: RecoveryPlan, formed: Generation, commit: Callable[[], R] | None) -> tuple[R] | None:
-        """Commit the step that was computed, or undo it, as the plan says; the result of `commit` if it was called."""
+        """Commit the computed step or undo it, as the plan says; return the result of `commit` if it was called."""
         if not plan.hooks_first:
             self._check_entry(plan, formed)
         self._member.activity = f"restoring step {plan.step}"
@@ -506,10 +517,10 @@ class StepTransaction:
     def _join(
         self, arrival: Arrival, error: Exception | None, commit: Callable[[], R] | None
     ) -> Generation | tuple[R] | None:
-        """Come into the next generation; None where that ended while this rank was to leave its step for it.
+        """Join the next generation; None if it ended while this rank was about to leave its step for it.
 
-        Where the others have committed the step and are outside of one, this rank commits it, too, and gets the result:
-        what follows a step must follow it here, before this rank is outside of one as well.
+        If the other ranks have committed the step and are outside one, this rank commits it too and gets the result:
+        it must run what follows the step (hooks) before it is outside a step as well.
         """
         self._member.activity = f"waiting for the members of the next generation, at step {self.step}"
         description = self._subject.capture_state() if arrival.has_state else b""
@@ -519,7 +530,7 @@ class StepTransaction:
             try:
                 resume_point = self._member.wait_for_stops(outside.number)
             except PeerLost:
-                return None  # perhaps nobody is outside of a step in the next one
+                return None  # in the next generation, perhaps all ranks are inside a step
             if commit is not None and resume_point.step == self._prepared:
                 return (self._finish(commit),)
             self.left_with = description
@@ -530,9 +541,9 @@ class StepTransaction:
             self._part(late, error, commit)
 
     def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
-        """Bring this rank to the plan's step. A `PeerLost` leaves it where it was."""
+        """Bring this rank to the plan's step. On `PeerLost`, its state is unchanged."""
         if plan.hooks_first:
-            cause = f"the ranks {list(plan.roll_forward)} run the hooks of the step that they have just committed"
+            cause = f"ranks {list(plan.roll_forward)} are running the hooks of the step they have just committed"
             wish = FailureRecord(kind="request", cause=cause, step=plan.step, reporter=f"rank {self._member.rank}")
             self._member.job_store.end(formed.number, wish)
             break_groups(str(wish))
@@ -541,7 +552,7 @@ class StepTransaction:
         self._subject.end_iteration()
         if not plan.is_return:
             self._subject.restore(plan, self._member.rank)
-        # Nobody goes on before all have their state. Those that wait here are outside of a step, where waits are long.
+        # A barrier: no rank continues before all have their state. Ranks wait here outside a step: limits are long.
         dist.all_reduce(torch.zeros(1, device=self._device))
         self._synchronize()
         if group_health.cause is not None:
@@ -553,25 +564,32 @@ class StepTransaction:
             take_snapshots_back(plan, snapshots, self._member, formed.number)
 
     def _check_entry(self, plan: RecoveryPlan, formed: Generation) -> None:
-        """The loops were entered where one member stood; it may have been lost since, and what it had done with it.
+        """Check that this rank entered the loops where the plan resumes.
 
-        Ranks that learned later where to enter may have been told of another place.
+        It entered where one survivor stood. That survivor may have been lost since, along with its progress, and
+        ranks that asked later may have been given another resume point.
+
+        Raises:
+            PeerLost: It entered at another step or an earlier part of the program, and must re-enter the loops.
+            RecoveryError: The same, but this rank has no state; its replacement enters at the right place.
         """
         entered_at, self.entered_at = self.entered_at, None
         parts = [each.entered_part for each in formed.arrivals.values() if each.entered_part is not None]
         is_behind = self.entered_part is not None and self.entered_part < max(parts)
         if plan.is_return or (entered_at in (None, plan.step) and not is_behind):
             return
-        cause = f"rank {self._member.rank} entered the loops at step {entered_at}, and the others are at {plan.step}"
+        cause = (
+            f"rank {self._member.rank} entered the loops at step {entered_at}, but the other ranks are at {plan.step}"
+        )
         if is_behind:
-            cause += ", in a part of the program that follows"
+            cause += ", in a later part of the program"
         self._member.fail("collective", cause)
         if self._member.committed == NO_STATE:
-            raise RecoveryError(f"{cause}; its replacement enters them there")
+            raise RecoveryError(f"{cause}; its replacement will enter them there")
         raise PeerLost(cause)
 
     def _tell(self, number: int, description: bytes) -> None:
-        # Of those without a description, too: a newcomer waits for the word of everybody who is not new.
+        # Report even without a description: joiners wait for a report from every survivor.
         self._member.stop(number, in_step=not self._has_reentered, trainer=description, part=self.entered_part or 0)
 
     def _plan(self, formed: Generation) -> RecoveryPlan:
@@ -584,7 +602,7 @@ class StepTransaction:
             self._member.restart_all(lost)
 
     def _part(self, late: ReplacementTimeout, error: Exception | None, commit: Callable[[], R] | None) -> NoReturn:
-        """End, since nobody comes for those that are lost; those that are left have their common step before."""
+        """End because lost ranks were not replaced in time; the survivors first reach their common step."""
         plan = plan_final_save(late.formed.arrivals, self._topology)
         if self._member.rank in plan.roll_forward:
             assert commit is not None
@@ -596,7 +614,7 @@ class StepTransaction:
         self._ending.leave_others(late, plan, error)
 
     def _settle(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> None:
-        """Write the checkpoint that was interrupted, and end where the job must not go on."""
+        """Write the interrupted checkpoint, if any, and end if the job must not continue."""
         if plan.pending_checkpoint and not plan.is_return:
             self._ending.save(plan.step, plan.pending_checkpoint)
         if plan.abort_reason:
@@ -606,9 +624,9 @@ class StepTransaction:
         return nullcontext() if self._rehearsal is None else self._rehearsal.computing(self.step)
 
     def _synchronize(self) -> None:
-        if self._device.type in RECORDERS:  # without a queue the device is done when the host is
+        if self._device.type in RECORDERS:  # a device without a queue is done when the host is
             synchronize_or_raise(self._device)
 
 
 def _commit_nothing() -> NoReturn:
-    raise RecoveryError("a step was to be committed for which this rank has not voted; please report this")
+    raise RecoveryError("recovery tried to commit a step that this rank did not vote for; please report this")

@@ -1,6 +1,6 @@
-"""What a step changes beside gradients, and how to put it back: buffers, metrics, FSDP2's place in an iteration."""
+"""Undo a step: restore buffers, metrics, batches, parameters that the program writes, and FSDP2's iteration state."""
 
-# Tables of children and buffers are walked in a tenth of the time that `modules()` takes; FSDP2 hides its state.
+# Walking the child and buffer tables takes a tenth of the time of `modules()`; FSDP2 has no public API for its state.
 # pyright: reportPrivateUsage=false
 
 import copy
@@ -22,40 +22,40 @@ from hyperpod_plugins.parallel.unit_watch import check_next_step, forget_step
 from hyperpod_plugins.recovery.kept_state import KeptState, memory_of, owned_by
 
 CAN_RESET = "reset_iter_state" in vars(FSDPModule)
-"""Whether this torch (2.13 does) can put FSDP2's modules back after an exception."""
+"""Whether this torch (2.13 and later) can reset FSDP2's modules after an exception."""
 
 
 _FIRST_STEPS = 8
-"""Steps in which batches are copied, and sums of bits compared; the latter also in the 16th, the 32nd, and so on."""
+"""First steps in which batches are copied and bit sums compared; the latter also in step 16, 32, 64, and so on."""
 _PIECE_SIZE = 2**13
-"""Elements that are copied in each step and compared at its end."""
+"""Elements of the piece that each step copies and compares at its end."""
 _TURNS = 8
-"""Steps in which all version counters are looked at once, after the first steps."""
+"""After the first steps, each step reads only one in this many of the version counters."""
 _GOLDEN = 0x9E3779B1
-"""2**32 over the golden ratio: turns by its multiples have no period that a program's steps may have."""
+"""2**32 over the golden ratio: choosing the counters by its multiples has no period that a program may share."""
 _version_of = attrgetter("_version")
 _values_of = methodcaller("values")
 _LEAVES = bool, int, float, str, bytes, type(None)
 _MAPPINGS = dict, Mapping
-"""In this order: to ask for the second one takes long."""
+"""In this order: `isinstance` with `Mapping` is slow."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Buffers:
-    """The buffers of some modules, as they were when a step began: those that a step writes to, assigns or deletes."""
+    """The buffers of some modules as they were when a step began, which may write, assign or delete them."""
 
     def __init__(self, parts: Iterable[nn.Module] = ()) -> None:
         self._parts = [(part, part._buffers) for part in parts]
         self.keep()
 
     def keep(self) -> None:
-        """Remember what these modules have now."""
+        """Copy the present buffers."""
         self._tables = {id(part): dict(table) for part, table in self._parts if table}
         present = {id(each): each for table in self._tables.values() for each in table.values() if each is not None}
         self._saved = [(buffer, buffer.detach().clone()) for buffer in present.values()]
 
     def put_back(self) -> None:
-        """Let them be the same tensors again, with the values that they had."""
+        """Restore the buffers: the same tensor objects with the same values."""
         with torch.no_grad():
             for buffer, saved in self._saved:
                 buffer.copy_(saved)
@@ -67,10 +67,10 @@ class Buffers:
 
 
 class Batches:
-    """Tensors of the batches of a step, put back where the program writes to them.
+    """The tensors of the batches of a step, restored if the program writes to them.
 
-    Whether it does is found by version counters. Batches are copied before their use in the first steps of a process,
-    and from the first write on; a fault in the very step of a first write that comes later can not be undone.
+    Writes are detected by version counters. Batches are copied before use in the first steps of a process, and from
+    the first write on. If the first write happens later, a fault in that same step cannot be undone.
     """
 
     def __init__(self) -> None:
@@ -80,11 +80,11 @@ class Batches:
         self._known: set[int] = set()
 
     def begin(self) -> None:
-        """A step begins, or counts: keep nothing of the one before."""
+        """Forget the previous step, when a step begins or is committed."""
         self._tensors, self._known = [], set()
 
     def note(self, batch: Any) -> None:
-        """A batch is about to be computed on, perhaps once more."""
+        """Remember a batch before it is computed on, for the first time or again."""
         is_copied = self._are_written or self._num_ended < _FIRST_STEPS
         for each in _tensors_in(batch):
             if id(each) not in self._known and not each.is_inference():
@@ -92,17 +92,17 @@ class Batches:
                 self._tensors.append((each, each._version, each.detach().clone() if is_copied else None))
 
     def end(self) -> None:
-        """The step has been computed."""
+        """Detect writes, when the step has been computed."""
         self._num_ended += 1
         self._are_written |= any(each._version != version for each, version, _ in self._tensors)
 
     @property
     def is_within_reach(self) -> bool:
-        """Whether `put_back` puts everything back."""
+        """Whether `put_back` can restore everything."""
         return all(saved is not None or each._version == version for each, version, saved in self._tensors)
 
     def put_back(self) -> None:
-        """Let them have the values, and the shapes, that they had."""
+        """Restore the values and shapes of the tensors."""
         with torch.no_grad():
             for each, _, saved in self._tensors:
                 if saved is not None and saved.shape == each.shape:
@@ -114,20 +114,20 @@ class Batches:
 class Beginning:
     """What the computation of a step may change beside gradients, as it was when the step began.
 
-    That is buffers, metrics that are modules, tensors of batches, and parameters that the program itself writes to
-    (weights that are clipped, a teacher's average): which ones is found out while steps go well, and from then on they
-    are copied when a step begins. A fault in the very step that writes to one for the first time can not be undone.
+    This covers buffers, metrics that are modules, tensors of batches, and parameters that the program itself writes
+    (clipped weights, a teacher's average). Such parameters are detected while steps succeed, and copied from then on
+    when a step begins. A fault in the very step that writes one for the first time cannot be undone.
 
-    [Note: how writes are found] A write to a parameter advances its version counter, or the one of a DTensor's local
-    part. Through `.data`, or in a DTensor by a `torch._foreach` function, it advances none, so bits are compared, too:
-    sums of those of all parameters in the first steps of a process, and then ever more rarely, for that reads them all;
-    and a copy of a small piece in each step, another one each time. Where that has changed, the next steps are like
-    the first ones.
+    [Note: how writes are found] A write to a parameter advances its version counter, or that of a DTensor's local
+    part. A write through `.data`, or to a DTensor by a `torch._foreach` function, advances neither, so bits are
+    compared too. The bit sums of all parameters are compared in the first steps of a process and then ever more
+    rarely, as that reads all parameters. In all other steps a copy of one small piece is compared, a different piece
+    each time; if it has changed, the next steps compare bit sums again like the first ones.
 
     Args:
-        model: sharded or plain.
-        optimizers: over its parameters.
-        kept: where they step before the vote, the copy of what they write.
+        model: a sharded or plain model.
+        optimizers: optimizers of its parameters.
+        kept: if the optimizers step before the vote, the copy of what they write.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], kept: KeptState | None = None) -> None:
@@ -135,15 +135,15 @@ class Beginning:
         self._optimizers = optimizers
         self.kept = kept
         self.parts: list[nn.Module] = []
-        """All modules."""
+        """All modules of the model."""
         self.batches = Batches()
         self.written: dict[int, torch.Tensor] = {}
-        """Parameters that the program has written to in a step, by their identities."""
+        """Parameters that the program itself was found to write, by `id`."""
         self._buffers = Buffers()
         self._tables: list[dict[str, Any]] = []
-        """Children and parameters of all modules."""
+        """The child and parameter tables of all modules."""
         self._known: list[object] = []
-        """All that these tables held when they were found."""
+        """All entries of these tables when they were last collected."""
         self._num_owned = -1
         self._unowned: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
@@ -153,17 +153,17 @@ class Beginning:
         self._piece: Piece | None = None
         self._num_begun = 0
         self._sums_until = _FIRST_STEPS
-        """Step of this process up to which the sums of all are compared."""
+        """Step of this process up to which bit sums of all parameters are compared."""
         self._counting: list[nn.Module] = []
         self._counts: list[dict[str, Any]] = []
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_open = False
-        """Whether a step has begun that does not count yet."""
+        """Whether a step has begun and is not committed yet."""
 
     def begin(self) -> None:
-        """Remember everything now, and drop the gradients of parameters that no optimizer has.
+        """Remember the present state, and drop the gradients of parameters that no optimizer owns.
 
-        Those would be summed up over the steps by a process that goes on, and not by one that replaces another.
+        A surviving process would accumulate these over the steps, and a replacement would not.
         """
         self.is_open = True
         self.batches.begin()
@@ -182,13 +182,13 @@ class Beginning:
         self._piece = None if is_summed or not self._watched else Piece(self._watched, self._num_begun)
 
     def _look(self) -> None:
-        """Find modules and parameters; what follows from them is found again when there are others."""
+        """Collect modules and parameters again if they have changed, and all that depends on them."""
         num_owned = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
         present = chain.from_iterable(map(_values_of, self._tables))
         is_known = sum(map(len, self._tables)) == len(self._known) and all(map(is_, present, self._known))
         if is_known and num_owned == self._num_owned:
             return
-        reshard(self._model)  # what an evaluation has left gathered is not what the optimizers have
+        reshard(self._model)  # parameters that an evaluation left gathered are not those of the optimizers
         self.parts, self._num_owned = parts_of(self._model), num_owned
         self._buffers = Buffers(self.parts)
         self._tables = [table for part in self.parts for table in (part._modules, part._parameters)]
@@ -201,10 +201,11 @@ class Beginning:
         self._counting = [part for part in self.parts if _counts(part)]
 
     def end(self) -> None:
-        """The step has been computed: copy those parameters from the next step on that it has written to.
+        """Detect writes when the step has been computed; from the next step on, parameters that it wrote are copied.
 
-        To read the counters of 76 parameters takes 0.1 ms between two steps of a model that fills the caches. So after
-        the first steps only some are read, in turn, unless a piece's bits have changed. At a fault all are.
+        Reading the counters of 76 parameters takes 0.1 ms between two steps of a model that fills the caches. So
+        after the first steps only a part is read, in turn, unless a piece's bits have changed. After a fault all are
+        read.
         """
         turn = slice((self._num_begun * _GOLDEN >> 16) % _TURNS, None, _TURNS)
         is_quick = self._piece is not None and not self._piece.is_changed
@@ -213,21 +214,21 @@ class Beginning:
         self.batches.end()
 
     def close(self) -> None:
-        """The step counts."""
+        """The step is committed."""
         self.is_open = False
         self.batches.begin()
 
     def as_it_began(self) -> AbstractContextManager[None]:
-        """Inside a step whose optimizers have stepped: let all but tensors be as it was before, to describe it."""
+        """Context in which all state but tensors is as when the step began, so it can be captured after an update."""
         return self.kept.as_it_began() if self.kept is not None and self.is_open else nullcontext()
 
     @property
     def is_within_reach(self) -> bool:
-        """Whether `put_back` puts everything back."""
+        """Whether `put_back` can restore everything."""
         return not self._changed() and self.batches.is_within_reach
 
     def put_back(self) -> None:
-        """Let everything but gradients of the optimizers be as `begin` has found it."""
+        """Restore everything as of `begin`, except gradients of the optimizers' parameters."""
         self._drop_unowned()
         if self.kept is not None:
             self.kept.put_back()
@@ -244,7 +245,7 @@ class Beginning:
             parameter.grad = None
 
     def _changed(self) -> dict[int, torch.Tensor]:
-        """Parameters that were written to since the step began, and are not copied."""
+        """Parameters that were written since the step began and for which there is no copy."""
         now = [*map(_version_of, self._counters)]
         sums = _sums_of_bits(self._watched) if self._sums else []
         is_hidden = self._piece is not None and self._piece.is_changed
@@ -262,10 +263,10 @@ class Beginning:
 
 
 class Piece:
-    """A small piece of what this rank holds of one of some tensors, and a copy of it."""
+    """A small piece of this rank's part of one of several tensors, and a copy of the piece."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], index: int) -> None:
-        """Take another tensor with each index, and when all have had their turn, other pieces of them."""
+        """Choose a tensor by `index` in round-robin order, and in each round another piece of it."""
         turn, place = divmod(index, len(tensors))
         self.owner = tensors[place]
         memory = memory_of(self.owner)
@@ -277,12 +278,12 @@ class Piece:
 
     @property
     def is_changed(self) -> bool:
-        """Whether a bit is another one now; waits for a device."""
+        """Whether any bit has changed; synchronizes with the device."""
         return not torch.equal(self._values, self._saved)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in mappings (those of Hugging Face's tokenizers too), sequences and dataclasses."""
+    """Tensors in nested mappings (including those of Hugging Face tokenizers), sequences and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -300,7 +301,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Of what this rank holds of each tensor, as integers."""
+    """Sum of the bits, read as integers, of this rank's part of each tensor."""
     if not tensors:
         return []
     sums = [as_integers(each).sum(dtype=torch.int64) for each in map(memory_of, tensors)]
@@ -308,16 +309,16 @@ def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same size, by whose bits values are compared; a copy of a conjugated view."""
+    """View of the same memory as integers of the same size, for bitwise comparison; a copy for a conjugated view."""
     real = tensor.detach()
-    if tensor.is_complex() or tensor.is_neg():  # only those are views that a bit turns into other values
+    if tensor.is_complex() or tensor.is_neg():  # only these may have a conj or neg bit, which changes the values
         real = real.resolve_conj().resolve_neg()
         real = torch.view_as_real(real) if real.is_complex() else real
     return real.view(_INTEGERS[real.element_size()])
 
 
 def _counts(part: nn.Module) -> dict[str, Any]:
-    """What an object of torchmetrics has counted; updates may write to its tensors and extend its lists."""
+    """Copy of a torchmetrics metric's state, as updates write its tensors and extend its lists; empty for others."""
     attributes = vars(part)
     if "_update_count" not in attributes or "_defaults" not in attributes:
         return {}
@@ -325,32 +326,32 @@ def _counts(part: nn.Module) -> dict[str, Any]:
 
 
 def own(value: Any) -> Any:
-    """A value that no update of a metric changes."""
+    """A copy of a metric's value that its updates do not change."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def drop_gradients(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Forget what a step has computed so far, wherever it was interrupted."""
+    """Drop the gradients and FSDP2 state of an interrupted step, wherever it stopped."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     forget_iteration(model)
 
 
 def end_iteration(model: nn.Module) -> None:
-    """Let a model be as in a new process, where all ranks have come together anew."""
+    """Reset a model to its state in a new process, after the ranks have assembled anew."""
     forget_iteration(model)
     check_next_step(model)
 
 
 def forget_iteration(model: nn.Module) -> None:
-    """Put FSDP2's modules to where those of a new process are, whatever they have done.
+    """Reset FSDP2's modules to the state of a new process, whatever they have run.
 
-    A forward that was interrupted outside of a step leaves parameters gathered: those that the module then holds are
-    not the shards that are sent, received and saved.
+    A forward that is interrupted outside of a step leaves parameters gathered: the module then does not hold the
+    shards that are sent, received and saved.
 
     [Note: what an evaluation leaves] A forward without a backward, as in a validation, stays in FSDP2's list of what
-    backward gathers ahead, and may leave parameters gathered. The next step then gathers once more, or once less, than
-    in a process that has replaced a lost one since: both would wait for each other for ever.
+    backward prefetches, and may leave parameters gathered. The next step then runs one all-gather more or less than a
+    process that has replaced a lost one since, and both would wait for each other forever.
     """
     forget_step(model)
     for part in model.modules():
@@ -359,22 +360,22 @@ def forget_iteration(model: nn.Module) -> None:
         state: Any = part._get_fsdp_state()
         if not CAN_RESET:
             _forget_forward(part, state)
-        elif state._is_root:  # known since its first forward
+        elif state._is_root:  # set in the first forward
             part.reset_iter_state()
 
 
 def _forget_forward(part: FSDPModule, state: Any) -> None:
-    """What `reset_iter_state` does between two iterations, for torch before 2.13."""
+    """Equivalent of `reset_iter_state` between two iterations, for torch before 2.13."""
     part.reshard()
-    if "post_forward_order" in vars(state._comm_ctx):  # since its first forward
+    if "post_forward_order" in vars(state._comm_ctx):  # set in the first forward
         state._comm_ctx.post_forward_order.clear()
     if state._fsdp_param_group is not None:
         state._fsdp_param_group._post_forward_indices.clear()
-        state._fsdp_param_group._partial_reduce_output = None  # of micro-steps that are run again
+        state._fsdp_param_group._partial_reduce_output = None  # from micro-steps that will run again
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """`model.modules()`, in a tenth of the time and in another order; each step asks for them."""
+    """`model.modules()` in another order, and ten times faster, as each step needs them."""
     parts, known = [model], {model}
     for part in parts:
         for child in part._modules.values():

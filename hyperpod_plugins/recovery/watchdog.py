@@ -1,12 +1,12 @@
-"""Who hangs: decided from what each rank last said of itself.
+"""Detects ranks that hang, from the last heartbeat of each rank.
 
-A rank that hangs says nothing, or says that it is somewhere else than in the collective where the others wait for it.
-Long collectives alone are no sign: inside a step, and for a rank that loads its data, the limit follows the job's own
-step time; a rank that is outside of one (a validation, a callback of the first rank) is granted the general limit, also
-by those that wait for it in their next step already.
+A rank that hangs sends no heartbeats, or reports that it is somewhere other than in the collective where the others
+wait for it. A long collective alone is no evidence of a hang. Inside a step, and for a rank that loads its data, the
+limit follows the job's own step time. A rank outside a step (a validation, a callback of the first rank) gets the
+general limit, even from ranks that already wait for it in their next step.
 
 [Note: clocks] No clock of another machine is read. A heartbeat carries a number that counts up, and a reader measures
-by its own monotonic clock for how long it has seen that number unchanged; see `BeatAges`.
+on its own monotonic clock how long that number has been unchanged; see `HeartbeatAges`.
 """
 
 import re
@@ -22,26 +22,26 @@ from hyperpod_plugins.errors import ConfigError
 HEARTBEATS_MISSED_S = 5.0
 """Longest silence of a process that counts as alive."""
 _PART_HEARD = 0.5
-"""Longest silence, as a part of the limit, of a rank that is believed to be where it said."""
+"""Longest silence, as a fraction of the limit, for which a rank's last heartbeat is believed to be still true."""
 _LOOK_S = 1.0
 _PART_OF_LIMIT = 0.125
 _LOOKS_A_SECOND = 200.0
-"""Of all ranks together, each at the heartbeats of all."""
+"""Limit for all ranks together; each look reads the heartbeats of all ranks."""
 _LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$|/hyperpod_plugins/data/loader\.py$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangPolicy:
-    """How long is too long."""
+    """How long a wait in a collective must last before it counts as a hang."""
 
     floor_s: float = 30.0
     """Shortest wait in a collective of a step, in seconds, that counts as a hang."""
     factor: float = 10.0
-    """The same as a multiple of the job's median step time; the longer of the two holds."""
+    """The same, as a multiple of the job's median step time; the longer of the two applies."""
     early_s: float = 300.0
-    """The same before the step time is known, if that is longer than `floor_s`: the first steps compile and warm up."""
+    """The same before the step time is known, if longer than `floor_s`: the first steps compile and warm up."""
     outside_s: float = 900.0
-    """Wait for a rank that is outside of a step that counts as a hang."""
+    """Wait for a rank outside a step, in seconds, that counts as a hang."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -52,32 +52,32 @@ class HangPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """What one rank says of itself, about once a second."""
+    """What one rank reports about itself, about once a second."""
 
     incarnation: int
     generation: int
     committed: int
     activity: str
-    """Where its main thread is, in words."""
+    """What its main thread is doing, in words."""
     in_step: bool
-    """Whether that is inside a step."""
+    """Whether its main thread is inside a step."""
     is_loading: bool
-    """Whether it fetches its next batch."""
+    """Whether it is fetching its next batch."""
     waits_for: str
-    """Process group in whose collective it waits, by itself or on its device, or nothing."""
+    """Process group in whose collective its thread or its device waits; empty if it does not wait."""
     waited_s: float
-    """Seconds it has waited in this one collective."""
+    """Seconds it has waited in this collective."""
     collective: int = 0
-    """Number of that collective among those of the group in this generation; 0 where it is not known."""
+    """Number of this collective in its group, counted within the generation; 0 if unknown."""
     number: int
-    """Counts the heartbeats of this process: while it stays the same, nothing new was said."""
+    """Counts the heartbeats of this process; if it is unchanged, there is no new heartbeat."""
     world: int = 0
     """Number of the world it is in."""
     in_world_s: float = 0.0
-    """Seconds for which it has been a member of that world."""
+    """Seconds since it became a member of that world."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For the job store."""
+        """Convert to plain values for the job store."""
         return asdict(self)
 
     @classmethod
@@ -87,30 +87,30 @@ class Heartbeat:
 
     @property
     def is_outside(self) -> bool:
-        """Whether it is in code of the program outside of a step: a hook, a save, a validation."""
+        """Whether it runs code of the program outside a step: a hook, a save, a validation."""
         return not (self.in_step or self.is_loading or self.waits_for)
 
     def is_alive(self, incarnation: int, silent_s: float, limit_s: float = HEARTBEATS_MISSED_S) -> bool:
-        """Whether that process said it, and has said something new within the last `limit_s` seconds."""
+        """Whether it is from process `incarnation` and not older than `limit_s` seconds."""
         return self.incarnation == incarnation and silent_s <= limit_s
 
 
 class HeartbeatAges:
-    """For how long each rank has said nothing new, by this process's own clock; for one thread."""
+    """Measures how long each rank has sent no new heartbeat, on this process's own clock; not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}
 
     def look(self, heartbeats: Mapping[int, Heartbeat], now_s: float) -> dict[int, float]:
-        """Compare what is said now with what was said at the last look.
+        """Compare the present heartbeats with those at the last look.
 
         Args:
-            heartbeats: the last heartbeat of each rank that has left one.
-            now_s: time of the look on this process's monotonic clock.
+            heartbeats: The last heartbeat of each rank that has sent one.
+            now_s: Time of this look on this process's monotonic clock.
 
         Returns:
-            Seconds of silence of each of them: a lower bound, for what is new may have been said just after the last
-            look, and what was there at the first look may be old already.
+            Seconds of silence of each rank in `heartbeats`: a lower bound, because a heartbeat may have been sent
+            just after the last look, and may already be old at the first.
         """
         for rank, heartbeat in heartbeats.items():
             said = heartbeat.incarnation, heartbeat.number
@@ -121,7 +121,7 @@ class HeartbeatAges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion:
-    """A rank that the others wait for."""
+    """A rank that is suspected of hanging."""
 
     rank: int
     incarnation: int
@@ -129,16 +129,16 @@ class Suspicion:
 
 
 class StepTimes:
-    """The job's own pace, from its last steps."""
+    """The job's own step times, from its last steps."""
 
     def __init__(self, num_steps: int = 20, num_before: int = 3) -> None:
-        """Look at the last `num_steps`, and say nothing before the first `num_before`, which warm up."""
+        """Use the last `num_steps` steps, and skip the first `num_before`, which warm up."""
         self._durations_s: deque[float] = deque(maxlen=num_steps)
         self._before = num_before
         self._last_s: float | None = None
 
     def committed(self, now_s: float) -> None:
-        """A step has been committed."""
+        """Note that a step was committed."""
         if self._last_s is not None:
             if self._before > 0:
                 self._before -= 1
@@ -147,14 +147,14 @@ class StepTimes:
         self._last_s = now_s
 
     def limit_s(self, policy: HangPolicy) -> float:
-        """Longest wait inside a step that is not a hang yet."""
+        """Longest wait inside a step, in seconds, that does not count as a hang."""
         if not self._durations_s:
             return max(policy.floor_s, policy.early_s)
         return max(policy.floor_s, policy.factor * median(self._durations_s))
 
 
 def is_loading(frame: FrameType | None) -> bool:
-    """Whether a thread, whose innermost frame is given, is in a data loader: torch's, or the loop that fetches."""
+    """Whether a thread, given its innermost frame, is in a data loader or in Lightning's data fetcher."""
     while frame is not None:
         if _LOADING.search(frame.f_code.co_filename):
             return True
@@ -163,10 +163,10 @@ def is_loading(frame: FrameType | None) -> bool:
 
 
 def look_every_s(limit_s: float, world_size: int) -> float:
-    """Seconds between two looks at the heartbeats of all ranks, for one that waits and has not reached its limit.
+    """Seconds between two looks at the heartbeats of all ranks, for a rank that waits but has not reached its limit.
 
-    Silence is measured from the first look at the same heartbeat, so some looks must come before the limit; they are
-    seldom enough that thousands of ranks can wait for one that computes for long.
+    Silence is measured from the first look at an unchanged heartbeat, so some looks must come before the limit. They
+    are rare enough that thousands of ranks can wait for one that computes for a long time.
     """
     return max(_LOOK_S, limit_s * _PART_OF_LIMIT, world_size / _LOOKS_A_SECOND)
 
@@ -174,11 +174,12 @@ def look_every_s(limit_s: float, world_size: int) -> float:
 def furthest_behind(
     heartbeats: Mapping[int, Heartbeat], own: Heartbeat, silent_s: Mapping[int, float], limit_s: float
 ) -> frozenset[int]:
-    """Ranks in the oldest collective that is incomplete somewhere, of the group in whose later one this rank waits.
+    """Ranks in the oldest incomplete collective of the group in which this rank waits for a later collective.
 
-    None while a rank waits for no other: those that are behind may wait for it. One that was stopped a moment after it
-    said that it waits is such a rank, so none either while one has been silent for half of the limit: since before this
-    rank began to wait, that is, for it has looked since an eighth.
+    Empty while any rank does not wait in a collective, because the ranks behind may be waiting for it. A rank that
+    was stopped just after it reported that it waits is such a rank, too. So the result is also empty while any rank
+    has been silent for half of the limit: its last heartbeat then dates from before this rank began to wait, since
+    this rank has looked from an eighth of the limit on.
     """
     heard_s = _PART_HEARD * limit_s
     if any(not heartbeat.waits_for or silent_s.get(rank, 0.0) > heard_s for rank, heartbeat in heartbeats.items()):
@@ -201,14 +202,14 @@ def diagnose(
     policy: HangPolicy,
     silent_s: Mapping[int, float],
 ) -> list[Suspicion]:
-    """Ranks to be replaced, if this rank has waited too long for somebody.
+    """Ranks to be replaced, if this rank has waited too long.
 
     Args:
-        heartbeats: what each rank said last, this one included.
-        own: this rank now.
-        limit_s: longest wait inside a step.
-        policy: limits outside of one.
-        silent_s: for how long each of them has said nothing new, as `BeatAges` tells.
+        heartbeats: Last heartbeat of each rank, including this one.
+        own: Present heartbeat of this rank.
+        limit_s: Longest wait inside a step, in seconds.
+        policy: Limits outside a step.
+        silent_s: Seconds for which each rank has sent no new heartbeat, from `HeartbeatAges`.
     """
     limit_s = limit_s if own.in_step else policy.outside_s
     if not own.waits_for or own.waited_s <= limit_s:

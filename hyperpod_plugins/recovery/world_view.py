@@ -1,4 +1,4 @@
-"""The worlds of a job, as one of its processes learns of them from the job store."""
+"""The present and later worlds of a job, as one process reads them from the job store."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ from hyperpod_plugins.recovery.watchdog import Heartbeat, HeartbeatAges
 
 
 class Worlds:
-    """The present world, and those that follow it."""
+    """The present world of this process, and the worlds that follow it."""
 
     def __init__(self, job_store: JobStore, now: WorldPlan, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with the world `now`; `job_store` is the connection of the thread that calls; `clock` is in seconds."""
+        """Begin with the world `now`; `job_store` is the calling thread's connection, and `clock` returns seconds."""
         self._job_store = job_store
         self._clock = clock
         self._ages = HeartbeatAges()
@@ -26,7 +26,7 @@ class Worlds:
 
     @property
     def may_change(self) -> bool:
-        """Whether the job grows and shrinks."""
+        """Whether the job is elastic."""
         self._terms = self._terms or elastic_spec_of(self._job_store)
         return self._terms is not None
 
@@ -34,7 +34,7 @@ class Worlds:
         """The world that a generation is formed for.
 
         Raises:
-            RecoveryError: the job store does not hold it.
+            RecoveryError: The job store does not hold it.
         """
         number = self._job_store.world_number(generation)
         if number <= self.now.number:
@@ -42,23 +42,26 @@ class Worlds:
         world = self._job_store.world(number)
         if world is None:
             raise RecoveryError(
-                f"the job store of the job lacks the world {number} that generation {generation} is for"
+                f"the job store has no world {number}, for which generation {generation} is to be formed"
             )
         return world
 
     def go_on_without(self, generation: int, missing: Mapping[int, int], waited_s: float, reporter: str) -> bool:
-        """End a generation that is being formed, if the job goes on in a world without those that do not come to it.
+        """End a generation that is being formed, if the job can continue in a world without the missing workers.
 
-        Where no world can be made of those that are left, all processes are to start again, in degrees that fit.
+        If the survivors cannot make up a world, all processes must restart, with degrees that fit.
 
         Args:
-            generation: its number.
-            missing: places of its world without a process, and the number of the process that is to come.
-            waited_s: how long this process has waited for them, in seconds.
-            reporter: who says so.
+            generation: Number of the generation.
+            missing: Worker ids of its world that have not arrived, and the incarnation expected of each.
+            waited_s: How long this process has waited for them, in seconds.
+            reporter: Reporter named in the `FailureRecord`.
+
+        Returns:
+            Whether the generation was ended.
 
         Raises:
-            StateLost: all processes are to start again.
+            StateLost: All processes must restart.
         """
         if not missing or not self.may_change:
             return False
@@ -66,7 +69,7 @@ class Worlds:
         present, gone = self.at(generation), self._gone(missing)
         try:
             world = world_without(self._job_store, self._terms, present, missing, waited_s)
-        except StateLost:  # only their replacements can go on, from a snapshot
+        except StateLost:  # only replacements can continue, from a snapshot
             world = None
         if world is None:
             layout = layout_without(self._job_store, self._terms, present, gone, waited_s) if gone else None
@@ -82,7 +85,7 @@ class Worlds:
         return True
 
     def _gone(self, missing: Mapping[int, int]) -> dict[int, int]:
-        """Those of whose process nothing was heard since some looks; one that sets itself up may take its time."""
+        """Missing workers whose expected process sends no heartbeats; a process that does is still setting up."""
         heartbeats = {
             worker_id: Heartbeat.from_dict(each)
             for worker_id, each in self._job_store.heartbeats(list(missing)).items()
@@ -95,7 +98,7 @@ class Worlds:
         }
 
     def what_would_fit(self, generation: int, missing: Mapping[int, int]) -> str:
-        """What those that are left could go on with, in a sentence, for a job that has to end; empty if it is rigid."""
+        """For a job that must end: a sentence on what the survivors could continue with; empty if not elastic."""
         if not self.may_change:
             return ""
         assert self._terms is not None

@@ -1,4 +1,4 @@
-"""The place of this process in the job: its rank, its device, its groups; another rank when the world changes."""
+"""`LoopContext`: rank, device and process groups of this process, updated when the world changes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +20,10 @@ from hyperpod_plugins.recovery import SAVING_GROUP, Member, RecoveryOptions
 
 
 def become_member(job: JobEnv, env: WorkerEnv, options: RecoveryOptions, *, is_elastic: bool) -> Member:
-    """Take part in a job whose agents replace lost processes."""
+    """Create and start the `Member` of this process in a job with recovery."""
     world = WorldPlan.initial(env.world_size)
     if job.agent_pid:
-        exit_with_agent(job.agent_pid)  # it may wait for long now
+        exit_with_agent(job.agent_pid)  # this process may wait for a long time from here on
     if job.is_joining:
         world = find_world(JobStore.connect(job), env.global_rank, job.incarnation)
     member = Member(job, worker_id=env.global_rank, world=world, policy=options.membership, hangs=options.hangs)
@@ -45,13 +45,13 @@ class LoopContext:
         comm: CommOptions,
         timeout_s: float,
     ) -> None:
-        """Join the process group, and make the groups of all axes.
+        """Join the process group, and create the groups of all axes.
 
         Args:
-            config: the degrees.
-            env: the launcher's word.
-            member: of a job that recovers; None for one that does not.
-            options: whether there are snapshots.
+            config: parallel degrees.
+            env: this worker's ranks and sizes, as set by the launcher.
+            member: this process as a member of a job with recovery; None without recovery.
+            options: recovery options, which determine whether there are snapshots.
             comm: collective library to use.
             timeout_s: seconds after which a collective that does not complete fails.
         """
@@ -61,7 +61,7 @@ class LoopContext:
         self._options = options
         known = None if member is None else elastic_spec_of(member.job_store)
         self.replica_size = 0 if known is None else known.replica_size
-        """Ranks of one replica, which never changes; 0 until the first world has been laid out."""
+        """Number of ranks per replica, which never changes; 0 until it is known."""
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", env.local_rank % torch.cuda.device_count())
@@ -75,11 +75,11 @@ class LoopContext:
         self.saving_group: dist.ProcessGroup | None = None
         self.snapshot_group: dist.ProcessGroup | None = None
         self.when_moved: list[Callable[[], object]] = []
-        """Called after the groups have got the members of another world."""
+        """Called after the groups have been given the members of another world."""
         self.lay_out(has_moved=False)
 
     def lay_out(self, *, has_moved: bool) -> None:
-        """Make the groups, or with `has_moved` give those that are there the members of another world.
+        """Create the groups; with `has_moved`, give the existing groups the members of another world instead.
 
         Raises:
             DegreeError: the world does not consist of whole replicas.
@@ -92,7 +92,7 @@ class LoopContext:
             move_groups(self.topology, self.rank)
         self.mesh = build_mesh(self.topology, self.device.type)
         self.data_group = build_data_group(self.topology)
-        if self._member is not None:  # a group that is made later would be missing in a newcomer
+        if self._member is not None:  # a group that is created later would be missing in a joiner
             ranks = range(self.world_size)
             self.saving_group = new_axis_group(GroupKey(SAVING_GROUP, is_strict=True), ranks)
             if self._member.is_elastic or self._options.snapshots(self.topology).every_steps:

@@ -1,4 +1,4 @@
-"""The batches of a loop, step by step, in a world of any size."""
+"""Batches of a loop, grouped by step, in a world of any size."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,24 +12,25 @@ from hyperpod_plugins.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """What this rank has of one step."""
+    """This rank's part of one step."""
 
     batches: tuple[Any, ...]
-    """One a micro-step."""
+    """One batch per micro-step."""
     weights: tuple[float, ...]
-    """Factor for the mean loss of each, so that each sample of the step counts the same."""
+    """Factor for the mean loss of each batch, so that all samples of the step count equally."""
     epoch: int
     ends_epoch: bool
 
 
 class LoopData:
-    """A `DataLoader` taken apart, and put together again for each world."""
+    """Takes the arguments of a `DataLoader`, and builds a loader from them for each world."""
 
     def __init__(self, loader: DataLoader[Any], *, seed: int) -> None:
-        """Read what the loader was made with.
+        """Read the loader's arguments.
 
         Raises:
-            ConfigError: it reads a stream, or has a sampler of its own, whose order nobody else could continue.
+            ConfigError: the loader reads a stream or has a custom sampler, whose order no other process could
+                continue.
         """
         sampler = loader.sampler
         is_stream = isinstance(loader.dataset, IterableDataset)
@@ -42,22 +43,22 @@ class LoopData:
             )
         if type(sampler) not in (RandomSampler, SequentialSampler):
             raise ConfigError(
-                f"the DataLoader has the sampler {type(sampler).__name__}. Only shuffle=True or shuffle=False can be "
-                "continued by a job of another size: leave the sampler out; ranks get their own parts in any case."
+                f"the DataLoader has the sampler {type(sampler).__name__}, but only shuffle=True or shuffle=False "
+                "can be continued by a job of another size. Leave the sampler out; ranks get their own parts anyway."
             )
         assert loader.batch_size is not None
         self.micro_batch_size = loader.batch_size
-        """Most samples of one rank in one micro-step."""
+        """Maximum number of samples per rank in one micro-step."""
         self._loader = loader
         self._seed = seed
         self._shuffles = type(sampler) is RandomSampler
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples per epoch."""
         return len(self._loader.dataset)  # type: ignore[arg-type]
 
     def spread(self, split: BatchSplit, data_rank: int) -> StatefulLoader:
-        """The loader of one rank in a world."""
+        """Build the loader of one data-parallel rank in a world."""
         theirs = self._loader
         sampler = ElasticSampler(
             len(self),
@@ -81,7 +82,7 @@ class LoopData:
 
 
 def steps_of(loader: StatefulLoader, num_epochs: int) -> Iterator[StepBatches]:
-    """The steps from where the loader stands to the end of the last epoch."""
+    """Yield the steps from the loader's position to the end of the last epoch."""
     sampler = loader.batch_sampler
     while sampler.cursor.epoch < num_epochs:
         epoch = sampler.cursor.epoch

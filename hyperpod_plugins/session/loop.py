@@ -1,9 +1,9 @@
-"""The life of a loop: its steps one after the other, and the way back into it after a fault.
+"""The loop behind `Session.steps`: yields the steps, and re-enters the loop after a fault.
 
-A fault inside a step is the transaction's business; the loop does not see it. A fault in the rest of a step's body, in
-its data, or between two steps interrupts the body (`Step.__exit__` sees to that), and so do a return to a snapshot and
-a world of another size. Then all ranks say where they stand, and go on where that one stands that has come furthest:
-before a step, or in the rest of the body of the last one, which is then repeated. A newcomer comes in the same way.
+A fault inside a step is handled by its transaction, and the loop does not notice it. A fault in the rest of a step's
+body, in the data loading or between two steps interrupts the body (see `Step.__exit__`), as do a return to a snapshot
+and a change of the world size. Then all ranks report where they stopped, and resume where the rank furthest ahead
+stopped: before a step, or in the rest of the last step's body, which is then repeated. A joiner enters the same way.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -29,41 +29,41 @@ from hyperpod_plugins.session.state import Position, TrainedState, refuse_unread
 from hyperpod_plugins.session.step import BETWEEN, Guard, Step
 from hyperpod_plugins.session.transaction import Transactions, ends_alone
 
-# What one attempt at a step computes: forward and backward of each micro-batch, clipping, and the mean loss.
+# One attempt at a step: forward and backward of each micro-batch, clipping, and the mean loss.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Computed:
-    """What one attempt at a step has computed."""
+    """Results of one attempt at a step."""
 
     result: Any
-    """The mean over the global batch of what the program's function returned."""
+    """Mean over the global batch of what `compute_loss` returned."""
     norm: Tensor | None
-    """Of all gradients before clipping; None where they are not clipped."""
+    """Norm of all gradients before clipping; None if they are not clipped."""
     losses: list[Tensor]
-    """Of this rank's micro-steps."""
+    """Losses of this rank's micro-steps."""
 
     @property
     def loss(self) -> Tensor:
-        """Mean over the global batch, the same on all ranks."""
+        """Mean loss over the global batch, the same on all ranks."""
         return self.result["loss"] if isinstance(self.result, Mapping) else self.result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """How a loop's steps are computed."""
+    """Computes the steps of a loop."""
 
     model: nn.Module
     config: ParallelConfig
     backward: Callable[[Tensor], object]
-    """Computes gradients of a loss."""
+    """Computes the gradients of a loss."""
     max_grad_norm: float
-    """Largest norm of all gradients as one vector; 0 for no limit."""
+    """Maximum norm of all gradients as one vector; 0 for no limit."""
     is_step_keyed: bool
     """Whether random numbers are a function of the step."""
 
     def seed(self, step: int, context: LoopContext, part: str) -> None:
-        """Begin the stream of what a step's body does before it is computed, or after it was committed."""
+        """Start the random stream of a step's body before the step is computed, or after it was committed."""
         if self.is_step_keyed:
             seed_micro_step(self.config.random_seed, step, 0, context.topology.data_rank(context.rank), part)
 
@@ -77,15 +77,15 @@ class Computation:
         context: LoopContext,
         num_micro_steps: int,
     ) -> Computed:
-        """Compute the gradients of a step; the mean over the global batch of what `compute_loss` returned.
+        """Compute the gradients of a step, and average what `compute_loss` returned over the global batch.
 
         Args:
-            compute_loss: the program's.
-            batches: of this rank, one a micro-step.
-            weights: of their mean losses.
+            compute_loss: the function that the program gave to `Step.run`.
+            batches: this rank's batches, one per micro-step.
+            weights: weight of each batch's mean loss.
             step: number of the step.
-            context: of this rank.
-            num_micro_steps: by which accumulated losses are divided; a last, smaller step has fewer batches.
+            context: rank and groups of this process.
+            num_micro_steps: number by which accumulated losses are divided; a last, smaller step has fewer batches.
         """
         total: Any = None
         losses: list[Tensor] = []
@@ -94,7 +94,7 @@ class Computation:
                 seed_micro_step(self.config.random_seed, step, index, context.topology.data_rank(context.rank))
             is_last = index == len(batches) - 1
             with nullcontext() if is_last else without_replica_sync(self.model), loss_parallel_context(self.config):
-                returned = compute_loss(tree_map(lambda leaf: leaf, batch))  # containers that the function may empty
+                returned = compute_loss(tree_map(lambda leaf: leaf, batch))  # copies containers: it may empty them
                 loss = _loss_of(returned)
                 losses.append(loss.detach())
                 if num_micro_steps > 1:
@@ -122,7 +122,7 @@ def _detached(value: Any) -> Tensor:
 
 
 def _mean(total: Any, group: dist.ProcessGroup) -> Any:
-    """The mean over the ranks of a group, in one message."""
+    """Average over the ranks of a group, in one all-reduce."""
     names = list(total) if isinstance(total, Mapping) else [""]
     values = torch.stack([total[name] for name in names] if isinstance(total, Mapping) else [total])
     dist.all_reduce(values, group=group)
@@ -132,12 +132,12 @@ def _mean(total: Any, group: dist.ProcessGroup) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How far a loop goes."""
+    """How long a loop runs."""
 
     num_epochs: int
-    """Whole epochs."""
+    """Number of whole epochs."""
     max_steps: int
-    """Steps at most; 0 for no limit."""
+    """Maximum number of steps; 0 for no limit."""
 
 
 class Loop:
@@ -153,16 +153,16 @@ class Loop:
         extent: Extent,
         finite: FiniteCheck,
     ) -> None:
-        """Make nothing yet.
+        """Set up the loop without running a step.
 
         Args:
-            context: of this process.
+            context: rank and groups of this process.
             trained: what the loop trains.
-            computation: how.
-            transactions: makes each step one.
-            spread: makes the loader of this rank for the present world.
-            extent: how far to go.
-            finite: looks at each step before it is committed.
+            computation: computes the steps.
+            transactions: runs each step as a transaction.
+            spread: builds this rank's loader for the present world.
+            extent: how long to run.
+            finite: checks each step before it is committed.
         """
         self._finite = finite
         self.guard = Guard(trained.optimizers)
@@ -179,15 +179,15 @@ class Loop:
 
     @property
     def is_repaired(self) -> bool:
-        """Whether the loop goes on after a fault outside of a step."""
+        """Whether the loop continues after a fault outside a step."""
         return self._transactions.member is not None
 
     def run(self, begins_at: Position, resumed_from: str = "") -> Iterator[Step]:
-        """Give the steps from a position on, or in a newcomer from where the others stand.
+        """Yield the steps from a position on, or in a joiner from where the other ranks stopped.
 
         Args:
             begins_at: the position.
-            resumed_from: checkpoint of it from which all processes were started again; empty where they were not.
+            resumed_from: checkpoint of that position, if all processes were restarted from it; otherwise empty.
         """
         is_over, raised = True, None
         try:
@@ -220,7 +220,7 @@ class Loop:
                 is_interrupted = yield from self._steps(position)
                 if not is_interrupted:
                     transactions.join()
-                    dist.barrier()  # nobody leaves before all have come to the end
+                    dist.barrier()  # no rank leaves before all have reached the end
                     return
             except PeerLost:
                 if not self.is_repaired:
@@ -228,7 +228,7 @@ class Loop:
             position = self._go_to(transactions.reenter())
 
     def _steps(self, position: Position) -> Generator[Step, None, bool]:
-        """The steps from a position on; whether the body of one was interrupted."""
+        """Yield the steps from a position on; return whether the body of one was interrupted."""
         for step in self._from(position):
             self.guard.forbid(BETWEEN)
             self._step = step
@@ -237,11 +237,11 @@ class Loop:
             step.check()
             if step.was_interrupted:
                 return True
-            self._stands = replace(self._stands, in_tail=False, result=None)
+            self._stands = replace(self._stands, after_commit=False, result=None)
         return False
 
     def _from(self, position: Position) -> Iterator[Step]:
-        """First the step whose body was interrupted after it was committed, again; then those that follow."""
+        """Yield the step whose body was interrupted after its commit, if there is one, and then those that follow."""
         if position.after_commit:
             yield Step(
                 self,
@@ -267,7 +267,7 @@ class Loop:
         return leaf.to(self._context.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
     def _go_to(self, position: Position) -> Position:
-        """Stand at a position, in the present world."""
+        """Move the loop to a position, in the present world."""
         self._loader = self._spread()
         if position.loader:
             self._loader.load_state_dict(position.loader)
@@ -277,11 +277,11 @@ class Loop:
         return position
 
     def seed(self, step: Step, part: str) -> None:
-        """Begin the random stream of a part of the step's body."""
+        """Start the random stream of a part of the step's body."""
         self._computation.seed(step.index, self._context, part)
 
     def run_step(self, step: Step, compute_loss: Callable[[Any], Any]) -> Any:
-        """One step as a transaction."""
+        """Run one step as a transaction."""
         num_micro_steps = self._loader.batch_sampler.split.micro_steps
 
         if self._transactions.rehearsal is not None:

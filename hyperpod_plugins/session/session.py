@@ -1,4 +1,4 @@
-"""What a loop written by hand needs of a job: groups, mesh, steps that survive faults, and worlds of any size."""
+"""`Session`: process groups, mesh and fault-tolerant steps for a custom training loop, in a world of any size."""
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ from hyperpod_plugins.session.transaction import Transactions
 
 
 class Session:
-    """This process in a job, for a loop written by hand.
+    """This process's part in a job, for a custom training loop.
 
         session = Session(hybrid_shard_degree=2, global_batch_size=64)
         model = session.parallelize(build_model())
@@ -52,27 +52,28 @@ class Session:
             with step:
                 loss = step.run(lambda batch: model(**batch).loss)
 
-    Make it first: it joins the process group. Under `hyperpodrun` lost processes are replaced, and with `elastic` the
-    job changes its size; without an agent the same program runs as it is.
+    Create it first: it joins the process group. Under `hyperpodrun`, lost processes are replaced, and with `elastic`
+    the job can grow and shrink; without an agent, the same program runs unchanged.
 
     Args:
-        config: degrees, as for `HyperPodStrategy`: a `ParallelConfig`, a dict, or the path of an SMP v2 JSON file.
-        global_batch_size: samples of one optimizer step, over all ranks; 0 for the loader's `batch_size` on each
-            data-parallel rank of the first world.
-        recovery: how faults are repaired.
-        elastic: for a job that grows and shrinks: limits on the number of replicas, or True for as many as the batch
-            has samples.
+        config: parallel degrees, as for `HyperPodStrategy`: a `ParallelConfig`, a dict, or the path of an SMP v2 JSON
+            file. Default: the file named by `HYPERPOD_CONFIG`, else hybrid sharding over all ranks.
+        global_batch_size: number of samples per optimizer step, over all ranks; 0 for the loader's `batch_size` on
+            each data-parallel rank of the initial world.
+        recovery: options of fault recovery.
+        elastic: lets the job grow and shrink: limits on the number of replicas, or True for as many replicas as the
+            batch has samples.
         comm: collective library to use, and whether a fallback is allowed.
-        checkpoint_folder: where the checkpoint of an emergency goes.
+        checkpoint_folder: folder for emergency checkpoints.
         timeout_s: seconds after which a collective that does not complete fails.
-        **options: fields of `ParallelConfig`; they win over `config`.
+        **options: fields of `ParallelConfig`; they override those of `config`.
 
     Attributes:
-        state: what the loop itself keeps and a replacement needs: plain values, the same on all ranks.
-        repairs: every fault that this process has seen repaired, in order.
+        state: the loop's own state that a replacement needs: plain values, the same on all ranks.
+        repairs: the faults that this process has seen repaired, in order.
 
     Raises:
-        ConfigError: unknown options, impossible values or combinations.
+        ConfigError: unknown options, invalid values or combinations.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Session:
             )
         env, job = WorkerEnv.from_environ(), JobEnv.from_environ() if self._recovery.enabled else None
         if job is not None and elastic:
-            ignore_notices()  # now, for model and data may take long to set up
+            ignore_notices()  # already now, because setting up model and data may take long
         if elastic is True:
             elastic = ElasticPolicy(max_replicas=global_batch_size)
         self._elastic = None if job is None else elastic or None
@@ -117,7 +118,7 @@ class Session:
         self.state: dict[str, Any] = {}
         self.repairs: list[Repair] = []
 
-    # -- who and where ------------------------------------------------------------------------------------------
+    # -- rank, device, topology ---------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -131,7 +132,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
+        """Device of this rank."""
         return self._context.device
 
     @property
@@ -141,17 +142,17 @@ class Session:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """`("replicate", "shard", "tensor")`."""
+        """Mesh of the present world, with axes `("replicate", "shard", "tensor")`."""
         return self._context.mesh
 
     def when_moved(self, listener: Callable[[], object]) -> None:
-        """Call `listener()` each time that the job has got another size: rank, world size and topology are others."""
+        """Call `listener()` each time the job changes its size, after rank, world size and topology are updated."""
         self._context.when_moved.append(listener)
 
-    # -- setting up ---------------------------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------------------------------
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """Shard a model over the mesh, in place; see `hyperpod_plugins.parallel.parallelize`."""
+        """Shard a model over the mesh, in place, and move it to the device; see `parallel.parallelize`."""
         return parallelize(model, self.mesh, self.config).to(self.device)
 
     def train(
@@ -164,30 +165,31 @@ class Session:
         max_grad_norm: float = 0.0,
         non_finite: NonFinitePolicy = "auto",
     ) -> None:
-        """Say what the steps train. Each step is one step of every optimizer and of every scheduler.
+        """Set what the steps train. In each step, every optimizer and every scheduler steps once.
 
         Args:
-            model: sharded, by `parallelize` or in another way over `mesh`.
-            optimizers: one or several of torch's, over its parameters; those that were made before it was sharded
-                get the shards.
-            schedulers: of them.
+            model: a model sharded by `parallelize`, or otherwise over `mesh`.
+            optimizers: one or several torch optimizers of its parameters; if they were created before the model was
+                sharded, they get the sharded parameters.
+            schedulers: one or several schedulers of these optimizers.
             backward: computes the gradients of a loss, such as `accelerator.backward`.
-            max_grad_norm: largest norm of all gradients as one vector; 0 for no limit.
-            non_finite: what to do about a step whose loss, or gradient norm where it is limited, is infinite or not a
-                number: "stop" raises `NonFiniteError` on all ranks, with nothing updated; "skip" leaves the step out;
-                "warn" goes on; "off" does not look. "auto" is "stop", but "off" on CUDA without recovery, where the
-                host would have to wait for the device.
+            max_grad_norm: maximum norm of all gradients as one vector; 0 for no limit.
+            non_finite: what to do if the loss of a step, or its gradient norm if `max_grad_norm` limits it, is
+                infinite or NaN. "stop" raises `NonFiniteError` on all ranks before parameters or optimizers are
+                updated, "skip" skips the optimizer step, "warn" warns and continues, and "off" does not check. "auto"
+                is "stop", except on CUDA without recovery, where the host would have to wait for the device; there it
+                is "off".
 
         Raises:
-            ConfigError: the model is not sharded, so that ranks would train models of their own; an optimizer holds
-                parameters that are not the model's; there is no such policy.
+            ConfigError: the model is not sharded, so each rank would train its own; an optimizer holds parameters
+                that are not the model's; the policy is unknown.
         """
         waits_anyway = self._member is not None or self.device.type == "cpu"
         self._finite = FiniteCheck(non_finite, waits_anyway=waits_anyway)
         if self.world_size > 1 and not any(True for _ in sharded_parts(model)):
             raise ConfigError(
-                f"the model {type(model).__name__} is not sharded, so that each of {self.world_size} ranks would train "
-                "one of its own. Use model = session.parallelize(model) first."
+                f"the model {type(model).__name__} is not sharded, so each of the {self.world_size} ranks would "
+                "train its own copy. Call model = session.parallelize(model) first."
             )
         give_shards(_listed(optimizers), model, num_ranks=self.world_size)
         watch_units(model)
@@ -211,16 +213,16 @@ class Session:
         self._transactions = Transactions(member, self._context, self._trained, self._recovery, self.repairs)
 
     def register_rank_local(self, name: str, stateful: Stateful) -> None:
-        """Keep the state of an object that differs from rank to rank: it comes back where a process is replaced.
+        """Register an object whose state differs between ranks, so that a replacement gets the lost rank's state.
 
-        Call it on all ranks alike, after `train` and before `steps`. The state is called for in each step: it is to be
-        small, less than 1 MiB a rank with that of others. It is put back where a step is run again. Buffers of the
-        model need no call. A checkpoint of `save` holds it for a job of as many ranks with the same tensor degree.
+        Call it on all ranks, after `train` and before `steps`. The state is read in each step, so it should be small:
+        less than 1 MiB per rank in total. It is restored when a step is run again. Buffers of the model need not be
+        registered. A checkpoint written by `save` holds it for jobs with the same world size and tensor degree.
 
         Args:
-            name: of the state, the same on all ranks; the last object of a name counts.
-            stateful: with `state_dict` and `load_state_dict`; the state is of tensors, plain containers, numbers and
-                strings, and made without communication.
+            name: name of the state, the same on all ranks; a later object with the same name replaces an earlier one.
+            stateful: has `state_dict` and `load_state_dict`. The state consists of tensors, plain containers, numbers
+                and strings, and `state_dict` must not communicate.
 
         Raises:
             ConfigError: the state holds other Python objects.
@@ -230,9 +232,10 @@ class Session:
         trained.register(name, ProgramState(name, stateful))
 
     def agree(self, value: Any) -> Any:
-        """The value of rank 0, on all ranks, before the first step: a folder's name, the id of a run.
+        """Return rank 0's value on all ranks, such as the name of a folder or the id of a run.
 
-        A process that comes later gets what was agreed on then. Plain values and tensors only.
+        Call it on all ranks in the same order, before the first step. A joiner gets the value that was agreed on
+        then. Only plain values and tensors are supported.
         """
         member, name = self._member, f"agreed/{self._num_agreed}"
         self._num_agreed += 1
@@ -257,38 +260,41 @@ class Session:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint of any later degrees, a folder, on all ranks together; in a body after `step.run`.
+        """Write a checkpoint, a folder that can be loaded with other degrees.
 
-        A loop that goes on from it begins with the next step: what the body does after saving is not repeated.
+        Call it on all ranks, in the body of a step after `step.run`. A loop that resumes from it begins with the next
+        step: the rest of the body after `save` is not repeated.
 
         Raises:
             CheckpointError: it could not be written.
         """
         trained, transactions = self._trains()
-        position = replace(trained.position(), in_tail=False, result=None)
+        position = replace(trained.position(), after_commit=False, result=None)
         trained.write(path, position)
         if transactions.saved is not None:
             transactions.saved.add(str(Path(path).absolute()), position.committed)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint, on all ranks together, before the first step.
+        """Resume from a checkpoint. Call it on all ranks, before the first step.
 
-        In a process that comes later this does nothing: it gets its state from the others.
+        In a joiner this does nothing, because it gets its state from the other ranks.
 
         Raises:
-            CheckpointDamaged: no checkpoint, an interrupted or a foreign one.
-            CheckpointMismatch: a checkpoint of another model or other optimizers.
+            CheckpointDamaged: there is no checkpoint, or it is incomplete or of a foreign format.
+            CheckpointMismatch: the checkpoint is of another model or of other optimizers.
         """
         trained, transactions = self._trains()
         if not transactions.is_joining:
             self._begins_at = trained.read(path, is_of_another_job=True)
 
     def _keep_end(self, trained: TrainedState) -> None:
-        """Keep the state after a loop, on all ranks together, so that no process has to run it again."""
+        """Keep the state after a loop, so that no process has to run the loop again. All ranks must call this."""
         entries = self._entries
         try:
             folder = entries.folder(self._folder)
-            trained.write(state_folder(folder, entries.number), replace(trained.position(), in_tail=False, result=None))
+            trained.write(
+                state_folder(folder, entries.number), replace(trained.position(), after_commit=False, result=None)
+            )
             keep_of_rank(folder, entries.number, self._place, {})
         except (CheckpointError, ConfigError, OSError) as error:
             entries.lose(error)
@@ -299,7 +305,7 @@ class Session:
             entries.record("steps", None)
 
     def _pass(self, trained: TrainedState) -> None:
-        """Bring back the state after a loop that has ended."""
+        """Restore the state after a loop that has already ended."""
         folder = self._entries.folder(self._folder)
         trained.read(state_folder(folder, self._entries.number))
         _, set_random_state = read_of_rank(folder, self._entries.number, self._place)
@@ -308,21 +314,22 @@ class Session:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def steps(self, loader: DataLoader[Any], *, epochs: int = 1, max_steps: int = 0) -> Iterator[Step]:
-        """The steps of the job; each is to be used as `with step:`.
+        """Return an iterator over the training steps. Use each as `with step:`.
 
-        What the body does after `step.run` is repeated on all ranks if a fault comes in it. It may communicate
-        (validate, save), and what it keeps for later belongs into `session.state`.
+        Code of the body after `step.run` is repeated on all ranks if a fault interrupts it. It may communicate
+        (validate, save); what it keeps for later belongs in `session.state`.
 
         Args:
-            loader: over a map-style dataset; its `batch_size` is the most samples of one rank in one forward and
-                backward pass. Ranks get their own parts, in the order that the seed of the configuration gives; each
-                sample comes once an epoch, whatever happens.
-            epochs: how many.
-            max_steps: steps at most, those before a checkpoint included; 0 for no limit.
+            loader: a loader over a map-style dataset; its `batch_size` is the maximum number of samples per rank in
+                one forward and backward pass. Each data-parallel rank reads its own part, in an order that
+                `random_seed` of the configuration determines. Each sample is used once per epoch, regardless of
+                faults and changes of the world.
+            epochs: number of epochs.
+            max_steps: maximum number of steps, including those before a checkpoint; 0 for no limit.
 
         Raises:
             LoopError: `train` was not called, or the body does not use its step.
-            ConfigError: the loader cannot be continued by another process, or the batch not be spread.
+            ConfigError: another process could not continue the loader, or the batch cannot be split over the ranks.
         """
         trained, transactions = self._trains()
         assert self._computation is not None
@@ -345,7 +352,7 @@ class Session:
         return self._run(loop, trained, transactions)
 
     def _run(self, loop: Loop, trained: TrainedState, transactions: Transactions) -> Iterator[Step]:
-        """The steps of a loop, unless it has ended before; in a job that recovers it is an entry of the program."""
+        """Yield the steps of a loop, or none if it ended before a restart; with recovery, the loop is an entry."""
         begins_at, self._begins_at = self._begins_at, Position()
         job = None if self._member is None else self._member.job
         if job is None:
@@ -372,20 +379,20 @@ class Session:
                 is_over = True
             finally:
                 if not is_over:
-                    entries.lose("its loop was left before its end")
+                    entries.lose("its loop was left early")
 
     def _open(self, batch: StepBatch, policy: ElasticPolicy) -> None:
-        """Let others come in from now on.
+        """Publish the elastic spec, so that the job can grow and shrink from now on.
 
         Raises:
-            ConfigError: the world is smaller or larger than the limits allow.
+            ConfigError: `policy` or the batch does not allow the present number of replicas.
         """
         assert self._member is not None
         sizes = batch.serving(policy, self.topology.shard_degree)
         if self.topology.replicate_degree not in sizes:
             raise ConfigError(
-                f"the job has {self.topology.replicate_degree} replicas of {self._context.replica_size} ranks, and "
-                f"`elastic` allows {list(sizes)}. Start another number of processes, or change its limits."
+                f"the job has {self.topology.replicate_degree} replicas of {self._context.replica_size} ranks, but "
+                f"`elastic` allows {list(sizes)}. Start a different number of processes, or change the limits."
             )
         if not self._member.is_joining:
             publish_elastic_spec(

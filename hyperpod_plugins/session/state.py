@@ -1,4 +1,4 @@
-"""What a loop trains: the model with its optimizers and schedulers, as a transaction sees them."""
+"""What a loop trains: model, optimizers and schedulers, as transactions and checkpoints see them."""
 
 import io
 import pickle
@@ -25,59 +25,59 @@ from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalSt
 from hyperpod_plugins.recovery.state import give_hyperparameters, hyperparameters, make_plain
 from hyperpod_plugins.recovery.undo import CAN_RESET, Beginning, drop_gradients, end_iteration
 
-# Where a loop stands, as a process needs it that comes in: all but the tensors of model and optimizers.
+# The loop's position: what a joiner needs besides the tensors of model and optimizers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """A place in a loop: before a step, or in what its body does after the step was committed."""
+    """A position in a loop: before a step, or in the rest of a step's body after the step was committed."""
 
     committed: int = 0
-    """Steps that have been committed."""
+    """Number of committed steps."""
     after_commit: bool = False
-    """Whether the body of the last one has not come to its end."""
+    """Whether the body of the last committed step has not ended yet."""
     epoch: int = 0
-    """Epoch of the last one."""
+    """Epoch of the last committed step."""
     ends_epoch: bool = False
-    """Whether it was the last of its epoch."""
+    """Whether that step was the last of its epoch."""
     result: Any = None
-    """What the last one returned; kept as long as its body goes on."""
+    """What that step returned; kept until its body ends."""
     loader: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of the loader after the committed steps; empty before the first."""
     schedulers: tuple[dict[str, Any], ...] = ()
     """State of each scheduler."""
     groups: tuple[list[dict[str, Any]], ...] = ()
-    """Of each optimizer, the hyperparameters of its groups."""
+    """Hyperparameters of each optimizer's parameter groups."""
     state: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What the program keeps in `Session.state`."""
+    """Contents of `Session.state`."""
     local: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What one rank has alone, in a snapshot of it."""
+    """Rank-local state, in a snapshot of that rank."""
 
     def to_bytes(self) -> bytes:
-        """For another process, or a checkpoint."""
+        """Serialize the position for another process or a snapshot."""
         buffer = io.BytesIO()
         torch.save(asdict(self), buffer)
         return buffer.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Inverse of `to_bytes`; only tensors, plain containers, numbers and strings are read."""
+        """Inverse of `to_bytes`; reads only tensors, plain containers, numbers and strings."""
         return cls(**torch.load(io.BytesIO(data), weights_only=True))
 
 
 def refuse_unreadable(position: Position) -> None:
-    """Refuse what a replacement could not read, before one is needed.
+    """Refuse state that a replacement could not read, before a replacement is needed.
 
     Raises:
-        ConfigError: naming what it is.
+        ConfigError: some state cannot be read; the message names it.
     """
     values = {f"session.state[{name!r}]": value for name, value in position.state.items()}
     values |= {f"the state of scheduler {index}": value for index, value in enumerate(position.schedulers)}
     bad = [name for name, value in values.items() if not _is_readable(value)]
     if bad:
         raise ConfigError(
-            f"{few(bad)} holds Python objects that a process which replaces a lost one would have to unpickle, and "
-            "that runs code. Keep tensors, plain containers, numbers and strings there."
+            f"{few(bad)} holds Python objects that a replacement process would have to unpickle, which can run "
+            "arbitrary code. Keep only tensors, plain containers, numbers and strings there."
         )
 
 
@@ -86,13 +86,13 @@ def _is_readable(value: Any) -> bool:
     try:
         torch.save(value, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError):  # of what has no name to find it
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError):  # no importable name
         return False
     return True
 
 
 class TrainedState:
-    """The `Subject` of a loop's transactions, and what its checkpoints hold."""
+    """The `TrainingLoop` of a custom loop's transactions, and what its checkpoints hold."""
 
     can_undo_exceptions = CAN_RESET
 
@@ -109,19 +109,19 @@ class TrainedState:
         folder: Path,
         tensor_degree: int = 1,
     ) -> None:
-        """Take hold of them.
+        """Wrap what a loop trains.
 
         Args:
-            model: sharded or plain.
-            optimizers: over its parameters.
+            model: a sharded or plain model.
+            optimizers: optimizers of its parameters.
             schedulers: stepped once after each step.
-            state: what the program keeps beside them; plain values.
+            state: the program's own state: plain values.
             verify: compare checksums of what a replacement receives.
-            folder: where an emergency's checkpoint goes.
-            tensor_degree: ranks that share each of the model's parallel layers.
+            folder: folder for emergency checkpoints.
+            tensor_degree: number of ranks that each of the model's parallel layers is split over.
 
         Raises:
-            ConfigError: an optimizer that computes gradients itself, or hyperparameters that can not be passed on.
+            ConfigError: an optimizer computes gradients itself, or has hyperparameters that cannot be passed on.
         """
         refuse_closures(optimizers)
         make_plain(optimizers)
@@ -130,15 +130,15 @@ class TrainedState:
         self.schedulers = list(schedulers)
         self.tensors = TrainingState(model, optimizers, verify=verify)
         self.saving: dist.ProcessGroup | None = None
-        """Group of all ranks for nothing but checkpoints; None to have one made when it is needed."""
+        """Group of all ranks, used only for checkpoints; if None, one is created when it is needed."""
         self.where: Callable[[], Position] = Position
-        """Says where the loop stands: committed steps, epoch and loader."""
+        """Returns the loop's position: committed steps, epoch and loader."""
         self.local: LocalStates | None = None
-        """Buffers that differ from rank to rank, where lost processes are replaced."""
+        """Rank-local state of buffers and registered objects; None without recovery."""
         self.rank_local: dict[str, ProgramState] = {}
-        """What the program has registered, by name."""
+        """Objects that the program has registered, by name."""
         self.entered_with: Position | None = None
-        """With which the loop was entered, until this rank is among the others."""
+        """Position at which the loop was entered; None once this rank has joined the other ranks."""
         self._state = state
         self._folder = folder
         self._tensor_degree = tensor_degree
@@ -149,7 +149,7 @@ class TrainedState:
         self._writer: CheckpointWriter | None = None
 
     def position(self) -> Position:
-        """Where the loop stands, with all that a process needs that comes in there."""
+        """The loop's position, with everything that a joiner needs there."""
         return replace(
             self.where(),
             schedulers=tuple(plain(scheduler.state_dict()) for scheduler in self.schedulers),
@@ -158,7 +158,7 @@ class TrainedState:
         )
 
     def take(self, position: Position) -> None:
-        """Take over what schedulers, optimizers' groups and the program's own state were at a position."""
+        """Load the state of schedulers, hyperparameters and the program's own state from a position."""
         self._beginning.close()
         for scheduler, state in zip(self.schedulers, position.schedulers, strict=True):
             scheduler.load_state_dict(state)
@@ -168,42 +168,42 @@ class TrainedState:
 
     @property
     def steps_before_vote(self) -> bool:
-        """Whether optimizers step where a step is computed, for they may communicate; see `recovery.kept_state`."""
+        """Whether optimizers step before the vote, because they may communicate; see `recovery.kept_state`."""
         return self._beginning.kept is not None
 
     def update(self) -> None:
-        """Let optimizers step, once each."""
+        """Step each optimizer once, and drop the gradients."""
         for optimizer in self.optimizers:
             step_locally(optimizer, closure_of(optimizer, None))
             optimizer.zero_grad(set_to_none=True)
 
     def note_batches(self, batches: Sequence[Any]) -> None:
-        """A step is about to compute on batches."""
+        """Remember the batches that a step is about to compute on."""
         self._beginning.batches.note(batches)
 
     def computed(self) -> None:
-        """A step has been computed, and is to be voted on."""
+        """Detect what a step has written, after it was computed and before the vote."""
         self._beginning.end()
 
     def advance(self) -> None:
-        """The step counts: let schedulers step, once each."""
+        """Step each scheduler once, when the step is committed."""
         self._beginning.close()
         for scheduler in self.schedulers:
             scheduler.step()
 
     def skip(self) -> None:
-        """Leave the optimizers' step out: forget gradients."""
+        """Skip the optimizers' step: drop the gradients."""
         drop_gradients(self.model, self.optimizers)
 
     def train_again(self) -> None:
-        """Let modules train that did in the last step: a validation may have been interrupted."""
+        """Restore the modules' training mode of the last step: a validation may have been interrupted."""
         for part, is_training in self._modes:
             part.training = is_training
 
-    # -- Subject ------------------------------------------------------------------------------------------------
+    # -- TrainingLoop -------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Remember what the step may change, and which modules train."""
+        """Remember what the step may change, and which modules are in training mode."""
         self._beginning.begin()
         self._modes = [(part, part.training) for part in self._beginning.parts]
         if self.local is not None:
@@ -211,7 +211,7 @@ class TrainedState:
 
     @property
     def is_within_step(self) -> bool:
-        """Whether a step has begun that does not count yet."""
+        """Whether a step has begun that is not committed yet."""
         return self._beginning.is_open
 
     @property
@@ -220,24 +220,24 @@ class TrainedState:
         return self._beginning.is_within_reach
 
     def undo_step(self) -> None:
-        """Forget gradients; put everything else back."""
+        """Drop gradients, and restore everything else."""
         drop_gradients(self.model, self.optimizers)
         self._beginning.put_back()
         if self.local is not None:
             self.local.undo()
 
     def share(self, step: int) -> None:
-        """Give what is of this rank alone to the buddy."""
+        """Send this rank's rank-local state to its buddy."""
         if self.local is not None:
             self.local.share(step)
 
     @property
     def local_state(self) -> dict[str, dict[str, Any]]:
-        """What this rank alone has, in a job that recovers: its buffers, and what the program has registered."""
+        """Rank-local state: buffers, and what the program has registered; empty without recovery."""
         return {} if self.local is None else self.local.present()
 
     def _take_own(self, values: dict[str, dict[str, Any]], *, is_of_another_job: bool) -> None:
-        """Take back what `local_state` gave where a checkpoint was written."""
+        """Load what `local_state` returned when a checkpoint was written."""
         buffers, saved = BufferStates(self.model), values.get(BUFFERS, {})
         buffers.load_state_dict(buffers.fitting(saved) if is_of_another_job else saved)
         self._loaded = values
@@ -245,33 +245,33 @@ class TrainedState:
             state.load_state_dict(values.get(registered(name), {}))
 
     def register(self, name: str, state: ProgramState) -> None:
-        """Keep the state of an object of the program, which begins with what was loaded under its name."""
+        """Register an object of the program, and load the state that a checkpoint held under its name."""
         self.rank_local[name] = state
         state.load_state_dict(self._loaded.get(registered(name), {}))
 
     def end_iteration(self) -> None:
-        """Put FSDP2's modules back to where an iteration begins."""
+        """Reset FSDP2's modules to the beginning of an iteration."""
         end_iteration(self.model)
 
     def capture_state(self) -> bytes:
-        """The position at the beginning of this step, or where the loop was entered."""
+        """Capture the position at the beginning of this step, or that at which the loop was entered."""
         with self._beginning.as_it_began():
             return (self.entered_with or self.position()).to_bytes()
 
     @property
     def local_steps(self) -> tuple[int, ...] | None:
-        """Steps of which this rank keeps the buffers of its ward."""
+        """Steps of which this rank keeps its source rank's rank-local state; None if it keeps none."""
         return None if self.local is None else self.local.kept_steps
 
     def capture_own_state(self) -> bytes:
-        """The same, with what is of this rank alone; between two steps."""
+        """Like `capture_state`, with this rank's rank-local state; call it between two steps."""
         if self.local is None:
             return self.capture_state()
         with self._beginning.as_it_began():
             return replace(self.entered_with or self.position(), local=self.local.present()).to_bytes()
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Copy tensors between ranks."""
+        """Copy tensors and rank-local state between ranks."""
         self.tensors.share(plan.sources)
         if self.local is not None:
             self.local.pass_on(plan.sources, bytes)
@@ -280,8 +280,8 @@ class TrainedState:
             give_hyperparameters(self.entered_with.groups, self.optimizers)
 
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
-        """Write a checkpoint; without a path one for an emergency."""
-        assert snapshots is None, "a loop has the degrees that it began with, so nobody writes those of others"
+        """Write a checkpoint, or an emergency checkpoint if `path` is empty; return its path."""
+        assert snapshots is None, "a custom loop keeps its degrees, so no rank writes snapshots of other ranks"
         position = self.entered_with or self.position()
         path = path or str(self._folder / f"emergency-step={position.committed}")
         self.write(path, position)
@@ -290,38 +290,39 @@ class TrainedState:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def write(self, path: str | Path, position: Position) -> None:
-        """Write a checkpoint on all ranks together."""
+        """Write a checkpoint. All ranks must call this."""
         if self._writer is None:
             self._writer = CheckpointWriter(self.saving)
         own = {"local": self.local_state, "layout": self._layout}
-        extra = {"loop": asdict(position), "own": own}  # that of the first rank; where others differ, theirs follow
+        extra = {"loop": asdict(position), "own": own}  # of rank 0; if they differ, each rank adds its own
         of_ranks = {dist.get_rank(): own}
         self._writer.save(path, model=self.model, optimizers=self.optimizers, extra=extra, rank_state=of_ranks).wait()
 
     def read(self, path: str | Path, *, is_of_another_job: bool = False) -> Position:
-        """Load a checkpoint of any degrees on all ranks together; where its loop stood.
+        """Load a checkpoint of any degrees, and return its loop's position. All ranks must call this.
 
         Args:
-            path: of the checkpoint.
-            is_of_another_job: whether the program may have been another one; each rank takes of its own what fits.
+            path: path of the checkpoint.
+            is_of_another_job: whether another program may have written it; then each rank loads only the rank-local
+                state that fits.
         """
         extra = load_checkpoint(path, model=self.model, optimizers=self.optimizers)
         position = Position(**extra["loop"])
         self.take(position)
-        with agreeing(f"what each rank had of its own in {path} was not loaded", default_group()):
+        with agreeing(f"the rank-local state in {path} was not loaded", default_group()):
             own, ranks, rank = extra.get("own", {}), saved_ranks(Path(path)), dist.get_rank()
             if ranks:
                 own = load_rank_state(Path(path), rank, weights_only=True) if rank in ranks else {}
-            if own.get("layout") == self._layout:  # in another one there is no such rank
+            if own.get("layout") == self._layout:  # another layout has no corresponding rank
                 self._take_own(own.get("local", {}), is_of_another_job=is_of_another_job)
         return position
 
     @property
     def _layout(self) -> list[int]:
-        """In which a rank reads the same samples, and has the same part of parallel layers."""
+        """World size and tensor degree: if equal, a rank reads the same samples and has the same part of layers."""
         return [dist.get_world_size(), self._tensor_degree]
 
 
 def registered(name: str) -> str:
-    """Under which an object's state is kept among the states of this rank alone."""
+    """Name of a registered object's state among the rank-local states."""
     return f"registered {name!r}"

@@ -1,4 +1,4 @@
-"""One step of a loop written by hand, as its body sees it."""
+"""`Step`: one step of a custom loop, as its body sees it; `Guard` forbids what the loop must not do."""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import LoopError, PeerLost
 from hyperpod_plugins.recovery.rng import AFTER, BATCH
 
-# What a loop must not do, noticed where it does it: collectives and optimizer steps that no repair knows of.
+# Messages for what a loop must not do: collectives and optimizer steps that recovery could not repair.
 
 BETWEEN = (
     "a collective was called between the steps of a loop, where a fault could not be repaired: every rank would be at "
@@ -29,23 +29,23 @@ BY_HAND = (
 
 
 class Guard:
-    """Of one loop."""
+    """Makes one loop's collectives and optimizer steps raise where recovery could not repair them."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._is_open = False
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
 
     def forbid(self, why: str) -> None:
-        """Let the main thread's collectives raise from now on."""
+        """Make the main thread's collectives raise `LoopError(why)` from now on."""
         group_health.forbid(why)
 
     def allow(self) -> None:
-        """Let it communicate."""
+        """Let the main thread communicate again."""
         group_health.allow()
 
     @contextmanager
     def committing(self) -> Generator[None]:
-        """Let optimizers step inside."""
+        """Context in which optimizers may step."""
         self._is_open = True
         try:
             yield
@@ -53,7 +53,7 @@ class Guard:
             self._is_open = False
 
     def close(self) -> None:
-        """The loop has ended."""
+        """Allow everything again, at the end of the loop."""
         self.allow()
         for hook in self._hooks:
             hook.remove()
@@ -64,33 +64,33 @@ class Guard:
 
 
 class RunsSteps(Protocol):
-    """What a step asks of its loop."""
+    """What a step needs from its loop."""
 
     guard: Guard
 
     @property
     def is_repaired(self) -> bool:
-        """Whether the loop goes on after a fault outside of a step."""
+        """Whether the loop continues after a fault outside a step."""
         ...
 
     def run_step(self, step: "Step", compute_loss: Callable[[Any], Any]) -> Any:
-        """Compute, vote and commit."""
+        """Compute, vote on and commit a step; return its result."""
         ...
 
     def seed(self, step: "Step", part: str) -> None:
-        """Begin the random stream of a part of the step's body."""
+        """Start the random stream of a part of the step's body."""
         ...
 
 
 class Step:
-    """A step, to be used as `with step:`; what comes after `run` in that block is repeated after a fault.
+    """A training step, used as `with step:`; code after `run` in that block is repeated after a fault.
 
     Attributes:
         index: number of the step, from 0.
         epoch: number of its epoch, from 0.
-        ends_epoch: whether it is the last one of its epoch.
-        batches: what this rank trains on, one batch a micro-step; empty where the step was run before.
-        is_again: whether the step was committed before, and what follows `run` is repeated.
+        ends_epoch: whether it is the last step of its epoch.
+        batches: this rank's batches, one per micro-step; empty if the step was committed before.
+        is_again: whether the step was committed before, so that only the code after `run` is repeated.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class Step:
         self.weights = weights
         self.is_again = is_replay
         self.was_interrupted = False
-        """Whether a fault came in its body; the loop sees to it."""
+        """Whether a fault interrupted the body; the loop handles it."""
         self.error: BaseException | None = None
-        """What its body raised, if the loop does not see to it."""
+        """Exception raised by the body, unless the loop handles it."""
         self.result = result
-        """What `run` returned."""
+        """Return value of `run`."""
         self._loop = loop
         self._is_entered = self._is_run = False
 
@@ -128,7 +128,7 @@ class Step:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
-        """End the body; after a fault the loop comes back to it, or goes on where the others are."""
+        """End the body; after a fault, the loop repeats the body or resumes where the other ranks are."""
         self._loop.guard.forbid(BETWEEN)
         self.was_interrupted = isinstance(error, PeerLost) and self._loop.is_repaired
         self.error = None if self.was_interrupted else error
@@ -139,19 +139,19 @@ class Step:
     def run(self, compute_loss: Callable[[Any], Any]) -> Any:
         """Train on the batches of this step: forward, backward, vote, and the optimizers' and schedulers' steps.
 
-        After a fault `compute_loss` is called again, with the same batches and the same random numbers.
+        After a fault, `compute_loss` is called again, with the same batches and the same random numbers.
 
         Args:
             compute_loss: called with each batch of this rank; returns the mean loss over its samples, `()`, or a dict
-                of such means with the key `"loss"`. It may communicate. Backward is not its business, and it must not
-                change what lives on beside buffers of the model.
+                of such means with the key `"loss"`. It may communicate, but must not call backward, and must not
+                change anything that outlives the call other than buffers of the model.
 
         Returns:
-            The same as `compute_loss`, as the mean over the whole global batch; equal on all ranks.
+            What `compute_loss` returns, averaged over the whole global batch; equal on all ranks.
 
         Raises:
-            LoopError: this is not inside `with step:`, or `run` was called before.
-            Exception: `compute_loss` raised the same on this rank too often.
+            LoopError: `run` is called outside `with step:`, or a second time.
+            Exception: `compute_loss` raised too often on this rank.
         """
         if not self._is_entered or self._is_run:
             raise LoopError(
@@ -166,10 +166,10 @@ class Step:
         return self.result
 
     def check(self) -> None:
-        """Make sure that the loop's body did what it must.
+        """Check that the loop's body used the step.
 
         Raises:
-            LoopError: it has no `with step:`.
+            LoopError: the body has no `with step:`.
         """
         if not self._is_entered:
             raise LoopError(

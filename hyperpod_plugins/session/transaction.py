@@ -1,4 +1,4 @@
-"""The steps of a loop as transactions where an agent replaces lost processes, and as plain steps elsewhere."""
+"""Runs the steps of a loop as transactions in a job with recovery, and as plain steps otherwise."""
 
 import logging
 from collections.abc import Callable
@@ -34,15 +34,15 @@ R = TypeVar("R")
 
 
 def ends_alone(error: BaseException | None) -> bool:
-    """Whether the others go on without the process that ends with an error: in a smaller world, or with a replacement.
+    """Whether this error ends only this process: the job continues in a smaller world, or with a replacement.
 
-    A mistake of the program ends the job.
+    Any other error is a mistake of the program, and ends the job.
     """
     return isinstance(error, RecoveryError | DeviceHung) or (isinstance(error, SystemExit) and error.code == NOT_NEEDED)
 
 
 class Transactions:
-    """Of one process; a new transaction each time that the loop is entered."""
+    """Step transactions of one process; a new one is created each time the loop is entered."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class Transactions:
         options: RecoveryOptions,
         repairs: list[Repair],
     ) -> None:
-        """Begin with none.
+        """Create no transaction yet.
 
         Args:
-            member: this process in a job that recovers; None for one that does not.
-            context: of this process.
+            member: this process as a member of a job with recovery; None without recovery.
+            context: rank and groups of this process.
             trained: what the loop trains.
-            options: how faults are repaired.
-            repairs: to which each repair is added.
+            options: recovery options.
+            repairs: list to which each repair is appended.
         """
         self.member = member
         self._context = context
@@ -67,26 +67,26 @@ class Transactions:
         self._options = options
         self._repairs = repairs
         self.rehearsal: Rehearsal | None = None
-        """Of this process's steps, where some are rehearsed."""
+        """Rehearsal of this process's steps; None if none are rehearsed."""
         self._snapshots: Snapshots | None = None
         self._transaction: StepTransaction | None = None
         self._preview: StateLayout | None = None
         self._has_moved, self._is_complete, self._entry = False, True, 0
         self._trained.saving = context.saving_group
         self.saved: SavedCheckpoints | None = None
-        """Where rank 0 writes down which checkpoints there are."""
+        """Where rank 0 records which checkpoints exist; None on other ranks."""
 
     @property
     def is_joining(self) -> bool:
-        """Whether this process takes the place of a lost one, or comes to a job that grows."""
+        """Whether this process is a joiner: it replaces a lost process or grows the job."""
         return self.member is not None and self.member.is_joining
 
     def enter(self, entry: int, *, is_complete: bool) -> None:
         """Begin a loop.
 
         Args:
-            entry: number of the entry of the program that it is.
-            is_complete: whether the state after all entries before it is kept, so that a replacement can come in.
+            entry: number of the loop among the entries of the program.
+            is_complete: whether the state after all earlier entries was kept, so that a replacement can join.
         """
         member, self._is_complete = self.member, is_complete
         if member is None:
@@ -98,7 +98,7 @@ class Transactions:
         self._renew(member)
 
     def begin_at(self, committed: int, resumed_from: str) -> None:
-        """Count steps from where a checkpoint has brought the loop."""
+        """Set the number of committed steps, and record the checkpoint that the loop was resumed from, if any."""
         member = self.member
         if member is not None:
             member.committed = committed
@@ -111,10 +111,10 @@ class Transactions:
             arm(self.member.job_store)
 
     def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
-        """This process takes no part until the next loop; if the loop `is_over`, nobody needs a replacement until then.
+        """Take no part until the next loop; if the loop `is_over`, lost processes are not replaced until then.
 
-        A process without which the others go on leaves them as they are. If the process ends with `error`, which the
-        loop's body has raised, the job ends with it.
+        If it is not over, only this process leaves, and the others continue without it. If the process ends with
+        `error`, which the loop's body raised, the job ends with it.
         """
         member, self.saved = self.member, None
         if member is None:
@@ -131,7 +131,7 @@ class Transactions:
             member.end_entry(has_trained=True)
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
-        """One step."""
+        """Run one step."""
         if self._transaction is None or self._preview is None:
             return commit(compute())
         result = self._transaction.run(compute, commit)
@@ -139,16 +139,16 @@ class Transactions:
         return result
 
     def join(self) -> None:
-        """Meet the others where no step begins, if this process is apart from them.
+        """Join the other ranks outside a step, if this process has not joined them yet.
 
         Raises:
-            PeerLost: somebody was lost just now.
+            PeerLost: a rank was lost just now.
         """
         if self._transaction is not None:
             self._transaction.join()
 
     def state_of_peers(self) -> Position:
-        """Where a newcomer begins, once the others have stopped."""
+        """Wait until the other ranks have stopped, and return the position at which this joiner begins."""
         assert self.member is not None
         self.member.activity = "waiting for the state of the loop"
         assert self._preview is not None
@@ -157,16 +157,16 @@ class Transactions:
         return self._entering(Position.from_bytes(resume_point.trainer), resume_point.step)
 
     def reenter(self) -> Position:
-        """After a fault outside of a step: be apart from the others, and learn where all go on.
+        """After a fault outside a step, leave the other ranks, and return the position at which all resume.
 
         Raises:
-            SystemExit: the job goes on without this process.
+            SystemExit: the job continues without this process.
         """
         member, transaction = self.member, self._transaction
         assert member is not None
         assert transaction is not None
         member.end_generation()
-        member.activity = "waiting for the others to stop, outside of a step"
+        member.activity = "waiting for the other ranks to stop, outside a step"
         returned = None if self._snapshots is None else self._snapshots.take_returned()
         description = self._stopped_at(returned, transaction)
         self._trained.train_again()
@@ -176,7 +176,7 @@ class Transactions:
         resume_point = member.wait_for_stops(
             stopped=lambda number: member.stop(number, in_step=False, trainer=description)
         )
-        is_ours = returned is not None and resume_point.step == returned.step  # parts of it are this rank's alone
+        is_ours = returned is not None and resume_point.step == returned.step  # parts of it are rank-local
         position = Position.from_bytes(description if is_ours else resume_point.trainer)
         if is_ours and position.local and self._trained.local is not None:
             self._trained.local.take(position.local, begins_epoch=False)
@@ -186,14 +186,14 @@ class Transactions:
         if returned is not None:
             return returned.trainer
         if transaction.left_with is None and self._trained.is_within_step and not self._trained.can_undo:
-            transaction.tear("its program has written to parameters for the first time")
+            transaction.tear("the program has written to parameters for the first time")
         if self.member is not None and self.member.is_torn:
-            self._trained.undo_step()  # what it can, gradients above all
+            self._trained.undo_step()  # as far as possible, gradients above all
             return b""
         if transaction.left_with is not None:
-            return transaction.left_with  # what it said when it stopped in the step still holds
+            return transaction.left_with  # captured when it left the step, and still valid
         if self._trained.is_within_step:
-            self._trained.undo_step()  # what was computed of the step so far
+            self._trained.undo_step()  # drop what was computed of it so far
         return self._trained.capture_state()
 
     def _entering(self, position: Position, step: int) -> Position:
@@ -202,7 +202,7 @@ class Transactions:
         return position
 
     def _move(self, member: Member) -> None:
-        """Belong to the next world, if there is another one."""
+        """Move to the next world, if there is one."""
         if move_to_next_world(member):
             self._has_moved, self._snapshots, self._trained.local = True, None, None
         if self._has_moved:
@@ -213,7 +213,7 @@ class Transactions:
                 self.saved = SavedCheckpoints(JobStore.connect(member.job), self._entry)
 
     def _renew(self, member: Member) -> None:
-        """Make a transaction that begins outside of a step."""
+        """Create a transaction that begins outside a step."""
         context, policy = self._context, self._options.snapshots(self._context.topology)
         if self._snapshots is None and context.snapshot_group is not None:
             memory = shared_memory(
@@ -237,7 +237,7 @@ class Transactions:
         if self._trained.local is None:
             self._trained.local = LocalStates(context.topology, context.rank)
             buffers = BufferStates(self._trained.model)
-            if not buffers.is_empty:  # alike on all ranks
+            if not buffers.is_empty:  # the same on all ranks
                 self._trained.local.register(BUFFERS, buffers)
         for name, state in self._trained.rank_local.items():
             self._trained.local.register(registered(name), state)

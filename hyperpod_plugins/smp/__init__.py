@@ -1,6 +1,6 @@
-"""The surface of the SageMaker model parallelism library v2, over FSDP2 and our meshes. Begin with `install.py`.
+"""API of the SageMaker model parallelism library (SMP) v2, on FSDP2 and our meshes. Start with `install.py`.
 
-import hyperpod_plugins.smp; hyperpod_plugins.smp.install()      # the one line: `torch.sagemaker` is ours from here
+import hyperpod_plugins.smp; hyperpod_plugins.smp.install()      # the only new line: replaces `torch.sagemaker`
 
 import torch.sagemaker as tsm
 tsm.init({"hybrid_shard_degree": 16})

@@ -1,6 +1,7 @@
-"""Checkpoints as SMP's scripts write them: torch's distributed checkpoints, in folders.
+"""SMP's checkpoint functions: torch's distributed checkpoints, in folders.
 
-Each call blocks until all ranks have done their part; `async_save` copies the state first and writes beside training.
+Each call blocks until all ranks have done their part; `async_save` only copies the state, and writes it in the
+background.
 """
 
 import os
@@ -27,17 +28,17 @@ _TUNING = ("coordinator_rank", "queue", "sharded_strategy", "wait_error_handling
 
 
 def save(state_dict: dict[str, Any], *, checkpoint_id: str | os.PathLike[str], **options: Any) -> None:
-    """Write a state dict; all ranks call it.
+    """Write a state dict. All ranks must call this.
 
     Args:
-        state_dict: tensors, DTensors and plain values by name.
-        checkpoint_id: a folder that all ranks reach.
-        **options: `storage_writer`, `planner` and `process_group` as torch takes them; options of SMP that tune the
-            writing are left out, with a note.
+        state_dict: tensors, DTensors and plain values, by name.
+        checkpoint_id: a folder that all ranks can access.
+        **options: `storage_writer`, `planner` and `process_group`, as in torch; SMP's options that tune writing are
+            ignored, with a warning.
 
     Raises:
-        CheckpointError: it was not written, or ranks wrote to folders that they do not share.
-        ConfigError: an address of an object store.
+        CheckpointError: the checkpoint was not written, or ranks wrote to folders that they do not share.
+        ConfigError: `checkpoint_id` is an address of an object store, or an option is unknown.
     """
     folder, known = _folder(checkpoint_id), _known(options)
     known.setdefault("storage_writer", CheckedWriter(folder))
@@ -48,9 +49,9 @@ def save(state_dict: dict[str, Any], *, checkpoint_id: str | os.PathLike[str], *
 
 
 def async_save(state_dict: dict[str, Any], *, checkpoint_id: str | os.PathLike[str], **options: Any) -> None:
-    """Copy a state dict, and write it while the program goes on; arguments as of `save`.
+    """Copy a state dict, and write it while the program continues; arguments as for `save`.
 
-    A save that is still being written is waited for first.
+    Waits first for earlier saves that are still being written.
     """
     maybe_finalize_async_calls(blocking=True)
     folder, known = _folder(checkpoint_id), _known(options)
@@ -61,10 +62,10 @@ def async_save(state_dict: dict[str, Any], *, checkpoint_id: str | os.PathLike[s
 
 
 def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None) -> list[int]:
-    """Raise what went wrong in saves that have ended; with `blocking`, wait for all of them.
+    """Raise the errors of saves that have ended; with `blocking`, wait for all saves.
 
     Returns:
-        Indices of the saves that have ended, in the order of their beginning.
+        Indices of the saves that have ended, in the order in which they were started.
     """
     ended = [index for index, future in enumerate(_writing) if blocking or future.done()]
     done = [_writing[index] for index in ended]
@@ -84,21 +85,22 @@ def load(
     check_keys_matched: bool = True,
     **options: Any,
 ) -> None:
-    """Read a checkpoint into the tensors of a state dict, whatever degrees it was written with; all ranks call it.
+    """Read a checkpoint, written with any degrees, into the tensors of a state dict. All ranks must call this.
 
     Args:
-        state_dict: what to read; its tensors are written in place.
-        checkpoint_id: the folder.
-        check_keys_matched: raise where the checkpoint lacks something; otherwise that keeps its value.
-        **options: `storage_reader`, `planner` and `process_group` as torch takes them; torch's own reader and planner
-            are replaced by safe ones.
+        state_dict: what to read; its tensors are overwritten in place.
+        checkpoint_id: the folder of the checkpoint.
+        check_keys_matched: raise if the checkpoint lacks entries; otherwise these keep their values.
+        **options: `storage_reader`, `planner` and `process_group`, as in torch; torch's own reader and planner are
+            replaced by safe ones.
 
-    No code runs from a checkpoint: values that are no tensors must be plain containers, numbers and strings, or of
-    classes allowed with `torch.serialization.add_safe_globals`.
+    Reading runs no code of the checkpoint: values other than tensors must be plain containers, numbers and strings,
+    or of classes allowed with `torch.serialization.add_safe_globals`.
 
     Raises:
-        CheckpointDamaged: no checkpoint there, a damaged one, or one that asks for code.
-        CheckpointMismatch: it lacks something.
+        CheckpointDamaged: there is no checkpoint, it is damaged, or reading it would run code.
+        CheckpointMismatch: the checkpoint lacks entries.
+        ConfigError: see `save`.
     """
     folder, known = _folder(checkpoint_id), _known(options)
     reader = safe_reader(known.pop("storage_reader", None) or SafeReader(folder))
@@ -110,8 +112,8 @@ def load(
     missing = [name for name in flatten_state_dict(state_dict)[0] if name not in present]
     if missing and check_keys_matched:
         raise CheckpointMismatch(
-            f"the checkpoint {folder} lacks {few(missing)}. Load it into the model that it was written of, or pass "
-            "check_keys_matched=False to keep the present values of these."
+            f"the checkpoint {folder} lacks {few(missing)}. Load it into the model that it was written from, or pass "
+            "check_keys_matched=False to keep the present values of these entries."
         )
     try:
         state_dict_loader.load(state_dict, storage_reader=reader, planner=planner, **known)
@@ -123,8 +125,8 @@ def _folder(checkpoint_id: str | os.PathLike[str]) -> str:
     path = os.fspath(checkpoint_id)
     if "://" in path:
         raise ConfigError(
-            f"checkpoint_id={path!r} is an address of an object store; only folders can be written. Use a mounted "
-            "folder, or pass a storage_writer of your own with torch.distributed.checkpoint."
+            f"checkpoint_id={path!r} is an address of an object store, but only folders are supported. Use a mounted "
+            "folder, or your own storage_writer with torch.distributed.checkpoint."
         )
     return path
 
@@ -132,7 +134,7 @@ def _folder(checkpoint_id: str | os.PathLike[str]) -> str:
 def _known(options: dict[str, Any]) -> dict[str, Any]:
     tuning = sorted(set(options) & set(_TUNING))
     if tuning:
-        note(f"{', '.join(tuning)}: options that tune how SMP writes checkpoints are left out.")
+        note(f"{', '.join(tuning)}: options that tune how SMP writes checkpoints are ignored.")
     known = {key: value for key, value in options.items() if key not in _TUNING and value is not None}
     unknown = sorted(set(known) - {"storage_writer", "storage_reader", "planner", "process_group"})
     if unknown:

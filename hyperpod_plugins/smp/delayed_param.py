@@ -1,4 +1,4 @@
-"""`DelayedParamIniter`: parameters of a model on the meta device are made when each rank stores only its shard."""
+"""`DelayedParamIniter`: initializes a model on the meta device when each rank stores only its shard."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -10,28 +10,28 @@ from hyperpod_plugins.errors import ConfigError, InitializationError, few
 
 
 class ParamInit:
-    """What FSDP is given as `param_init_fn`: it says that the wrap makes the values itself."""
+    """FSDP's `param_init_fn` for delayed initialization: marks that `wrap` initializes the parameters itself."""
 
     def __call__(self, module: nn.Module) -> None:
-        """Refuse: torch's own FSDP calls this, which happens only without `torch.sagemaker.init`."""
+        """Raise `ConfigError`: only torch's own FSDP calls this, which happens without `torch.sagemaker.init`."""
         raise ConfigError(
-            f"the parameters of {type(module).__name__} are to be made by the translated FullyShardedDataParallel, but "
-            "torch's own one was called. Call torch.sagemaker.init() before."
+            f"the parameters of {type(module).__name__} must be initialized by the translated "
+            "FullyShardedDataParallel, but torch's own was called. Call torch.sagemaker.init() first."
         )
 
 
 class DelayedParamIniter:
-    """Says how a model on the meta device gets its values: by its own initialisers, from `random_seed`.
+    """Initializes a model on the meta device with its own initializers, seeded with `random_seed`.
 
-    `reset_parameters` of torch's modules and `_init_weights` of Hugging Face models are known.
+    Supports `reset_parameters` of torch's modules and `_init_weights` of Hugging Face models.
 
     Args:
         model: built under `torch.device("meta")`, or under `hyperpod_plugins.delayed_init.delayed_init`.
-        init_method_using_config: gives values to the tensors of one module, in place; for models with neither.
-        verbose: print how many parameters wait.
+        init_method_using_config: initializes the tensors of one module, in place; for models that have neither.
+        verbose: print the number of parameters.
 
     Raises:
-        ConfigError: nothing of the model is on the meta device.
+        ConfigError: no parameter or buffer of the model is on the meta device.
     """
 
     def __init__(
@@ -52,26 +52,26 @@ class DelayedParamIniter:
                 if own_tensors(module):
                     vars(module)["_init_weights"] = init_method_using_config
         if verbose:
-            print(f"{self.count_num_params()} parameters of {type(model).__name__} are made later")  # noqa: T201
+            print(f"{self.count_num_params()} parameters of {type(model).__name__} not initialized yet")  # noqa: T201
 
     def count_num_params(self) -> int:
         """Number of parameters of the model, over all ranks."""
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     def get_param_init_fn(self) -> Callable[[nn.Module], None]:
-        """For FSDP's `param_init_fn`."""
+        """Return the value for FSDP's `param_init_fn`."""
         return ParamInit()
 
     def get_post_param_init_fn(self) -> Callable[[nn.Module, nn.Module], None]:
-        """For `post_param_init_fn` of SMP's FSDP, where tied parameters are tied again; here they stay tied."""
+        """Return the value for `post_param_init_fn`, with which SMP ties parameters again; here they stay tied."""
         return _stay_tied
 
     @contextmanager
     def validate_params_and_buffers_inited(self) -> Generator[None]:
-        """Check at the end that everything has a value.
+        """Check at the end of the context that all parameters and buffers have values.
 
         Raises:
-            InitializationError: something has none.
+            InitializationError: some have none.
         """
         yield
         waiting = _without_values(self._model)

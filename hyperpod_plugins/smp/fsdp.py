@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel(model, ...)` of FSDP1, done by `parallelize` on FSDP2: honoured, or refused, and told."""
+"""`wrap`: FSDP1's `FullyShardedDataParallel(model, ...)` by `parallelize` on FSDP2; warns of what differs."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -35,25 +35,27 @@ def wrap(
     device_id: int | torch.device | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shard a model as `init` and the arguments of FSDP1 say; what `FullyShardedDataParallel(...)` does after `init`.
+    """Shard a model as `init` and the arguments of FSDP1 specify. After `init`, FSDP1's constructor calls this.
 
     Args:
         module: the whole model; with tensor parallelism, after `transform`.
-        process_group: only the groups that it is sharded over anyway: the shard group, or that and the replicas'.
-        sharding_strategy: says the shard degree where the configuration does not.
-        args: further arguments of FSDP1 by position are refused.
-        device_mesh: only with the shape of the job's mesh.
-        param_init_fn: of a `DelayedParamIniter`; others only with `sync_module_states`, whose values win.
-        post_param_init_fn: of a `DelayedParamIniter`.
-        sync_module_states: parameters of rank 0 count; those of others may be on the meta device.
-        device_id: not needed, the job trains on one kind of device.
+        process_group: must match the job: the shard and the replica group, the group of all ranks, or, with a single
+            replica, the shard group.
+        sharding_strategy: sets the shard degree if the configuration does not.
+        args: further positional arguments of FSDP1, which raise.
+        device_mesh: must have the shape of the job's mesh.
+        param_init_fn: that of a `DelayedParamIniter`. Others raise if the model is on the meta device, unless
+            `sync_module_states` provides the values.
+        post_param_init_fn: that of a `DelayedParamIniter`.
+        sync_module_states: use rank 0's parameters; those of other ranks may be on the meta device.
+        device_id: ignored, as the job trains on one type of device.
         **options: see `FsdpArguments`.
 
     Returns:
         The same module, sharded by FSDP2, with FSDP1's `clip_grad_norm_` and `no_sync`. Its parameters are DTensors.
 
     Raises:
-        ConfigError: an argument that cannot be honoured, a model that is wrapped already, in whole or in part.
+        ConfigError: an argument is not supported, or the model or a part of it is wrapped already.
     """
     job = current_job()
     name = type(module).__name__
@@ -96,7 +98,7 @@ def wrap(
 
 
 def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip the gradients of a wrapped model by their norm over all ranks; returns the norm before."""
+    """Clip the gradients of a wrapped model by their norm over all ranks; return the norm before clipping."""
     parameters = model.parameters() if isinstance(model, nn.Module) else model
     return parallel.clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -108,7 +110,7 @@ def _check_groups(job: Job, process_group: _ProcessGroups | None, device_mesh: D
         shape = tuple(size for size in device_mesh.shape if size > 1)
         if shape != tuple(size for size in topology.shape[:2] if size > 1):
             raise ConfigError(
-                f"device_mesh has the shape {tuple(device_mesh.shape)}, and init() has set up {topology}. Leave it out."
+                f"device_mesh has the shape {tuple(device_mesh.shape)}, but init() has set up {topology}. Leave it out."
             )
     if process_group is None:
         return
@@ -125,16 +127,16 @@ def _check_groups(job: Job, process_group: _ProcessGroups | None, device_mesh: D
 
 
 def _make_room(model: nn.Module) -> None:
-    """Give memory to what is on the meta device, for values that come from rank 0.
+    """Allocate memory for tensors on the meta device, whose values come from rank 0.
 
     Raises:
-        ConfigError: rank 0 has no values either; all ranks raise.
+        ConfigError: rank 0 has no values, but another rank has; all ranks raise.
     """
     waiting = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     flags: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(flags, bool(waiting))
     if flags[0] and any(not flag for flag in flags):
-        raise ConfigError("rank 0 has a model on the meta device, and its values were to be sent to all ranks.")
+        raise ConfigError("rank 0 should send its values to all ranks, but its model is on the meta device.")
     if not flags[0]:
         allocate(model, torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""What the arguments of `FullyShardedDataParallel` (FSDP1) come to with FSDP2: pure, but for looking at the model."""
+"""Translate the arguments of `FullyShardedDataParallel` (FSDP1) to FSDP2. Pure, except that it inspects the model."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _WITHIN_NODE = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpArguments:
-    """Arguments of FSDP1 that mean something here, with its defaults."""
+    """Arguments of FSDP1 that have a meaning here, with FSDP1's defaults."""
 
     sharding_strategy: ShardingStrategy | None = None
     cpu_offload: CPUOffload | None = None
@@ -36,24 +36,24 @@ class FsdpArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """What is done instead."""
+    """What is done in place of FSDP1."""
 
     config: ParallelConfig
     notes: tuple[str, ...]
-    """What is done otherwise than was asked for, a clause each."""
+    """Differences from what was asked for, one clause each."""
 
 
 def translate(asked: ParallelConfig, arguments: FsdpArguments, model: nn.Module, ranks_per_node: int) -> Translation:
-    """Lay the arguments over the configuration of `init`, which wins where SMP lets it win.
+    """Merge the arguments into the configuration of `init`, which takes precedence where it does in SMP.
 
     Raises:
-        ConfigError: an argument that cannot be honoured.
-        NotBuiltYetError: offload of parameters.
+        ConfigError: an argument is not supported.
+        NotBuiltYetError: parameters are to be offloaded.
     """
     if arguments.cpu_offload is not None and arguments.cpu_offload.offload_params:
         raise NotBuiltYetError(
             "cpu_offload=CPUOffload(offload_params=True) keeps parameters on the host, which this release does not "
-            "serve. Leave it out, and raise hybrid_shard_degree where memory is short."
+            "support. Leave it out, and raise hybrid_shard_degree if memory is short."
         )
     for name in ("ignored_modules", "ignored_states"):
         ignored = list(getattr(arguments, name) or ())
@@ -68,9 +68,9 @@ def translate(asked: ParallelConfig, arguments: FsdpArguments, model: nn.Module,
     precision = _precision(asked, arguments.mixed_precision, notes)
     blocks = _block_classes(arguments.auto_wrap_policy, model, notes) or asked.block_classes
     if arguments.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-        notes.append("parameters are gathered ahead in backward, whatever backward_prefetch says")
+        notes.append("parameters are prefetched in backward, regardless of backward_prefetch")
     if arguments.forward_prefetch:
-        notes.append("parameters are gathered ahead in forward as far as FSDP2 does it, whatever forward_prefetch says")
+        notes.append("parameters are prefetched in forward as FSDP2 does by default, regardless of forward_prefetch")
     if not arguments.use_orig_params:
         notes.append("parameters keep their names and shapes, as with use_orig_params=True")
     config = replace(
@@ -120,10 +120,10 @@ def _precision(asked: ParallelConfig, policy: MixedPrecision | None, notes: list
 
 
 def _block_classes(policy: Any, model: nn.Module, notes: list[str]) -> tuple[str, ...]:
-    """Class names of the modules that a wrap policy takes as units.
+    """Class names of the modules that a wrap policy selects as units.
 
     Raises:
-        ConfigError: it takes none.
+        ConfigError: it selects none.
     """
     if policy is None:
         notes.append("each layer of a chain in a ModuleList is a unit, as there is no auto_wrap_policy")

@@ -1,8 +1,8 @@
-"""Let `FullyShardedDataParallel(model, ...)` mean ours while the library is in use, however a script imported it.
+"""Redirect `FullyShardedDataParallel(model, ...)` to `wrap` after `init`, however a script imported the class.
 
-The class is changed, not its name in some module: a script, or what it imports, may hold it already. An object that
-`__new__` returns and that is no instance of the class is not initialised by it, so the call gives what we return.
-Nothing is changed before `init`; afterwards the class asks each time whether the translation is on.
+The class itself is changed, not its name in a module, because a script or its imports may already hold the class. If
+`__new__` returns an object that is not an instance of the class, Python does not call `__init__`, so the call returns
+that object. Nothing is changed before `init`; afterwards each call checks whether the translation is on.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -22,14 +22,14 @@ _translates = False
 
 
 def register(wrap: Callable[..., nn.Module], functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Say what is to be called instead: of the class, and of its static functions for models that FSDP2 sharded."""
+    """Set what is called instead of the class, and of its static methods on models that FSDP2 has sharded."""
     global _wrap
     _wrap = wrap
     _functions.update(functions)
 
 
 def translates(is_on: bool) -> None:
-    """Turn the translation on or off. Subclasses of the class are left alone."""
+    """Turn the translation on or off. Subclasses of `FullyShardedDataParallel` are not affected."""
     global _translates, _is_changed
     _translates = is_on
     if is_on and not _is_changed:

@@ -1,4 +1,4 @@
-"""`install`: `import torch.sagemaker` finds this package. The one line that an SMP v2 script needs."""
+"""`install`: makes `import torch.sagemaker` find this package. An SMP v2 script needs no other change."""
 
 import importlib.abc
 import importlib.machinery
@@ -27,10 +27,10 @@ _ABSENT = {
 
 
 def install() -> None:
-    """Make `import torch.sagemaker`, and what scripts import of it, work in this process; a second call does nothing.
+    """Provide `torch.sagemaker` and its submodules in this process; a second call does nothing.
 
     Raises:
-        ConfigError: the library itself has been imported already.
+        ConfigError: the original library has already been imported.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -43,7 +43,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install` and `init`, for tests and notebooks; process groups and wrapped models stay."""
+    """Undo `install` and `init`, for tests and notebooks; process groups and wrapped models remain."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name in [name for name in sys.modules if name == _ROOT or name.startswith(f"{_ROOT}.")]:
         del sys.modules[name]
@@ -58,12 +58,12 @@ def get_logger() -> logging.Logger:
 
 
 def get_global_ranks(process_group: dist.ProcessGroup) -> list[int]:
-    """Ranks in the world of a group's members."""
+    """Global ranks of a group's members."""
     return dist.get_process_group_ranks(process_group)
 
 
 def _contents() -> dict[str, dict[str, Any]]:
-    """What each module of the library holds, as far as scripts import it."""
+    """Contents of each module of the library, as far as scripts import them."""
     root = {
         "init": job.init,
         "is_initialized": job.is_initialized,
@@ -99,7 +99,7 @@ def _contents() -> dict[str, dict[str, Any]]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules in a table when they are imported."""
+    """Creates the modules in a table when they are imported."""
 
     def __init__(self, contents: Mapping[str, Mapping[str, Any]]) -> None:
         self._contents = contents
@@ -115,7 +115,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = ModuleType(spec.name, "Ours; see hyperpod_plugins.smp.")
+        module = ModuleType(spec.name, "Provided by hyperpod_plugins.smp.")
         vars(module).update(self._contents[spec.name])
         return module
 

@@ -1,4 +1,4 @@
-"""`init`, and `state`: what this process is in the job, and the mesh that models are sharded over."""
+"""`init` and `state`: the mesh that models are sharded over, and this process's ranks and groups in it."""
 
 import warnings
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
 from hyperpod_plugins.parallel.topology import AXES
 from hyperpod_plugins.smp import fsdp_class
 
-# Say once, on the first rank, what is done otherwise than an SMP v2 script may expect.
+# Warnings about behavior that may differ from what an SMP v2 script expects.
 
 
 @cache
 def note(text: str) -> None:
-    """Warn of it, once in this process and on the first rank only."""
+    """Warn once in this process, and on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(text, stacklevel=3)
 
@@ -33,16 +33,16 @@ class Job:
     """What `init` has set up."""
 
     config: ParallelConfig
-    """As it was given; `hybrid_shard_degree` may be 0."""
+    """The configuration as it was given; `hybrid_shard_degree` may be 0."""
     topology: Topology
-    """The degrees that hold."""
+    """The resulting degrees."""
     mesh: DeviceMesh
-    """`("replicate", "shard", "tensor")`"""
+    """Mesh with axes `("replicate", "shard", "tensor")`."""
     ranks_per_node: int
 
     @property
     def follows_fsdp(self) -> bool:
-        """Whether FSDP's sharding strategy says over how many ranks to shard, as the configuration does not."""
+        """Whether FSDP's sharding strategy sets the shard degree, because the configuration does not."""
         return self.config.hybrid_shard_degree == 0 and self.config.tensor_parallel_degree == 1
 
 
@@ -50,16 +50,16 @@ _job: Job | None = None
 
 
 def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) -> None:
-    """Set up degrees and process groups; from here on, `FullyShardedDataParallel(...)` is translated.
+    """Set up degrees and process groups; from then on, `FullyShardedDataParallel(...)` is translated to FSDP2.
 
-    Joins the default process group of the backend `hyperpod` where the script has not made one.
+    Joins the default process group with the backend `hyperpod`, unless the script has created one.
 
     Args:
-        config: the SMP v2 configuration as a dict or the path of a JSON file. Default: the file named by
-            `HYPERPOD_CONFIG`, else every default.
+        config: the SMP v2 configuration, as a dict or the path of a JSON file. Default: the file named by
+            `HYPERPOD_CONFIG`, else the default of every key.
 
     Raises:
-        ConfigError: called twice with another configuration, or unknown keys, impossible values or combinations.
+        ConfigError: unknown keys, invalid values or combinations, or `init` was called before with others.
         NotBuiltYetError: expert or context parallel degrees above 1.
     """
     global _job
@@ -86,10 +86,10 @@ def is_initialized() -> bool:
 
 
 def current_job() -> Job:
-    """What `init` has set up.
+    """Return what `init` has set up.
 
     Raises:
-        ConfigError: it has not been called.
+        ConfigError: `init` has not been called.
     """
     if _job is None:
         raise ConfigError("the model parallel library is not initialised: call torch.sagemaker.init(config) first.")
@@ -97,7 +97,7 @@ def current_job() -> Job:
 
 
 def lay_out(shard_degree: int) -> Job:
-    """Shard over that many ranks from now on, because a sharding strategy of FSDP says so; 0 for all."""
+    """Set the shard degree that FSDP's sharding strategy asks for, and return the updated job; 0 for all ranks."""
     global _job
     job = current_job()
     topology = replace(job.config, hybrid_shard_degree=shard_degree).topology(
@@ -109,16 +109,16 @@ def lay_out(shard_degree: int) -> Job:
 
 
 def forget() -> None:
-    """As before `init`; the process groups stay."""
+    """Return to the state before `init`; process groups remain."""
     global _job
     _job = None
 
 
 class Ranker:
-    """Who replicates whom."""
+    """`torch.sagemaker.state.ranker`: which ranks replicate each other."""
 
     def get_rep_groups(self) -> list[list[int]]:
-        """Ranks that hold the same shard, a list for each shard."""
+        """Ranks that hold the same shard, one list per shard."""
         topology = current_job().topology
         return [
             list(topology.peers(rank, "replicate"))
@@ -132,7 +132,7 @@ class Ranker:
 
 
 class State:
-    """`torch.sagemaker.state`: degrees, ranks and process groups. Ask after `init`."""
+    """`torch.sagemaker.state`: degrees, ranks and process groups. Available after `init`."""
 
     ranker = Ranker()
 
@@ -144,7 +144,7 @@ class State:
 
     @property
     def world_size(self) -> int:
-        """Ranks in the job."""
+        """Number of ranks in the job."""
         return current_job().topology.world_size
 
     @property
@@ -154,82 +154,82 @@ class State:
 
     @property
     def hybrid_shard_degree(self) -> int:
-        """Ranks that one model state is sharded over; where the configuration says 0, what that has come to."""
+        """Number of ranks that one model state is sharded over; the actual number if the configuration says 0."""
         return current_job().topology.shard_degree
 
     @property
     def tensor_parallel_degree(self) -> int:
-        """Ranks that each layer's matrices are split over."""
+        """Number of ranks that each layer's matrices are split over."""
         return current_job().topology.tensor_degree
 
     @property
     def tp_size(self) -> int:
-        """The same."""
+        """Same as `tensor_parallel_degree`."""
         return self.tensor_parallel_degree
 
     @property
     def tp_rank(self) -> int:
-        """Index of this rank among these."""
+        """Index of this rank among those that split the same layers."""
         return current_job().topology.coordinates(dist.get_rank()).tensor
 
     @property
     def expert_parallel_degree(self) -> int:
-        """Ranks that experts are split over: 1."""
+        """Number of ranks that experts are split over: 1."""
         return current_job().config.expert_parallel_degree
 
     @property
     def ep_size(self) -> int:
-        """The same."""
+        """Same as `expert_parallel_degree`."""
         return self.expert_parallel_degree
 
     @property
     def ep_rank(self) -> int:
-        """Index of this rank among these."""
+        """Index of this rank among those that experts are split over: 0."""
         return current_job().topology.coordinates(dist.get_rank()).shard % self.expert_parallel_degree
 
     @property
     def context_parallel_degree(self) -> int:
-        """Ranks that a sequence is split over: 1."""
+        """Number of ranks that a sequence is split over: 1."""
         return current_job().config.context_parallel_degree
 
     @property
     def cp_size(self) -> int:
-        """The same."""
+        """Same as `context_parallel_degree`."""
         return self.context_parallel_degree
 
     @property
     def cp_rank(self) -> int:
-        """Index of this rank among these."""
+        """Index of this rank among those that a sequence is split over: 0."""
         return current_job().topology.coordinates(dist.get_rank()).shard % self.context_parallel_degree
 
     @property
     def dp_size(self) -> int:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples: `num_replicas` of a `DistributedSampler`."""
         return current_job().topology.data_degree
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank among these: what a `DistributedSampler` wants."""
+        """Index of this rank among those: `rank` of a `DistributedSampler`."""
         return current_job().topology.data_rank(dist.get_rank())
 
     @property
     def tp_process_group(self) -> dist.ProcessGroup:
-        """Ranks that split the same layers."""
+        """Group of the ranks that split the same layers."""
         return current_job().mesh.get_group("tensor")
 
     @property
     def rep_rank_process_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the same shard."""
+        """Group of the ranks that hold the same shard."""
         return current_job().mesh.get_group("replicate")
 
     @property
     def shard_process_group(self) -> dist.ProcessGroup:
-        """Ranks that one model state is sharded over."""
+        """Group of the ranks that one model state is sharded over."""
         return current_job().mesh.get_group("shard")
 
     @property
     def world_process_group(self) -> dist.ProcessGroup:
-        """All ranks."""
+        """Group of all ranks."""
         current_job()
         assert dist.group.WORLD is not None
         return dist.group.WORLD

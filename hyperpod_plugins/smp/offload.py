@@ -1,7 +1,7 @@
-"""What torch's `offload_wrapper` does, for models that FSDP2 and tensor parallelism have sharded.
+"""torch's `offload_wrapper`, for models sharded by FSDP2 and tensor parallelism.
 
-Tensors that backward needs are copied to the host when they are saved, and back when backward asks for them; nothing is
-fetched ahead. Parameters stay: FSDP2 frees and gathers them itself. torch's own wrapper cannot save a DTensor.
+Tensors saved for backward are copied to the host, and back when backward needs them; nothing is prefetched.
+Parameters stay on the device: FSDP2 frees and gathers them itself. torch's own wrapper cannot save a DTensor.
 """
 
 from typing import Any
@@ -19,14 +19,14 @@ _Packed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class KeepOnHost(saved_tensors_hooks):
-    """Keep on the host what is saved for backward inside."""
+    """Context that keeps tensors saved for backward on the host."""
 
     def __init__(self) -> None:
         super().__init__(_to_host, _from_host)
 
 
 def replace_offload() -> None:
-    """Let an `OffloadWrapper` around a model that FSDP2 has sharded use `KeepOnHost`."""
+    """Make `OffloadWrapper` use `KeepOnHost` around a model that FSDP2 has sharded."""
     torchs = OffloadWrapper.forward
 
     def forward(self: OffloadWrapper, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def replace_offload() -> None:
 
 
 def _to_host(tensor: torch.Tensor) -> _Packed:
-    """The tensor itself where it is a parameter or a view of one; else its copy, and a memoryless twin."""
+    """Return a parameter, or a view of one, itself; else its host copy, and a tensor of its device without memory."""
     base = tensor._base if tensor._is_view() else tensor  # pyright: ignore[reportPrivateUsage]
     if isinstance(base, nn.Parameter):
         return tensor

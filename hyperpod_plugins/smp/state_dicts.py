@@ -1,6 +1,7 @@
-"""State dicts by the functions of FSDP1, of a model that FSDP2 has sharded.
+"""FSDP1's state dict functions, for a model that FSDP2 has sharded.
 
-Sharded ones are what such a model gives anyway: DTensors by name, which torch's distributed checkpoints read and write.
+Such a model returns sharded state dicts anyway: DTensors by name, which torch's distributed checkpoints read and
+write.
 """
 
 import enum
@@ -28,16 +29,16 @@ from hyperpod_plugins.smp.job import note
 
 
 class SMStateDictType(enum.Enum):
-    """SMP's own kind of state dict."""
+    """SMP's own type of state dict."""
 
     SM_LOCAL_STATE_DICT = "local"
-    """Without collectives, for the same shard degree only. Here it is the sharded one, which has no such limit."""
+    """In SMP, local to a rank and only for the same shard degree. Here, the sharded type, which has no such limit."""
 
 
 _REPLACED = ("state_dict", "load_state_dict")
 
 _whole: WeakKeyDictionary[nn.Module, FullStateDictConfig] = WeakKeyDictionary()
-"""Models whose state dicts are whole ones at present."""
+"""Models whose state dicts are full (not sharded) at present."""
 
 
 @contextmanager
@@ -47,10 +48,10 @@ def sm_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: Any = None,
 ) -> Generator[None]:
-    """Make the state dicts of a model, and of `FSDP.optim_state_dict`, sharded or whole ones inside.
+    """Context in which the state dicts of a model and `FSDP.optim_state_dict` are sharded or full.
 
     Raises:
-        ConfigError: torch's `LOCAL_STATE_DICT`, whose flat tensors FSDP2 does not have.
+        ConfigError: the type is torch's `LOCAL_STATE_DICT`, whose flat tensors FSDP2 does not have.
     """
     before = _whole.get(module)
     _choose(module, state_dict_type, state_dict_config)
@@ -66,12 +67,12 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: Any = None,
 ) -> None:
-    """The same until the next call."""
+    """Like `sm_state_dict_type`, but until the next call."""
     _choose(module, state_dict_type, state_dict_config)
 
 
 def optim_state_dict(model: nn.Module, optim: Optimizer, *_: Any, **__: Any) -> dict[str, Any]:
-    """State of an optimizer by parameter name; whole tensors where that was chosen, else sharded ones."""
+    """Return the state of an optimizer by parameter name: full tensors if that type was chosen, else sharded ones."""
     config = _whole.get(model)
     options = StateDictOptions(full_state_dict=config is not None, cpu_offload=bool(config and config.offload_to_cpu))
     with _as_sharded(model):
@@ -81,7 +82,7 @@ def optim_state_dict(model: nn.Module, optim: Optimizer, *_: Any, **__: Any) -> 
 def optim_state_dict_to_load(
     model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any], *_: Any, **__: Any
 ) -> dict[str, Any]:
-    """What `optim.load_state_dict` takes; the state is in the optimizer already, so that call changes nothing."""
+    """Load a state into an optimizer, and return its `state_dict()`: `optim.load_state_dict` then changes nothing."""
     with _as_sharded(model):
         options = StateDictOptions(full_state_dict=model in _whole)
         set_optimizer_state_dict(model, optim, optim_state_dict, options=options)
@@ -91,11 +92,11 @@ def optim_state_dict_to_load(
 def _choose(model: nn.Module, kind: StateDictType | SMStateDictType, config: Any) -> None:
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise ConfigError(
-            "StateDictType.LOCAL_STATE_DICT is the flat tensors of FSDP1, which this model does not have. Use "
-            "SHARDED_STATE_DICT, which can be loaded into any degree."
+            "StateDictType.LOCAL_STATE_DICT holds the flat tensors of FSDP1, which this model does not have. Use "
+            "SHARDED_STATE_DICT, which can be loaded with any degrees."
         )
     if kind is SMStateDictType.SM_LOCAL_STATE_DICT:
-        note("SM_LOCAL_STATE_DICT is a sharded state dict here: it can be loaded into any degree.")
+        note("SM_LOCAL_STATE_DICT is a sharded state dict here: it can be loaded with any degrees.")
     for name in _REPLACED:
         vars(model).pop(name, None)
     _whole.pop(model, None)
@@ -124,7 +125,7 @@ def _spread(model: nn.Module, whole: dict[str, Any]) -> Any:
 
 @contextmanager
 def _as_sharded(model: nn.Module) -> Generator[None]:
-    """Without our replacements, which the functions inside would call."""
+    """Context without our replacement methods, which the functions called in it would use."""
     replaced = {name: vars(model).pop(name) for name in _REPLACED if name in vars(model)}
     try:
         yield

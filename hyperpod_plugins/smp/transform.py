@@ -1,4 +1,4 @@
-"""`transform`: which models are to be tensor parallel. They are split where FSDP wraps them, with everything else."""
+"""`transform`: marks models for tensor parallelism. The FSDP wrap splits them, together with sharding."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -18,14 +18,14 @@ CpCommType = Literal["p2p", "all_gather"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """SMP's own mixture-of-experts layer, which this release does not have; transformers' layers are trained as is.
+    """Options of SMP's mixture-of-experts layer, which does not exist here; transformers' layers are trained as is.
 
     Raises:
-        ConfigError: an unknown way to balance.
+        ConfigError: `moe_load_balancing` is unknown.
     """
 
     smp_moe: bool = True
-    """Whether to use that layer."""
+    """Whether to use SMP's layer."""
     random_seed: int = 12345
     """Seed of its parameters."""
     moe_load_balancing: LoadBalancing = "sinkhorn"
@@ -35,12 +35,12 @@ class MoEConfig:
     moe_all_to_all_dispatcher: bool = True
     """Whether tokens travel to experts by all-to-all."""
     moe_aux_loss_coeff: float = 0.001
-    """Weight of the loss that balances."""
+    """Weight of the load balancing loss."""
     moe_z_loss_coeff: float = 0.001
     """Weight of the loss that keeps the router's logits small."""
 
     def __post_init__(self) -> None:
-        """Check the name."""
+        """Check `moe_load_balancing`."""
         if self.moe_load_balancing not in get_args(LoadBalancing):
             raise ConfigError(
                 f"moe_load_balancing must be one of {', '.join(get_args(LoadBalancing))}, but is "
@@ -68,18 +68,18 @@ def transform(
     """Mark a model for tensor parallelism, and check that it can be split. The FSDP wrap that follows splits it.
 
     Args:
-        model: with real parameters, or on the meta device.
-        device: `meta`, the device that the job trains on, or None; the wrap puts parameters where they belong.
-        dtype: type to convert floating parameters to.
-        config: only with `smp_moe=False`.
-        load_state_dict_from_rank0: parameters of rank 0 count; those of others may be on the meta device.
-        cp_comm_type: how context parallelism communicates, which does not exist here yet.
+        model: a model with real parameters, or on the meta device.
+        device: `meta`, the type of device that the job trains on, or None; the wrap places parameters.
+        dtype: dtype to convert floating-point parameters to.
+        config: None, or a configuration with `smp_moe=False`.
+        load_state_dict_from_rank0: use rank 0's parameters; those of other ranks may be on the meta device.
+        cp_comm_type: how context parallelism communicates; without effect, as there is no context parallelism yet.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: not initialised, another device, or a plan that does not fit the model.
+        ConfigError: `init` was not called, `device` is another one, or the tensor plan does not fit the model.
         NotBuiltYetError: `smp_moe=True`, or a tensor plan with styles for experts.
     """
     job = current_job()
@@ -106,7 +106,7 @@ def transform(
 
 
 def take_transformed(model: nn.Module) -> tuple[bool, bool]:
-    """Whether `transform` was given the model or a part of it, and whether rank 0 has its parameters."""
+    """Remove the marks of `transform`; return whether there were any, and whether rank 0's parameters are used."""
     found = [_transformed.pop(part) for part in list(model.modules()) if part in _transformed]
     for each in found:
         each.guard.remove()

@@ -61,7 +61,8 @@ class Nodes:
         self.pool = ThreadPoolExecutor(8)
 
     def node(self, min_nodes=2, max_nodes=2, run_id="job", **policy):
-        policy = {"last_call_s": 0.1, "beat_s": 0.03, "max_missed_beats": 10, "join_timeout_s": PATIENCE_S, **policy}
+        quick = {"last_call_s": 0.1, "heartbeat_s": 0.03, "max_missed_heartbeats": 10, "join_timeout_s": PATIENCE_S}
+        policy = quick | policy
         handler = HyperPodRendezvousHandler(
             self.endpoint, SlotPolicy(min_nodes=min_nodes, max_nodes=max_nodes, **policy), run_id
         )
@@ -167,7 +168,7 @@ def test_a_spare_takes_over_the_slot_of_a_node_that_fell_silent(nodes, pair):
     assert job_store.incarnations(range(4)) == [0, 0, 1, 1]
     assert os.environ["HYPERPOD_INCARNATION"] == "1"
     assert {job_store.exit_of(rank, 0).kind for rank in (2, 3)} == {"agent"}
-    assert (job_store.ended(1).kind, job_store.ended(1).rank) == ("agent", 2)
+    assert (job_store.ended(1).kind, job_store.ended(1).worker_id) == ("agent", 2)
     assert job_store.generation() == 2
     assert pair[0][0].num_nodes_waiting() == 0
 
@@ -364,7 +365,7 @@ def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes, tmp_pat
     waiting = nodes.node(1, 3)
     assert nodes.enter(waiting) == [(2, 3, 4, 6)]
     nodes.vanish(trained[0])
-    await_(lambda: LeaseState.VACANT in [lease.holding for lease in waiting._application.rdzv_store.leases(0)])
+    await_(lambda: LeaseState.VACANT in [lease.state for lease in waiting._application.rdzv_store.leases(0)])
     time.sleep(0.2)
     assert waiting.num_nodes_waiting() == 0  # one is left that can take it in
     for step in (3, 7):
@@ -453,7 +454,7 @@ def test_the_last_meeting_of_torch_agents_is_overheard(nodes):
     info = handler.next_rendezvous()
     info.store.set("torchelastic/role_info/0", json.dumps({"local_world_size": 1}).encode())
     barrier(info.store, 1, "torchelastic/agent/terminal_state", PATIENCE_S)
-    assert [lease.holding for lease in handler._application.rdzv_store.leases(0)] == [LeaseState.DONE]
+    assert [lease.state for lease in handler._application.rdzv_store.leases(0)] == [LeaseState.DONE]
 
 
 def test_an_endpoint_serves_one_job(nodes):

@@ -27,11 +27,11 @@ def held(*nodes):
 
 
 def vacant(leases, *slots):
-    return tuple(lease.become(LeaseState.VACANT) if slot in slots else lease for slot, lease in enumerate(leases))
+    return tuple(lease.with_state(LeaseState.VACANT) if slot in slots else lease for slot, lease in enumerate(leases))
 
 
 def done(leases, *slots):
-    return tuple(lease.become(LeaseState.DONE) if slot in slots else lease for slot, lease in enumerate(leases))
+    return tuple(lease.with_state(LeaseState.DONE) if slot in slots else lease for slot, lease in enumerate(leases))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ ALL = held("a", "b", "c")
 
 
 @pytest.mark.parametrize(
-    ("node", "claims", "has_entered", "can_absorb", "decision"),
+    ("node", "leases", "has_entered", "can_absorb", "decision"),
     [
         pytest.param("b", ALL, False, False, Decision(JoinStep.ENTER, 1), id="founder"),
         pytest.param("b", ALL, True, True, Decision(JoinStep.CLAIM, 1), id="its workers were lost"),
@@ -93,7 +93,7 @@ def test_a_running_round(node, leases, has_entered, can_absorb, decision):
 
 
 @pytest.mark.parametrize(
-    ("claims", "can_absorb", "decision"),
+    ("leases", "can_absorb", "decision"),
     [
         pytest.param(held("a", "b"), True, Decision(JoinStep.ADD, 2), id="a new slot"),
         pytest.param(vacant(held("a", "b"), 1), True, Decision(JoinStep.CLAIM, 1), id="a vacant one first"),
@@ -107,7 +107,7 @@ def test_a_round_that_grows(leases, can_absorb, decision):
 
 
 @pytest.mark.parametrize(
-    ("claims", "decision"),
+    ("leases", "decision"),
     [
         pytest.param(held("a", "b"), Decision(JoinStep.WAIT), id="what has ended is not run again for one more"),
         pytest.param(vacant(ALL, 2), Decision(JoinStep.RENEW, 2), id="without the one that was lost nobody goes on"),
@@ -120,7 +120,7 @@ def test_a_round_that_has_trained(leases, decision):
         )
 
 
-@pytest.mark.parametrize("claims", [ALL, vacant(ALL, 1), done(ALL, 0), done(ALL, 1, 2)])
+@pytest.mark.parametrize("leases", [ALL, vacant(ALL, 1), done(ALL, 0), done(ALL, 1, 2)])
 @pytest.mark.parametrize("node", ["a", "d"])
 def test_all_begin_again_where_a_member_wants_it_those_that_are_done_too(leases, node):
     for has_entered in (False, True):
@@ -185,7 +185,7 @@ def test_every_lost_node_is_found_out_by_one_that_is_left(num_nodes, data):
 
 
 @pytest.mark.parametrize(
-    ("beats", "lost"),
+    ("heartbeats", "lost"),
     [
         ([1, 2, 3, 4], False),
         ([1, 1, 1], False),
@@ -206,7 +206,7 @@ def test_silence_is_counted_in_looks(heartbeats, lost):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"min_nodes": 3}, {"min_nodes": 0}, {"beat_s": 0}, {"last_call_s": -1}, {"max_missed_beats": 0}]
+    "wrong", [{"min_nodes": 3}, {"min_nodes": 0}, {"heartbeat_s": 0}, {"last_call_s": -1}, {"max_missed_heartbeats": 0}]
 )
 def test_impossible_policies_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"--nnodes|--rdzv-conf"):

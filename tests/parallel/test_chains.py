@@ -73,6 +73,54 @@ class Aliased(Layers):
         return x
 
 
+class Matched(Layers):
+    def forward(self, x, kind):
+        for layer in self.layers:
+            match kind:
+                case "whole":
+                    x = layer(x)
+                case _:
+                    x = x + 1
+        return x
+
+
+class BehindMatch(Layers):
+    def forward(self, x, kind):
+        match kind:
+            case "whole":
+                for layer in self.layers:
+                    x = layer(x)
+        return x
+
+
+class BehindMatchedReturn(Layers):
+    def forward(self, x, kind):
+        match kind:
+            case "none":
+                return x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class LeftAfterALoop(Layers):
+    def forward(self, x):
+        for layer in self.layers:
+            for _ in range(2):
+                x = x + 1
+            else:
+                break
+            x = layer(x)
+        return x
+
+
+class Asserted(Layers):
+    def forward(self, x):
+        for layer in self.layers:
+            assert layer(x) is not None
+        return x
+
+
 class Summed(Layers):
     def forward(self, x):
         return sum(layer(x) for layer in self.layers)
@@ -197,7 +245,7 @@ class Passed(Layers):
 CHAINS = [Plain, Inherits, Sliced, Indexed, Named, Recomputed, Aliased, Summed, Initialised, Children, Configured]
 NOT_CHAINS = [
     *(Dropped, Left, Returned, Routed, Ternary, Filtered, Chosen, ChosenInALoop, SometimesChosen, Handed, Layers),
-    *(Conditional, Skipped, Passed),
+    *(Conditional, Skipped, Passed, Matched, BehindMatch, BehindMatchedReturn, LeftAfterALoop, Asserted),
 ]
 
 

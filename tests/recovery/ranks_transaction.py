@@ -42,7 +42,7 @@ class Subject:
     def begin(self, step):
         self.buffers = [(b, b.detach().clone()) for b in self.state.model.buffers()]
 
-    def undo(self):
+    def undo_step(self):
         for optimizer in self.state.optimizers:
             optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -55,13 +55,13 @@ class Subject:
     def end_iteration(self):
         end_iteration(self.state.model)
 
-    def describe(self):
+    def capture_state(self):
         buffer = io.BytesIO()
         (optimizer,) = self.state.optimizers
         torch.save({"scheduler": self.scheduler.state_dict(), "lr": optimizer.param_groups[0]["lr"]}, buffer)
         return buffer.getvalue()
 
-    describe_own = describe
+    capture_own_state = capture_state
     local_steps = None
 
     def load(self, description):

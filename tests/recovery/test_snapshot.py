@@ -244,7 +244,7 @@ def turn_off_and_repair(snapshots, make, store):
     found = []
     for generation in (2, 3):
         for step in (20, 25):
-            snapshots.offer(step, lambda: b"")
+            snapshots.maybe_snapshot(step, lambda: b"")
             snapshots.settle()
         found.append(snapshots._is_off)
         break_groups("a test")

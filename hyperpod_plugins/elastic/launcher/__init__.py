@@ -1,1 +1,1 @@
-"""`hyperpodrun`: the agent of a node and its workers."""
+"""`hyperpodrun`: the agent of a node, its workers, and the fork server that starts them."""

@@ -1,12 +1,12 @@
-"""The agent of one node: torch's elastic agent, except that a lost worker is replaced and the others go on.
+"""The agent of a node: torch's elastic agent, except that it replaces a lost worker while the others keep running.
 
-A death takes this path, within milliseconds: the kernel tells the zygote, the zygote the agent, the agent the job store
-(first that the place has a new incarnation, then how the old one ended, then that the generation is over if it had
-been formed), and the zygote forks the replacement. Workers are free to notice earlier; whoever writes the end
-of a generation first is believed.
+The exit of a worker is handled within milliseconds. The kernel notifies the fork server, which notifies the agent.
+The agent writes to the job store that the worker slot has a new incarnation, then how the old one ended, then that
+the generation has ended, if it was formed. The fork server then forks the replacement. Other workers may notice the
+loss earlier; the first to write the end of a generation determines its recorded cause.
 
-All agents talk to a store that one of them serves, or to etcd, so no worker's death takes it along. A lost node is
-another matter: whether its place can be filled depends on the rendezvous; see `rendezvous.py`.
+All agents use a store that one of them serves, or etcd, so the loss of a worker never takes the store with it. The
+rendezvous decides whether a lost node can be replaced; see `rendezvous/handler.py`.
 """
 
 import contextlib
@@ -64,31 +64,34 @@ from hyperpod_plugins.elastic.store.records import FailureRecord
 logger = get_logger(__name__)
 
 _POLL_S = 0.05
-"""How often the job store is asked for processes to kill, and whether the job is over."""
+"""Interval at which the job store is polled for processes to kill and for the end of the job."""
 _POLL_PER_NODE_S = 0.0005
-"""The same where there are many nodes, which share one job store: 1,000 ask twice a second each."""
+"""Minimum of that interval per node, as all nodes share one job store: each of 1,000 nodes polls twice a second."""
 _LEAVE_S = 5.0
-"""How long nodes wait for each other's farewell when all their workers are done."""
+"""How long nodes whose workers are done wait for each other to leave; also the time from SIGTERM to SIGKILL for
+workers that the job no longer needs."""
 _REPORT_S = 30.0
-"""How often a node whose workers are done says for whom it waits."""
+"""How often a node whose workers are done reports the nodes it waits for."""
 _OUTSIDE_S = 900.0
-"""How long a worker outside of a step may do nothing that others hear of, before the store ends without it."""
+"""How long a worker outside of a step may show no progress before the node that serves the store stops waiting."""
 _PART_FOR_LEAVING = 1 / 3
-"""Of the time from SIGTERM to SIGKILL, in which an elastic job may go on without this node."""
+"""Fraction of the time from SIGTERM to SIGKILL that an elastic job gets to continue without this node."""
 _END_S = 4.0
-"""How long this process may go on after an ending signal, once no worker runs here."""
+"""How long this process may live after a signal that ends it, once no worker runs here."""
 _STUCK_S = 2.0
 """How long the main thread may take to pass that signal on to the workers."""
 _NEWS_S = 0.5
-"""How long the store outlives the decision to stop, for the other nodes to read why."""
-_STOPPED = "agent/stopped"  # value: the Failure for which the whole job ends
-_DONE = "agent/done"  # value NODE: all workers of that node have come to a good end
-_LEFT = "agent/left"  # value NODE: it needs the rendezvous no more
-_FINISHED = "agent/finished"  # value RANK: that worker has
+"""How long the store outlives the decision to stop, so that the other nodes can read the reason."""
+_STOPPED = "agent/stopped"  # value: the FailureRecord for which the whole job ends
+_DONE = "agent/done"  # key .../NODE: all workers of that node have succeeded
+_LEFT = "agent/left"  # key .../NODE: that node no longer needs the rendezvous
+_FINISHED = "agent/finished"  # key .../WORKER_ID: that worker has succeeded
 
 
 def longest_stop_s(shutdown_timeout_s: float) -> float:
-    """How long workers may run after an ending signal: until the job goes on without them, to SIGKILL, and to its end.
+    """Longest time in seconds that workers may run after a signal that ends the agent.
+
+    It covers the wait for the job to continue without them, the time to SIGKILL, and the exit of killed processes.
 
     Args:
         shutdown_timeout_s: from SIGTERM to SIGKILL.
@@ -97,14 +100,15 @@ def longest_stop_s(shutdown_timeout_s: float) -> float:
 
 
 class HyperPodAgent(SimpleElasticAgent):
-    """Replaces lost workers one by one."""
+    """torch's elastic agent with replacement of single workers. Use it from the main thread."""
 
     def __init__(self, spec: WorkerSpec, options: AgentOptions) -> None:
-        """Start the zygote.
+        """Start the fork server.
 
         Args:
-            spec: torch's; its restarts are of all workers together and must be 0, its interval short.
-            options: ours.
+            spec: torch's worker spec. Its `max_restarts`, which counts restarts of all workers, must be 0, and its
+                `monitor_interval` short.
+            options: what the spec does not hold.
         """
         super().__init__(spec)
         self._options = options
@@ -126,16 +130,18 @@ class HyperPodAgent(SimpleElasticAgent):
         self._is_needed = True
         self._stopped_s = 0.0
         self._is_known = False
-        """Whether the program has said that it takes part in recovery."""
+        """Whether the program takes part in recovery; once known, this holds for later rounds."""
         self._is_proven = False
+        """Whether a worker of this node ran past the time for early faults before it ended."""
         self._excluded: FailureRecord | None = None
+        """Why the job continues without the workers of this node, if it does."""
         self.stopped: FailureRecord | None = None
-        """Why the whole job ends, where it does before its work is done."""
+        """Why the whole job ends early; None if it does not."""
 
-    # -- what torch's loop calls, and the loop itself ----------------------------------------------------------------
+    # -- torch's loop and the methods it calls -----------------------------------------------------------------------
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        """Torch's loop ends when the workers of this node are done; other nodes may still want all to start again."""
+        """Run torch's loop; run it again when another node requests a restart after the workers here are done."""
         while True:
             result = super()._invoke_run(role)
             if result.is_failed() or self._restart is None or self.stopped is not None:
@@ -161,7 +167,7 @@ class HyperPodAgent(SimpleElasticAgent):
                 self._inbox, lambda: rendezvous is not None and rendezvous.is_over
             ):
                 self._on_end(slot, code)
-            if self._leave_by_s is not None:  # what it said in the round before is forgotten
+            if self._leave_by_s is not None:  # the notice given in the round before does not carry over
                 self._announce_preemption()
             return {slot.local_rank: slot.pid for slot in slots}
 
@@ -185,12 +191,12 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._stop(signal.SIGTERM if self._restart is None else signal.SIGKILL)
-        self._inbox.raise_pending()  # before the rendezvous, which may take long
+        self._inbox.raise_pending()  # before the rendezvous, which may take a long time
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """`timeout` is torch's idea; ours is in the options, and the same."""
+        """Shut this node down; `timeout` is ignored, as `AgentOptions.shutdown_timeout_s` has the same value."""
         self._is_stopping = True
-        with self._inbox.deferred():  # another signal is to end nothing half way
+        with self._inbox.deferred():  # another signal must not interrupt the shutdown
             self._end_node(death_sig)
 
     def _end_node(self, death_sig: signal.Signals) -> None:
@@ -203,19 +209,19 @@ class HyperPodAgent(SimpleElasticAgent):
             if code != 0 and self.stopped is None and self._round.num_nodes > 1:
                 with contextlib.suppress(DistError):
                     if not self._is_void(slot):
-                        self._record_exit(slot, code)  # this node leaves and the others stay: they need not find out
+                        self._record_exit(slot, code)  # the other nodes stay, and need not detect the loss themselves
         self._workers.close()
         if self.stopped is not None and (self._worker_group.group_world_size or 1) > 1:
             time.sleep(max(0.0, self._stopped_s + _NEWS_S - time.monotonic()))
 
     def _exit_barrier(self) -> None:
-        """Wait until the workers of all nodes are done, for the stores are needed until then, and leave together."""
+        """Wait until the workers of all nodes are done, as the stores are needed until then; then leave together."""
         handler = self._worker_group.spec.rdzv_handler
         num_nodes, kept = self._round.num_nodes, None
         if isinstance(handler, HyperPodRendezvousHandler):
-            with contextlib.suppress(DistError):  # whoever serves the store knew that nobody needs it any more
+            with contextlib.suppress(DistError):  # the node that serves the store ended it, as no node needs it
                 handler.finish(stays=True)
-                if handler.is_done or handler.serves_store:  # else the others go on without this one
+                if handler.is_done or handler.serves_store:  # otherwise the others continue without this node
                     self._await_members(handler)
                     if handler.is_done and self._restart is not None:
                         return
@@ -223,19 +229,19 @@ class HyperPodAgent(SimpleElasticAgent):
                     if is_first and not handler.unfinished():
                         kept = self._kept_folder()
             self.leave_rendezvous()
-            self._remove(kept)  # the job is closed, so nobody begins again with it
+            self._remove(kept)  # the job is closed, so no restart can need it
             return
-        with contextlib.suppress(DistError):  # a node that has waited long enough may leave first, with its store
+        with contextlib.suppress(DistError):  # the node that serves the store may have timed out and left first
             if self._await_all_nodes(_DONE, self._exit_barrier_timeout) and self._round.node == 0:
                 kept = self._kept_folder()
             self.leave_rendezvous()
             self._await_all_nodes(_LEFT, _LEAVE_S)
         self._remove(kept)
         if self._round.node == 0 and num_nodes > 1:
-            time.sleep(2 * self._options.monitor_interval_s)  # the others still look for the last `_LEFT`
+            time.sleep(2 * self._options.monitor_interval_s)  # the others still poll for the last `_LEFT`
 
     def _kept_folder(self) -> Path | None:
-        """The state after the calls of the program, where that has come to a good end."""
+        """Folder with the state after each entry of the program, if the program has succeeded."""
         return kept_folder(self._job_store) if self.stopped is None else None
 
     def _remove(self, kept: Path | None) -> None:
@@ -243,13 +249,13 @@ class HyperPodAgent(SimpleElasticAgent):
             shutil.rmtree(kept, ignore_errors=True)
 
     def _await_members(self, handler: HyperPodRendezvousHandler) -> None:
-        """Wait until the workers of all nodes that train are done; one that falls silent meanwhile is vacated.
+        """Wait until the workers of all nodes that train are done; the slots of silent nodes expire meanwhile.
 
-        A worker that hangs after the program's last call is not waited for: no other rank notices that it does.
+        The wait is limited, as no other rank would notice a worker that hangs after the program's last call.
         """
         now_s, limit_s = time.monotonic(), self._exit_barrier_timeout
         if handler.serves_store:
-            limit_s = max(limit_s, _OUTSIDE_S)  # those that are left cannot go on without the store
+            limit_s = max(limit_s, _OUTSIDE_S)  # the remaining nodes cannot continue without the store
         wait, look_s = ExitWait(limit_s, now_s), min(_REPORT_S, limit_s / 4)
         next_look_s, next_report_s = now_s, now_s + _REPORT_S
         while self._job_store.try_get(_STOPPED) is None and not handler.is_closed() and (left := handler.unfinished()):
@@ -260,26 +266,26 @@ class HyperPodAgent(SimpleElasticAgent):
                 next_look_s = now_s + look_s
                 if wait.is_over(left, self._heartbeats_of(handler, left), now_s) and not self._follows_restart():
                     logger.warning(
-                        "the workers of this node are done, and it waits no longer for those of nodes %s: nothing has "
-                        "been heard of a step or a call of the program there for %.0f s",
+                        "the workers of this node are done, and it stops waiting for nodes %s: their workers have "
+                        "shown no progress for %.0f s",
                         *(sorted(left), limit_s),
                     )
                     return
             if now_s > next_report_s:
                 next_report_s = now_s + _REPORT_S
-                logger.warning("the workers of this node are done; it waits for those of nodes %s", sorted(left))
+                logger.warning("the workers of this node are done; waiting for nodes %s", sorted(left))
             time.sleep(self._options.monitor_interval_s)
 
     def _follows_restart(self) -> bool:
-        """Whether others want all processes to start again, those that are done too: what they ran, they pass."""
+        """Whether a restart of all workers is requested. It includes those that are done: they skip what they ran."""
         wanted = self._job_store.try_get(RESTART_KEY)
         if wanted is not None:
-            with contextlib.suppress(*MALFORMED):  # the keeper's thread tells of such values
+            with contextlib.suppress(*MALFORMED):  # the keep-alive thread reports such values
                 self._restart_all(JobRestart.from_json(wanted))
         return self._restart is not None
 
     def _heartbeats_of(self, handler: HyperPodRendezvousHandler, left: set[int]) -> dict[int, dict[str, Any]] | None:
-        """What processes of other nodes have told; None to wait on without knowing, for a round needs the store."""
+        """Last heartbeats of the workers of other nodes; None if unknown while a new round still needs the store."""
         if handler.has_new_round:
             return None if handler.serves_store else {}
         return handler.heartbeats_of(left)
@@ -299,15 +305,15 @@ class HyperPodAgent(SimpleElasticAgent):
         return False
 
     def leave_rendezvous(self) -> None:
-        """Close the rendezvous, once: nobody is to join any more."""
+        """Leave the rendezvous for good; only the first call has an effect."""
         if not self._has_left:
             self._has_left = True
             self._worker_group.spec.rdzv_handler.shutdown()
 
-    # -- the life of a worker -------------------------------------------------------------------------------------
+    # -- exits of workers -----------------------------------------------------------------------------------------
 
     def _on_end(self, slot: WorkerSlot, code: int) -> None:
-        """Tell the job store that a process has ended, and replace it unless that is pointless."""
+        """Record the exit of a worker in the job store, then replace it, restart all workers, or end the job."""
         try:
             if code == 0:
                 self._job_store.set(f"{_FINISHED}/{slot.global_rank}", b"1")
@@ -321,7 +327,8 @@ class HyperPodAgent(SimpleElasticAgent):
             if self._is_void(slot):
                 return
             failure = self._record_exit(slot, code)
-            is_taken_over = self._job_store.incarnation(slot.global_rank) != failure.incarnation + 1  # just now
+            # Another node may have taken the slot over just now.
+            is_taken_over = self._job_store.incarnation(slot.global_rank) != failure.incarnation + 1
             if is_taken_over or self._leave_by_s is not None:
                 return
             is_new, loss = self._is_on_trial(slot, code), self._loss(slot, code)
@@ -346,7 +353,7 @@ class HyperPodAgent(SimpleElasticAgent):
         self._workers.replace(slot, failure.incarnation + 1)
 
     def _is_on_trial(self, slot: WorkerSlot, code: int) -> bool:
-        """Whether a failure speaks against this node rather than the job: it came later, and has been of no use yet."""
+        """Whether a failure is blamed on this node, not the job: the node joined later and has not proven itself."""
         if self._job_store.try_get(GAVE_UP_KEY) is not None or not self._job_store.is_armed:
             return False
         if not isinstance(self._worker_group.spec.rdzv_handler, HyperPodRendezvousHandler):
@@ -356,18 +363,18 @@ class HyperPodAgent(SimpleElasticAgent):
         return self._round.job.incarnation > 0 and not self._is_proven and code != GAVE_UP
 
     def _exclude_node(self, failure: FailureRecord, why: str) -> None:
-        """Give the slot of this node back, and end; where it serves the store, it stays for that alone."""
+        """Give up the slot of this node and leave; a node that serves the store stays to serve it."""
         handler = self._worker_group.spec.rdzv_handler
         assert isinstance(handler, HyperPodRendezvousHandler)
-        stays = "it only serves the job's store from now on" if handler.serves_store else "it leaves"
+        stays = "this node only serves the job's store from now on" if handler.serves_store else "this node leaves"
         logger.error("%s; the job goes on without the workers of this node, and %s: %s", failure, stays, why)
         self._excluded = replace(failure, cause=f"{failure.cause}; {why}")
         self._workers.stop(signal.SIGKILL, 0.0, self._inbox)
         with contextlib.suppress(DistError):
-            handler.withdraw(f"its workers fail as they start: {failure.cause}")
+            handler.withdraw(f"its workers fail at startup: {failure.cause}")
 
     def _is_void(self, slot: WorkerSlot) -> bool:
-        """Whether another node has taken this one for lost, and its slot."""
+        """Whether another node considered this one lost and took over its slot."""
         return self._job_store.incarnation(slot.global_rank) != slot.incarnation
 
     def _record_exit(self, slot: WorkerSlot, code: int) -> FailureRecord:
@@ -399,17 +406,17 @@ class HyperPodAgent(SimpleElasticAgent):
         )
 
     def _has_any_node_left(self) -> bool:
-        """Whether a node whose workers are done has left, or may have."""
+        """Whether a node whose workers are done has left, or may have left."""
         handler = self._worker_group.spec.rdzv_handler
         if isinstance(handler, HyperPodRendezvousHandler):
             return handler.is_any_gone
         return bool(self._job_store.try_get_all([f"{_DONE}/{node}" for node in range(self._round.num_nodes)]))
 
     def _starts_all_again(self, slot: WorkerSlot, loss: Loss, failure: FailureRecord) -> bool:
-        """Have all nodes start their processes again, where the others cannot take a replacement in, and that may help.
+        """Request a restart of all workers if the others cannot take a replacement in and a restart may help.
 
         Returns:
-            Whether that is so; then the job ends if it has not helped before.
+            Whether the loss is handled: by that restart, or by the end of the job if restarts have not helped before.
         """
         if loss.remedy is not Remedy.START_AGAIN or self._job_store.try_get(GAVE_UP_KEY) is not None:
             return False
@@ -428,22 +435,22 @@ class HyperPodAgent(SimpleElasticAgent):
         if given_up is not None:
             return f"the job has given up: {FailureRecord.from_json(given_up)}"
         if loss.remedy is Remedy.END and code > 0 and loss.is_known:
-            return "it failed by itself outside of the steps of the program"
+            return "it failed on its own outside of the program's steps"
         if not loss.is_armed:
             return (
-                "no worker takes part in recovery: the program does not use it, had nothing to recover yet, or is past "
-                "its last step"
+                "no worker takes part in recovery: the program does not use it, has nothing to recover yet, or is "
+                "past its last step"
             )
         if refusal is None:
             world = world_or_none(self._job_store)
             worker_ids = range(self._worker_group.workers[0].world_size) if world is None else world.worker_ids
             others = set(worker_ids) - {slot.global_rank}
             if others and all(self._job_store.try_get(f"{_FINISHED}/{rank}") is not None for rank in sorted(others)):
-                return "all others have finished, and a new process would wait for them in vain"
+                return "all others have finished, and a replacement would hang"
         return refusal
 
     def _poll_job_store(self) -> None:
-        """Kill whom others want killed, and hear whether another node has ended the job."""
+        """Kill workers on request, and act on a stop, a restart or the end of the job that another node decided."""
         if time.monotonic() < self._next_poll_s:
             return
         self._next_poll_s = time.monotonic() + max(_POLL_S, self._round.num_nodes * _POLL_PER_NODE_S)
@@ -463,24 +470,27 @@ class HyperPodAgent(SimpleElasticAgent):
             if not self._is_superfluous():
                 self._lose_store(error)
             return
-        except MALFORMED:  # the keeper's thread tells of such values
+        except MALFORMED:  # the keep-alive thread reports such values
             return
         if self._is_superfluous():
-            logger.warning("the job is done, and has not taken this node in: its workers end")
+            logger.warning("the job is done without this node: its workers end")
             self._is_needed = False
             self._workers.stop(signal.SIGKILL, 0.0, self._inbox)
         elif stop is not None:
             self._end_job(stop)
 
     def _is_superfluous(self) -> bool:
-        """Whether the job has come to a good end, and the workers of this node still wait to be taken in."""
+        """Whether the job has succeeded while the workers of this node still wait to be taken in."""
         handler = self._worker_group.spec.rdzv_handler
         return isinstance(handler, HyperPodRendezvousHandler) and self._is_needed and handler.ended_without_this_node
 
-    # -- this node leaves, and the job goes on --------------------------------------------------------------------
+    # -- leaving while the job continues --------------------------------------------------------------------------
 
     def _announce_leaving(self, notice: signal.Signals) -> None:
-        """Have the job shrink, so that this node can leave between two steps; where it cannot, tell the workers."""
+        """Request that the job shrink, so that this node can leave between two steps.
+
+        A job that cannot change its size gets the notice instead: it is passed on to the workers.
+        """
         if self._leave_by_s is not None:
             return
         handler = self._worker_group.spec.rdzv_handler
@@ -501,7 +511,7 @@ class HyperPodAgent(SimpleElasticAgent):
         self._leave_by_s = time.monotonic() + timeout_s
 
     def _leave_between_steps(self) -> None:
-        """Wait a while for the job to go on without this node, if it can; another signal ends the wait."""
+        """Wait for an elastic job to continue without this node; a timeout or another signal ends the wait."""
         handler = self._worker_group.spec.rdzv_handler
         own = {slot.global_rank for slot in self._workers.slots if slot.status is WorkerStatus.RUNNING}
         if not own or not isinstance(handler, HyperPodRendezvousHandler) or handler.serves_store:
@@ -524,13 +534,13 @@ class HyperPodAgent(SimpleElasticAgent):
                 announce_preemption(self._job_store, slot.global_rank, slot.incarnation)
 
     def _end_superfluous_workers(self, leave_by_s: float) -> None:
-        """End those of this node's processes that the job has done without.
+        """End the workers of this node that are no longer part of the world.
 
         Raises:
-            SignalException: it has not within the time that its policy grants; then this node leaves as it is.
+            SignalException: the job did not continue without this node by `leave_by_s`; the node leaves anyway.
         """
         if time.monotonic() > leave_by_s:
-            cause = f"process {os.getpid()} got notice, and the job has not gone on without it in time"
+            cause = f"process {os.getpid()} got notice, and the job did not continue without it in time"
             raise SignalException(cause, signal.SIGTERM)
         world = world_or_none(self._job_store)
         if world is None:
@@ -541,31 +551,31 @@ class HyperPodAgent(SimpleElasticAgent):
             self._workers.send(aside, self._next_signal, last=True)
             self._next_signal, self._next_signal_s = signal.SIGKILL, time.monotonic() + _LEAVE_S
 
-    # -- the end of the job ---------------------------------------------------------------------------------------
+    # -- restarts of all workers, and the end of the job ----------------------------------------------------------
 
     def _restart_all(self, restart: JobRestart) -> None:
-        """Have torch's loop start all workers again, unless that has not helped before."""
+        """Have torch's loop restart all workers; end the job if restarts have not helped before."""
         refusal = self._job_restarts.refusal(restart)
         if refusal is not None:
             self._stop_job(restart.failure, refusal)
             return
         logger.warning("%s", restart)
         self._records = EntryRecords.of(self._job_store)
-        self._restart, self._is_known = restart, True  # only programs that take part ask for it
+        self._restart, self._is_known = restart, True  # only programs that take part in recovery request restarts
 
     def _records_of_last_round(self, restart: JobRestart | None) -> tuple[EntryRecords | None, int]:
-        """What the workers of the next round are told of the entries that have ended, and how many they are."""
+        """Records of ended entries to pass to the next round, and how many entries count as ended before it."""
         if not self._has_job_store:
             return None, 0
         if restart is not None and self._records is not None:
             return self._records, restart.entry
-        with contextlib.suppress(DistError):  # all begin again for another reason; its store may be gone
+        with contextlib.suppress(DistError):  # the round ended for another reason; its store may be gone
             self._records = EntryRecords.of(self._job_store)
         records = self._records or EntryRecords()
         return records, len(records.ended)
 
     def _outcome(self) -> RunResult | None:
-        self._remaining_restarts = int(self._restart is not None and self.stopped is None)  # of all workers together
+        self._remaining_restarts = int(self._restart is not None and self.stopped is None)  # torch's: of all workers
         if self.stopped is not None:
             return RunResult(state=WorkerState.FAILED, failures=self._failures)
         if self._excluded is not None:
@@ -580,7 +590,7 @@ class HyperPodAgent(SimpleElasticAgent):
         )
 
     def _outcome_without_workers(self) -> RunResult | None:
-        """Of a node whose workers were of no use: it fails, or serves the store to the end of the job."""
+        """Outcome for an excluded node: None while it serves the store of a running job, else success or failure."""
         handler = self._worker_group.spec.rdzv_handler
         assert isinstance(handler, HyperPodRendezvousHandler)
         if handler.serves_store and not handler.is_over:
@@ -597,16 +607,16 @@ class HyperPodAgent(SimpleElasticAgent):
             self._job_store.set(_STOPPED, reason.to_json().encode())
 
     def _fail(self, slot: WorkerSlot, code: int, error: Exception) -> None:
-        """End the job where it is not known what a loss means, for the store is gone or holds what no agent writes."""
+        """End the job when the exit of a worker cannot be handled: the store is gone or holds malformed values."""
         if isinstance(error, DistError):
             self._lose_store(error)
         else:
             self._record_failure(slot, code)
             failure = FailureRecord(kind="agent", cause=f"rank {slot.global_rank} has ended", reporter=self._reporter)
-            self._stop_job(failure, f"a value in the job's store is none that an agent writes ({error})")
+            self._stop_job(failure, f"a value in the job's store is malformed ({error})")
 
     def _lose_store(self, error: Exception) -> None:
-        cause = f"the store of the job, which an agent serves or etcd, does not answer any more ({error})"
+        cause = f"the store of the job (served by an agent or etcd) no longer answers ({error})"
         self._end_job(FailureRecord(kind="agent", cause=cause, reporter=self._reporter))
 
     def _end_job(self, failure: FailureRecord) -> None:
@@ -614,7 +624,7 @@ class HyperPodAgent(SimpleElasticAgent):
             self.stopped, self._stopped_s = failure, time.monotonic()
 
     def _enforce_end(self, number: signal.Signals) -> None:
-        """End this process after a signal where its main thread does not, for it waits in C; in a thread of its own."""
+        """End this process after a signal if its main thread, blocked in C, does not; runs in a thread of its own."""
         began_s = last_s = time.monotonic()
         is_passed_on = False
         handler = self._worker_group.spec.rdzv_handler
@@ -636,16 +646,16 @@ class HyperPodAgent(SimpleElasticAgent):
                         os.kill(pid, number)
         age_s = time.monotonic() - began_s
         print(  # noqa: T201
-            f"hyperpodrun: {number.name}: this process has not ended by itself in {age_s:.0f} s, so it ends now",
+            f"hyperpodrun: {number.name}: this process did not end by itself within {age_s:.0f} s and exits now",
             file=sys.stderr,
         )
-        os._exit(128 + number)  # the kernel ends the zygote with it, and that the workers
+        os._exit(128 + number)  # the fork server ends with this process, and the workers with the fork server
 
     def _stop(self, number: signal.Signals) -> list[tuple[WorkerSlot, int]]:
         with self._inbox.deferred():
             ended = self._workers.stop(number, self._options.shutdown_timeout_s, self._inbox)
             for slot, code in ended:
-                if self.stopped is not None and (code > 0 or error_of(slot)):  # not by our signal, or before it
+                if self.stopped is not None and (code > 0 or error_of(slot)):  # not ended by our signal
                     self._record_failure(slot, code)
             return ended
 
@@ -659,5 +669,5 @@ class HyperPodAgent(SimpleElasticAgent):
             (sinks[1], destination.filtered_stderr, self._options.stderr_filters),
         ):
             if needles:
-                sinks.append(Sink(sink.stream, open(path, "w"), needles))  # noqa: SIM115  (open while this process is)
+                sinks.append(Sink(sink.stream, open(path, "w"), needles))  # noqa: SIM115  (open until the agent ends)
         return sinks

@@ -1,4 +1,4 @@
-"""How a forked child becomes the program it was forked for, as if a fresh interpreter had started it."""
+"""Run the program in a forked child as if a fresh interpreter had started it."""
 
 import builtins
 import contextlib
@@ -18,10 +18,10 @@ from hyperpod_plugins.elastic.launcher.fork_client import SpawnRequest
 
 
 def exec_program(start: SpawnRequest, mask: Iterable[int]) -> None:
-    """Run the program in this process; `mask` is the set of blocked signals it begins with.
+    """Run the program in this process; `mask` is the set of signals that are blocked at its start.
 
-    Returns, or raises SystemExit, where the program ends, so that the interpreter goes on to its own end: threads
-    are joined, `atexit` functions called, output flushed.
+    Returns or raises SystemExit when the program ends, so that the interpreter shuts down as usual: it joins threads,
+    calls `atexit` functions and flushes output.
     """
     environ = os.environ  # noqa: TID251  (written here, not read)
     environ.clear()
@@ -33,7 +33,7 @@ def exec_program(start: SpawnRequest, mask: Iterable[int]) -> None:
             os.dup2(file, descriptor)
             os.close(file)
     if start.kind == "executable":
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; other programs count on them
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; other programs rely on them
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.execvpe(start.target, [start.target, *start.args], start.environ)
@@ -51,9 +51,9 @@ def _run(start: SpawnRequest) -> None:
     if start.kind == "module":
         _put_on_path(start.cwd)
         _make_main()
-        # What `python -m` itself calls; the public `run_module` takes `__main__` away as `run_path` does.
+        # `python -m` calls this. The public `run_module` removes `__main__` afterwards, as `run_path` does.
         runpy._run_module_as_main(start.target)  # pyright: ignore
-    elif path.endswith(".pyc") or pkgutil.get_importer(path) is not None:  # a folder or archive with a __main__.py
+    elif path.endswith(".pyc") or pkgutil.get_importer(path) is not None:  # or a folder or archive with a __main__.py
         _put_on_path(path)
         runpy.run_path(path, run_name="__main__")
     else:
@@ -62,15 +62,15 @@ def _run(start: SpawnRequest) -> None:
 
 
 def _put_on_path(entry: str) -> None:
-    """Replace the first entry of the search path, which `python -m` made for the zygote."""
+    """Replace the first entry of the search path, which `python -m` set for the fork server."""
     if not sys.flags.safe_path:
         sys.path[0] = entry
 
 
 def _run_file(path: str) -> None:
-    """Run a file as `__main__`, for good: `runpy.run_path` takes the module away when the last line has run.
+    """Run a file as `__main__`, and keep that module.
 
-    What outlives that line, such as threads and `atexit` functions that pickle, would miss it.
+    `runpy.run_path` removes it after the last line, when threads and `atexit` functions that pickle still need it.
     """
     main = _make_main()
     main.__file__ = path
@@ -89,20 +89,20 @@ def _make_main() -> ModuleType:
 
 
 def _mend_libraries(environ: dict[str, str]) -> None:
-    """Give back what libraries took from the process at import, which was the zygote and not this one.
+    """Reset what libraries took over from the process that imported them, the fork server.
 
-    A fresh interpreter draws numpy's global state from the system: all ranks sharing one would be a surprise.
+    A fresh interpreter seeds numpy's global generator from the system; without this, all workers would share a state.
     """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
-    rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")  # Lightning asks RANK once, at import
+    rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")  # Lightning reads RANK once, at import
     if rank_zero is not None and "RANK" in environ:
         rank_zero.rank_zero_only.rank = int(environ["RANK"])
 
 
 class _Reporting:
-    """Writes an exception that leaves the program to torchrun's error file, prints it and ends with code 1."""
+    """Context manager that writes an uncaught exception to torchrun's error file, prints it and exits with code 1."""
 
     def __enter__(self) -> None:
         get_error_handler().initialize()

@@ -1,4 +1,7 @@
-"""The agent's end of a zygote: starts it, asks it for processes, and hears how they end."""
+"""The agent's side of the fork server: start it, request processes, receive how they end; and the messages of both.
+
+Both sides exchange JSON objects, one per line, over a stream socket; `fork_server.py` lists them.
+"""
 
 import contextlib
 import json
@@ -11,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
-# What the agent and its zygote say to each other: one JSON object a line, over a stream socket.
-
 ProgramKind = Literal[
     "script",  # a path, run as `python PATH` would
     "module",  # a dotted name, run as `python -m NAME` would
@@ -22,23 +23,23 @@ ProgramKind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpawnRequest:
-    """One process to start, with all that a fresh interpreter would have got from whoever started it."""
+    """One process to start, with all that a fresh interpreter would inherit from its parent."""
 
     ticket: int
-    """Number by which the agent knows this process; never used twice."""
+    """Number by which the agent identifies this process; never reused."""
     kind: ProgramKind
     target: str
-    """Path, dotted name or command, as `kind` says."""
+    """Path, dotted name or command, depending on `kind`."""
     args: Sequence[str]
     environ: dict[str, str]
-    """The whole environment, not additions to one."""
+    """The whole environment."""
     cwd: str
     stdout: str = ""
-    """File that takes the output, or empty for that of the agent."""
+    """File for the output, or empty to inherit the agent's; the same for `stderr`."""
     stderr: str = ""
 
     def to_message(self) -> dict[str, Any]:
-        """What goes over the wire."""
+        """JSON-serializable form of this request."""
         return asdict(self)
 
     @classmethod
@@ -48,29 +49,29 @@ class SpawnRequest:
 
 
 class JsonLines:
-    """One end of a conversation."""
+    """One end of a connection that carries JSON objects, one per line."""
 
     def __init__(self, end: socket.socket) -> None:
-        """Talk through `end`, which is closed with this object."""
+        """Take over `end`, which `close` closes."""
         self._socket = end
         self._rest = b""
         self.is_over = False
-        """Whether the other side has gone; what it said before is still delivered."""
+        """Whether the peer has gone; its earlier messages are still delivered."""
 
     def fileno(self) -> int:
         """Descriptor to wait on."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Say one thing.
+        """Send one message.
 
         Raises:
-            OSError: nobody listens any more.
+            OSError: the peer has gone.
         """
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """All that has arrived by now; never waits."""
+        """Return the messages that have arrived; never blocks."""
         while not self.is_over:
             try:
                 data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -84,28 +85,28 @@ class JsonLines:
         return [json.loads(line) for line in whole]
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.is_over = True
         self._socket.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServerOptions:
-    """How to start a zygote."""
+    """How to start a fork server."""
 
     python: str
-    """Interpreter."""
+    """Path of the interpreter."""
     preload: Sequence[str] = ()
     """Modules to import before the first worker is forked."""
     num_spares: int = 0
-    """Forked children kept waiting."""
+    """Number of children forked in advance."""
     title: Sequence[str] = ()
-    """What `ps` and `pgrep -f` are to find in the command line of the zygote, and so in that of every worker."""
+    """Text for `ps` and `pgrep -f` in the command line of the fork server, which every worker inherits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A process runs."""
+    """A process has been started."""
 
     ticket: int
     pid: int
@@ -113,7 +114,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process is gone."""
+    """A process has ended."""
 
     ticket: int
     code: int
@@ -121,10 +122,10 @@ class Ended:
 
 
 class ForkServerProcess:
-    """A running zygote. Start it from the main thread: the kernel ties its life to the thread that made it."""
+    """A running fork server. Create it in the main thread: the kernel ties its life to the thread that creates it."""
 
     def __init__(self, options: ForkServerOptions, environ: Mapping[str, str]) -> None:
-        """Start the process; requests are served once its imports are done."""
+        """Start the process; it serves requests once its imports are done."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -133,10 +134,10 @@ class ForkServerProcess:
                     *(str(theirs.fileno()), str(os.getpid()), str(options.num_spares)),
                     *(",".join(options.preload), *options.title),
                 ],
-                # Lightning and torch then ask NVML for the number of GPUs, not CUDA.
+                # Makes Lightning and torch ask NVML, not CUDA, for the number of GPUs.
                 env={**environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C at the terminal is the agent's to forward
+                start_new_session=True,  # Ctrl-C at the terminal reaches the agent alone, which forwards it
             )
         self._lines = JsonLines(ours)
         self.is_ready = False
@@ -144,7 +145,7 @@ class ForkServerProcess:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is gone, and with it every process it started."""
+        """Whether it has ended, and with it every process it started."""
         return self._lines.is_over
 
     def fileno(self) -> int:
@@ -152,18 +153,18 @@ class ForkServerProcess:
         return self._lines.fileno()
 
     def start(self, start: SpawnRequest) -> None:
-        """Ask for a process; `Started` answers."""
+        """Request a process; the answer is a `Started`."""
         self._send({"start": start.to_message()})
 
     def send_signal(self, ticket: int, number: int, *, group: bool, last: bool) -> None:
         """Signal a process, or with `group` its process group, unless it has ended.
 
-        With `last`, what it leaves behind is cleared even where it ends with code 0.
+        With `last`, processes that it leaves behind are killed even if it ends with code 0.
         """
         self._send({"signal": int(number), "ticket": ticket, "group": group, "last": last})
 
     def news(self) -> list[Started | Ended]:
-        """What has happened since the last call; never waits."""
+        """Return the events since the last call; never blocks."""
         news: list[Started | Ended] = []
         for message in self._lines.receive():
             match message:
@@ -176,9 +177,9 @@ class ForkServerProcess:
         return news
 
     def close(self, timeout_s: float = 5.0) -> int:
-        """End it and whatever it still runs; returns its exit code."""
+        """End the fork server and its processes; returns its exit code."""
         self._lines.close()
-        if not self.is_ready:  # it runs nothing yet, and would hear of this only when its imports are done
+        if not self.is_ready:  # it runs nothing yet, and would notice the closed connection only after its imports
             self._process.kill()
         try:
             return self._process.wait(timeout_s)
@@ -187,12 +188,12 @@ class ForkServerProcess:
             return self._process.wait(timeout_s)
 
     def _send(self, message: dict[str, object]) -> None:
-        with contextlib.suppress(OSError):  # its loss shows in the next `news`
+        with contextlib.suppress(OSError):  # the next `news` shows that it is lost
             self._lines.send(message)
 
 
 def wait_readable(descriptors: Sequence[int], deadline_s: float) -> None:
-    """Wait until one of `descriptors` has something to read, or `time.monotonic()` reaches `deadline_s`."""
+    """Wait until one of `descriptors` is readable or `time.monotonic()` reaches `deadline_s`."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

@@ -1,20 +1,23 @@
-"""A process that has imported what workers import, and forks one on demand: milliseconds instead of seconds.
+"""The fork server: it has imported what workers import, and forks them on demand in milliseconds instead of seconds.
 
     python -m hyperpod_plugins.elastic.launcher.fork_server DESCRIPTOR AGENT_PID SPARES MODULE,... [TITLE...]
 
-It listens on the socket `DESCRIPTOR`, ignores the title, which is for `ps`, and speaks `wire.Lines`:
+`DESCRIPTOR` is a socket connected to the agent, and the title is only for `ps`. Messages are `JsonLines`:
 
-    the agent asks                              the zygote answers
+    from the agent                              from the fork server
     {"start": {...}}                            {"started": TICKET, "pid": PID}
     {"signal": N, "ticket": T, "group": bool, "last": bool}
                                                 {"ready": SECONDS}       once, after the imports
                                                 {"ended": TICKET, "code": N}         N < 0: killed by signal -N
 
-Nothing but importing happens here: no thread, no CUDA, no random number. The agent's death ends the zygote, and the
-zygote's death ends its children, by order of the kernel. Signals are blocked: a scheduler that signals every
-process of a job means the workers, whose mask is restored.
+The process only imports: it starts no thread, does not initialize CUDA and draws no random numbers. It ends when the
+agent dies, and its children end when it dies, as the kernel enforces. Signals are blocked here and unblocked in
+workers: a scheduler that signals every process of a job means the workers.
 
-Spares are children forked ahead of time. They save the fork alone, 4 to 9 ms of 15 to 25, so the default is none.
+Spares are children forked in advance. They save only the fork, 4 to 9 ms of 15 to 25 ms, so the default is none.
+
+`lightning` and `pytorch_lightning` are usually installed together. The fork server imports `lightning` before it
+knows which one the program uses, and hides it from `sys.modules`; importing a hidden module takes no time.
 """
 
 import contextlib
@@ -39,26 +42,22 @@ from hyperpod_plugins.elastic.launcher.fork_client import JsonLines, SpawnReques
 from hyperpod_plugins.elastic.process import clear_parent_death_signal, set_parent_death_signal
 from hyperpod_plugins.errors import ConfigError
 
-# Modules imported ahead of time that a program does not meet before it imports them itself.
-#
-# `hyperpod_plugins.lightning` follows the Lightning that the program has imported, of the two that are usually
-# installed together. The zygote imports one of them before it knows the program, so its children begin without either
-# in `sys.modules`; importing what is hidden takes no time.
+# -- preloaded modules, hidden until the program imports them -------------------------------------------------------
 
-_FLAVOURED = "hyperpod_plugins.lightning"
+_FLAVOURED = "hyperpod_plugins.lightning"  # binds to whichever Lightning the program has imported
 _LIGHTNING = "lightning"
 _RIVAL = "pytorch_lightning"
 
 
 def hide_lightning() -> None:
-    """Hide what has been imported of `lightning` and of our strategy for it."""
+    """Hide the imported modules of `lightning` and of `hyperpod_plugins.lightning`."""
     lightning = take_out(_LIGHTNING)
     if lightning:
         sys.meta_path.insert(0, PreloadedModules(lightning, take_out(_FLAVOURED)))
 
 
 def take_out(root: str) -> dict[str, ModuleType]:
-    """Remove a package from `sys.modules`, and from the package above it; returns its modules."""
+    """Remove a package from `sys.modules` and from its parent package; returns its modules."""
     taken = {name: module for name, module in sys.modules.items() if f"{name}.".startswith(f"{root}.")}
     for name in taken:
         del sys.modules[name]
@@ -69,24 +68,24 @@ def take_out(root: str) -> dict[str, ModuleType]:
 
 
 class PreloadedModules(MetaPathFinder):
-    """Gives back what was hidden when the program first imports any of it."""
+    """Meta path finder that restores hidden modules when the program first imports one of them."""
 
     def __init__(self, lightning: dict[str, ModuleType], flavoured: dict[str, ModuleType]) -> None:
-        """Hold both; `flavoured` belongs to `lightning` and is of no use beside its rival."""
+        """Hold the modules of `lightning` and those bound to it, which cannot be used with `pytorch_lightning`."""
         self._lightning = lightning
         self._flavoured = flavoured
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a hidden module; everything else is for other finders."""
+        """Find a hidden module; None for any other."""
         module = self._lightning.get(fullname) or self._flavoured.get(fullname)
         if module is None:
             return None
         if fullname in self._flavoured:
             flavoured, self._flavoured = self._flavoured, {}
             if _RIVAL in sys.modules and self._lightning:
-                return None  # the program uses the other one: it imports our strategy afresh
+                return None  # the program uses pytorch_lightning: it imports our strategy afresh
             sys.modules.update(flavoured)
         sys.modules.update(self._lightning)
         self._lightning = {}
@@ -94,7 +93,7 @@ class PreloadedModules(MetaPathFinder):
 
 
 class _Given(Loader):
-    """Loads a module that has been loaded before."""
+    """Loader of a module that is loaded already."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -104,11 +103,13 @@ class _Given(Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put that of this loader there
+        module.__spec__ = self._spec  # the import system has replaced it with this loader's
 
+
+# -- the server -----------------------------------------------------------------------------------------------------
 
 _CLEAN_UP_S = 1.0
-"""How long what a lost worker leaves behind (data loaders, compilers) may take to end by itself."""
+"""How long processes that a lost worker leaves behind (data loaders, compilers) may take to end by themselves."""
 _IDLE_S = 0.02
 _FORK_AGAIN_S = 0.5
 
@@ -117,13 +118,13 @@ class ForkServer:
     """The parent of all workers of a node."""
 
     def __init__(self, agent: JsonLines, num_spares: int, mask: Iterable[int]) -> None:
-        """Serve `agent`; children begin with the signal mask `mask`."""
+        """Prepare to serve `agent`, in the main thread; `mask` is the signal mask of children."""
         self._agent = agent
         self._num_spares = num_spares
         self._mask = mask
         self._pid = os.getpid()
         self._tickets: dict[int, int] = {}  # pid of a running worker -> its ticket
-        self._spares: dict[int, socket.socket] = {}  # pid of a spare -> where it waits for its program
+        self._spares: dict[int, socket.socket] = {}  # pid of a spare -> socket that sends it its program
         self._leaving: set[int] = set()  # pids of running workers that were told to end
         self._dead: dict[int, float] = {}  # pid of an ended worker, not reaped -> when to kill the rest of its group
         self._wakeup, self._bell = socket.socketpair()
@@ -133,7 +134,7 @@ class ForkServer:
         signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> SpawnRequest:
-        """Answer the agent until it is gone; returns only in a forked child, with what that is to become."""
+        """Serve the agent until it is gone. Returns only in a forked child, with the request that the child runs."""
         poll = select.poll()
         poll.register(self._agent.fileno(), select.POLLIN)
         poll.register(self._wakeup.fileno(), select.POLLIN)
@@ -159,7 +160,7 @@ class ForkServer:
     def _start(self, start: SpawnRequest) -> SpawnRequest | None:
         try:
             pid = self._start_spare(start) or self._fork()
-        except OSError as error:  # too many processes, or no memory, just now
+        except OSError as error:  # a temporary lack of processes or memory
             print(f"hyperpodrun: a worker could not be forked: {error}", file=sys.stderr, flush=True)  # noqa: T201
             time.sleep(_FORK_AGAIN_S)
             self._tell({"ended": start.ticket, "code": -signal.SIGKILL})
@@ -213,7 +214,7 @@ class ForkServer:
         return pid
 
     def _signal(self, signal: int, ticket: int, group: bool, last: bool) -> None:
-        """Signal a worker, or its process group; `last` says that whatever it does then, nothing of it is to stay."""
+        """Signal a worker or its process group; `last`: kill what it leaves behind, however it ends."""
         for pid in [pid for pid, known in self._tickets.items() if known == ticket]:
             if last:
                 self._leaving.add(pid)
@@ -221,7 +222,7 @@ class ForkServer:
                 if group:
                     os.killpg(pid, signal)
                     return
-            os.kill(pid, signal)  # not reaped, so it is that process; also where it has no group of its own yet
+            os.kill(pid, signal)  # its pid is not reused before it is reaped; also if it has no group of its own yet
 
     def _reap(self) -> None:
         for pid in [pid for pid in (*self._tickets, *self._spares) if _has_ended(pid)]:
@@ -236,10 +237,10 @@ class ForkServer:
             if not is_lost:
                 os.waitpid(pid, 0)
             else:
-                # Its forked data loaders hold its sockets open: while one lives, peers do not see that it is gone.
+                # Its forked data loaders hold its sockets open: peers do not notice the loss while one of them lives.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGTERM)
-                self._dead[pid] = time.monotonic() + _CLEAN_UP_S  # unreaped, it keeps its group's number taken
+                self._dead[pid] = time.monotonic() + _CLEAN_UP_S  # until it is reaped, its group id is not reused
 
     def _bury(self) -> None:
         groups = _process_groups() if self._dead else {}
@@ -254,7 +255,7 @@ class ForkServer:
             os.killpg(pid, signal.SIGKILL)
 
     def _tell(self, message: dict[str, object]) -> None:
-        with contextlib.suppress(OSError):  # that the agent is gone shows in the next `receive`
+        with contextlib.suppress(OSError):  # the next `receive` shows that the agent is gone
             self._agent.send(message)
 
     def _end(self) -> None:
@@ -275,7 +276,7 @@ def _code(pid: int) -> int:
 
 
 def _process_groups() -> dict[int, int]:
-    """Number of processes in each process group of this machine."""
+    """Number of processes in each process group of this machine, by group id."""
     sizes: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -286,30 +287,30 @@ def _process_groups() -> dict[int, int]:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import `modules`; warns of one that starts a thread.
+    """Import `modules`, and warn if one starts a thread.
 
     Raises:
-        ConfigError: one of them initialised CUDA, which a forked process cannot use.
+        ConfigError: a module initialized CUDA, which a forked process cannot use.
     """
     for name in modules:
         importlib.import_module(name)
         if torch.cuda.is_initialized() or _holds_cuda():
             raise ConfigError(
                 f"Importing {name!r} initialised CUDA, and a process that is forked afterwards cannot use the GPU. "
-                "Leave it out of --preload, or find what it does with the GPU when it is imported."
+                "Remove it from --preload, or find what it does with the GPU on import."
             )
         if _num_threads() > 1:
-            _fork_idly()  # OpenBLAS starts threads when it is imported, and ends them for a fork
+            _fork_idly()  # OpenBLAS starts threads on import, and ends them at a fork
             if _num_threads() > 1:
                 warnings.warn(
                     f"importing {name!r} started a thread. A lock that it holds during a fork stays locked in the "
-                    "forked worker, which may then hang. Leave it out of --preload if workers do.",
+                    "forked worker, which may then hang. Remove it from --preload if workers hang.",
                     stacklevel=2,
                 )
 
 
 def _holds_cuda() -> bool:
-    """Whether the CUDA driver has been initialised here, by whomever."""
+    """Whether any library has initialized the CUDA driver in this process."""
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm"):
@@ -329,7 +330,7 @@ def _fork_idly() -> None:
 
 
 def main() -> None:
-    """Import, then serve; in a forked child, run its program."""
+    """Import the modules, then serve the agent; in a forked child, run its program."""
     descriptor, agent_pid, num_spares, modules, *_title = sys.argv[1:]
     set_parent_death_signal(int(agent_pid))
     began_s = time.monotonic()
@@ -337,11 +338,11 @@ def main() -> None:
     preload(list(filter(None, modules.split(","))))
     hide_lightning()
     gc.collect()
-    gc.freeze()  # children never write to these objects' headers, so the pages stay shared
+    gc.freeze()  # the garbage collector of children never writes to these objects, so the pages stay shared
     agent = JsonLines(socket.socket(fileno=int(descriptor)))
-    # From now on the end of its connection tells that the agent is gone, and all groups are killed.
+    # From now on the closed connection shows that the agent is gone, and `serve` kills all process groups.
     clear_parent_death_signal()
-    with contextlib.suppress(OSError):  # the agent ended while this imported: `serve` notices
+    with contextlib.suppress(OSError):  # the agent ended during the imports: `serve` notices
         agent.send({"ready": time.monotonic() - began_s})
     exec_program(ForkServer(agent, int(num_spares), mask).serve(), mask)
 

@@ -1,4 +1,7 @@
-"""The worker processes of one node: starting, replacing, signalling and outliving them; no policy, no job store."""
+"""The worker processes of a node: start, replace, signal and stop them, and describe how they failed.
+
+Neither policy nor the job store is known here.
+"""
 
 import contextlib
 import enum
@@ -28,14 +31,14 @@ from hyperpod_plugins.elastic.process import signal_name
 from hyperpod_plugins.errors import ConfigError
 
 _START_TIMEOUT_S = 600.0
-"""How long imports from a slow network file system may take before the first worker is forked."""
+"""How long imports may take before the first worker is forked, for example from a slow network file system."""
 KILLED_S = 5.0
-"""How long a killed process may take to go; one that is stuck in a driver never does."""
+"""How long to wait for a killed process to end; one that is stuck in a driver never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What every worker runs."""
+    """The program that every worker runs."""
 
     kind: ProgramKind
     target: str
@@ -43,16 +46,16 @@ class Program:
 
 
 class WorkerStatus(enum.Enum):
-    """What a place in the crew permits."""
+    """State of a worker slot."""
 
-    RUNNING = "its process can be signalled, and its end will be reported"
-    DONE = "its program came to a good end; nothing more happens here"
-    LOST = "its process ended otherwise, and none has been put in its place"
+    RUNNING = "its process runs, and its end will be reported"
+    DONE = "its program succeeded"
+    LOST = "its process failed and has not been replaced"
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerSlot:
-    """One rank of this node, and the process that fills it."""
+    """A worker slot of this node and the process that fills it; `global_rank` is its worker_id."""
 
     local_rank: int
     global_rank: int
@@ -60,27 +63,29 @@ class WorkerSlot:
     logs: ProcessLogs
     first_logs: ProcessLogs
     prefix: str
-    """Put before each line that is copied to the console."""
+    """Prefix of each line that is copied to the console."""
     args: tuple[str, ...] = ()
     replacement_environ: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What is different for processes that take the place of a lost one."""
+    """Variables that replacements get in addition to `environ`, or with another value."""
     incarnation: int = 0
     ticket: int = -1
+    """Number of the process in requests to the fork server; -1 before the first start."""
     pid: int = -1
+    """-1 until the fork server reports it."""
     started_s: float = 0.0
     status: WorkerStatus = WorkerStatus.LOST
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since its process was forked."""
+        """Seconds since its process was forked, or requested if it is not forked yet."""
         return time.monotonic() - self.started_s
 
 
 class LocalWorkers:
-    """All slots of this node."""
+    """The workers of this node, with their fork server. Use it from the main thread."""
 
     def __init__(self, program: Program, options: ForkServerOptions, environ: dict[str, str]) -> None:
-        """Start the zygote; its imports run while the nodes find each other."""
+        """Start the fork server; its imports run during the rendezvous."""
         self._program = program
         self._options = options
         self._environ = environ
@@ -92,13 +97,13 @@ class LocalWorkers:
         self.slots: Sequence[WorkerSlot] = ()
 
     def start(self, slots: Sequence[WorkerSlot], sinks: Sequence[Sink]) -> None:
-        """Start a process for each slot, and copy to `sinks` the streams that are to be copied."""
+        """Start a process for each slot, and copy its teed streams to `sinks`."""
         self.slots, self._sinks = slots, sinks
         for slot in slots:
             self._start(slot)
 
     def replace(self, slot: WorkerSlot, incarnation: int) -> None:
-        """Put a new process in the place of one that has ended."""
+        """Start a new process in a slot whose process has ended."""
         for stream in slot.logs.teed:
             self._tee.complete(slot.logs.path(stream))
         slot.incarnation = incarnation
@@ -107,11 +112,11 @@ class LocalWorkers:
         self._start(slot)
 
     def wait_started(self, inbox: SignalInbox, is_over: Callable[[], bool]) -> list[tuple[WorkerSlot, int]]:
-        """Wait until every running slot has a pid, or the job is over; returns who has ended, as `wait` does.
+        """Wait until every running slot has a pid or the job is over; returns the slots that ended, as `wait` does.
 
         Raises:
-            ConfigError: the zygote ended, or is not ready in time.
-            SignalException: somebody wants the job to end.
+            ConfigError: the fork server ended, or was not ready in time.
+            SignalException: a signal that ends the agent arrived.
         """
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         ended: list[tuple[WorkerSlot, int]] = []
@@ -122,16 +127,23 @@ class LocalWorkers:
             ended += self.wait(min(time.monotonic() + 0.2, deadline_s), inbox)
             if time.monotonic() > deadline_s:
                 raise ConfigError(
-                    f"the process that imports for the workers was not ready after {_START_TIMEOUT_S:.0f} s. It was "
-                    f"to import {', '.join(self._options.preload)}. Is the file system they lie on reachable?"
+                    f"the fork server was not ready after {_START_TIMEOUT_S:.0f} s. It imports "
+                    f"{', '.join(self._options.preload)}. Is their file system reachable?"
                 )
         return ended
 
     def wait(self, deadline_s: float, inbox: SignalInbox) -> list[tuple[WorkerSlot, int]]:
-        """Wait until a process has ended, a signal came or `deadline_s` is over; returns who ended, and the code.
+        """Wait for an event of the fork server, a signal or the deadline; returns the slots that ended, with codes.
+
+        Args:
+            deadline_s: time of `time.monotonic()`.
+            inbox: wakes this call when a signal arrives.
+
+        Returns:
+            Each slot whose process ended, with its exit code or the negative number of the signal that killed it.
 
         Raises:
-            ConfigError: the zygote ended before it could start anything.
+            ConfigError: the fork server ended before it was ready.
         """
         descriptors = [inbox.fileno()] if self._fork_server.is_lost else [inbox.fileno(), self._fork_server.fileno()]
         wait_readable(descriptors, deadline_s)
@@ -151,15 +163,18 @@ class LocalWorkers:
         return ended
 
     def send(self, slots: Iterable[WorkerSlot], number: signal.Signals, *, last: bool = False) -> None:
-        """Send a signal to running slots; SIGKILL takes all that a worker has started with it."""
+        """Send a signal to running slots; SIGKILL goes to the whole process group of each worker.
+
+        With `last`, processes that a worker leaves behind are killed even if it ends with code 0.
+        """
         group = number == signal.SIGKILL or self._program.kind == "executable"
         for slot in slots:
             if slot.status is WorkerStatus.RUNNING:
                 self._fork_server.send_signal(slot.ticket, number, group=group, last=last)
 
     def stop(self, number: signal.Signals, timeout_s: float, inbox: SignalInbox) -> list[tuple[WorkerSlot, int]]:
-        """Signal everybody, wait, kill those that are left; returns who ended, and the code."""
-        if not self._fork_server.is_ready:  # it would hear of this when its imports are done; nobody runs yet
+        """Signal all workers, wait up to `timeout_s`, kill the rest; returns the slots that ended, with codes."""
+        if not self._fork_server.is_ready:  # it would read requests only after its imports; no worker runs yet
             self._fork_server.close()
             for slot in self.slots:
                 slot.status = WorkerStatus.LOST if slot.status is WorkerStatus.RUNNING else slot.status
@@ -170,7 +185,7 @@ class LocalWorkers:
         return ended + self._wait_all(time.monotonic() + KILLED_S, inbox, patient=True)
 
     def close(self) -> None:
-        """End the zygote and copy the last output; the crew is of no use afterwards."""
+        """End the fork server and copy the remaining output; this object cannot be used afterwards."""
         self._fork_server.close()
         self._tee.close()
 
@@ -209,12 +224,12 @@ class LocalWorkers:
                 self._tee.follow(slot.logs.path(sink.stream), slot.prefix, sink)
 
     def _after_fork_server(self, slots: Iterable[WorkerSlot]) -> list[tuple[WorkerSlot, int]]:
-        """The zygote is gone, and the kernel has killed its children; what they had started is killed here."""
+        """Handle the loss of the fork server: the kernel has killed its children; kill their process groups here."""
         ended, was_ready, code = list(slots), self._fork_server.is_ready, self._fork_server.close()
         if ended and not was_ready and code >= 0:
             raise ConfigError(
-                f"the process that imports for the workers ended with code {code} before it was ready; its error is "
-                f"above. It was to import {', '.join(self._options.preload)}: change that with --preload."
+                f"the fork server ended with exit code {code} before it was ready; its error is above. It imports "
+                f"{', '.join(self._options.preload)}: change the list with --preload."
             )
         for slot in ended:
             slot.status = WorkerStatus.LOST
@@ -224,13 +239,13 @@ class LocalWorkers:
         return [(slot, -signal.SIGKILL) for slot in ended]
 
 
-# What is known of a worker that failed: one line for the job store, and the whole story for the console.
+# -- descriptions of a failed worker: one line for the job store, a full report for the console ---------------------
 
 _NUM_LINES = 20
 
 
 def cause(slot: WorkerSlot, code: int) -> str:
-    """How the process of a slot ended, in one line; a negative code is that of a signal."""
+    """How the process of a slot ended, in one line; a negative code is the number of a signal."""
     if code < 0:
         return f"killed by {signal_name(-code)}"
     match _error(slot.logs.error_file):
@@ -241,7 +256,7 @@ def cause(slot: WorkerSlot, code: int) -> str:
 
 
 def error_of(slot: WorkerSlot) -> str:
-    """First line of the exception that ended the process of a slot, with its class; empty where none is known."""
+    """First line of the exception that ended the process of a slot, with its class; empty if none is known."""
     match _error(slot.logs.error_file):
         case {"message": message}:
             return _first_line(message)
@@ -250,7 +265,7 @@ def error_of(slot: WorkerSlot) -> str:
 
 
 def process_failure(slot: WorkerSlot, code: int) -> ProcessFailure:
-    """The record of a failure as torch knows it: the program's own traceback, or the end of its error output."""
+    """The failure as torch's record, with the program's traceback or else the last lines of its error output."""
     whole = slot.logs.error_file if _error(slot.logs.error_file) is not None else ""
     record = ProcessFailure(local_rank=slot.local_rank, pid=slot.pid, exitcode=code, error_file=whole)
     if not whole and slot.logs.stderr:
@@ -259,13 +274,13 @@ def process_failure(slot: WorkerSlot, code: int) -> ProcessFailure:
 
 
 def causes(failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
-    """Failures that the end of another process has not caused; all where there is none of these."""
+    """The failures that were not caused by the loss of a peer; all of them if there are none such."""
     own = {rank: each for rank, each in failures.items() if not is_of_peer(_first_line(each.message))}
     return own or failures
 
 
 def story(error: ChildFailedError) -> str:
-    """The traceback of the worker that failed first, then torch's summary of all that did by themselves."""
+    """The traceback of the worker that failed first, then torch's summary of all root failures."""
     error = ChildFailedError(error.name, causes(error.failures))
     rank, first = error.get_first_failure()
     told: Any = first.message
@@ -285,7 +300,7 @@ def _first_line(message: Any) -> str:
 def _error(path: str) -> dict[str, Any] | None:
     try:
         return json.loads(Path(path).read_text()) if path else None
-    except (OSError, ValueError):  # none, or a program that was killed while it wrote
+    except (OSError, ValueError):  # missing, or incomplete as the program was killed while writing
         return None
 
 

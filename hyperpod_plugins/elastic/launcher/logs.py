@@ -1,4 +1,4 @@
-"""Where the output of workers goes: torch's choice of files, one folder more for each replacement, and `--tee`."""
+"""Output of workers: torch's choice of files, one more folder for each replacement, and `--tee`."""
 
 import os
 import threading
@@ -18,18 +18,18 @@ Stream = Literal["stdout", "stderr"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLogs:
-    """Files of one process; an empty path stands for the output of the agent."""
+    """Files of one process; an empty path means that the process inherits the stream from the agent."""
 
     stdout: str
     stderr: str
     error_file: str
-    """Where the program leaves its exception for whoever started it; may be empty."""
+    """Where the program writes its exception for the launcher; may be empty."""
     teed: frozenset[Stream]
-    """Streams that are copied to the console too."""
+    """Streams that are also copied to the console."""
 
     @classmethod
     def of(cls, destination: LogsDest, local_rank: int) -> Self:
-        """What torch chose for the founder of a local rank."""
+        """The files that torch chose for the first process of a local rank."""
         stdout, stderr = destination.stdouts[local_rank], destination.stderrs[local_rank]
         teed: set[Stream] = set()
         if stdout and destination.tee_stdouts.get(local_rank) == stdout:
@@ -49,9 +49,9 @@ class ProcessLogs:
         return self.stdout if stream == "stdout" else self.stderr
 
     def of_replacement(self, incarnation: int) -> Self:
-        """The same files in a folder `incarnation_N` beside them, which is made.
+        """The same files in a folder `incarnation_N` beside them, which is created.
 
-        Where that cannot be (the disk is full) the process writes to the console: it is needed more than its log.
+        If that fails (for example on a full disk), the process writes to the console: it matters more than its log.
         """
         moved = {"stdout": self.stdout, "stderr": self.stderr, "error_file": self.error_file}
         for name, path in moved.items():
@@ -60,7 +60,7 @@ class ProcessLogs:
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
                 except OSError as error:
-                    logger.warning("there will be no log of the next process: %s", error)
+                    logger.warning("the replacement has no log files: %s", error)
                     return replace(self, stdout="", stderr="", error_file="", teed=frozenset())
                 moved[name] = str(folder / Path(path).name)
         return replace(self, **moved)
@@ -68,15 +68,15 @@ class ProcessLogs:
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """A place to which a stream of all workers is copied."""
+    """A file or console to which a stream of all workers is copied."""
 
     stream: Stream
     file: TextIO
     needles: tuple[str, ...] = ()
-    """Copy only lines that contain one of these; empty for all."""
+    """Copy only lines that contain one of these; empty to copy all."""
 
     def wants(self, line: str) -> bool:
-        """Whether a line is to be copied."""
+        """Whether a line should be copied."""
         return not self.needles or any(needle in line for needle in self.needles)
 
 
@@ -90,7 +90,7 @@ class _Tail:
     is_complete: bool = False
 
     def copy(self) -> None:
-        """Write the lines that have been completed since the last call."""
+        """Write the lines completed since the last call."""
         if self.file is None:
             if not Path(self.path).exists():
                 return
@@ -103,22 +103,22 @@ class _Tail:
             self.sink.file.flush()
 
     def finish(self) -> None:
-        """Write the rest, and close."""
+        """Write the rest and close the file."""
         self.copy()
         if self.part and self.sink.wants(self.part):
             self.sink.file.write(f"{self.prefix}{self.part}\n")
         self.close()
 
     def close(self) -> None:
-        """Close the file, whatever is left in it."""
+        """Close the file; unread output is not copied."""
         if self.file is not None:
             self.file.close()
 
 
 class Tee:
-    """Copies the lines of growing files, each with a prefix, in one thread for all of them.
+    """Copies the lines of growing files, each with a prefix, in a single thread.
 
-    torch's `TailLog` has a thread for each file, and knows all files when it starts.
+    Unlike torch's `TailLog`, which has a thread per file, it can add files while it runs.
     """
 
     def __init__(self) -> None:
@@ -136,13 +136,13 @@ class Tee:
             self._thread.start()
 
     def complete(self, path: str) -> None:
-        """Say that nothing more will be written to `path`."""
+        """Declare that nothing more will be written to `path`."""
         with self._lock:
             for tail in self._tails:
                 tail.is_complete |= tail.path == path
 
     def close(self) -> None:
-        """Copy what is left, and stop."""
+        """Copy the remaining output, and stop."""
         self._end.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
@@ -159,13 +159,13 @@ class Tee:
                 self._copy_all()
 
     def _copy_all(self) -> None:
-        """Copy what has come; one that fails (a full disk, a console that is gone) is left out from then on."""
+        """Copy new output of all files; stop copying a file that fails (a full disk, a closed console)."""
         going_on: list[_Tail] = []
         for tail in self._tails:
             try:
                 (tail.finish if tail.is_complete else tail.copy)()
             except (OSError, ValueError) as error:
-                logger.warning("%s is not copied any more: %s", tail.path, error)
+                logger.warning("%s is no longer copied: %s", tail.path, error)
                 tail.close()
                 continue
             if not tail.is_complete:

@@ -1,10 +1,10 @@
-"""`hyperpodrun`: torchrun's arguments and ours, on an agent that replaces lost workers one by one.
+"""`hyperpodrun`: torchrun's command line plus a few options, with an agent that replaces lost workers one by one.
 
     hyperpodrun --nproc-per-node 8 train.py --lr 1e-4
 
-A worker that ends with an exit code other than 0, or by a signal, is replaced in its rank; the others keep running,
-and its replacement is told by HYPERPOD_INCARNATION that it is one. The program must know how to take it in: Lightning's
-`Trainer(strategy="hyperpod")` does.
+A worker that exits with a nonzero code or is killed by a signal is replaced in its worker slot while the others keep
+running. A replacement recognizes itself by HYPERPOD_INCARNATION > 0. The program must be able to take a replacement
+in: with Lightning's `Trainer(strategy="hyperpod")` it is.
 """
 
 import argparse
@@ -53,30 +53,30 @@ from hyperpod_plugins.errors import ConfigError, HyperPodError, NotBuiltYetError
 logger = get_logger(__name__)
 
 _LOOP_S = 0.001
-"""Sleep of torch's loop between two looks at the workers; ours waits inside the look, where a death wakes it."""
+"""Sleep of torch's loop between calls of `_monitor_workers`. Our agent waits inside that call: an exit wakes it."""
 
 _PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "torch._dynamo",  # the first step of an optimizer imports it, which takes a second
+    "torch._dynamo",  # imported by an optimizer's first step, which takes a second
     "numpy",
 )
-_LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")  # a program has one or the other
+_LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")  # a program uses one of them
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """Options of torchrun, and ours."""
+    """The parser of torchrun's options and those of `hyperpodrun`."""
     parser = get_args_parser()
     parser.prog = "hyperpodrun"
-    parser.description = "torchrun that replaces a lost worker and lets the others go on"
-    if parser.get_default("max_restarts") == 0:  # neither torch nor PET_MAX_RESTARTS has another number
+    parser.description = "torchrun that replaces a lost worker while the others keep running"
+    if parser.get_default("max_restarts") == 0:  # torch's default; PET_MAX_RESTARTS sets no other number
         parser.set_defaults(max_restarts=RestartPolicy().max_restarts)
-    if parser.get_default("rdzv_backend") == "static":  # to be told from a choice of it; see `use_local_rendezvous`
+    if parser.get_default("rdzv_backend") == "static":  # tell the default from a choice; see `use_local_rendezvous`
         parser.set_defaults(rdzv_backend=None)
-    if parser.get_default("master_port") == 29500:  # of torch 2.10, where it does not tell whether somebody chose it
+    if parser.get_default("master_port") == 29500:  # torch 2.10's default, to tell it from a choice of that port
         parser.set_defaults(master_port=None)
     ours = parser.add_argument_group("hyperpodrun")
-    with contextlib.suppress(argparse.ArgumentError):  # newer ones than torch 2.10 have it
+    with contextlib.suppress(argparse.ArgumentError):  # versions after torch 2.10 have this option
         ours.add_argument(
             "--shutdown-timeout", action=env, type=int, default=30, help="Seconds from the first signal to SIGKILL."
         )
@@ -86,27 +86,27 @@ def get_parser() -> argparse.ArgumentParser:
         action=env,
         type=float,
         default=math.inf,
-        help="Seconds in which --max-restarts (here: replacements of one worker, by default 100) are counted; by "
-        "default the whole life of the job.",
+        help="Length in seconds of the sliding window in which --max-restarts (here: replacements of one worker, 100 "
+        "by default) are counted; by default the whole job.",
     )
     ours.add_argument(
         "--preload",
         action=env,
         default="default",
         help="Comma-separated modules to import once, before workers are forked; `default` stands for "
-        f"{', '.join(_PRELOAD)}, and Lightning with our strategy where it is installed.",
+        f"{', '.join(_PRELOAD)}, and, if installed, Lightning with the `hyperpod` strategy.",
     )
     ours.add_argument(
-        "--spares", action=env, type=int, default=0, help="Forked processes kept waiting; saves a few milliseconds."
+        "--spares", action=env, type=int, default=0, help="Processes forked in advance; saves a few milliseconds."
     )
     return parser
 
 
 def modules_to_preload(text: str) -> tuple[str, ...]:
-    """The modules that `--preload` names, each once.
+    """The modules that `--preload` names, without duplicates.
 
     Raises:
-        ConfigError: one that was named, rather than meant by `default`, is not installed.
+        ConfigError: a module given by name, not through `default`, is not installed.
     """
     modules: list[str] = []
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -118,7 +118,7 @@ def modules_to_preload(text: str) -> tuple[str, ...]:
             modules.append(name)
         else:
             raise ConfigError(
-                f"--preload names {name!r}, which is not installed for {sys.executable}. Install it, or leave it out."
+                f"--preload names {name!r}, which is not installed for {sys.executable}. Install it, or omit it."
             )
     return tuple(dict.fromkeys(modules))
 
@@ -128,9 +128,10 @@ def _is_installed(name: str) -> bool:
 
 
 def use_local_rendezvous(args: argparse.Namespace) -> None:
-    """Let a single node find itself, on a free port: `--standalone`, or no rendezvous option at all.
+    """Choose the rendezvous where the user has not; `args` is changed in place.
 
-    Several nodes with an endpoint use the rendezvous `hyperpod`, unless the user chose another.
+    A single node (`--standalone`, or no rendezvous option at all) meets itself on a free local port. Several nodes
+    with an endpoint use the rendezvous `hyperpod`, unless the user chose another.
     """
     if args.rdzv_backend is None:
         has_others = parse_min_max_nnodes(args.nnodes)[1] > 1
@@ -146,61 +147,65 @@ def use_local_rendezvous(args: argparse.Namespace) -> None:
 
 
 def program_of(args: argparse.Namespace) -> Program:
-    """What the workers run."""
+    """The program that the workers run.
+
+    Raises:
+        ConfigError: both `--no-python` and `--module` are given.
+    """
     if args.no_python and args.module:
-        raise ConfigError("--no-python and --module exclude each other: only Python can run a module. Leave one out.")
+        raise ConfigError("--no-python and --module exclude each other: only Python can run a module. Omit one.")
     kind = "module" if args.module else "executable" if args.no_python and not args.run_path else "script"
     return Program(kind=kind, target=args.training_script, args=tuple(args.training_script_args))
 
 
 class ArgumentError(ConfigError):
-    """An argument of `hyperpodrun` is impossible."""
+    """An argument of `hyperpodrun` is invalid; the command ends with exit code 2."""
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """See to what torch does not check, or not in words.
+    """Check what torch does not check, or only with an unclear error.
 
     Raises:
-        ArgumentError: an argument is impossible.
+        ArgumentError: an argument is invalid.
     """
     low, _, high = args.nnodes.partition(":")
     if not (
         low.isdecimal() and (high.isdecimal() if ":" in args.nnodes else True) and 1 <= int(low) <= int(high or low)
     ):
-        raise ArgumentError(f"--nnodes={args.nnodes} is not possible. Give a number from 1 on, or MIN:MAX.")
+        raise ArgumentError(f"--nnodes={args.nnodes} is invalid. Give a number of at least 1, or MIN:MAX.")
     if str(args.nproc_per_node).lstrip("-").isdecimal() and int(args.nproc_per_node) < 1:
-        raise ArgumentError(f"--nproc-per-node={args.nproc_per_node} starts no worker. Give a number from 1 on.")
+        raise ArgumentError(f"--nproc-per-node={args.nproc_per_node} starts no worker. Give a number of at least 1.")
     at_least = {"max_restarts": 0, "spares": 0, "shutdown_timeout": 0, "monitor_interval": 0, "restart_window": 0}
     for name, least in at_least.items():
         value = vars(args)[name]
         if value is not None and not value >= least:
-            raise ArgumentError(f"--{name.replace('_', '-')}={value} is not possible. Give a number from {least} on.")
+            raise ArgumentError(f"--{name.replace('_', '-')}={value} is invalid. Give a number of at least {least}.")
     unknown = [name for name in args.signals_to_handle.split(",") if name.strip() not in signal.Signals.__members__]
     if unknown:
         raise ArgumentError(
-            f"--signals-to-handle names {unknown[0]!r}, which is no signal. Give names such as SIGTERM,SIGINT."
+            f"--signals-to-handle names {unknown[0]!r}, which is not a signal. Give names such as SIGTERM,SIGINT."
         )
     if wrong := [pair for pair in args.rdzv_conf.split(",") if args.rdzv_conf and "=" not in pair]:
         raise ArgumentError(f"--rdzv-conf={args.rdzv_conf}: {wrong[0]!r} is not NAME=VALUE. Give NAME=VALUE[,...].")
 
 
 def config_of(args: argparse.Namespace) -> tuple[LaunchConfig, object]:
-    """What torch makes of the arguments, and the interpreter.
+    """Make torch's `LaunchConfig` of the arguments; returns it and the interpreter.
 
     Raises:
-        ArgumentError: one is impossible.
+        ArgumentError: an argument is invalid.
     """
     try:
         config, python, _ = config_from_args(args)
     except OSError as error:
         raise ArgumentError(f"--log-dir={args.log_dir} cannot be written: {error.strerror}.") from None
     except (ValueError, AssertionError, RuntimeError) as error:
-        raise ArgumentError(f"the arguments are not possible: {error}") from None
+        raise ArgumentError(f"invalid arguments: {error}") from None
     return config, python
 
 
 def rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
-    """How this node finds the others."""
+    """Parameters of the rendezvous of this node."""
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -213,9 +218,15 @@ def rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
 
 
 def worker_spec(config: LaunchConfig, program: Program) -> WorkerSpec:
-    """What torch wants to know about the workers of this node."""
+    """Make torch's `WorkerSpec` for the workers of this node, with its rendezvous handler.
+
+    Raises:
+        ArgumentError: the rendezvous options are invalid.
+        DistError: the rendezvous store cannot be created.
+        RendezvousError: the rendezvous cannot be created.
+    """
     parameters = rendezvous_parameters(config)
-    with contextlib.suppress(ValueError):  # torch has read our entry point, whose function calls this one
+    with contextlib.suppress(ValueError):  # torch has registered it already, from our entry point
         rendezvous_handler_registry.register(SLOTS, create_rendezvous)
     host = port = None
     try:
@@ -224,12 +235,12 @@ def worker_spec(config: LaunchConfig, program: Program) -> WorkerSpec:
         handler = registry.get_rendezvous_handler(parameters)
     except ConfigError:
         raise
-    except (ValueError, RuntimeError) as error:  # DistError and RendezvousError are such
+    except (ValueError, RuntimeError) as error:  # the base classes of DistError and RendezvousError
         if isinstance(error, (DistError, RendezvousError)):
             raise
         raise ArgumentError(
             f"--rdzv-backend={parameters.backend} --rdzv-endpoint={parameters.endpoint} with --rdzv-conf="
-            f"{parameters.config} is not possible: {error}"
+            f"{parameters.config} is invalid: {error}"
         ) from None
     return WorkerSpec(
         role=config.role,
@@ -237,7 +248,7 @@ def worker_spec(config: LaunchConfig, program: Program) -> WorkerSpec:
         entrypoint=program.target,
         args=program.args,
         rdzv_handler=handler,
-        max_restarts=0,  # of all workers together; ours are counted by the agent
+        max_restarts=0,  # of all workers together; `HyperPodAgent` counts replacements itself
         monitor_interval=_LOOP_S,
         master_addr=host,
         master_port=port,
@@ -247,27 +258,28 @@ def worker_spec(config: LaunchConfig, program: Program) -> WorkerSpec:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run one node's share of the job.
+    """Run the agent of this node until its part of the job has ended.
 
     Raises:
-        ChildFailedError: workers of this node failed for good.
-        SignalException: somebody ended the job.
-        HyperPodError: it cannot be started, or another node ended it.
+        ChildFailedError: workers of this node failed and were not replaced.
+        SignalException: this process received a signal that ends it.
+        HyperPodError: the job cannot be started, or another node ended it.
     """
     check_arguments(args)
     use_local_rendezvous(args)
-    if vars(args).get("numa_binding") is not None:  # torch 2.10 may not have it
+    if vars(args).get("numa_binding") is not None:  # torch 2.10 may lack this option
         raise NotBuiltYetError(
-            f"--numa-binding={args.numa_binding} is torchrun's, and hyperpodrun does not serve it yet. Leave it out, "
+            f"--numa-binding={args.numa_binding}: hyperpodrun does not support this option of torchrun yet. Omit it "
             "and bind each worker at the start of the program (os.sched_setaffinity), or use torchrun."
         )
     config, python = config_of(args)
     set_snapshot_folder()
-    environ = dict(os.environ)  # noqa: TID251  (handed on to the workers, not read)
+    environ = dict(os.environ)  # noqa: TID251  (passed on to the workers, not read)
     os.environ.setdefault("RES_OPTIONS", RESOLVER)  # noqa: TID251  (for the store that this process serves)
-    # torch's sharing of the rendezvous store tells a newcomer nothing in the second round, and keeps a dead master.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # noqa: TID251  (written, and by now not inherited)
-    fields = vars(config)  # torch 2.10 lacks some of them
+    # If torch shared the rendezvous store with the workers, a joiner would get no address in the second round, and
+    # the address of a dead master would stay in use.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # noqa: TID251  (written after `environ` was copied)
+    fields = vars(config)  # torch 2.10 lacks some of these fields
     program = program_of(args)
     options = AgentOptions(
         program=program,
@@ -291,18 +303,18 @@ def run(args: argparse.Namespace) -> None:
     allow_connections()
     if config.rdzv_backend == "c10d":
         logger.warning(
-            "--rdzv-backend=c10d is torch's own rendezvous, which unpickles what it reads: whoever reaches %s "
-            "can run code in this job. Leave the option out for the rendezvous `hyperpod`, which reads JSON.",
+            "--rdzv-backend=c10d selects torch's rendezvous, which unpickles what it reads: anyone who can reach %s "
+            "can run code in this job. Omit the option to use the rendezvous `hyperpod`, which reads JSON.",
             config.rdzv_endpoint,
         )
     spec = worker_spec(config, program)
     agent = HyperPodAgent(spec, options)
     is_over = True
     try:
-        result = cast("RunResult", agent.run())  # torch decorates it with something untyped
+        result = cast("RunResult", agent.run())  # torch's decorator is untyped
         events.record(agent.get_event_succeeded(), config.event_log_handler)
     except SignalException:
-        is_over = False  # this node leaves; the others may go on, and it may come back
+        is_over = False  # only this node leaves: the others may continue, and it may come back
         raise
     finally:
         if is_over:
@@ -316,7 +328,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hyperpodrun`; returns its exit code."""
+    """Run `hyperpodrun` and return its exit code."""
     code = _run_job(get_parser().parse_args(argv))
     if any(thread.name == CONNECTING for thread in threading.enumerate()):
         _exit_at_once(code)
@@ -326,9 +338,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _exit_at_once(code: int) -> NoReturn:
     """End the process while a thread waits in torch's store client.
 
-    Such a thread cannot be joined, and where it comes back while the interpreter is taken down, C++ aborts the process.
+    Such a thread cannot be joined. If it returned while the interpreter shuts down, C++ would abort the process.
     """
-    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]: what else runs them before `os._exit`?
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]: nothing public runs them before `os._exit`
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

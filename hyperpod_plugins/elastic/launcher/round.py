@@ -1,4 +1,7 @@
-"""The beginning of a round, in which all nodes start all their workers: where the job store is, what workers get."""
+"""The start of a round, in which all nodes start all their workers: the job store, and the environment of workers.
+
+It also holds `AgentOptions`, the user's options for the agent.
+"""
 
 import signal
 import uuid
@@ -21,40 +24,35 @@ from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandle
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 
-# What a user may choose about an agent.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
-    """What torch's `WorkerSpec` does not hold."""
+    """Options of the agent that torch's `WorkerSpec` does not hold."""
 
     program: Program
-    """What every worker runs."""
+    """The program of every worker."""
     fork_server: ForkServerOptions
     """How workers are forked."""
     restarts: RestartPolicy
-    """How often they are replaced."""
+    """How often workers are replaced."""
     logs: LogsSpecs
-    """Where their output goes."""
+    """Where the output of workers goes."""
     environ: Mapping[str, str]
-    """Inherited by every worker."""
+    """Environment that every worker inherits."""
     ending_signals: tuple[signal.Signals, ...]
-    """Signals that end the job; each is passed on to the workers first."""
+    """Signals that end this agent; each is passed on to the workers first."""
     shutdown_timeout_s: float = 30.0
-    """From that signal to SIGKILL."""
+    """Seconds from that signal to SIGKILL."""
     monitor_interval_s: float = 0.1
-    """How often the rendezvous is asked for newcomers; the death of a worker is noticed at once."""
+    """Interval in seconds at which the rendezvous is polled for new rounds; a worker's exit is noticed at once."""
     log_line_prefix_template: str | None = None
-    """Put before each line copied to the console, with ${role_name}, ${rank} and ${local_rank}."""
+    """Prefix of each line copied to the console, with ${role_name}, ${rank} and ${local_rank}."""
     stdout_filters: tuple[str, ...] = ()
-    """Lines of copied output with one of these also go to a file of their own."""
+    """Lines of teed output that contain one of these also go to a separate file."""
     stderr_filters: tuple[str, ...] = ()
-    """The same for copied error output."""
+    """The same for teed error output."""
     virtual_local_rank: bool = False
-    """Show each worker its own GPU alone, as number 0."""
-
-
-# The environment of a worker: what torchrun sets, and how to reach the job store; pure.
+    """Make only its own GPU visible to each worker, as device 0."""
 
 
 def worker_environ(
@@ -68,17 +66,17 @@ def worker_environ(
     virtual: bool,
     master: tuple[str, int] | None = None,
 ) -> dict[str, str]:
-    """The whole environment of one worker.
+    """The whole environment of one worker: torchrun's variables, and those for reaching the job store. Pure.
 
     Args:
-        group: what the rendezvous has settled.
-        worker: the place in it.
-        job: where the job store is; `incarnation` counts the processes in this place.
+        group: the worker group, with the result of the rendezvous.
+        worker: the worker of that group.
+        job: address of the job store, and the incarnation of the worker.
         inherited: environment of the agent.
-        num_rounds: how often all workers have been started together before.
-        max_restarts: what the user allows, for programs that look.
-        virtual: show each worker its own GPU alone, as number 0 (`--virtual-local-rank`).
-        master: host and port of the workers' own store; None where that of the job store serves both ends.
+        num_rounds: number of earlier rounds.
+        max_restarts: the user's limit, for programs that read it.
+        virtual: make only its own GPU visible to each worker, as device 0 (`--virtual-local-rank`).
+        master: host and port of the workers' own store; None if they share the job store's.
     """
     host, port = master or (job.store_host, job.store_port)
     environ = {
@@ -94,14 +92,14 @@ def worker_environ(
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        # Counts restarts of all workers together, which replacing one is not; HYPERPOD_INCARNATION tells those.
+        # Counts restarts of all workers. Replacements of single workers are counted in HYPERPOD_INCARNATION.
         "TORCHELASTIC_RESTART_COUNT": str(num_rounds),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # a worker that hosted the store would take it along when it dies
-        # torchrun says 1: nccl's watchdog then ends every process whose peer is lost, and these are to live on.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # a store hosted by a worker would be lost with it
+        # torchrun sets 1: the NCCL watchdog then ends every process that loses a peer, but these must survive.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
-        # torch's TCPStore asks for the name of whoever connects; a lost answer would stop everybody for 5 s.
+        # torch's TCPStore resolves the name of each client; a lost DNS answer would block all of them for 5 s.
         "RES_OPTIONS": inherited.get("RES_OPTIONS", RESOLVER),
         **job.to_environ(),
     }
@@ -118,30 +116,30 @@ def _own_device(local_rank: int, visible: str | None) -> str:
     if local_rank >= len(devices):
         raise ConfigError(
             f"--virtual-local-rank needs one GPU a worker, but CUDA_VISIBLE_DEVICES={visible!r} names none for local "
-            f"rank {local_rank}. Start at most {len(devices)} workers on this node, or show them more GPUs."
+            f"rank {local_rank}. Start at most {len(devices)} workers on this node, or make more GPUs visible."
         )
     return devices[local_rank].strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartRound:
-    """What all nodes of a round have agreed on."""
+    """What the nodes of a round have agreed on."""
 
     job: JobEnv
-    """Where the job store is."""
+    """Address of the job store."""
     number: int
-    """Rounds before this one."""
+    """Number of earlier rounds."""
     node: int
     """Index of this node."""
     num_nodes: int
     master: tuple[str, int] | None = None
-    """Host and port of the workers' own store; None where that of the job store serves both ends."""
+    """Host and port of the workers' own store; None if they share the job store's."""
     successors_master: tuple[str, int] | None = None
-    """The same for processes that take the places of lost ones."""
+    """The same for replacements of lost workers; None if it does not differ."""
 
 
 class RoundCounter:
-    """Brings the nodes of a round together at one store; node 0 serves it where the rendezvous does not."""
+    """Connects the nodes of each round to one store; node 0 serves it unless the rendezvous does."""
 
     def __init__(self) -> None:
         self._server: TCPStore | None = None
@@ -149,11 +147,11 @@ class RoundCounter:
         self._num_rounds = 0
 
     def begin(self, group: WorkerGroup, resume_from: str) -> RestartRound:
-        """Agree on the store, the name of the job and the number of the round; call it on all nodes, once a round.
+        """Agree on the store, the name of the job and the number of the round. Call it on all nodes, once per round.
 
         Args:
-            group: what the rendezvous has settled.
-            resume_from: checkpoint to begin from, empty for none; what node 0 says counts.
+            group: the worker group, with the result of the rendezvous.
+            resume_from: checkpoint to resume from, empty for none; node 0's value is used on all nodes.
         """
         handler, node = group.spec.rdzv_handler, group.group_rank
         if group.store is None or node is None or group.master_addr is None or group.master_port is None:
@@ -170,15 +168,15 @@ class RoundCounter:
         store = PrefixStore("hyperpod", group.store)
         host, port = group.master_addr, group.master_port
         if not handler.use_agent_store:
-            # One server a round: neither workers nor the job store meet keys of an earlier one. Other nodes may still
-            # read in the former one why it ended.
+            # Each round has its own server, so that neither workers nor the job store see keys of an earlier round.
+            # The former server is kept, as other nodes may still read there why its round ended.
             self._former_server = self._server
             self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if node == 0 else None
             served = self._server.port if self._server is not None else None
             info = RendezvousStoreInfo.build(node, store, group.spec.local_addr, served)
             host, port = info.master_addr, info.master_port
         if node == 0:
-            # Where the store outlives the round, its job store must be another: generations begin at 0 again.
+            # If the store outlives the round, the job store needs a new name: generations start at 0 again.
             again = f".{uuid.uuid4().hex[:8]}" if self._num_rounds and handler.use_agent_store else ""
             store.set("run_id", f"{handler.get_run_id()}{again}")
             store.set("round", str(self._num_rounds))
@@ -195,7 +193,7 @@ class RoundCounter:
 
 
 def worker_slots(group: WorkerGroup, settled: RestartRound, options: AgentOptions) -> tuple[list[WorkerSlot], LogsDest]:
-    """The slots of this node, and where torch wants their output."""
+    """The worker slots of this node, and torch's destination of their output."""
     environs = {
         worker.local_rank: worker_environ(
             group,

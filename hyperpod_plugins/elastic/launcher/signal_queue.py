@@ -1,4 +1,4 @@
-"""Signals to the agent: kept until it is at a place where it can act on them."""
+"""Signals to the agent, deferred until it can act on them, and signal handling of workers."""
 
 import contextlib
 import os
@@ -11,13 +11,14 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing import SignalException
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""An elastic job goes on without this node; to others' workers they are passed on. They stop nothing by themselves,
-unless --signals-to-handle names them."""
+"""Preemption notices. An elastic job continues without this node; in other jobs the agent passes them on to its
+workers. They end nothing by themselves unless `--signals-to-handle` names them."""
 
 
 def ignore_notices() -> None:
-    """Let no notice end this process, a worker: a scheduler may send them to every process of a node, not to its agent
-    alone. Handlers of the program stay, and threads other than the main one can change nothing.
+    """Ignore preemption notices in this worker, as a scheduler may send them to every process of a node.
+
+    Handlers of the program are kept. Outside the main thread this has no effect.
     """
     if threading.current_thread() is threading.main_thread():
         for number in NOTICES:
@@ -27,9 +28,9 @@ def ignore_notices() -> None:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Generator[None]:
-    """Let SIGTERM end this process at once inside, whatever its program does about it elsewhere.
+    """Let SIGTERM end this process at once inside this context, whatever handler the program has installed.
 
-    Threads other than the main one can change nothing, and neither is a handler changed that is not Python's.
+    It has no effect outside the main thread or if the present handler was not installed from Python.
     """
     former = signal.getsignal(signal.SIGTERM)
     if former is None or threading.current_thread() is not threading.main_thread():
@@ -43,15 +44,15 @@ def ended_by_sigterm() -> Generator[None]:
 
 
 class SignalInbox:
-    """Signals that end the job, and notices to pass on.
+    """Receives signals that end the agent, and preemption notices.
 
-    torch's handler raises in the middle of whatever runs. This one does so only outside `deferred`, and only once:
-    otherwise the signal waits for `raise_pending`, so no conversation with the zygote or the store is cut in two, nor
-    is what follows the first signal.
+    torch's handler raises in the middle of running code. This one does so only outside `deferred`, and only once;
+    otherwise the signal waits for `raise_pending`. So a signal interrupts neither an exchange with the fork server or
+    the store, nor the shutdown that follows the first signal.
     """
 
     def __init__(self, ending: Sequence[signal.Signals]) -> None:
-        """Take over `ending` and the notices that are not among them; in the main thread only."""
+        """Install handlers for `ending` and the preemption notices; has no effect outside the main thread."""
         self._ending = tuple(ending)
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
@@ -62,7 +63,7 @@ class SignalInbox:
         self._num_interrupts = 0
         if threading.current_thread() is threading.main_thread():
             for number in (*NOTICES, *self._ending):
-                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
                     signal.signal(number, self._receive)
 
     def fileno(self) -> int:
@@ -71,20 +72,20 @@ class SignalInbox:
 
     @property
     def is_impatient(self) -> bool:
-        """Whether Ctrl-C was pressed twice: end everything now."""
+        """Whether Ctrl-C was pressed twice, which ends everything at once."""
         return self._num_interrupts > 1
 
     def on_ending(self, act: Callable[[signal.Signals], None]) -> None:
-        """Have a thread of its own call `act` with the first ending signal, wherever the main thread is just then.
+        """Call `act` with the first ending signal in a separate thread, even while the main thread is blocked.
 
-        Python's handlers run in the main thread, and not while that waits in C, for example for a store that does not
-        answer. The kernel's note of a signal arrives all the same.
+        Python's signal handlers run in the main thread, and not while it is blocked in C, for example by a store that
+        does not answer. The wakeup file descriptor is written even then.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        self._wakeup = writer  # as long as this object
+        self._wakeup = writer  # keep it open as long as this object lives
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
         def listen() -> None:
@@ -98,7 +99,7 @@ class SignalInbox:
 
     @contextlib.contextmanager
     def deferred(self) -> Generator[None]:
-        """Raise nothing inside."""
+        """Defer signals inside this context: they are kept for `raise_pending`."""
         before, self._is_deferred = self._is_deferred, True
         try:
             yield
@@ -106,23 +107,23 @@ class SignalInbox:
             self._is_deferred = before
 
     def raise_pending(self) -> None:
-        """Raise for the first signal that has arrived, if any.
+        """Raise for the first deferred signal, if any.
 
         Raises:
-            SignalException: one has.
+            SignalException: a signal is pending.
         """
         self.drain()
         if self._pending:
             raise _exception(self._pending.pop(0))
 
     def take_notices(self) -> list[signal.Signals]:
-        """Notices since the last call."""
+        """Return the preemption notices since the last call."""
         self.drain()
         notices, self._notices = self._notices, []
         return notices
 
     def drain(self) -> None:
-        """Forget that something arrived, not what."""
+        """Clear the readable state of the descriptor; pending signals and notices are kept."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass

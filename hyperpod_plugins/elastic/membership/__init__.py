@@ -1,1 +1,1 @@
-"""Who belongs to the job, who may come, and who is to leave."""
+"""Which workers belong to the job, which may join, and which leave."""

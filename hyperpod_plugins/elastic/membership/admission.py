@@ -1,9 +1,9 @@
-"""How a process that is no part of the world comes into it, and how the world goes on without those it has lost.
+"""How processes join a running job, and how the job continues without those it has lost.
 
-The founders leave the terms on which the job may grow. Whoever comes later says so, and as soon as there are enough for
-whole replicas, and the policy lets the job grow, one of those that wait plans the next world. Those in the plan set
-themselves up while the job goes on. When all of them are ready they say that too, and the members of the present world
-make way between two steps.
+The initial world publishes the elastic spec. A process that comes later registers as a candidate. Once there are
+enough candidates for whole replicas and the policy lets the job grow, one of the candidates plans the next world. The
+joiners in the plan set themselves up while training continues. When all of them are ready they announce it, and the
+present world hands over to the planned one between two steps.
 """
 
 import contextlib
@@ -27,57 +27,58 @@ from hyperpod_plugins.errors import RecoveryError
 
 log = logging.getLogger(__name__)
 
-_RECOVERS = "recovers"  # value: 1 where a program that recovers is being set up, 0 where it has been told not to
-_FOUNDERS = "founders"  # value: the size of the first world
-_CANDIDATES = "candidates"  # list: place and number of a process that wants to come in, and the world
-_LEAVING = "leaving"  # value PLACE: the number of the process there, which has got notice
-_NOTICES = "notices"  # count of those
-_SCALE = "scale"  # lasting value: replicas that somebody has asked for
-_WANTED = "wanted_world"  # value: number of the planned world that is ready; it only grows
+_RECOVERS = "recovers"  # value: 1 while a program with recovery is being set up, 0 if recovery is switched off
+_FOUNDERS = "founders"  # value: size of the initial world
+_CANDIDATES = "candidates"  # list: worker_id and incarnation of a candidate, and the world it saw
+_LEAVING = "leaving"  # value per worker_id: incarnation of the process that got a preemption notice
+_NOTICES = "notices"  # number of preemption notices
+_SCALE = "scale"  # lasting value: number of replicas asked for
+_WANTED = "wanted_world"  # value: number of the planned world whose joiners are ready; only grows
 _POLL_S = 0.05
 _LONGEST_POLL_S = 1.0
 _PART_OF_WAIT = 0.05
 _POLLS_A_SECOND = 200.0
-"""Of all processes that wait together; each takes about ten requests."""
+"""Polls per second of all candidates together; each poll makes about ten requests to the store."""
 _ENDED_S = 300.0
-"""How long a process waits for its agent to end it; longer than agents wait before they kill. After that, whoever has
-decided that all begin again was lost before it could say so, and no other node has come."""
+"""How long a process waits for its agent to end it; longer than agents wait before they kill. If it has not been
+ended by then, the agent that decided to restart all workers was lost before it could say so, and no other node has
+come."""
 _SPARE_AFTER_S = 3.0
-"""An agent replaces a process within less; after that, one that waits takes its place."""
+"""An agent replaces a lost process faster than this; afterwards a candidate takes its place."""
 _SET_UP_S = 120.0
-"""Time from a plan until all in it must be ready; then those that are plan again."""
+"""Time from a plan until all of its joiners must be ready; then those that are ready plan again."""
 
 
 def publish_initial_world(job_store: JobStore, world: WorldPlan) -> None:
-    """Say, as a founder, how large the first world of the job is."""
+    """Publish the size of the job's initial world; called by its ranks."""
     job_store.set_if_absent(_FOUNDERS, str(world.size).encode())
 
 
 def announce(job: JobEnv) -> None:
-    """Say that the program is to take part in recovery, before its first world is there."""
+    """Announce that the program takes part in recovery, before its initial world exists."""
     if not job.is_joining:
-        with contextlib.suppress(DistError):  # whoever needs the store says so
+        with contextlib.suppress(DistError):  # whatever needs the store reports its loss
             JobStore.connect(job).set_if_absent(_RECOVERS, b"1")
 
 
 def renounce(job: JobEnv) -> None:
-    """Say that the program takes no part in recovery, though it may have announced itself."""
+    """Withdraw `announce`: the program takes no part in recovery."""
     with contextlib.suppress(DistError):
         JobStore.connect(job).set(_RECOVERS, b"0")
 
 
 def arm(job_store: JobStore, is_ending: Callable[[], bool] = lambda: False) -> bool:
-    """Say that there is something to recover from now on, so that lost processes are replaced.
+    """Announce that there is state to recover from now on, so that lost processes are replaced.
 
-    Where an agent has just decided that all begin again, since no process had said so, this one waits to be ended: what
-    it did now would be done twice. While it waits, SIGTERM ends it, whatever handler the program has.
+    If an agent has just decided to restart all workers because no process had armed the job, this process waits to be
+    ended: any work it did now would be repeated. While it waits, SIGTERM ends it, whatever handler the program has.
 
     Args:
         job_store: of the job.
-        is_ending: whether SIGTERM has come already, and the program has only taken a note of it.
+        is_ending: whether the program has already received SIGTERM and deferred it.
 
     Returns:
-        False if it has, and all begin again.
+        False if `is_ending()` while all workers are about to restart.
     """
     if job_store.arm():
         return True
@@ -87,48 +88,51 @@ def arm(job_store: JobStore, is_ending: Callable[[], bool] = lambda: False) -> b
             if is_ending():
                 return False
             if time.monotonic() > until_s:
-                log.warning("all were to begin again, and have not within %.0f s: the job goes on", _ENDED_S)
+                log.warning("all workers were to restart, but have not within %.0f s: the job continues", _ENDED_S)
                 job_store.arm_again()
             time.sleep(_POLL_S)
     return True
 
 
 def is_known(job_store: JobStore) -> bool:
-    """Whether the program has said that it takes part in recovery."""
+    """Whether the program has announced that it takes part in recovery."""
     return job_store.try_get(_RECOVERS) == b"1" or world_or_none(job_store) is not None
 
 
 def present_world(job_store: JobStore) -> WorldPlan:
-    """The world for which the running generation was formed, or the next one is being formed.
+    """The world of the running generation, or of the one that is being formed.
 
     Raises:
-        RecoveryError: the founders have left nothing.
+        RecoveryError: the store holds no initial world.
     """
     world = world_or_none(job_store)
     if world is None:
-        raise RecoveryError("the job has no founders whom a newcomer could join. Was its store restarted?")
+        raise RecoveryError("the job's store holds no initial world to join. Was the store restarted?")
     return world
 
 
 def takes_part(job_store: JobStore, worker_id: int) -> bool:
-    """Whether the loss of the process in a place concerns the job: it is one of the present world."""
+    """Whether the loss of this worker affects the job: it belongs to the present world, or no world is known."""
     world = world_or_none(job_store)
     return world is None or worker_id in world.worker_ids
 
 
 def world_or_none(job_store: JobStore) -> WorldPlan | None:
-    """`present_world`; None where the program takes no part in recovery."""
+    """Like `present_world`, but None if the program takes no part in recovery."""
     number = job_store.world_number()
     size = None if number else job_store.try_get(_FOUNDERS)
     return job_store.world(number) if number else None if size is None else WorldPlan.initial(int(size))
 
 
 def find_world(job_store: JobStore, worker_id: int, incarnation: int) -> WorldPlan:
-    """The world that a newcomer is to set itself up for: at once where it replaces somebody, or when there is a plan.
+    """Return the world that a joiner is to set itself up for.
+
+    A replacement of a lost process gets the present world at once. Any other joiner registers as a candidate and
+    waits until a planned world includes it.
 
     Raises:
-        RecoveryError: the job does not grow.
-        SystemExit: the job has come to its end without this process.
+        RecoveryError: the job does not change its size.
+        SystemExit: the job ended without needing this process.
     """
     world = present_world(job_store)
     if worker_id in world.worker_ids:
@@ -137,7 +141,7 @@ def find_world(job_store: JobStore, worker_id: int, incarnation: int) -> WorldPl
     if spec is None:
         raise RecoveryError(
             f"worker {worker_id} lies outside of a world of {world.size} ranks, and the job does not change its size. "
-            "Use the callback ElasticTraining where it should."
+            "To let it, use the callback ElasticTraining."
         )
     add_candidate(job_store, worker_id, incarnation, world)
     log.warning("worker %d waits until the job grows", worker_id)
@@ -146,7 +150,7 @@ def find_world(job_store: JobStore, worker_id: int, incarnation: int) -> WorldPl
     seen: tuple[int, ...] = ()
     while True:
         if not job_store.is_armed:
-            log.warning("the job has come to its end, and worker %d was not needed", worker_id)
+            log.warning("the job has ended; worker %d was not needed", worker_id)
             raise SystemExit(0)
         world, planned = present_world(job_store), _newest_plan(job_store, number)
         number = world.number if planned is None else planned.number
@@ -164,19 +168,20 @@ def find_world(job_store: JobStore, worker_id: int, incarnation: int) -> WorldPl
 
 
 def poll_s(num_waiting: int, waited_s: float) -> float:
-    """Seconds until a process that waits to come in asks again: a small part of the time for which nothing has changed.
+    """Seconds until a candidate polls again: a small fraction of the time since it last saw a change.
 
     Args:
-        num_waiting: processes that wait like this one; with thousands of them each asks less often.
-        waited_s: seconds since this process came, or last saw something change.
+        num_waiting: number of candidates; with thousands of them each polls less often.
+        waited_s: seconds since this process came, or last saw a change.
     """
     return max(_POLL_S, min(_LONGEST_POLL_S, waited_s * _PART_OF_WAIT), num_waiting / _POLLS_A_SECOND)
 
 
 def turn_poll_s(job_store: JobStore, world: WorldPlan, before: WorldPlan, waited_s: float) -> float:
-    """The same for a process that waits for its turn, as all newcomers of a planned world do.
+    """Like `poll_s`, for a joiner that is set up and waits for its planned world to take over.
 
-    When all of them are ready the members of the world before stop, and wait for each of them to notice.
+    Once all joiners are ready, the poll is short: the members of the world `before` stop and wait for each of them to
+    notice.
     """
     if pending_world(job_store) >= world.number:
         return _POLL_S
@@ -184,10 +189,11 @@ def turn_poll_s(job_store: JobStore, world: WorldPlan, before: WorldPlan, waited
 
 
 def await_turn(job_store: JobStore, world: WorldPlan, worker_id: int, incarnation: int) -> None:
-    """Say that a process is set up for a planned world, and wait until that world takes over.
+    """Announce that this process is ready for a planned world, and wait until that world takes over.
 
     Raises:
-        SystemExit: the job has come to its end, or the plan is void; then another process begins again in this place.
+        SystemExit: the job has ended, or the plan is void; in the latter case a new process of this worker_id waits
+            again.
     """
     if present_world(job_store).number >= world.number:
         return
@@ -199,7 +205,7 @@ def await_turn(job_store: JobStore, world: WorldPlan, worker_id: int, incarnatio
         newest = _newest_plan(job_store, world.number)
         is_superseded = newest is not None and newest.number > world.number
         if is_superseded or not _can_begin(job_store, world, before):
-            log.warning("the plan of world %d is void, for a process that was to come in was lost", world.number)
+            log.warning("the plan of world %d is void: one of its joiners was lost", world.number)
             raise SystemExit(NOT_NEEDED)
         if pending_world(job_store) < world.number and _are_ready(job_store, world, before):
             job_store.raise_to(_WANTED, world.number)
@@ -207,12 +213,12 @@ def await_turn(job_store: JobStore, world: WorldPlan, worker_id: int, incarnatio
 
 
 def pending_world(job_store: JobStore) -> int:
-    """Number of the planned world whose newcomers are all ready; 0 for none."""
+    """Number of the planned world whose joiners are all ready; 0 for none."""
     return int(job_store.try_get(_WANTED) or 0)
 
 
 def announce_preemption(job_store: JobStore, worker_id: int, incarnation: int) -> None:
-    """Say that a process is about to leave for good, so that nobody waits for its replacement."""
+    """Record a preemption notice, so that the job does not wait for a replacement of the process."""
     job_store.set(_leaving(worker_id), str(incarnation).encode())
     job_store.count(_NOTICES, 1)
 
@@ -220,20 +226,21 @@ def announce_preemption(job_store: JobStore, worker_id: int, incarnation: int) -
 def world_without(
     job_store: JobStore, spec: ElasticSpec, world: WorldPlan, missing: Mapping[int, int], waited_s: float
 ) -> WorldPlan | None:
-    """Plan the world that goes on without those of its places that are missing; None to wait, and to look again.
+    """Plan the world that continues without the missing workers; None means: wait and call again.
 
-    Processes that wait to come in take the places of lost ones, if no agent has replaced those within moments.
-    Otherwise the job shrinks, as soon as the policy allows it, or at once where all that are missing had given notice.
+    Candidates take over the ranks of lost workers if the agents have not replaced those within `_SPARE_AFTER_S`.
+    Otherwise the job shrinks as soon as the policy allows it, or at once if all missing workers had preemption
+    notices.
 
     Args:
         job_store: of the job.
         spec: of the job.
         world: the present one.
-        missing: places of it without a process, and the number of the process that is to come.
+        missing: worker_ids without a process, each with the incarnation that is awaited there.
         waited_s: how long they have been missing, in seconds.
 
     Raises:
-        StateLost: nobody that is left holds a part of the state.
+        StateLost: no survivor holds a part of the state.
     """
     are_leaving = have_left(job_store, missing)
     if waited_s < _SPARE_AFTER_S and not are_leaving:
@@ -242,7 +249,7 @@ def world_without(
     healthy = set(world.worker_ids).difference(missing)
     waiting = candidates(job_store, world)
     if len(waiting) >= len(missing):
-        target, cause = now, f"processes that waited take the places of {len(missing)} lost ones"
+        target, cause = now, f"waiting processes replace {len(missing)} lost ones"
     else:
         whole = num_whole(world, healthy, size)
         view = ReplicaView(now=now, healthy=whole, since_loss_s=math.inf if are_leaving else waited_s)
@@ -254,22 +261,23 @@ def world_without(
 
 
 def have_left(job_store: JobStore, missing: Mapping[int, int]) -> bool:
-    """Whether all that are missing had got notice, so that nobody need wait for them."""
+    """Whether all missing workers had preemption notices, so that the job need not wait for replacements."""
     noticed = job_store.try_get_all([_leaving(worker_id) for worker_id in missing])
     return all(int(noticed.get(_leaving(worker_id), "-2")) >= number - 1 for worker_id, number in missing.items())
 
 
 def ask_for(job_store: JobStore, num_replicas: int) -> None:
-    """Have the job grow or shrink to so many replicas; it stays there until somebody asks for another number.
+    """Ask for a number of replicas, to which the job grows or shrinks.
 
-    That holds when all processes start again, too.
+    The request holds until another number is asked for, also across a restart of all workers.
     """
     job_store.set_lasting(_SCALE, str(num_replicas).encode())
 
 
 def plan_scale_down(job_store: JobStore, world: WorldPlan) -> None:
-    """Plan a smaller world, where somebody has asked for one, or processes have got notice; for one member to call
-    about once a second.
+    """Plan a smaller world if one was asked for, or if processes have preemption notices.
+
+    One member calls this about once a second.
     """
     asked, leaving, spec = _asked(job_store), leaving_of(job_store, world.worker_ids), elastic_spec_of(job_store)
     if spec is None or not (asked or leaving) or pending_world(job_store) > world.number:
@@ -284,7 +292,7 @@ def plan_scale_down(job_store: JobStore, world: WorldPlan) -> None:
     target = next_size(view, spec.policy, spec.sizes)
     if target >= now:
         return
-    why = f"{len(leaving)} processes have got notice" if leaving else f"somebody asked for {asked} replicas"
+    why = f"{len(leaving)} processes have got notice" if leaving else f"{asked} replicas were asked for"
     cause = f"{why}: the job shrinks from {now} to {target}"
     smaller = _propose(job_store, spec, world, target, cause, healthy=staying)
     if smaller is not None:
@@ -292,7 +300,7 @@ def plan_scale_down(job_store: JobStore, world: WorldPlan) -> None:
 
 
 def describe(job_store: JobStore) -> dict[str, int]:
-    """The size of the job, for people."""
+    """The size of the job, for status output."""
     world, spec = world_or_none(job_store), elastic_spec_of(job_store)
     size = 0 if world is None else world.size
     return {
@@ -315,7 +323,7 @@ def _leaving(worker_id: int) -> str:
 
 
 def leaving_of(job_store: JobStore, worker_ids: Sequence[int]) -> set[int]:
-    """Those of some places whose living process has got notice."""
+    """Return the `worker_ids` whose living process has a preemption notice."""
     if not job_store.count(_NOTICES):
         return set()
     noticed, living = (
@@ -330,7 +338,7 @@ def leaving_of(job_store: JobStore, worker_ids: Sequence[int]) -> set[int]:
 
 
 def num_whole(world: WorldPlan, staying: AbstractSet[int], replica_size: int) -> int:
-    """How many replicas can be put together of some places of a world."""
+    """How many complete replicas the workers in `staying` can form."""
     return min(
         sum(worker_id in staying for worker_id in world.worker_ids[index::replica_size])
         for index in range(replica_size)
@@ -346,7 +354,7 @@ def _plan(
     *,
     after: int,
 ) -> None:
-    """Plan the world that comes next, if the policy lets the job grow now, and nobody is about to leave it."""
+    """Plan a larger world if the policy lets the job grow now, and no worker is about to leave."""
     if leaving_of(job_store, world.worker_ids):
         return
     now = world.size // spec.replica_size
@@ -381,7 +389,7 @@ def _propose(
     healthy: AbstractSet[int] | None = None,
     joining: Sequence[int] = (),
 ) -> WorldPlan | None:
-    """Plan the world that comes next; returns the plan that counts if it is the same, whoever made it.
+    """Propose the next world; returns the plan if it is the accepted one, by whichever process, else None.
 
     Args:
         job_store: of the job.
@@ -389,10 +397,10 @@ def _propose(
         world: the present one.
         num_replicas: of the next one.
         cause: for the record.
-        after: number of the newest plan that was known when this was decided, so that of several who decide the same
-            one is heard; None to come after all plans.
-        healthy: places of the present world that go on; all of them if None.
-        joining: places that come in.
+        after: number of the newest plan known when this was decided, so that only one of several processes that
+            decide the same is accepted; None to come after all plans.
+        healthy: worker_ids of the present world that continue; all of them if None.
+        joining: worker_ids of the joiners.
     """
     newest = _newest_plan(job_store, world.number) or world
     staying = set(world.worker_ids) if healthy is None else healthy
@@ -412,7 +420,7 @@ def _propose(
 
 
 def _age_s(job_store: JobStore, world: WorldPlan) -> float:
-    """Seconds for which the present world has lasted, by its members' own clocks; 0 before they have said anything."""
+    """Age of the present world in seconds, by its members' own clocks; 0 before their first heartbeat."""
     said = job_store.heartbeats(world.worker_ids).values()
     return max((heartbeat["in_world_s"] for heartbeat in said if heartbeat["world"] == world.number), default=0.0)
 
@@ -425,12 +433,12 @@ def _newest_plan(job_store: JobStore, at_least: int) -> WorldPlan | None:
 
 
 def add_candidate(job_store: JobStore, worker_id: int, incarnation: int, world: WorldPlan) -> None:
-    """Say that a process outside of a world wants to come in."""
+    """Register a process outside of the world as a candidate."""
     job_store.append(_CANDIDATES, lambda _: f"{worker_id} {incarnation} {world.number}")
 
 
 def candidates(job_store: JobStore, world: WorldPlan) -> list[int]:
-    """Places outside of a world whose living process has said that it wants to come in, and was not in since."""
+    """worker_ids outside of the world whose living process is a candidate and has not been in a world since."""
     said: dict[tuple[int, int], int] = {}
     for text in job_store.listed(_CANDIDATES):
         worker_id, incarnation, since = map(int, text.split())
@@ -449,15 +457,15 @@ def candidates(job_store: JobStore, world: WorldPlan) -> list[int]:
 
 
 def _can_begin(job_store: JobStore, planned: WorldPlan, before: WorldPlan) -> bool:
-    """Whether all that are to come in with a planned world still wait."""
+    """Whether all joiners of a planned world are still waiting."""
     waiting = candidates(job_store, before)
     return all(worker_id in before.worker_ids or worker_id in waiting for worker_id in planned.worker_ids)
 
 
 def _is_void(job_store: JobStore, planned: WorldPlan, world: WorldPlan) -> bool:
-    """Whether a plan will not be carried out: it is of the past, or some of its newcomers are gone.
+    """Whether a plan will not be carried out: it is outdated, or some of its joiners are gone.
 
-    One that brings in nobody takes over at once, or never.
+    A plan without joiners takes over at once or never.
     """
     if planned.number <= world.number or not _can_begin(job_store, planned, world):
         return True

@@ -1,4 +1,9 @@
-"""On which terms a job changes its size: its founders leave them in the job store, and everybody reads them there."""
+"""The elastic spec of a job: its limits of size and degrees, published in the job store by the initial world.
+
+The number of replicas changes while a job runs; its shard and tensor degrees change only with a restart of all
+workers. The user says which degrees are allowed. When all workers start together, they take the first allowed layout
+that the available ranks can form.
+"""
 
 import json
 from collections.abc import Sequence
@@ -9,20 +14,15 @@ from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.errors import DegreeError
 
-# Degrees of one replica that a job may have, and which it gets when all its processes start together; pure.
-#
-# The number of replicas changes while a job runs, its degrees only with a restart of all processes. Which degrees
-# there may be is the user's word; of these the first that fits the ranks that are there is taken.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Degrees of one replica, and how many replicas of them there may be."""
+    """Degrees of one replica, and the allowed numbers of such replicas."""
 
     shard_degree: int
     tensor_degree: int = 1
     sizes: tuple[int, ...]
-    """Numbers of replicas that the policy allows and that can share the global batch, ascending."""
+    """Numbers of replicas, ascending, that the policy allows and that can share the global batch."""
 
     @property
     def replica_size(self) -> int:
@@ -35,7 +35,7 @@ class Layout:
         return self.shard_degree, self.tensor_degree
 
     def replicas_in(self, num_ranks: int) -> int:
-        """Most replicas that so many ranks make up; 0 if they make up no allowed number."""
+        """Largest allowed number of replicas that `num_ranks` ranks can form; 0 if there is none."""
         return max((size for size in self.sizes if size * self.replica_size <= num_ranks), default=0)
 
     def __str__(self) -> str:
@@ -46,14 +46,14 @@ class Layout:
 
 
 def in_order(layouts: Sequence[Layout], *, wanted: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
-    """The order in which layouts are tried: those that are wanted first, then the largest replicas.
+    """Sort layouts into the order in which they are tried: the wanted ones first, then the largest replicas.
 
-    Of equally large ones the one with the tensor degree of the last that is wanted comes first, and then the one with
-    the larger shard degree: splitting layers costs more.
+    Among replicas of equal size, the tensor degree of the last wanted entry comes first, then the larger shard
+    degree, since splitting layers costs more.
 
     Args:
-        layouts: all that are allowed.
-        wanted: shard and tensor degrees, the most wanted first; a shard degree of 0 is nobody's wish.
+        layouts: all allowed layouts.
+        wanted: pairs of shard and tensor degree, the most wanted first; a shard degree of 0 matches no layout.
     """
     tensor = wanted[-1][1] if wanted else 1
 
@@ -65,21 +65,21 @@ def in_order(layouts: Sequence[Layout], *, wanted: Sequence[tuple[int, int]]) ->
 
 
 def first_that_fits(layouts: Sequence[Layout], num_ranks: int) -> Layout | None:
-    """The layout that so many ranks begin with; None if there are too few for all of them."""
+    """Return the first layout that `num_ranks` ranks can form; None if they are too few for all of them."""
     return next((layout for layout in layouts if layout.replicas_in(num_ranks)), None)
 
 
 def what_would_fit(layouts: Sequence[Layout], num_ranks: int) -> str:
-    """Why none of the layouts fits so many ranks, and what would, in a sentence."""
+    """Explain in a sentence why no layout fits `num_ranks` ranks, and what would fit."""
     allowed = ", or ".join(map(str, layouts)) or "only the degrees that it began with"
     return f"{num_ranks} ranks are left, and this job may have {allowed}"
 
 
 def choose(layouts: Sequence[Layout], num_ranks: int) -> Layout:
-    """`first_that_fits`.
+    """Like `first_that_fits`, but raises if no layout fits.
 
     Raises:
-        DegreeError: none does.
+        DegreeError: too few ranks for all layouts.
     """
     layout = first_that_fits(layouts, num_ranks)
     if layout is None:
@@ -90,12 +90,12 @@ def choose(layouts: Sequence[Layout], num_ranks: int) -> Layout:
     return layout
 
 
-_TERMS = "elastic"  # value: `Terms`
+_TERMS = "elastic"  # value: `ElasticSpec`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticSpec:
-    """On which a job grows and shrinks."""
+    """The limits within which a job grows and shrinks."""
 
     policy: ElasticPolicy
     replica_size: int
@@ -104,7 +104,7 @@ class ElasticSpec:
     """Numbers of replicas that the policy allows and that can share the global batch."""
     tensor_degree: int = 1
     layouts: tuple[Layout, ...] = ()
-    """Degrees in which all processes may start again, in the order in which they are tried."""
+    """Layouts with which all workers may restart, in the order in which they are tried."""
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class ElasticSpec:
         return self.replica_size // self.tensor_degree, self.tensor_degree
 
     def to_json(self) -> bytes:
-        """For the job store."""
+        """Serialize for the job store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -126,11 +126,11 @@ class ElasticSpec:
 
 
 def publish_elastic_spec(job_store: JobStore, spec: ElasticSpec) -> None:
-    """Let others come in from now on; the first word counts."""
+    """Publish the spec, so that processes can join from now on; only the first call of a round has an effect."""
     job_store.set_if_absent(_TERMS, spec.to_json())
 
 
 def elastic_spec_of(job_store: JobStore) -> ElasticSpec | None:
-    """The terms of the job; None for one that does not change its size."""
+    """The elastic spec of the job; None if the job does not change its size."""
     text = job_store.try_get(_TERMS)
     return None if text is None else ElasticSpec.from_json(text)

@@ -1,4 +1,4 @@
-"""For training loops written by hand: is this job about to change, so that it is time to save and to end?"""
+"""Detection of elastic events for hand-written training loops: is the job about to change, so that it should save?"""
 
 import os
 import signal
@@ -20,7 +20,7 @@ _ASK_EVERY_S = 1.0
 
 
 class _Notices:
-    """What this process has heard."""
+    """Preemption notices that this process has received, and changes of size that the job store announces."""
 
     def __init__(self) -> None:
         self.is_told = False
@@ -34,13 +34,13 @@ class _Notices:
         if self._pid == os.getpid():
             return
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigError("call watch_elastic_events() in the main thread: only there can signals be handled.")
+            raise ConfigError("call watch_elastic_events() in the main thread: Python handles signals only there.")
         self._pid = os.getpid()
         for number in (signal.SIGTERM, *NOTICES):
             self._before[number] = signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a process that a loader has forked, which is to end
+        if os.getpid() != self._pid:  # forked by a data loader: such a process must exit
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -50,7 +50,7 @@ class _Notices:
             before(number, frame)
 
     def is_planned(self) -> bool:
-        """Whether the job store of the job says that it is about to change; asked at most once a second."""
+        """Whether the job store says that the job is about to change; reads the store at most once a second."""
         now_s = time.monotonic()
         if now_s - self._asked_s < _ASK_EVERY_S:
             return self._is_planned
@@ -58,7 +58,7 @@ class _Notices:
         try:
             self._is_planned = self._ask()
         except dist.DistError:
-            self._is_planned = True  # the agent that serves the store has ended, and the job with it
+            self._is_planned = True  # the agent that serves the store has exited, and the job with it
         return self._is_planned
 
     def _ask(self) -> bool:
@@ -77,31 +77,33 @@ _notices = _Notices()
 
 
 def watch_elastic_events() -> None:
-    """From now on SIGTERM, SIGUSR1 and SIGUSR2 do not end this process; `elastic_event_detected` tells of them.
+    """Catch SIGTERM, SIGUSR1 and SIGUSR2 from now on, for `elastic_event_detected` to report.
 
-    Call it first thing in the program, in the main thread: until then each of these signals ends the process. Handlers
-    that were there before are called too.
+    Call this first in the program, in the main thread: until then each of these signals ends the process. Handlers
+    that were installed before are still called.
 
     Raises:
-        ConfigError: this is not the main thread.
+        ConfigError: not called in the main thread.
     """
     _notices.watch()
 
 
 def elastic_event_detected() -> bool:
-    """Whether the job is about to change; for all ranks to call after each step, and the same on all of them.
+    """Return whether the job is about to change; all ranks call this after each step and get the same answer.
 
-    True from the first call on which any rank had got SIGTERM, SIGUSR1 or SIGUSR2 since it began to watch (see
-    `watch_elastic_events`; the first call begins it too), or on which rank 0 has found, asking at most once a second,
-    that a job which recovers in place has planned a world of another size or has a node that got notice. `hyperpodrun`
-    passes notices on to the workers of a program that does not change its size in place.
+    The answer is True once any rank has received SIGTERM, SIGUSR1 or SIGUSR2 since it began to watch (see
+    `watch_elastic_events`; the first call of this function also begins to watch). It is also True once rank 0 finds
+    in the job store, which it reads at most once a second, that a job with in-place recovery has planned a world of
+    another size or has a worker with a preemption notice. `hyperpodrun` passes notices on to the workers of a program
+    that does not change its size in place.
 
-    It does not see the loss of a process, nor nodes that wait for a job whose program cannot take them in.
+    It does not detect the loss of a process, nor nodes that wait for a job whose program cannot take them in.
 
-    Costs one all-reduce of one number over the default process group; without a group each process speaks for itself.
+    Costs one all-reduce of one number over the default process group; without a process group each process answers
+    for itself.
 
     Raises:
-        ConfigError: the first call, and not in the main thread.
+        ConfigError: this is the first call, and not in the main thread.
     """
     _notices.watch()
     is_connected = dist.is_available() and dist.is_initialized()
@@ -115,6 +117,6 @@ def elastic_event_detected() -> bool:
 
 
 def _device() -> str:
-    """A kind of device that the default group communicates on: the CPU where it can, so that no GPU waits."""
+    """Device type that the default group communicates on: the CPU where possible, to avoid a wait for the GPU."""
     kinds = [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
     return "cpu" if "cpu" in kinds else kinds[0]

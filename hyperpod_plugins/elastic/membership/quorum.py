@@ -1,4 +1,4 @@
-"""Who belongs to the next generation, and how long others are waited for: pure decisions on what the job store says."""
+"""When the quorum of the next generation is complete, and how long to wait: pure decisions, without I/O."""
 
 import enum
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from typing import Any
 from hyperpod_plugins.errors import ConfigError
 
 BETWEEN_CALLS = "between two calls of the program"
-"""Where a process says it is when no call of its program trains or evaluates: it may be past the last one."""
+"""The activity that a process reports while no call of its program trains or evaluates, also after the last call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipPolicy:
-    """How long to wait for whom."""
+    """How long members wait for each other."""
 
     replacement_timeout_s: float = 300.0
-    """Longest wait of the survivors for the processes that replace lost ones."""
+    """Longest wait of the survivors for replacements of lost processes, in seconds."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -30,53 +30,53 @@ class QuorumView:
     """What one process sees of a generation that is being formed."""
 
     expected: Mapping[int, int]
-    """Incarnation that each rank's agent has started last."""
+    """The incarnation of each rank that its agent started last."""
     arrived: Mapping[int, int]
-    """Incarnation that has arrived in each rank's place."""
+    """The incarnation of each rank that has arrived."""
     waited_s: float
     """Seconds since this process began to wait."""
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks whose present process has not arrived."""
+        """Ranks whose present incarnation has not arrived."""
         return tuple(rank for rank, number in self.expected.items() if self.arrived.get(rank) != number)
 
 
 class Action(enum.Enum):
-    """What to do now."""
+    """What to do next in forming a generation."""
 
-    WAIT = "somebody is missing and may still come"
-    FORM = "all are here: propose the plan"
-    GIVE_UP = "somebody is missing for too long"
+    WAIT = "a rank is missing and may still arrive"
+    FORM = "all ranks have arrived: propose the plan"
+    GIVE_UP = "a rank has been missing for too long"
 
 
 def next_action(view: QuorumView, policy: MembershipPolicy) -> Action:
-    """Decide; a process that another one has replaced does not count as arrived."""
+    """Decide what to do next; an arrived process that has been replaced since does not count."""
     if not view.missing:
         return Action.FORM
     return Action.GIVE_UP if view.waited_s > policy.replacement_timeout_s else Action.WAIT
 
 
 class RoundBudget:
-    """How often a job comes together without getting a step further; what one process knows of it.
+    """Limit of consecutive generations that are formed without committing a step, as counted by one process.
 
-    Each way in which a round can fail has a limit of its own. This one holds for all of them together: for groups that
-    form and break again, for state that cannot be copied, for members that are lost as soon as they have come.
+    Each way in which a generation can fail has a limit of its own. This one covers all of them together: groups that
+    form and break again, state that cannot be copied, members that are lost as soon as they have arrived.
     """
 
     def __init__(self, max_rounds: int = 20) -> None:
-        """Allow so many generations for one step, and more within the first `replacement_timeout_s`."""
+        """Allow `max_rounds` generations for one step, and more within the first `replacement_timeout_s`."""
         self._max_rounds = max_rounds
         self._began: tuple[int, int, float] | None = None
 
     def refusal(self, committed: int, number: int, now_s: float, policy: MembershipPolicy) -> str | None:
-        """Why a generation is not to be tried any more; None to try it.
+        """Return why no further generation should be tried; None to try this one.
 
         Args:
             committed: steps that this process has committed.
             number: of the generation.
-            now_s: time on this process's monotonic clock.
-            policy: says for how long at least the job is to try.
+            now_s: time on this process's monotonic clock, in seconds.
+            policy: its `replacement_timeout_s` is how long the job tries at least.
         """
         if self._began is None or self._began[0] != committed:
             self._began = committed, number, now_s
@@ -90,14 +90,14 @@ class RoundBudget:
 
 
 class ExitWait:
-    """The wait for others to finish, whose limit begins again whenever one of them gets on."""
+    """An agent's wait for the other nodes to finish; the time limit restarts whenever one of them makes progress."""
 
     def __init__(self, limit_s: float, now_s: float) -> None:
         """Begin to wait.
 
         Args:
-            limit_s: longest wait in which nobody gets on.
-            now_s: the clock.
+            limit_s: longest time without progress of any node, in seconds.
+            now_s: time on a monotonic clock, in seconds.
         """
         self._limit_s = limit_s
         self._since_s = now_s
@@ -105,13 +105,13 @@ class ExitWait:
         self._numbers: dict[int, int] = {}
 
     def is_over(self, left: AbstractSet[int], heartbeats: Mapping[int, Mapping[str, Any]] | None, now_s: float) -> bool:
-        """Whether it has been in vain for too long.
+        """Whether the limit has passed without progress.
 
         Args:
             left: nodes that have not finished.
-            heartbeats: the last ones of the workers of those nodes; None where they send none because the program takes
-                no part in recovery. Their progress is unknown then, and the wait goes on.
-            now_s: the clock.
+            heartbeats: the last heartbeats of the workers of those nodes; None if the program takes no part in
+                recovery and sends none. Progress is unknown then, and the wait continues.
+            now_s: time on the same clock, in seconds.
         """
         found = {} if heartbeats is None else heartbeats
         numbers = {worker_id: int(heartbeat["number"]) for worker_id, heartbeat in found.items()}

@@ -1,4 +1,4 @@
-"""Another shard or tensor degree: all processes start again. Whether, and in which, and what somebody has asked for."""
+"""Changes of the shard or tensor degree, which restart all workers: when, to which degrees, and requests for them."""
 
 import json
 import logging
@@ -13,19 +13,20 @@ from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.elastic.store.world import WorldPlan
 
 log = logging.getLogger(__name__)
-_ASKED = "degrees"  # value: shard and tensor degree that somebody has asked for; the first word of a round counts
+_ASKED = "degrees"  # value: requested shard and tensor degree; the first request of a round counts
 _POLL_S = 0.05
 _IDLE_S = 1.0
 _FOUNDING_S = 1800.0
-"""Longest wait of a process that is not needed for the others to begin."""
+"""Longest wait of a surplus process for the initial world to begin, in seconds."""
 
 
 def layout_without(
     job_store: JobStore, spec: ElasticSpec, world: WorldPlan, missing: Mapping[int, int], waited_s: float
 ) -> Layout | None:
-    """Choose the degrees in which all processes start again, since no world can be made of those that are left.
+    """Choose the layout with which all workers restart if the survivors cannot form a world with the present degrees.
 
-    The arguments are those of `world_without`. None to wait, and to look again; or where nothing fits.
+    The arguments are those of `world_without`. Returns None if they can, to wait and call again, or if no layout
+    fits.
     """
     healthy = set(world.worker_ids).difference(missing)
     if num_whole(world, healthy, spec.replica_size) >= min(spec.sizes):
@@ -36,21 +37,21 @@ def layout_without(
 
 
 def num_survivors(job_store: JobStore, world: WorldPlan, missing: Mapping[int, int]) -> int:
-    """Ranks that a start of all processes could have: those that are left, and those that wait to come in."""
+    """Number of ranks available to a restart of all workers: survivors and candidates."""
     return world.size - len(missing) + len(candidates(job_store, world))
 
 
 def refusal(
     job_store: JobStore, spec: ElasticSpec, world: WorldPlan, shard_degree: int, tensor_degree: int
 ) -> str | None:
-    """Why a running job cannot be given other degrees; None if it can.
+    """Return why a running job cannot change to the requested degrees; None if it can.
 
     Args:
         job_store: of the job.
         spec: of the job.
         world: the present one.
-        shard_degree: asked for; 0 for the present one.
-        tensor_degree: the same.
+        shard_degree: requested shard degree; 0 for the present one.
+        tensor_degree: requested tensor degree; 0 for the present one.
     """
     wanted = completed(spec, shard_degree, tensor_degree)
     name = f"shard degree {wanted[0]} with tensor degree {wanted[1]}"
@@ -58,12 +59,12 @@ def refusal(
         return f"the job has {name} already"
     layout = next((each for each in spec.layouts if each.degrees == wanted), None)
     if not spec.layouts:
-        return "a loop that is written by hand keeps the degrees that it began with"
+        return "a hand-written training loop keeps the degrees that it began with"
     if layout is None:
         allowed = ", ".join(f"{shard} with {tensor}" for shard, tensor in (each.degrees for each in spec.layouts))
         return (
             f"{name} is not possible in this job; {allowed} are. ElasticTraining(shard_degrees=..., "
-            "tensor_degrees=...) says so"
+            "tensor_degrees=...) sets the allowed degrees"
         )
     num_ranks = num_survivors(job_store, world, {})
     if not layout.replicas_in(num_ranks):
@@ -75,17 +76,17 @@ def refusal(
 
 
 def completed(spec: ElasticSpec, shard_degree: int, tensor_degree: int) -> tuple[int, int]:
-    """Both degrees, of which somebody has named one or both."""
+    """Return both degrees, with the present one in place of a 0."""
     return shard_degree or spec.degrees[0], tensor_degree or spec.degrees[1]
 
 
 def ask_for_degrees(job_store: JobStore, degrees: tuple[int, int]) -> None:
-    """Have all ranks write a checkpoint at the next step, and start again with these degrees."""
+    """Request that all ranks write a checkpoint at the next step and restart with these degrees."""
     job_store.set_if_absent(_ASKED, json.dumps(degrees).encode())
 
 
 def asked_degrees(job_store: JobStore) -> tuple[int, int] | None:
-    """Shard and tensor degree that somebody has asked for."""
+    """The requested shard and tensor degree; None without a request."""
     found = job_store.try_get(_ASKED)
     if found is None:
         return None
@@ -94,29 +95,31 @@ def asked_degrees(job_store: JobStore) -> tuple[int, int] | None:
 
 
 def poll_requests(job_store: JobStore, world: WorldPlan) -> bool:
-    """What `joining.heed` does; whether somebody has asked for other degrees."""
+    """Call `plan_scale_down`, then return whether other degrees were requested."""
     plan_scale_down(job_store, world)
     return asked_degrees(job_store) is not None
 
 
 def forget_asked(job_store: JobStore) -> None:
-    """Nothing comes of what somebody has asked for."""
+    """Drop the request for other degrees."""
     job_store.delete(_ASKED)
 
 
 def stand_aside(job_store: JobStore, worker_id: int, *, is_replaced: bool) -> NoReturn:
-    """End a founder that is one more than make up whole replicas, or keep it idle, as soon as the others have begun.
+    """End an initial process that is left over after whole replicas are formed, or keep it idle until the job ends.
+
+    Waits first for the initial world to publish the elastic spec.
 
     Args:
         job_store: of the job.
         worker_id: of this process.
-        is_replaced: whether its agent starts another in its place, which waits to come in; one that restarts all
-            processes of a node together must not see it end.
+        is_replaced: whether its agent starts another process in its worker slot, which waits as a candidate. An agent
+            that restarts all processes of a node together must not see this one exit.
 
     Raises:
         SystemExit: always.
     """
-    log.warning("worker %d is one more than make up whole replicas", worker_id)
+    log.warning("worker %d is surplus: it completes no replica", worker_id)
     until_s = time.monotonic() + _FOUNDING_S
     while elastic_spec_of(job_store) is None and time.monotonic() < until_s:
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""When a lost worker is replaced, when all are started again, and when that has ceased to help; pure."""
+"""When to replace a lost worker, when to restart all workers, and when to give up: pure decisions, without I/O."""
 
 import enum
 import json
@@ -24,24 +24,25 @@ from hyperpod_plugins.errors import (
 )
 
 GAVE_UP = 65
-"""Exit code of a worker whose own recovery found no way on: it is not replaced, and the job ends."""
+"""Exit code of a worker whose own recovery gave up: it is not replaced, and the job ends."""
 
 NOT_NEEDED = 66
-"""Exit code of a worker without which the job goes on: another one takes its place, and waits until the job grows."""
+"""Exit code of a worker that the job does not need: another process takes its slot and waits until the job grows."""
 
 _OWN_FAULTS = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """How often workers are replaced."""
+    """Limits for the replacement of workers."""
 
     max_restarts: int = 100
     """Replacements of one worker within `window_s`."""
     window_s: float = math.inf
     """Length of the sliding window in seconds; infinite for the whole life of the job."""
     max_early_faults: int = 3
-    """Faults of one worker in a row, each by its own doing and within `early_s`, that show it cannot start."""
+    """Consecutive faults of one worker, each its own and within `early_s`, after which it counts as unable to
+    start."""
     early_s: float = 60.0
     """Seconds after its start in which a fault counts as early."""
 
@@ -56,19 +57,19 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class RestartBudget:
-    """What one worker has spent of a policy."""
+    """How much of a `RestartPolicy` one worker has used up."""
 
     policy: RestartPolicy
     _restarts_s: deque[float] = field(default_factory=deque[float])
     _early_faults: int = 0
 
     def refusal(self, loss: "Loss", uptime_s: float, now_s: float) -> str | None:
-        """Why a worker that ended after `uptime_s` is not to be replaced; None counts a replacement.
+        """Return why a worker that ended is not to be replaced; None replaces it and counts the replacement.
 
         Args:
-            loss: how it ended; one that ended with a peer is no fault of its own.
+            loss: how it ended; a failure caused by a peer is not a fault of its own.
             uptime_s: how long it ran, in seconds.
-            now_s: any clock that only goes forward, in seconds.
+            now_s: time on any monotonic clock, in seconds.
         """
         if loss.code == GAVE_UP:
             return f"exit code {GAVE_UP} says that its own recovery gave up"
@@ -88,65 +89,65 @@ class RestartBudget:
 
 
 class Remedy(enum.Enum):
-    """What follows when a worker ends before its work is done."""
+    """What to do when a worker ends before its work is done."""
 
-    REPLACE = "another process takes its place, and the others go on"
-    START_AGAIN = "all processes start again, past what the program has done"
+    REPLACE = "another process replaces it, and the others continue"
+    START_AGAIN = "all workers restart, past the calls that have ended"
     END = "the job ends"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A worker that has ended, and what is known of the job then."""
+    """A worker that has ended, with the state of the job at that time."""
 
     code: int
     """Exit code, or the negative number of the signal that killed it."""
     error: str = ""
-    """First line of the exception that ended it, with its class; empty where none is known."""
+    """First line of the exception that ended it, with its class; empty if unknown."""
     is_final: bool = False
-    """Whether the process said before, as it left a loop, that it ends with this error."""
+    """Whether the process recorded, as it left a training loop, that it ends with this error."""
     is_armed: bool
-    """Whether the others can take a replacement in."""
+    """Whether the other members can take in a replacement."""
     has_begun: bool
     """Whether a first step has begun."""
     is_known: bool
-    """Whether the program has said that it takes part in recovery, in this round or an earlier one."""
+    """Whether the program has announced that it takes part in recovery, in this round or an earlier one."""
     is_needed: bool = True
-    """Whether the job counts on it, rather than keeping it waiting until it grows."""
+    """Whether it is part of the present world, rather than waiting until the job grows."""
     can_all_start: bool = True
-    """Whether no other node has come to its end, and could not start again."""
+    """Whether all nodes can restart: none has finished already."""
     may_restart: bool = True
     """Whether the user allows restarts."""
 
     @property
     def is_own_fault(self) -> bool:
-        """Whether the program may have failed by itself, rather than with a peer."""
+        """Whether the program may have failed by itself, rather than because of a peer."""
         return (self.code > 0 and not is_of_peer(self.error)) or self.code in _OWN_FAULTS
 
     @property
     def remedy(self) -> Remedy:
-        """What is to be done, as far as no budget is spent."""
+        """What to do, as long as the budget allows it."""
         if self.code in (GAVE_UP, NOT_NEEDED):
-            return Remedy.REPLACE  # the budget knows both
+            return Remedy.REPLACE  # `RestartBudget` handles both codes
         if self.is_armed and (self.has_begun or self.code < 0):
             return Remedy.REPLACE
         if not self.is_known:
-            return Remedy.END  # a program that takes no part would do everything again, over what it has written
+            return Remedy.END  # without recovery the program would redo everything and overwrite its output
         if self.is_final or self.error.partition(":")[0] in _REFUSALS:
-            return Remedy.END  # the same again would end the same
+            return Remedy.END  # a restart would fail the same way
         can_start_again = self.is_needed and self.can_all_start and self.may_restart
         return Remedy.START_AGAIN if can_start_again else Remedy.END
 
 
 def is_of_peer(error: str) -> bool:
-    """Whether an exception, given its class and text, was caused by the end of another process."""
+    """Whether an exception (`Class: text`) was caused by the loss of another process."""
     return error.startswith(_WITH_A_PEER)
 
 
 _WITH_A_PEER = ("PeerLost", "RecoveryError", "RecoveryTimeout", "StateLost", "Dist")
-"""Exceptions that another process's end has caused."""
+"""Beginnings of the names of exceptions that the loss of another process causes."""
 _REFUSALS = {
-    "RehearsalFailed",  # of `recovery`, which lies above this package
+    "RehearsalFailed",  # defined in `recovery`, which this package must not import
     *(
         kind.__name__
         for base in (
@@ -165,28 +166,26 @@ _REFUSALS = {
         for kind in (base, *base.__subclasses__())
     ),
 }
-"""Exceptions by which this package refuses a program, or what it trains on: they come again each time that it runs."""
+"""Exceptions with which this package rejects a program or its data; they recur on every run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRestart(JsonRecord):
-    """A member's word that all processes must begin again.
-
-    A part of the training state is gone, or somebody has asked for other degrees.
-    """
+    """A member's request that all workers restart: training state is lost, or other degrees were asked for."""
 
     failure: FailureRecord
     resume_from: str = ""
-    """The last checkpoint; empty where there is none, and the program begins as it began."""
+    """The last checkpoint; empty if there is none, and the program starts from the beginning."""
     step: int = 0
     """Optimizer steps in that checkpoint."""
     entry: int = 0
-    """Entries of the program that have ended, and are not run again; see `entries.py`."""
+    """Entries of the program that have ended and are not run again; see `store/entries.py`."""
     is_own_fault: bool = False
     """Whether the program may have failed by itself, so that it would fail again."""
     shard_degree: int = 0
-    """What somebody has asked for, with the next; 0 where nobody has."""
+    """Requested shard degree; 0 without a request."""
     tensor_degree: int = 0
+    """Requested tensor degree; 0 without a request."""
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -195,7 +194,7 @@ class JobRestart(JsonRecord):
         return replace(found, failure=FailureRecord.checked(found.failure))
 
     def __str__(self) -> str:
-        """What happens now, in one sentence part."""
+        """Describe the restart in a clause, for messages."""
         where = f"from {self.resume_from} (step {self.step})" if self.resume_from else "from the beginning"
         if self.entry:
             where += f", past the {self.entry} calls of the program that have ended"
@@ -204,18 +203,18 @@ class JobRestart(JsonRecord):
 
 @dataclass(slots=True)
 class JobRestartBudget:
-    """How often all processes were started again without getting further."""
+    """Counts restarts of all workers that make no progress."""
 
     max_restarts: int = 3
-    """Restarts from the same place: a step, in an entry of the program."""
+    """Allowed restarts from the same position: an entry of the program and a step in it."""
     max_own_faults: int = 1
-    """Restarts from the same place after the program has failed by itself."""
+    """Allowed restarts from the same position after the program has failed by itself."""
     _place: tuple[int, int] = (-1, -1)
     _count: int = 0
     _num_own_faults: int = 0
 
     def refusal(self, restart: JobRestart) -> str | None:
-        """Why all are not to be started again; None counts one restart."""
+        """Return why all workers should not be restarted; None allows and counts one restart."""
         place = restart.entry, restart.step
         if place != self._place:
             self._place, self._count, self._num_own_faults = place, 0, 0
@@ -234,5 +233,5 @@ def _place_in_words(entry: int, step: int) -> str:
 
 
 def no_further(step: int, num_restarts: int) -> str:
-    """Why beginning again has ceased to help."""
+    """The message that restarts have not helped."""
     return f"all processes were started again {num_restarts} times from step {step}"

@@ -1,1 +1,1 @@
-"""How the agents of a job find each other, with torchrun or with `hyperpodrun`."""
+"""The rendezvous `hyperpod`, through which the agents of a job find each other, with torchrun or `hyperpodrun`."""

@@ -1,9 +1,12 @@
-"""Where the agents of a job meet, if that is etcd: no agent serves the store, so any of them may be lost.
+"""The store of a job: `ServedStoreBackend`, a store that one agent serves at the rendezvous endpoint, or etcd.
 
-Workers have one more store, torch's own, for what a program does with `init_process_group` before its groups recover.
-The founders of a round have that of whichever of their agents says first that it serves one. It may be lost later:
-from the first step on, groups meet in etcd. Processes that come later get one from their own agent, for their groups
-meet nobody before they join. See `docs/design/etcd.md`.
+With etcd no agent serves the store, so any of them may be lost.
+
+Workers have one more store, torch's own, which `init_process_group` of the program uses before its groups recover.
+With `ServedStoreBackend`, the agent that serves the store serves this one too, a new one for each round. With etcd,
+each agent serves one, and the initial workers of a round use the one that is announced first. It may be lost later:
+from the first step on, groups meet in etcd. Joiners use that of their own agent, as their groups meet no peers before
+they join. See `docs/design/etcd.md`.
 """
 
 import abc
@@ -30,101 +33,102 @@ from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore
 from hyperpod_plugins.elastic.store.etcd import LEASE_S, EtcdStore, EtcdUrl
 from hyperpod_plugins.env import JobEnv
 
-# Where the agents of a job meet: a store at the rendezvous's endpoint, served by an agent of that host.
-#
-# The other kind, where no agent serves it, is in `etcd_endpoint.py`.
-
 logger = get_logger(__name__)
 
 _DEFAULT_PORT = 29400
 CONNECTING = "hyperpod-connect"
-"""Name of threads that connect to a store: torch's client may keep one for long, and nothing wakes it."""
+"""Name of threads that connect to a store: torch's client may block one for long, and nothing can interrupt it."""
 _POLL_S = 0.1
 _REPORT_S = 10.0
-"""How often an agent that waits for the store says so."""
+"""Seconds between two reports of an agent that waits for the store."""
 _ATTEMPT_S = 5.0
 """Longest wait for one connection."""
 _RETRY_S = 0.2
 _LOOPBACK = ("localhost", "127.0.0.1")
 _BACKLOG = 4096
 _MAX_REFUSALS = 5
-"""So many refused connections in a row show that a store that was there is gone."""
+"""Number of refused connections in a row that show that a store that was there is gone."""
 _SERVED_S = 60.0
 """Longest wait for the workers' store of a round."""
 ANSWER_S = 60.0
-"""Longest wait for the answer to one question."""
+"""Longest wait for the answer to one request."""
 _SLACK_S = 30.0
-"""What the wait for a key gets more than the silence that is ridden out: a key that is there must not look late."""
+"""Added to the tolerated silence of the store for the wait for a key, so that an existing key never times out."""
 
 
 class StoreBackend(abc.ABC):
-    """The way to the stores of a job: that of its agents and job store, and in each round one of the workers' own."""
+    """Access to the stores of a job: that of agents and job store, and torch's own store of workers in each round."""
 
     serves_store = False
-    """Whether this process serves the store, and takes it along when it ends."""
+    """Whether this process serves the store, so that the store ends with it."""
     answers_in_time = False
-    """Whether a request that gets no answer ends by itself with an error, before TCP gives up."""
+    """Whether a request without an answer fails by itself, before TCP gives up."""
     takes_requests = True
     """Whether this process answers `hyperpod scale` and `hyperpod status`."""
 
     @abc.abstractmethod
     def connect(self) -> Store:
-        """Open a connection of one's own to the store.
+        """Open a new connection to the store.
 
         Raises:
-            RendezvousConnectionError: nobody answers there.
+            RendezvousConnectionError: the store does not answer.
         """
 
     @abc.abstractmethod
     def job(self, run_id: str) -> JobEnv:
-        """What workers need to know to reach the job store of that name."""
+        """Address of the job store of that name, for workers."""
 
     @abc.abstractmethod
     def keep_alive(self, number: int, rdzv_store: RendezvousStore) -> None:
-        """Do what the store needs done about once a second, and in each round."""
+        """Maintain the store; called about once a second and at the start of each round.
+
+        Args:
+            number: number of the present round.
+            rdzv_store: connection of the calling thread.
+        """
 
     @abc.abstractmethod
     def workers_store(self, assignment: NodeAssignment, rdzv_store: RendezvousStore) -> tuple[str, int]:
-        """Host and port of the workers' store of a round.
+        """Host and port of the workers' own store in a round.
 
         Raises:
-            RendezvousTimeoutError: nobody serves it.
+            RendezvousTimeoutError: no agent serves it in time.
         """
 
     @abc.abstractmethod
     def joiners_store(self, number: int) -> tuple[str, int] | None:
-        """The same for processes that take the places of lost ones in that round; None for the same as `workers_store`.
+        """The same for replacements of lost workers in that round; None if it is that of `workers_store`.
 
-        Their groups are detached until they meet the others in the job store's store, so any will do.
+        Any store will do: their groups are detached until they meet the others in the job's store.
         """
 
     @abc.abstractmethod
     def loss(self, error: Exception) -> RendezvousConnectionError:
-        """What is to be raised when the store does not answer any more."""
+        """The error to raise when the store no longer answers."""
 
     @abc.abstractmethod
     def must_outlast_others(self, *, job_is_over: bool) -> bool:
-        """Whether this process is to leave after those that still use the store."""
+        """Whether this process must not leave before the others that use the store."""
 
     @abc.abstractmethod
     def clear(self) -> None:
-        """All others have left: what they have written is not needed any more."""
+        """Delete the keys of the job; called when all other nodes have left."""
 
 
 class ServedStoreBackend(StoreBackend):
-    """A store that one agent serves; whoever serves it also serves the workers' store of each round."""
+    """A `TCPStore` that one agent serves; the same agent also serves the workers' store of each round."""
 
     def __init__(
         self, host: str, port: int, server: Store | None = None, timeout_s: float = ANSWER_S, answer_s: float = ANSWER_S
     ) -> None:
-        """Take what `open_served` found.
+        """Use the store that `open_served` found.
 
         Args:
-            host: where the store is.
-            port: the same.
-            server: the store, where this process serves it.
-            timeout_s: longest wait for the agent that serves it.
-            answer_s: longest silence of the store that is ridden out.
+            host: host of the store.
+            port: port of the store.
+            server: the store, if this process serves it.
+            timeout_s: longest wait in seconds for the agent that serves it.
+            answer_s: longest silence of the store in seconds that is tolerated.
         """
         self._answer_s = answer_s
         self.host = host
@@ -141,7 +145,7 @@ class ServedStoreBackend(StoreBackend):
         return f"{self.host}:{self.port}"
 
     def connect(self) -> Store:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         timeout_s = self._answer_s if self._was_reached else self._timeout_s
         store = connect_served(self.host, self.port, timeout_s, was_reached=self._was_reached)
         self._was_reached = True
@@ -149,11 +153,11 @@ class ServedStoreBackend(StoreBackend):
         return store
 
     def job(self, run_id: str) -> JobEnv:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         return JobEnv(store_host=self.host, store_port=self.port, run_id=run_id)
 
     def keep_alive(self, number: int, rdzv_store: RendezvousStore) -> None:
-        """Serve the workers of a round a store of their own: keys of an earlier one would lead them astray."""
+        """Serve a new workers' store in each round, as keys of an earlier round would mislead them."""
         if self.server is None:
             return
         with self._lock:
@@ -163,50 +167,50 @@ class ServedStoreBackend(StoreBackend):
                 self._servers.pop(number - 2, None)  # the last one's workers may still be ending
 
     def workers_store(self, assignment: NodeAssignment, rdzv_store: RendezvousStore) -> tuple[str, int]:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         deadline_s = time.monotonic() + _SERVED_S
         while (port := rdzv_store.port(assignment.number)) is None:
             if time.monotonic() > deadline_s:
                 raise RendezvousTimeoutError(
-                    f"no agent of {self.host} has served the workers of round {assignment.number} a store within "
+                    f"no agent on {self.host} has served a store for the workers of round {assignment.number} within "
                     f"{_SERVED_S:.0f} s. Is that host overloaded?"
                 )
             time.sleep(_POLL_S)
         return self.host, port
 
     def joiners_store(self, number: int) -> tuple[str, int] | None:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         return None
 
     def loss(self, error: Exception) -> RendezvousConnectionError:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         return RendezvousConnectionError(
-            f"the store at {self} does not answer any more ({error}). The agent that served it is gone, and the job "
-            "with it: start all nodes again."
+            f"the store at {self} no longer answers ({error}). The agent that served it is gone, and the job has "
+            "ended with it: restart all nodes."
         )
 
     def must_outlast_others(self, *, job_is_over: bool) -> bool:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         return self.serves_store
 
     def clear(self) -> None:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
 
 
 def connect_served(host: str, port: int, timeout_s: float, *, was_reached: bool) -> TCPStore:
     """Connect to a store that an agent serves; reports every 10 s what it waits for.
 
-    The resolver and torch's client block in C, where no signal handler of Python runs. They do so in another thread, so
+    The resolver and torch's client block in C, where Python runs no signal handler. They run in another thread, so
     that SIGTERM ends the wait of the main thread at once.
 
     Args:
-        host: of the store.
-        port: the same.
-        timeout_s: longest wait.
-        was_reached: whether the store was there before, so that one that nobody serves is gone for good.
+        host: host of the store.
+        port: port of the store.
+        timeout_s: longest wait in seconds.
+        was_reached: whether the store was there before, so that refused connections mean that it is gone for good.
 
     Raises:
-        RendezvousConnectionError: nobody has answered.
+        RendezvousConnectionError: the store did not answer in time, or is gone.
     """
     attempts, is_over = queue.SimpleQueue[TCPStore | _Failure](), threading.Event()
 
@@ -216,7 +220,7 @@ def connect_served(host: str, port: int, timeout_s: float, *, was_reached: bool)
             is_over.wait(_RETRY_S)
 
     began_s = time.monotonic()
-    next_report_s, num_refusals, why = began_s + 1.0, 0, "it accepts connections, and does not answer"
+    next_report_s, num_refusals, why = began_s + 1.0, 0, "it accepts connections but does not answer"
     threading.Thread(target=attempt, name=CONNECTING, daemon=True).start()
     try:
         while (now_s := time.monotonic()) < began_s + timeout_s:
@@ -240,21 +244,21 @@ def connect_served(host: str, port: int, timeout_s: float, *, was_reached: bool)
         )
     if was_reached:
         raise RendezvousConnectionError(
-            f"the store at {host}:{port} has not answered for {timeout_s:.0f} s ({why}). Where its machine or the "
-            "network is silent for longer, raise read_timeout of --rdzv-conf."
+            f"the store at {host}:{port} has not answered for {timeout_s:.0f} s ({why}). If its machine or the "
+            "network may be silent for longer, raise read_timeout of --rdzv-conf."
         )
     raise RendezvousConnectionError(
-        f"no agent answers at {host}:{port} after {timeout_s:.0f} s ({why}). Start one on that host, or say on which "
-        "node to serve the store with --rdzv-conf=is_host=1."
+        f"no agent answers at {host}:{port} after {timeout_s:.0f} s ({why}). Start one on that host, or choose the "
+        "node that serves the store with --rdzv-conf=is_host=1."
     )
 
 
 def serve_store(host: str, port: int) -> TCPStore:
-    """Serve a store on all addresses, or for this machine alone where it is to be reached as `localhost`.
+    """Serve a store on all addresses, or only on the loopback interface if `host` is `localhost` or 127.0.0.1.
 
     Raises:
         DistError: the port is taken.
-        OSError: the same.
+        OSError: the port is taken.
     """
     if host not in _LOOPBACK:
         return TCPStore(host, port, is_master=True, wait_for_workers=False)
@@ -272,11 +276,11 @@ class _Failure:
 
     why: str
     is_refused: bool = False
-    """Whether that machine says that nobody listens there."""
+    """Whether the machine refused the connection, as nothing listens on the port."""
 
 
 def _attempt(host: str, port: int) -> TCPStore | _Failure:
-    """One attempt to connect; torch's client says too much where nobody listens, so another socket asks first."""
+    """Try once to connect, first with a plain socket: torch's client logs too much when nothing listens."""
     try:
         socket.create_connection((host, port), _ATTEMPT_S).close()
         timeout = timedelta(seconds=_ATTEMPT_S)
@@ -291,18 +295,19 @@ def _attempt(host: str, port: int) -> TCPStore | _Failure:
 
 
 def open_served(parameters: RendezvousParameters, timeout_s: float, answer_s: float) -> ServedStoreBackend:
-    """Serve the store, if the endpoint is this host's and nobody serves it yet, or find the way to it.
+    """Serve the store if the endpoint is this host and no other process serves it; otherwise use the endpoint.
 
-    A job of one node that names no endpoint gets a free port: nobody is to find it. On torchelastic's port two such
-    jobs of a host, which have the same default id, would be one, and the second end with exit code 0 without a step.
+    A job of one node without an endpoint gets a free port, as no other node needs to find it. On torchelastic's
+    default port, two such jobs on a host, which have the same default id, would be taken for one, and the second would
+    end with exit code 0 without a step.
 
     Args:
-        parameters: of the rendezvous; `is_host` in `--rdzv-conf` says what cannot be found out from names.
-        timeout_s: longest wait for the agent that serves it.
-        answer_s: longest silence of the store that is ridden out.
+        parameters: parameters of the rendezvous; `is_host` in `--rdzv-conf` decides if host names cannot.
+        timeout_s: longest wait in seconds for the agent that serves the store.
+        answer_s: longest silence of the store in seconds that is tolerated.
 
     Raises:
-        RendezvousConnectionError: this node is told to serve the store, and cannot.
+        RendezvousConnectionError: this node was told to serve the store and cannot.
     """
     is_alone = parameters.max_nodes == 1 and not parameters.endpoint.strip()
     host, port = utils.parse_rendezvous_endpoint(parameters.endpoint, default_port=0 if is_alone else _DEFAULT_PORT)
@@ -319,29 +324,29 @@ def _serve(host: str, port: int, is_told: bool | None) -> TCPStore | None:
     except (DistError, OSError) as error:
         if is_told:
             raise RendezvousConnectionError(f"the store cannot be served at {host}:{port}: {error}") from error
-        return None  # another agent of this host does
+        return None  # another agent on this host serves it
 
 
 _FIRST_ANSWER_S = 10.0
-"""Longest wait for the first answer: etcd runs before a job begins."""
+"""Longest wait for the first answer; short, as etcd is expected to run before a job starts."""
 _RENEWALS = 6
-"""In the time after which the keys would end."""
+"""Renewals of the lease within its lifetime, `LEASE_S`."""
 
 
 class EtcdStoreBackend(StoreBackend):
-    """A part of an etcd cluster, whose keys end with the job."""
+    """Keys in an etcd cluster, held by a lease that ends with the job."""
 
     answers_in_time = True
 
     def __init__(self, url: EtcdUrl, host: str) -> None:
-        """Reach the cluster, and let the job's keys live.
+        """Connect to the cluster, and open the lease of the job's keys.
 
         Args:
-            url: members of the cluster, and the job's name there.
-            host: this one, as others reach it.
+            url: members of the cluster, and the prefix of the job's keys.
+            host: name or address at which other nodes reach this host.
 
         Raises:
-            RendezvousConnectionError: no member answers, or not as etcd does.
+            RendezvousConnectionError: no member answers, or the answer is not etcd's.
         """
         self.url = url
         self.host = host
@@ -349,7 +354,7 @@ class EtcdStoreBackend(StoreBackend):
             EtcdStore(url, _FIRST_ANSWER_S).open_lease()
         except DistError as error:
             raise RendezvousConnectionError(
-                f"{error}. Start etcd (3.4 or later) there, or name its members, as they serve clients, with "
+                f"{error}. Start etcd (3.4 or later) there, or give the client addresses of its members with "
                 "--rdzv-endpoint=etcd://HOST:PORT[,HOST:PORT...]."
             ) from error
         self._lease = EtcdStore(url, ANSWER_S)
@@ -362,30 +367,30 @@ class EtcdStoreBackend(StoreBackend):
         return str(self.url)
 
     def connect(self) -> Store:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         return EtcdStore(self.url, ANSWER_S)
 
     def job(self, run_id: str) -> JobEnv:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         return JobEnv(etcd_url=str(self.url), run_id=run_id)
 
     def keep_alive(self, number: int, rdzv_store: RendezvousStore) -> None:
-        """Let the keys live on.
+        """Renew the lease of the job's keys when it is due.
 
         Raises:
-            RendezvousConnectionError: they have ended.
+            RendezvousConnectionError: the lease has expired.
         """
         if time.monotonic() < self._renewed_s + LEASE_S / _RENEWALS:
             return
         if not self._lease.renew_lease():
             raise RendezvousConnectionError(
-                f"the job's keys at {self} have ended, for no agent has renewed their lease for {LEASE_S} s. Start all "
-                "nodes again."
+                f"the job's keys at {self} have expired, as no agent renewed their lease for {LEASE_S} s. "
+                "Restart all nodes."
             )
         self._renewed_s = time.monotonic()
 
     def workers_store(self, assignment: NodeAssignment, rdzv_store: RendezvousStore) -> tuple[str, int]:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         host, port = self.joiners_store(assignment.number)
         if assignment.lease.number > 0:
             return host, port
@@ -393,7 +398,7 @@ class EtcdStoreBackend(StoreBackend):
         return host, int(text)
 
     def joiners_store(self, number: int) -> tuple[str, int]:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         with self._lock:
             if number not in self._servers:
                 allow_connections()
@@ -402,24 +407,24 @@ class EtcdStoreBackend(StoreBackend):
             return self.host, self._servers[number].port
 
     def loss(self, error: Exception) -> RendezvousConnectionError:
-        """See `Endpoint`."""
-        return RendezvousConnectionError(f"the job's store does not answer any more: {error}. Start all nodes again.")
+        """See `StoreBackend`."""
+        return RendezvousConnectionError(f"the job's store no longer answers: {error}. Restart all nodes.")
 
     def must_outlast_others(self, *, job_is_over: bool) -> bool:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         return job_is_over
 
     def clear(self) -> None:
-        """See `Endpoint`."""
+        """See `StoreBackend`."""
         self._lease.clear()
 
 
 def open_etcd(parameters: RendezvousParameters) -> EtcdStoreBackend:
-    """Reach the cluster that the endpoint names; the job's name is that of its keys there.
+    """Connect to the etcd cluster of the endpoint; the job's keys have its name as prefix.
 
     Raises:
-        ConfigError: the URL is damaged.
-        RendezvousConnectionError: no member answers, or not as etcd does.
+        ConfigError: the URL is invalid.
+        RendezvousConnectionError: no member answers, or the answer is not etcd's.
     """
     url = EtcdUrl.parse(parameters.endpoint)
     name = f"{url.name or 'hyperpod'}/{parameters.run_id}"

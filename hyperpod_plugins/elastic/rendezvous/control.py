@@ -1,8 +1,8 @@
-"""Requests to a running job from a shell. Only those are heard who may read the job's ticket.
+"""Requests to a running job from a shell (`hyperpod scale`, `hyperpod status`), authorized by the job's ticket.
 
-The agent that serves the store writes the ticket, a file for its user alone: where the store is, and a token; where it
-is in etcd, each agent writes one of its own. A request carries no token but a code made with it, for whoever reaches
-the store can read what is written there.
+The ticket is a file that only its user can read, with the address of the store and a token. The agent that serves the
+store writes it; with etcd, each agent writes one of its own. A request carries not the token but an HMAC made with
+it, as anyone who reaches the store can read what is written there.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ from hyperpod_plugins.errors import ConfigError
 logger = get_logger(__name__)
 
 Kind = Literal["scale", "status"]
-_REQUEST = "control/request"  # list: Request; QUEUE after the name, where there is one
-_ANSWER = "control/answer"  # value NUMBER: text; QUEUE before the number, where there is one
+_REQUEST = "control/request"  # list of Request; followed by /QUEUE if there is one
+_ANSWER = "control/answer"  # key .../NUMBER: text; QUEUE/ before the number if there is one
 _POLL_S = 0.1
 _CONNECT_S = 10.0
 _MAX_TICKET_BYTES = 1 << 14
@@ -44,41 +44,41 @@ _MAX_TICKET_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket(JsonRecord):
-    """How to reach a job, and the right to change it."""
+    """Address of a job's store, and the token that permits requests to the job."""
 
     host: str
     port: int
     run_id: str
     token: str
     machine: str
-    """Name of the machine of the agent that wrote it."""
+    """Host name of the agent that wrote it."""
     pid: int
-    """Of that agent."""
+    """Process id of that agent."""
     etcd_url: str = ""
-    """Where the store is, if that is in etcd."""
+    """URL of the store, if that is in etcd."""
     queue: str = ""
-    """Which requests that agent answers; empty where it is the only one."""
+    """Name of the requests that this agent answers; empty if it is the only agent that does."""
 
     @property
     def is_stale(self) -> bool:
-        """Whether the agent was killed before it could take the ticket back, as far as this machine can tell."""
+        """Whether the agent was killed before it could remove the ticket, as far as this machine can tell."""
         return self.machine == socket.gethostname() and not Path(f"/proc/{self.pid}").exists()
 
     @property
     def path(self) -> Path:
-        """Where the agent leaves it on its machine; two jobs may have the same name."""
+        """Path of the ticket on the agent's machine; it is unique even if two jobs have the same name."""
         name = "".join(each if each.isalnum() or each in "-_." else "_" for each in self.run_id)
         return runtime_folder() / f"{name}@{self.queue or self.port}.ticket"
 
     @classmethod
     def find(cls, run_id: str | None) -> Self:
-        """The ticket of a job whose store this machine serves.
+        """Find the ticket of a job whose store this machine serves.
 
         Args:
-            run_id: its `--rdzv-id`; None for the only one.
+            run_id: `--rdzv-id` of the job; None for the only job.
 
         Raises:
-            ConfigError: there is none, or several could be meant.
+            ConfigError: there is no such ticket, or several jobs match.
         """
         found = [ticket for path in _files(runtime_folder()) if (ticket := cls._read(path)) is not None]
         there = [ticket for ticket in found if not ticket.is_stale]
@@ -86,28 +86,28 @@ class Ticket(JsonRecord):
         if len(meant) != 1:
             listed = ", ".join(f"{each.run_id} ({each.etcd_url or f'port {each.port}'})" for each in there) or "none"
             raise ConfigError(
-                f"which job is meant? Give --run-id, the --rdzv-id of one of those whose store this machine serves: "
+                f"which job is meant? Give --run-id, the --rdzv-id of a job whose store this machine serves: "
                 f"{listed}. On another machine, copy the ticket from {runtime_folder()} of that one."
             )
         return next(iter(meant.values()))
 
     @classmethod
     def _read(cls, path: Path) -> Self | None:
-        """The ticket in a file of this user; None, with a warning, for any other file: it may lead to a stranger."""
+        """Read a ticket of this user; None with a warning for any other file, which may lead to a foreign store."""
         try:
             with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                    logger.warning("%s is left out: it belongs to another user or is open to others (chmod 600)", path)
+                    logger.warning("%s is ignored: it belongs to another user or is open to others (chmod 600)", path)
                     return None
                 return cls.from_json(file.read(_MAX_TICKET_BYTES))
         except (OSError, ValueError) as error:
-            logger.warning("%s is left out, for it is no ticket: %s", path, printable(str(error)))
+            logger.warning("%s is ignored, as it is not a ticket: %s", path, printable(str(error)))
             return None
 
     @property
     def job(self) -> JobEnv:
-        """How to reach the store."""
+        """Address of the job's store."""
         return JobEnv(store_host=self.host, store_port=self.port, etcd_url=self.etcd_url, run_id=self.run_id)
 
     def _connect(self) -> Store:
@@ -116,10 +116,10 @@ class Ticket(JsonRecord):
         return connect_served(self.host, self.port, _CONNECT_S, was_reached=True)
 
     def job_store(self) -> JobStore:
-        """A connection to the job store of the job's present round.
+        """Connect to the job store of the job's present round.
 
         Raises:
-            ConfigError: nobody answers.
+            ConfigError: the store does not answer.
         """
         try:
             store = self._connect()
@@ -127,29 +127,30 @@ class Ticket(JsonRecord):
         except (DistError, RendezvousConnectionError) as error:
             where = self.etcd_url or f"{self.host}:{self.port}"
             raise ConfigError(
-                f"nobody answers at {where} any more, where the job {self.run_id!r} was ({error}). If it is over, "
-                f"remove {self.path}."
+                f"nobody answers at {where} any more, where the job {self.run_id!r} was ({error}). If the job has "
+                f"ended, remove {self.path}."
             ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(JsonRecord):
-    """What somebody asks for."""
+    """A request to a running job."""
 
     kind: Kind
     value: int = 0
-    """Replicas, for `scale`; 0 for other degrees."""
+    """Number of replicas for `scale`; 0 to change the degrees instead."""
     shard_degree: int = 0
-    """For `scale` without replicas, with the next; 0 for the one that the job has."""
+    """Shard degree for `scale` without replicas; 0 to keep the present one. The same for `tensor_degree`."""
     tensor_degree: int = 0
     code: str = ""
+    """HMAC of the request and its number in the list."""
 
     def signed(self, token: str, number: int) -> Self:
-        """The same, with its code; a code holds for one number, so no request can be repeated by others."""
+        """The same request with its HMAC, which is valid for one number only, so that no request can be replayed."""
         return replace(self, code=self._code(token, number))
 
     def is_genuine(self, token: str, number: int) -> bool:
-        """Whether whoever asks knows the token."""
+        """Whether the request was signed with `token` for this number."""
         return hmac.compare_digest(self.code.encode(errors="replace"), self._code(token, number).encode())
 
     def _code(self, token: str, number: int) -> str:
@@ -168,10 +169,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_folder(folder: Path) -> None:
-    """See that only this user writes there.
+    """Check that only this user can write to a folder.
 
     Raises:
-        PermissionError: others may.
+        PermissionError: others can, or it is a link.
     """
     status = folder.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not stat.S_ISDIR(status.st_mode):
@@ -179,16 +180,16 @@ def _check_folder(folder: Path) -> None:
 
 
 class Controller:
-    """The agent's end: leaves the ticket, and does what is asked by those who hold it."""
+    """The agent's side: writes the ticket, and carries out requests of its holders."""
 
     def __init__(self, job: JobEnv) -> None:
         """Write the ticket.
 
         Args:
-            job: how to reach its store.
+            job: address of the job's store.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the ticket cannot be written.
         """
         self._ticket = Ticket(
             host=job.store_host,
@@ -210,7 +211,7 @@ class Controller:
         self._seen: dict[str, int] = {}
 
     def poll(self, name: str, job_store: JobStore) -> None:
-        """Answer what has been asked since the last call; `name` is that of the job store's round."""
+        """Carry out and answer the requests since the last call; `name` is the job's name in the present round."""
         request, answer = _names(self._ticket.queue)
         first = self._seen.get(name, 0)
         for number, text in enumerate(job_store.listed(request)[first:], first + 1):
@@ -218,7 +219,7 @@ class Controller:
             job_store.set(f"{answer}/{number}", self._answer(number, text, job_store).encode())
 
     def close(self) -> None:
-        """Take the ticket back."""
+        """Remove the ticket."""
         self._ticket.path.unlink(missing_ok=True)
 
     def _answer(self, number: int, text: str, job_store: JobStore) -> str:
@@ -231,7 +232,7 @@ class Controller:
             return json.dumps(describe(job_store))
         spec = elastic_spec_of(job_store)
         if spec is None:
-            return "refused: the job does not change its size, for it has no ElasticTraining, or has not begun"
+            return "refused: the job cannot change its size, as it has no ElasticTraining, or has not started"
         if not request.value:
             return _reshard(job_store, spec, request)
         if request.value not in spec.sizes:
@@ -241,7 +242,7 @@ class Controller:
 
 
 def _reshard(job_store: JobStore, spec: ElasticSpec, request: Request) -> str:
-    """Have the job start again with other degrees, if they are possible; the answer."""
+    """Request a restart of all workers with other degrees, if they are possible; returns the answer."""
     why_not = refusal(job_store, spec, present_world(job_store), request.shard_degree, request.tensor_degree)
     if why_not is not None:
         return f"refused: {why_not}"
@@ -251,15 +252,22 @@ def _reshard(job_store: JobStore, spec: ElasticSpec, request: Request) -> str:
 
 
 def _names(queue: str) -> tuple[str, str]:
-    """Of requests and answers."""
+    """Names of the requests and the answers of a queue."""
     return (f"{_REQUEST}/{queue}", f"{_ANSWER}/{queue}") if queue else (_REQUEST, _ANSWER)
 
 
 def send(job_store: JobStore, token: str, request: Request, timeout_s: float = 15.0, queue: str = "") -> str:
-    """Ask for something, and return the answer.
+    """Send a request to the job, and return the answer.
+
+    Args:
+        job_store: job store of the present round.
+        token: token of the ticket.
+        request: the request, unsigned.
+        timeout_s: longest wait in seconds for the answer.
+        queue: queue of the ticket.
 
     Raises:
-        ConfigError: the agent does not answer, or refuses.
+        ConfigError: the agent does not answer in time, or refuses.
     """
     requests, answers = _names(queue)
     number = job_store.append(requests, lambda number: request.signed(token, number).to_json())

@@ -1,7 +1,7 @@
-"""What is written down when processes or nodes are gone, in an order that nobody can misread.
+"""Records of lost workers and nodes, written in an order that readers cannot misinterpret.
 
-First that the places of processes are void, then how they ended, then that the generation is over: a reader of `exit`
-or `end` finds the place void already.
+The order is: the new incarnation, which voids the lost process; how the process ended; the end of the generation. So
+a reader of an exit or of an ended generation already sees the lost process as void.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,19 @@ from hyperpod_plugins.elastic.store.records import FailureRecord
 
 
 def can_absorb(job_store: JobStore) -> bool:
-    """Whether the members of a job take newcomers in: they say so, and have not given up since."""
+    """Whether the workers of a job can take joiners in: they are armed, and neither gave up nor request a restart."""
     return job_store.is_armed and not any(map(job_store.try_get, (GAVE_UP_KEY, RESTART_KEY)))
 
 
 def end_running(job_store: JobStore, failure: FailureRecord, at_least: int = 0) -> int:
-    """End the generation that is running, unless somebody has; returns the first that has not ended, or that one.
+    """End the running generation, unless it has ended; returns its number.
 
-    One that is still being formed is left alone: those who form it know already.
+    A generation after 0 that is still being formed is not ended: the workers that form it know of the loss already.
+
+    Args:
+        job_store: job store of the round.
+        failure: what ends the generation.
+        at_least: first generation to consider.
     """
     generation = job_store.generation(at_least)
     if generation == 0 or job_store.plan(generation) is not None:
@@ -33,24 +38,28 @@ def end_running(job_store: JobStore, failure: FailureRecord, at_least: int = 0) 
 
 
 def register_workers(job_store: JobStore, worker_ids: Sequence[int]) -> int:
-    """Count the first processes of a node that comes to a running job; returns the number that all of them get."""
+    """Register the first workers of a node that joins a running job; returns the incarnation of all of them."""
     return max((job_store.next_incarnation(worker_id) for worker_id in worker_ids), default=0)
 
 
 def record_worker_exit(job_store: JobStore, failure: FailureRecord, at_least: int = 0) -> int:
-    """Void the place of the process that `failure` is about; returns what `end_running` does."""
+    """Record the exit of the worker in `failure`, and end the running generation if the worker is part of the world.
+
+    Returns:
+        The first generation to consider in the next call.
+    """
     job_store.next_incarnation(failure.worker_id)
     job_store.record_exit(failure)
     return end_running(job_store, failure, at_least) if takes_part(job_store, failure.worker_id) else at_least
 
 
 def record_node_exit(job_store: JobStore, ranks: Sequence[int], failure: FailureRecord) -> int:
-    """Void the places of all processes of a node; returns the number that all their successors get.
+    """Record the exit of all workers of a node; returns the incarnation of all their replacements.
 
     Args:
-        job_store: of the round.
-        ranks: of the node.
-        failure: what happened to it; the incarnation is filled in, and the rank where it is none of the node's.
+        job_store: job store of the round.
+        ranks: worker_ids of the node.
+        failure: what happened to the node. The incarnation is filled in, and the worker_id if it is not of this node.
     """
     before = job_store.incarnations(ranks)
     now, number = list(before), max(before) + 1
@@ -58,7 +67,7 @@ def record_node_exit(job_store: JobStore, ranks: Sequence[int], failure: Failure
         now = [
             each if each >= number else job_store.next_incarnation(rank) for rank, each in zip(ranks, now, strict=True)
         ]
-        number = max(number, *now)  # the node that was silent may have counted one of its own just now
+        number = max(number, *now)  # the silent node may have registered a replacement of its own just now
     for rank, incarnation in zip(ranks, before, strict=True):
         for gone in range(incarnation, number):
             job_store.record_exit(replace(failure, worker_id=rank, incarnation=gone))
@@ -71,10 +80,10 @@ def record_node_exit(job_store: JobStore, ranks: Sequence[int], failure: Failure
 def expire_slot(
     rdzv_store: RendezvousStore, job_store: JobStore, assignment: NodeAssignment, cause: str, reporter: str
 ) -> bool:
-    """Let others have a slot, and wake those who wait for its workers; False if the lease was no longer the last.
+    """Make a slot vacant, and end the generation if its workers are part of it; False if the lease is not the last.
 
-    The places of its ranks are void when somebody comes for them, so a node that was only slow loses nothing but the
-    attempt at one step.
+    Workers of the world are voided only when another node takes the slot over, so a node that was merely slow loses
+    no more than the attempt at one step.
     """
     if not rdzv_store.swap(
         assignment.number, assignment.slot, assignment.lease, assignment.lease.with_state(LeaseState.VACANT)
@@ -87,40 +96,40 @@ def expire_slot(
     if any(takes_part(job_store, worker_id) for worker_id in worker_ids):
         end_running(job_store, FailureRecord(kind="agent", cause=cause, worker_id=worker_ids.start, reporter=reporter))
     else:
-        register_workers(job_store, worker_ids)  # nobody is to count on processes that only waited
+        register_workers(job_store, worker_ids)  # voids the waiting workers, so that no plan includes them
     return True
 
 
 def end_unasked(rdzv_store: RendezvousStore, job_store: JobStore, number: int, cause: str) -> None:
-    """End a round though no member wants all to begin again; they go on from the newest checkpoint that there is.
+    """End a round without a worker's request; the next one resumes from the newest checkpoint.
 
     Args:
-        rdzv_store: of the agents.
-        job_store: of the round.
-        number: of it.
-        cause: why.
+        rdzv_store: rendezvous store.
+        job_store: job store of the round.
+        number: number of the round.
+        cause: why the round ends.
     """
     before = rdzv_store.round_end(number - 1) or RoundEnd(cause="")
     path, _ = next_beginning(job_store, before.resume_from)
     end = RoundEnd(
-        cause=f"{cause}; all begin again from {path or 'the beginning'}",
+        cause=f"{cause}; all processes start again from {path or 'the beginning'}",
         resume_from=path,
-        shard_degree=before.shard_degree,  # what somebody has asked for holds on
+        shard_degree=before.shard_degree,  # requested degrees stay in effect
         tensor_degree=before.tensor_degree,
     )
     rdzv_store.end_round(number, end)
 
 
 def request_new_round(rdzv_store: RendezvousStore, job_store: JobStore, number: int, node: str) -> None:
-    """End a round: a member wants all to begin again, or `node` wants to take part and cannot do so otherwise.
+    """End a round because a worker requests a restart of all, or because `node` can join only in a new round.
 
-    Where beginning again from the same checkpoint has not helped, the job ends. Where members can take the node in, by
-    now, nothing happens.
+    If restarts from the same checkpoint have not helped, the job ends. If the workers can take the node in by now,
+    nothing happens.
     """
     wanted = job_store.try_get(RESTART_KEY)
     if wanted is None:
         if job_store.try_get(GAVE_UP_KEY) is not None or job_store.end_unarmed():
-            end_unasked(rdzv_store, job_store, number, f"the agent {node} is to take part")
+            end_unasked(rdzv_store, job_store, number, f"the agent {node} joins")
         return
     restart, most = JobRestart.from_json(wanted), JobRestartBudget().max_restarts
     end = RoundEnd.of(restart, rdzv_store.round_end(number - 1))

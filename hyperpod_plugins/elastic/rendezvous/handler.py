@@ -1,14 +1,16 @@
-"""The rendezvous `hyperpod`: nodes hold slots, and whoever takes a vacant one over joins the running job.
+"""The rendezvous `hyperpod`: each node holds a slot, and a node that takes over a vacant one joins the running job.
 
     torchrun --rdzv-backend=hyperpod --rdzv-endpoint=HOST:PORT --nnodes=2 --nproc-per-node=8 train.py
     hyperpodrun                      --rdzv-endpoint=HOST:PORT --nnodes=2 --nproc-per-node=8 train.py
 
-To torch's agent this is a rendezvous like others, except that it never hears of a change that the running members can
-absorb. Under torchrun nothing else of ours runs in the agent, so the handler also hands the way to the job store down
-to the workers, and its thread ends those that others found hanging.
+To torch's agent this is a rendezvous like any other, except that it does not report changes that the running workers
+can absorb. Under torchrun no other code of ours runs in the agent, so the handler also passes the address of the job
+store to the workers, and its keep-alive thread kills workers that others report as hanging.
 
-    joiner.py        how a node comes to a slot        slots.py     what it decides, and who counts as lost; pure
-    keep_alive.py    how it keeps it                   store.py     what the agents write down about each other
+    joiner.py        how a node gets a slot            slots.py               the decisions about slots; pure
+    keep_alive.py    how it keeps the slot             store.py               the keys that agents share
+    expiry.py        records of lost workers, nodes    backends.py            the store: served by an agent, or etcd
+    control.py       `hyperpod scale` and `status`     torchrun_workers.py    workers of torchrun's own agent
 """
 
 import atexit
@@ -56,7 +58,7 @@ from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 
-# The store that torch's agent gets from the rendezvous `hyperpod`: answers at once what follows from slots.
+# -- the store for torch's agent ------------------------------------------------------------------------------------
 
 _ROLE = "torchelastic/role_info/"
 _RANKS = "torchelastic/assigned_ranks/"
@@ -64,10 +66,10 @@ _DONE = "torchelastic/agent/terminal_state"
 
 
 class AgentStoreShim(PrefixStore):
-    """Keys that the agents of a round share, and an ear for two things that torch's agent says nowhere else.
+    """The agents' store of a round, with ranks computed from slots and callbacks for two events of torch's agent.
 
-    torch's agents tell the first of them how many workers each has, and wait until it has told them their ranks. Ranks
-    follow from slots here, so nobody waits for a node that has been lost meanwhile.
+    torch's agents report their number of workers to the first agent and wait until it assigns ranks. Here ranks
+    follow from slots, so no agent waits for a node that has been lost meanwhile.
     """
 
     def __init__(
@@ -79,14 +81,14 @@ class AgentStoreShim(PrefixStore):
         on_size: Callable[[int], None],
         on_done: Callable[[], None],
     ) -> None:
-        """Use `store`, a connection that nobody else waits on.
+        """Use `store`, a connection on which no other thread waits.
 
         Args:
-            store: of the endpoint.
-            number: of the round.
-            num_slots: nodes of the round.
+            store: the store at the rendezvous endpoint.
+            number: number of the round.
+            num_slots: number of slots in the round.
             on_size: called with the number of this node's workers, before they are started.
-            on_done: called when they have come to a good end.
+            on_done: called when they have succeeded.
         """
         super().__init__(f"hyperpod/agents/{number}", store)
         self._num_slots = num_slots
@@ -95,14 +97,14 @@ class AgentStoreShim(PrefixStore):
         self._role: str | bytes = ""
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Leave a value for other agents."""
+        """Set a value for other agents; the role info of this node also triggers `on_size`."""
         if key.startswith(_ROLE):
             self._role = value
             self._on_size(self._num_workers)
         super().set(key, value)  # pyright: ignore[reportArgumentType]: bytes are taken, too
 
     def get(self, key: str) -> bytes:
-        """Read a value of another agent, or the ranks of this node's workers."""
+        """Read a value of another agent; the ranks of this node's workers are computed."""
         if not key.startswith(_RANKS):
             return super().get(key)
         first = int(key.removeprefix(_RANKS)) * self._num_workers
@@ -110,13 +112,13 @@ class AgentStoreShim(PrefixStore):
         return json.dumps([first, world_size, first, world_size]).encode()
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Read several; what the first agent asks of all is the same for all."""
+        """Read several values; the role info of all nodes is that of this node."""
         if not all(key.startswith(_ROLE) for key in keys):
             return super().multi_get(keys)
         return [json.dumps(json.loads(self._role)).encode()] * len(keys)
 
     def add(self, key: str, value: int) -> int:
-        """Count; torch's agents count those that are done."""
+        """Add to a counter; the counter of finished agents also triggers `on_done`."""
         if key.startswith(_DONE):
             self._on_done()
         return super().add(key, value)
@@ -131,16 +133,22 @@ logger = get_logger(__name__)
 NAME = "hyperpod"
 _POLL_S = 0.1
 _CLOSING_S = 3.0
-"""Least that an agent grants the others to leave before it, where the store needs it so long."""
+"""Minimum time for the other agents to leave first, if the store needs this agent until then."""
 _CLOSING_HEARTBEATS = 2
-"""How many heartbeats more than those that show a loss it grants: a killed agent is not waited for to the end."""
+"""Heartbeats added to those that show a loss, so that the wait ends early for a killed agent."""
 
 
 class HyperPodRendezvousHandler(RendezvousHandler):
-    """Gives this node a slot."""
+    """Rendezvous handler that gives this node a slot. Use it from the agent's main thread."""
 
     def __init__(self, endpoint: StoreBackend, policy: SlotPolicy, run_id: str) -> None:
-        """Nobody is asked before `next_rendezvous`."""
+        """Create the handler; the store is first used by `next_rendezvous`.
+
+        Args:
+            endpoint: access to the stores of the job.
+            policy: number of nodes, and timeouts.
+            run_id: name of the job (`--rdzv-id`).
+        """
         self._endpoint = endpoint
         self._policy = policy
         self._run_id = run_id
@@ -150,12 +158,12 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         self._is_done = self._stays = self._is_shut = False
         self._failed: Failed | None = None
         self.job: JobEnv | None = None
-        """Where the job store of this round is, and the number of this node's workers in their places."""
+        """Address of this round's job store, with the incarnation of this node's workers; None before they start."""
 
-    # -- what torch's agent calls -----------------------------------------------------------------------------
+    # -- the interface of torch's agent -----------------------------------------------------------------------
 
     def get_backend(self) -> str:
-        """Name of this rendezvous."""
+        """Name of this rendezvous backend."""
         return NAME
 
     def get_run_id(self) -> str:
@@ -164,20 +172,20 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """An agent serves the workers' store: a worker that did would take it along when it dies."""
+        """Whether an agent serves the workers' store; True, as a store hosted by a worker would be lost with it."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for a slot, and take it.
 
         Raises:
-            RendezvousTimeoutError: too few nodes came.
+            RendezvousTimeoutError: too few nodes joined in time.
             RendezvousClosedError: the job has failed, or is nearly done.
             SystemExit: the job is done, and this node was not needed.
-            RendezvousConnectionError: the store is not served, or serves another job.
+            RendezvousConnectionError: the store cannot be reached, or serves another job.
         """
         former, self._keeper.assignment = self._keeper.assignment, None
-        self._is_done = False  # where they are, and all start again
+        self._is_done = False  # a restart of all workers includes those that were done
         self._failed = None if former is None else self._keeper.failure(former)
         try:
             assignment = self._apply().acquire_slot(former)
@@ -194,7 +202,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(store, assignment.slot, assignment.num_slots, RendezvousStoreInfo(host, port))
 
     def num_nodes_waiting(self) -> int:
-        """1 where the workers of this node must start again; 0 as long as those that run can take newcomers in."""
+        """1 if the workers of this node must restart; 0 while the running ones can take joiners in."""
         return int(self._keeper.must_restart)
 
     def is_closed(self) -> bool:
@@ -206,15 +214,15 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         self._apply().rdzv_store.close(RendezvousClosing(cause=f"the agent {self._node} closed it", is_success=True))
 
     def shutdown(self) -> bool:
-        """Leave for good; the job is over if the workers of all nodes are done, or these failed for good."""
+        """Leave for good. This ends the job if the workers of all nodes are done, or if those of this node failed."""
         atexit.unregister(self._release)
         if self._application is None or self._is_shut:
             return True
         self._is_shut = True
-        with contextlib.suppress(DistError):  # whoever served the store may have left first
+        with contextlib.suppress(DistError):  # the agent that serves the store may have left first
             assignment = self._keeper.assignment
             if self._is_done and self._stays and assignment is not None and self.unfinished():
-                self._swap_lease(assignment, LeaseState.DONE)  # others still train, or are about to start again
+                self._swap_lease(assignment, LeaseState.DONE)  # others still train, or are about to restart
             elif self._is_done:
                 self._application.rdzv_store.close(RendezvousClosing(cause="its workers are done", is_success=True))
             elif assignment is not None:
@@ -232,14 +240,14 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         self._keeper.stop()
         return True
 
-    # -- what our own agent uses beside -------------------------------------------------------------------------------
+    # -- additional interface for `HyperPodAgent` -------------------------------------------------------------
 
     def connect(self) -> Store:
-        """A connection of one's own to the job's store.
+        """Open a new connection to the job's store.
 
         Raises:
             SystemExit: the job is done, and this node was not needed.
-            RendezvousConnectionError: the store is not served any more.
+            RendezvousConnectionError: the store is no longer served.
         """
         try:
             return self._endpoint.connect()
@@ -249,12 +257,12 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     @property
     def closing(self) -> RendezvousClosing | None:
-        """Why the job has ended, as of the keeper's last look; None while it lasts."""
+        """Why the job has ended, as of the last look of the keep-alive thread; None while it lasts."""
         return self._keeper.closing
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended or its store is lost, as of the keeper's last look."""
+        """Whether the job has ended or its store is lost, as of the last look of the keep-alive thread."""
         return self._keeper.closing is not None or self._keeper.error is not None
 
     @property
@@ -263,14 +271,14 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         return self._is_done
 
     def _report_unexpected_end(self) -> None:
-        """End well where the store is gone with a job that has come to a good end."""
+        """Exit with code 0 if the store is gone because the job has succeeded."""
         if self._keeper.closing is not None and self._keeper.closing.is_success:
-            logger.warning("the job is done, and its store with it; this node was not needed")
+            logger.warning("the job is done and its store is gone; this node was not needed")
             raise SystemExit(0)
 
     @property
     def round_number(self) -> int:
-        """How often all workers have been started together before."""
+        """Number of the present round: how many rounds there were before."""
         return self._apply().number
 
     @property
@@ -285,28 +293,28 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     @property
     def closing_s(self) -> float:
-        """Longest that `shutdown` waits for the others to leave first."""
+        """Longest time in seconds that `shutdown` waits for the others to leave first."""
         return max(_CLOSING_S, (self._policy.max_missed_heartbeats + _CLOSING_HEARTBEATS) * self._policy.heartbeat_s)
 
     @property
     def joiners_store(self) -> tuple[str, int] | None:
-        """Where processes find torch's store that take the places of lost ones, if that is not where founders do."""
+        """Host and port of torch's store for replacements; None if they use that of the initial workers."""
         return self._endpoint.joiners_store(self.round_number)
 
     def withdraw(self, cause: str) -> None:
-        """Give the slot back, so that another node can take it, and the others go on without this one."""
+        """Give the slot back: another node can take it, and the job continues without this one."""
         assignment, self._keeper.assignment = self._keeper.assignment, None
         if assignment is not None:
             application = self._apply()
             expire_slot(application.rdzv_store, application.job_store, assignment, cause, assignment.reporter)
 
     def finish(self, *, stays: bool = False) -> None:
-        """Say that the workers of this node have come to a good end, so that nobody need take their place.
+        """Record that the workers of this node have succeeded, so that no node takes its slot over.
 
-        A node that the job has done without leaves its slot to others.
+        If these workers were not part of the world, the slot becomes vacant instead.
 
         Args:
-            stays: whether its agent would start them again; torchrun's does not.
+            stays: whether this agent would restart its workers when all nodes restart; torchrun's does not.
         """
         assignment, application = self._keeper.assignment, self._apply()
         if assignment is None or self._is_done:
@@ -321,7 +329,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         self._swap_lease(assignment, done if self._is_done else LeaseState.VACANT)
 
     def _swap_lease(self, assignment: NodeAssignment, state: LeaseState) -> None:
-        """Say something else of the slot of this node, unless another node has it by now."""
+        """Change the state of this node's lease, unless another node has taken the slot over."""
         rdzv_store = self._apply().rdzv_store
         leases = rdzv_store.leases(assignment.number)
         last = assignment.lease if leases is None else leases[assignment.slot]
@@ -330,12 +338,12 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     @property
     def is_any_gone(self) -> bool:
-        """Whether a node whose workers were done has left, or would not start them again."""
+        """Whether a node whose workers are done has left, or would not restart them."""
         leases = self._apply().rdzv_store.leases(self.round_number) or ()
         return self.is_closed() or any(lease.state is LeaseState.DONE for lease in leases)
 
     def unfinished(self) -> set[int]:
-        """Slots of the nodes that train now, and are not done; -1 stands for those of a round without this node."""
+        """Slots of the nodes that still train; {-1} if a new round runs without this node."""
         if self.has_new_round:
             return {-1}
         application = self._apply()
@@ -350,9 +358,9 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         return held.intersection(worker_id // size for worker_id in world.worker_ids)
 
     def heartbeats_of(self, slots: Collection[int]) -> dict[int, dict[str, Any]] | None:
-        """What the processes of some nodes have told last, by their places; None if the program tells nothing.
+        """Last heartbeats of the workers in these slots, by worker_id; None if the program sends none.
 
-        A node that takes no part in this round any more has none.
+        Slot -1, which stands for nodes of a later round, has none.
         """
         application = self._apply()
         size = application.rdzv_store.agreed_size(self.round_number)
@@ -364,15 +372,15 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     @property
     def has_new_round(self) -> bool:
-        """Whether others have begun again without this node."""
+        """Whether other nodes have started a new round without this one."""
         return self._keeper.number > self.round_number
 
     @property
     def ended_without_this_node(self) -> bool:
-        """Whether the job has come to a good end while the workers of this node waited to be taken in."""
+        """Whether the job has succeeded while the workers of this node waited to be taken in."""
         return self._keeper.ended_without_this_node
 
-    # -- the beginning ------------------------------------------------------------------------------------------
+    # -- joining ------------------------------------------------------------------------------------------------
 
     def _apply(self) -> RendezvousJoiner:
         if self._application is None:
@@ -381,17 +389,17 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         return self._application
 
     def _open(self, num_workers: int) -> None:
-        """Void the places of those who were here before, and tell the workers that are about to start.
+        """Void the former workers of this slot, and set the environment of the workers that are about to start.
 
         Raises:
-            ConfigError: other nodes start another number of workers.
+            ConfigError: other nodes start another number of workers, or the checkpoint to resume from is not trusted.
         """
         assignment, application = self._keeper.assignment, self._apply()
         assert assignment is not None
         agreed = application.rdzv_store.size(assignment.number, num_workers)
         if agreed != num_workers:
             cause = (
-                f"the agent {self._node} is to start {num_workers} workers, but the others start {agreed} each. Ranks "
+                f"the agent {self._node} starts {num_workers} workers, but the others start {agreed} each. Ranks "
                 "follow from slots: give all nodes the same --nproc-per-node."
             )
             if not can_absorb(application.job_store):
@@ -403,10 +411,10 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         first = assignment.slot * num_workers
         ranks, incarnation = range(first, first + num_workers), 0
         if assignment.is_new:
-            logger.warning("this node takes the new slot %d, and waits until the job grows", assignment.slot)
+            logger.warning("this node takes the new slot %d and waits until the job grows", assignment.slot)
             incarnation = register_workers(application.job_store, ranks)
         elif assignment.predecessor:
-            logger.warning("this node takes slot %d over from %s", assignment.slot, assignment.predecessor)
+            logger.warning("this node takes over slot %d from %s", assignment.slot, assignment.predecessor)
             incarnation = record_node_exit(application.job_store, ranks, self._loss(assignment))
         self.job = replace(
             self._endpoint.job(name_of_round(self._run_id, assignment.number)),
@@ -420,10 +428,10 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         set_snapshot_folder()
 
     def _checked(self, checkpoint: str) -> str:
-        """Begin from no folder that a stranger has made; the job ends instead.
+        """Return a checkpoint that only this user can have written; end the job if others can.
 
         Raises:
-            ConfigError: it may be one.
+            ConfigError: another user may have written it.
         """
         try:
             return check_checkpoint(checkpoint)
@@ -443,12 +451,12 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             kind="agent", cause=f"the agent {assignment.predecessor} is gone", reporter=assignment.reporter
         )
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- leaving ------------------------------------------------------------------------------------------------
 
     def _give_up(self, assignment: NodeAssignment) -> None:
-        """Tell everybody that the workers of this node failed and are not started again."""
+        """End the job: the workers of this node failed and are not restarted."""
         application = self._apply()
-        cause = f"workers of node {assignment.slot} failed, and its agent does not start them again"
+        cause = f"workers of node {assignment.slot} failed, and its agent does not restart them"
         application.rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))
         if assignment.ranks:
             failure = FailureRecord(
@@ -462,12 +470,12 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             application.job_store.set(GAVE_UP_KEY, failure.to_json().encode())
 
     def _await_others_leaving(self) -> None:
-        """Wait until all that use the store have left, where that is this node's business."""
+        """Wait until all users of the store have left, if this node must outlast them."""
         is_over = self._apply().rdzv_store.closing() is not None
         if not self._endpoint.must_outlast_others(job_is_over=is_over):
             return
         store = self._endpoint.connect()
-        store.set_timeout(timedelta(seconds=self.closing_s))  # what is asked for may have been cleared away by now
+        store.set_timeout(timedelta(seconds=self.closing_s))  # the keys may have been deleted by now
         rdzv_store, pulse, beat_s = (
             RendezvousStore(store),
             LivenessTracker(self._policy.max_missed_heartbeats),
@@ -485,7 +493,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             self._endpoint.clear()
 
     def _others(self, rdzv_store: RendezvousStore) -> set[str]:
-        """Nodes that may still use the store."""
+        """The other nodes that may still use the store."""
         number = self._apply().number
         leases = rdzv_store.leases(number) or ()
         vacated = {lease.node for lease in leases if lease.state is LeaseState.VACANT}
@@ -493,7 +501,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         return nodes.difference(vacated, rdzv_store.left(), {self._node})
 
     def _release(self) -> None:
-        """Let others have the slot at once; called when this process ends without `shutdown`."""
+        """Give the slot up at once; called when this process ends without `shutdown`."""
         assignment, self._keeper.assignment = self._keeper.assignment, None
         if assignment is not None and not self._is_done and self._application is not None:
             with contextlib.suppress(DistError):
@@ -507,11 +515,11 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
 
 def create_rendezvous(parameters: RendezvousParameters) -> HyperPodRendezvousHandler:
-    """The rendezvous of this node, from torchrun's arguments.
+    """Create the rendezvous handler of this node from torchrun's arguments.
 
     Raises:
-        ConfigError: `--rdzv-conf` holds something impossible.
-        RendezvousConnectionError: this node is told to serve the store, and cannot; or etcd does not answer.
+        ConfigError: `--rdzv-conf`, `--nnodes` or the etcd URL is invalid.
+        RendezvousConnectionError: this node was told to serve the store and cannot, or etcd does not answer.
     """
     prepare()
     policy = policy_from(parameters.config, parameters.min_nodes, parameters.max_nodes)

@@ -1,4 +1,4 @@
-"""How a node that wants a slot comes to one: look, decide (`slots.py`), act, until there is one."""
+"""How a node gets a slot: it looks, decides (`slots.py`) and acts until it has one."""
 
 import time
 from collections.abc import Sequence
@@ -34,22 +34,24 @@ logger = get_logger(__name__)
 
 _POLL_S = 0.1
 _POLL_PER_NODE_S = 0.001
-"""The same where there are many nodes, which share one store: 1,000 look once a second each."""
+"""Minimum of that interval per node, as all nodes share one store: each of 1,000 nodes looks once a second."""
 
 
 class RendezvousJoiner:
-    """One node's wish for a slot, round after round."""
+    """Gets slots for one node, in one round after the other."""
 
     number: int
     """The round that the node wants to take part in."""
     job_store: JobStore
-    """What the members of that round write down."""
+    """Job store of that round."""
 
     def __init__(self, keep_alive: KeepAlive, endpoint: StoreBackend, policy: SlotPolicy, run_id: str) -> None:
-        """Connect, and begin to beat.
+        """Connect, start the keep-alive thread, and become a candidate of the present round.
 
         Raises:
-            RendezvousConnectionError: nobody answers, or the endpoint serves another job.
+            RendezvousConnectionError: the store does not answer, or the endpoint serves another job.
+            RendezvousClosedError: the job has failed.
+            SystemExit: the job is done.
         """
         self._keeper = keep_alive
         self._endpoint = endpoint
@@ -60,9 +62,9 @@ class RendezvousJoiner:
         if served != run_id:
             raise RendezvousConnectionError(
                 f"{endpoint} serves the job {served!r}, not {run_id!r} (--rdzv-id). Choose "
-                "another port with --rdzv-endpoint, for each job needs its own."
+                "another port with --rdzv-endpoint: each job needs its own."
             )
-        self._check_open(None)  # before others count on this node, or wait for it
+        self._check_open(None)  # before other nodes count on this one or wait for it
         keep_alive.start()
         self._add_candidate(self.rdzv_store.round())
 
@@ -70,10 +72,10 @@ class RendezvousJoiner:
         """Wait for a slot, and take it.
 
         Args:
-            former: where workers of this node have run before.
+            former: the last assignment of this node; None if its workers have not run yet.
 
         Raises:
-            RendezvousTimeoutError: too few nodes came.
+            RendezvousTimeoutError: too few nodes joined in time.
             RendezvousClosedError: the job has failed, or is nearly done.
             SystemExit: the job is done, and this node was not needed.
         """
@@ -92,7 +94,7 @@ class RendezvousJoiner:
                 return assignment
 
     def _add_candidate(self, number: int) -> None:
-        """Turn to a round, and say that this node wants to take part."""
+        """Switch to a round, and become a candidate."""
         self.number = number
         self._stood_s, self._enough_s, self._is_spare = time.monotonic(), None, False
         self.job_store = JobStore.of(name_of_round(self._run_id, number), self._endpoint.connect())
@@ -121,7 +123,7 @@ class RendezvousJoiner:
         )
 
     def _are_all_back(self, here: Sequence[str], gone: AbstractSet[str]) -> bool:
-        """Whether there is nobody to wait for, since all start again together."""
+        """Whether all nodes that restart together at a worker's request are present or have left."""
         end = self.rdzv_store.round_end(self.number - 1)
         if end is None or end.step < 0:
             return False
@@ -129,7 +131,7 @@ class RendezvousJoiner:
         return all(lease.node in here or lease.node in gone for lease in before if lease.state in waited_for)
 
     def _act(self, decision: Decision, view: RendezvousView) -> NodeAssignment | None:
-        """Do what was decided; a seat where that led to one."""
+        """Carry out a decision; returns the assignment if it led to one."""
         leases, slot = view.leases or (), decision.slot
         match decision.step:
             case JoinStep.ENTER:
@@ -137,7 +139,7 @@ class RendezvousJoiner:
             case JoinStep.CLAIM:
                 lease = leases[slot].next(self._keeper.node)
                 if self.rdzv_store.swap(self.number, slot, leases[slot], lease):
-                    return self._assignment(slot, lease, leases)  # nobody was faster
+                    return self._assignment(slot, lease, leases)  # no other node was faster
             case JoinStep.ADD:
                 lease = SlotLease(node=self._keeper.node, number=1)
                 if self.rdzv_store.add_slot(self.number, slot, lease):
@@ -147,7 +149,7 @@ class RendezvousJoiner:
             case JoinStep.RENEW:
                 request_new_round(self.rdzv_store, self.job_store, self.number, self._keeper.node)
             case _:
-                raise RendezvousClosedError("the workers of other nodes are done: a newcomer is in vain")
+                raise RendezvousClosedError("the workers of other nodes are done: a joiner would hang")
         return None
 
     def _assignment(self, slot: int, lease: SlotLease, leases: tuple[SlotLease, ...]) -> NodeAssignment:
@@ -169,15 +171,15 @@ class RendezvousJoiner:
             is_needed &= any(takes_part(job_store, worker_id) for worker_id in former.ranks)
         if closing.is_success and not is_needed:
             logger.warning("the job is done, and this node was not needed")
-            raise SystemExit(0)  # torch 2.13 has an error for this case, and then stumbles over the missing result
+            raise SystemExit(0)  # torch 2.13 has an error for this case, but then fails on the missing result
         raise RendezvousClosedError(f"the job has ended: {closing.cause}")
 
     def _wait(self, view: RendezvousView) -> None:
         waited_s = time.monotonic() - self._stood_s
         if view.leases is None and waited_s > self._policy.join_timeout_s:
             raise RendezvousTimeoutError(
-                f"only {len(view.candidates)} of {self._policy.min_nodes} nodes came within {waited_s:.0f} s. Start "
-                "the others, or allow more time with --rdzv-conf=join_timeout=SECONDS."
+                f"only {len(view.candidates)} of {self._policy.min_nodes} nodes joined within {waited_s:.0f} s. "
+                "Start the others, or allow more time with --rdzv-conf=join_timeout=SECONDS."
             )
         if view.leases is not None and not self._is_spare:
             self._is_spare = True

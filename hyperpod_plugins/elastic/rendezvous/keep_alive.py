@@ -1,4 +1,4 @@
-"""The thread of an agent that keeps its slot, and sees to it that vacant ones become known."""
+"""Keep-alive thread: renews this node's slot and expires silent peers'."""
 
 import math
 import os
@@ -28,23 +28,24 @@ from hyperpod_plugins.elastic.store.job_store import RESTART_KEY, JobStore
 
 logger = get_logger(__name__)
 _CUT_OFF_BEATS = 4
-"""After how many times the silence that costs a node its slot a node that hears nothing may end, at the earliest."""
+"""A node that gets no answer ends after this many times the silence that costs a node its slot, at the earliest."""
 _REPORT_S = 10
-"""How often the same trouble is reported."""
+"""Seconds between two reports of the same problem."""
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, RecursionError)
-"""What parsing raises for a value that no agent has written."""
+"""Errors of parsing a value that was not written by an agent."""
 _GRACE_S = 5.0
 
 
 class KeepAlive:
-    """Heartbeats, looks at the heartbeats of others, and listens to what concerns this node."""
+    """A thread that sends heartbeats, watches those of other nodes, and acts on requests that concern this node."""
 
     def __init__(self, node: str, endpoint: StoreBackend, policy: SlotPolicy, run_id: str) -> None:
-        """Nothing happens before `start`."""
+        """Create the thread; `start` starts it."""
         self.node = node
         self.assignment: NodeAssignment | None = None
+        """The slot of this node, set by the main thread; None while it has none."""
         self.error: Exception | None = None
-        """Why the store cannot be reached any more."""
+        """Why the store can no longer be reached."""
         self._endpoint = endpoint
         self._policy = policy
         self._run_id = run_id
@@ -58,14 +59,14 @@ class KeepAlive:
         self._num_looks = 0
         self._next_report_s = 0.0
         self.number = 0
-        """The round that is running, or about to begin, as of the last look."""
+        """The round that is running or about to start, as of the last look."""
         self.closing: RendezvousClosing | None = None
         """Why the job has ended, as of the last look."""
         self.ended_without_this_node = False
-        """Whether it came to a good end while the workers of this node waited to be taken in, as of the last look."""
+        """Whether it succeeded while the workers of this node waited to be taken in, as of the last look."""
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Connect to the store and start the heartbeats."""
         self._rdzv_store = RendezvousStore(self._endpoint.connect())
         self._rdzv_store.heartbeat(self.node)
         self._turn_to(self._rdzv_store.round())
@@ -73,13 +74,13 @@ class KeepAlive:
             try:
                 self._controller = Controller(self._endpoint.job(self._run_id))
             except OSError as error:
-                logger.warning("nobody can ask this job for anything, for its ticket cannot be written: %s", error)
+                logger.warning("`hyperpod` commands cannot reach this job: its ticket cannot be written: %s", error)
         self._thread.start()
         if not self._endpoint.answers_in_time:
             threading.Thread(target=self._end_when_cut_off, name="hyperpod-cut-off", daemon=True).start()
 
     def stop(self) -> None:
-        """Heartbeat no more."""
+        """Stop the heartbeats and the thread."""
         self._end.set()
         self._brood.wake()
         if self._thread.is_alive():
@@ -92,12 +93,12 @@ class KeepAlive:
         return node != self.node and self._pulse.is_lost(node)
 
     def failure(self, assignment: NodeAssignment) -> Failed | None:
-        """The first of the workers of a seat to fail, as far as that is known."""
+        """The first failed worker of an assignment; None if none is known."""
         return self._failed if self._failed is not None and self._failed.assignment is assignment else None
 
     @property
     def must_restart(self) -> bool:
-        """Whether the workers of this node are to end, and the node to ask for a slot again."""
+        """Whether the workers of this node must end, and the node join the rendezvous again."""
         return self.assignment is not None and (self.error is not None or self._dead_end is self.assignment)
 
     def _run(self) -> None:
@@ -113,39 +114,39 @@ class KeepAlive:
             self.error = error
 
     def _report_malformed(self, error: Exception) -> None:
-        """Say, once in a while, that somebody has written what no agent writes; the job goes on as before."""
+        """Report a malformed value in the store at most every `_REPORT_S` seconds; the job continues."""
         if time.monotonic() >= self._next_report_s:
             self._next_report_s = time.monotonic() + _REPORT_S
-            logger.error("a value in the job's store is none that an agent writes, and is ignored: %s", error)
+            logger.error("a value in the job's store is malformed, and is ignored: %s", error)
 
     def _end_when_cut_off(self) -> None:
-        """End this node when the store does not answer any more: a request would wait until TCP gives up.
+        """End this node when the store no longer answers: a pending request would block until TCP gives up.
 
-        Seconds are counted, not measured, so that a process that was stopped for a while is not taken for cut off.
+        It counts seconds rather than measure them, so that a process that was stopped for a while does not end.
         """
         silence_s = self._policy.heartbeat_s * max(1.0, self._policy.max_missed_heartbeats)
         limit_s = math.ceil(max(self._policy.answer_s, _CUT_OFF_BEATS * silence_s))
         num_looks, silent_s = -1, 0
         while self.error is None and not self._end.wait(1.0):
             if num_looks != self._num_looks and silent_s >= _REPORT_S:
-                logger.warning("the store answers again after %d s, and this node goes on", silent_s)
+                logger.warning("the store answers again after %d s, and this node continues", silent_s)
             silent_s = silent_s + 1 if num_looks == self._num_looks else 0
             num_looks = self._num_looks
             if silent_s and silent_s % _REPORT_S == 0:
                 logger.warning(
                     "the store has not answered for %d s: its machine may be frozen, or this one cut off. This node "
-                    "waits for it, for %d s at most (read_timeout of --rdzv-conf)",
+                    "waits for %d s at most (read_timeout of --rdzv-conf)",
                     *(silent_s, limit_s),
                 )
             if silent_s >= limit_s:
-                logger.error("the store has not answered for %d s: this node is cut off, and ends", silent_s)
+                logger.error("the store has not answered for %d s: this node is cut off and ends", silent_s)
                 os.kill(os.getpid(), signal.SIGTERM)
-                if not self._end.wait(_GRACE_S):  # the main thread waits for the store, too
+                if not self._end.wait(_GRACE_S):  # the main thread is blocked by the store, too
                     self._brood.kill_all()
                     os._exit(1)
 
     def _watch(self, until_s: float) -> None:
-        """Spend the time until the next look on the workers, where they are torchrun's."""
+        """Watch torchrun's workers until `until_s`; without any, just wait."""
         while time.monotonic() < until_s and not self._end.is_set():
             failed = self._brood.watch(until_s)
             if failed is None:
@@ -185,7 +186,7 @@ class KeepAlive:
                 is_over = True
                 self._brood.kill_after_grace()
         if leases is not None and closing is None and not is_over and self._waits_in_vain(assignment, leases):
-            cause = "all nodes that trained are gone, and those that are left only waited"
+            cause = "all nodes that trained are lost, and the remaining nodes were only waiting"
             logger.warning("round %d ends: %s", number, cause)
             end_unasked(rdzv_store, self._job_store, number, cause)
         if is_over or (leases is not None and not self._renew(assignment, leases[assignment.slot])):
@@ -194,7 +195,7 @@ class KeepAlive:
             self._serve(assignment)
 
     def _is_overtaken(self, assignment: NodeAssignment) -> bool:
-        """Whether all are to begin again. Where some are done already, a node that wants to take part is too late."""
+        """Whether the round has ended for this node: at a worker's request, or otherwise if no node is done yet."""
         end = self._rdzv_store.round_end(assignment.number)
         if end is None or end.step >= 0:
             return end is not None
@@ -206,18 +207,18 @@ class KeepAlive:
         self._job_store = JobStore.of(name_of_round(self._run_id, number), self._endpoint.connect())
 
     def _clear(self, number: int, leases: tuple[SlotLease, ...]) -> None:
-        """Vacate the slots of nodes that have fallen silent; one whose workers were done is not to come back."""
+        """Expire the slots of silent nodes; if the workers of one were done, its slot becomes `DONE` instead."""
         for slot, lease in enumerate(leases):
             if lease.state is LeaseState.STAYS and self.is_lost(lease.node):
                 self._rdzv_store.swap(number, slot, lease, lease.with_state(LeaseState.DONE))
             if lease.state is LeaseState.HELD and self.is_lost(lease.node):
                 assignment = NodeAssignment(number=number, slot=slot, num_slots=len(leases), lease=lease)
-                cause = f"nothing is heard of the agent {lease.node}"
+                cause = f"the agent {lease.node} is silent"
                 if expire_slot(self._rdzv_store, self._job_store, assignment, cause, f"agent {self.node}"):
                     logger.warning("slot %d is vacant: %s", slot, cause)
 
     def _waits_in_vain(self, assignment: NodeAssignment, leases: tuple[SlotLease, ...]) -> bool:
-        """Whether the workers of this node wait for others to take them in, and none of those is left."""
+        """Whether the workers of this node wait to be taken in, but no node of the world is left to do so."""
         held = {slot for slot, lease in enumerate(leases) if lease.state is not LeaseState.VACANT}
         if not assignment.ranks or len(held) == len(leases):
             return False
@@ -227,17 +228,17 @@ class KeepAlive:
         )
 
     def _renew(self, assignment: NodeAssignment, last: SlotLease) -> bool:
-        """Whether the slot is still this node's; one that others took for lost is taken back."""
+        """Keep the slot, taking it back if others vacated it; False if another node holds it."""
         if (last.node, last.number) != (assignment.lease.node, assignment.lease.number):
             if self.assignment is assignment:
-                logger.warning("slot %d went to %s, for this node was silent for too long", assignment.slot, last.node)
+                logger.warning("slot %d went to %s, as this node was silent for too long", assignment.slot, last.node)
             return False
         if last.state is LeaseState.VACANT and self.assignment is assignment:
             return self._rdzv_store.swap(assignment.number, assignment.slot, last, last.with_state(LeaseState.HELD))
         return True
 
     def _serve(self, assignment: NodeAssignment) -> None:
-        """Do what members ask of agents, where the agent is torchrun's; ours has done it by now."""
+        """Act on requests to kill a worker or restart all, for torchrun's agent; `HyperPodAgent` does so itself."""
         self._brood.adopt(assignment)
         for rank, incarnation in self._job_store.new_kills():
             if rank in assignment.ranks and incarnation == assignment.incarnation:

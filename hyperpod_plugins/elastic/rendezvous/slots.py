@@ -1,8 +1,8 @@
-"""Places for nodes: who holds which, and what a node does that wants one; pure.
+"""Slots of nodes: their leases, the step that a node takes to get one, and which nodes count as lost; pure.
 
-A job has as many slots as nodes took part when it began, and one more for each node that comes later to a program that
-grows. A slot has the same places for workers (see `world.py`) for as long as it lasts. A node holds a slot while its
-heart beats. One that has fallen silent is vacant, and whoever leases it next counts the claim.
+A job has one slot for each initial node, and one more for each node that joins an elastic job later. The worker_ids
+of a slot (see `store/world.py`) follow from its number and never change. A node holds its slot as long as it sends
+heartbeats. The slot of a silent node becomes vacant; the lease of the node that takes it over has the next number.
 """
 
 import enum
@@ -17,28 +17,28 @@ from hyperpod_plugins.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPolicy:
-    """How many nodes take part, and how long to wait for them; torch's names for the same are in `--rdzv-conf`."""
+    """How many nodes take part, and how long to wait for them. Names in parentheses are torch's, in `--rdzv-conf`."""
 
     min_nodes: int
-    """Fewest nodes to begin with."""
+    """Minimum number of nodes to start a round."""
     max_nodes: int
-    """Most nodes; with so many a round begins at once."""
+    """Maximum number of nodes; with this many a round starts at once."""
     join_timeout_s: float = 600.0
-    """Longest wait for enough nodes (`join_timeout`)."""
+    """Longest wait in seconds for `min_nodes` nodes (`join_timeout`)."""
     last_call_s: float = 30.0
-    """Wait for more nodes once there are enough (`last_call_timeout`)."""
+    """Seconds to wait for more nodes once there are enough (`last_call_timeout`)."""
     heartbeat_s: float = 1.0
-    """Time between two heartbeats (`keep_alive_interval`)."""
+    """Seconds between two heartbeats (`keep_alive_interval`)."""
     answer_s: float = 60.0
-    """Longest silence of the store that a node rides out (`read_timeout`)."""
+    """Longest silence of the store in seconds that a node tolerates (`read_timeout`)."""
     max_missed_heartbeats: float = 5
-    """Looks, `beat_s` apart, at the same heartbeat that show a loss (`keep_alive_max_attempt`)."""
+    """Consecutive looks, `heartbeat_s` apart, without a new heartbeat that show a loss (`keep_alive_max_attempt`)."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ConfigError(
-                f"--nnodes={self.min_nodes}:{self.max_nodes} is not possible. Give MIN:MAX with MIN >= 1."
+                f"--nnodes={self.min_nodes}:{self.max_nodes} is invalid. Give MIN:MAX with 1 <= MIN <= MAX."
             )
         positive = self.join_timeout_s, self.heartbeat_s, self.max_missed_heartbeats, self.answer_s
         if not (min(positive) > 0 and self.last_call_s >= 0 and all(map(math.isfinite, positive))):
@@ -50,16 +50,16 @@ class SlotPolicy:
 
 
 def policy_from(options: Mapping[str, Any], min_nodes: int, max_nodes: int) -> SlotPolicy:
-    """The policy that `--rdzv-conf` and `--nnodes` ask for; what else `options` holds is for others.
+    """Make the policy from `--rdzv-conf` and `--nnodes`; other entries of `options` are ignored.
 
     Raises:
-        ConfigError: something impossible.
+        ConfigError: a value is invalid.
     """
     names = {
         "join_timeout": "join_timeout_s",
         "last_call_timeout": "last_call_s",
-        "keep_alive_interval": "beat_s",
-        "keep_alive_max_attempt": "max_missed_beats",
+        "keep_alive_interval": "heartbeat_s",
+        "keep_alive_max_attempt": "max_missed_heartbeats",
         "read_timeout": "answer_s",
     }
     try:
@@ -70,119 +70,119 @@ def policy_from(options: Mapping[str, Any], min_nodes: int, max_nodes: int) -> S
 
 
 class LeaseState(enum.Enum):
-    """What a slot's last lease permits."""
+    """State of a slot's last lease."""
 
-    HELD = "its node is alive: nobody else may claim the slot"
-    VACANT = "its node is gone, or has left: anybody may claim the slot"
-    DONE = "its workers have come to a good end: nobody will need the slot"
-    STAYS = "so they have, and its agent starts them again where those of all nodes start again"
+    HELD = "its node is alive: no other node may take the slot"
+    VACANT = "its node is lost or has left: any node may take the slot"
+    DONE = "its workers have succeeded: the slot is no longer needed"
+    STAYS = "its workers have succeeded, and its agent restarts them if all nodes restart"
 
     @property
     def is_done(self) -> bool:
-        """Whether the workers have come to a good end."""
+        """Whether the workers of the slot have succeeded."""
         return self in (LeaseState.DONE, LeaseState.STAYS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotLease:
-    """The last word on a slot."""
+    """The last lease of a slot."""
 
     node: str
     """Name of the node that holds it, or held it last."""
     number: int = 0
-    """Leases of this slot before: 0 for the founder's."""
+    """Number of earlier leases of this slot: 0 for the initial node's."""
     state: LeaseState = LeaseState.HELD
 
     def to_json(self) -> str:
-        """One line of JSON, the same for equal claims."""
-        return json.dumps({**asdict(self), "holding": self.state.name})
+        """One line of JSON, identical for equal leases."""
+        return json.dumps({**asdict(self), "state": self.state.name})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Inverse of `to_json`.
 
         Raises:
-            ValueError: the text is that of no claim.
+            ValueError: the text is not a lease.
         """
         match json.loads(text):
-            case {"node": str(node), "number": int(number), "holding": str(state)} if state in LeaseState.__members__:
+            case {"node": str(node), "number": int(number), "state": str(state)} if state in LeaseState.__members__:
                 return cls(node=node, number=number, state=LeaseState[state])
             case values:
-                raise ValueError(f"this is no claim of a slot: {values!r:.100}")
+                raise ValueError(f"not a lease of a slot: {values!r:.100}")
 
     def with_state(self, state: LeaseState) -> Self:
-        """The same lease, with another word on it."""
+        """The same lease in another state."""
         return replace(self, state=state)
 
     def next(self, node: str) -> Self:
-        """The lease of whoever takes the slot after this one."""
+        """The lease of the node that takes the slot after this one."""
         return replace(self, node=node, number=self.number + 1, state=LeaseState.HELD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NodeAssignment:
-    """The slot that a node got in a round."""
+    """The slot of a node in a round."""
 
     number: int
-    """Of the round."""
+    """Number of the round."""
     slot: int
     num_slots: int
     lease: SlotLease
     predecessor: str = ""
-    """Who held it before; empty for a founder."""
+    """Node that held the slot before; empty for an initial node and for a new slot."""
     is_new: bool = False
-    """Whether nobody held it before, and the job was running."""
+    """Whether the slot was added to the running job."""
     ranks: range = range(0)
-    """Places of its workers; none before they are about to start."""
+    """The worker_ids of its workers; empty until they are about to start."""
     incarnation: int = 0
-    """Number of those workers in their places."""
+    """Incarnation of these workers."""
 
     @property
     def reporter(self) -> str:
-        """How its agent signs what it reports."""
+        """Name of its agent as the reporter of failures."""
         return f"agent of node {self.slot}"
 
 
 class JoinStep(enum.Enum):
-    """What a node does that wants a slot."""
+    """What a node that wants a slot does next."""
 
     WAIT = "look again in a moment"
-    PROPOSE = "propose to begin with the nodes that are here"
-    ENTER = "begin in the slot that one was given"
-    CLAIM = "take a slot over while the others go on"
-    ADD = "take a slot that there was not yet, while the others go on"
-    RENEW = "have all nodes begin again, for the running program cannot take newcomers in"
-    REFUSE = "the others are done, and would not hear of a newcomer"
+    PROPOSE = "propose to start the round with the present nodes"
+    ENTER = "start in its assigned slot"
+    CLAIM = "take over a vacant slot while the others keep running"
+    ADD = "add a slot while the others keep running"
+    RENEW = "request a new round, as the running program cannot take joiners in"
+    REFUSE = "give up, as other nodes are done and would not notice a joiner"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousView:
-    """What a node sees that wants a slot."""
+    """State of a round as seen by a node that wants a slot."""
 
     node: str
-    """Its own name."""
+    """Name of this node."""
     candidates: tuple[str, ...] = ()
-    """Nodes that are here, in the order in which they came."""
+    """Present nodes, in the order of arrival."""
     called_s: float = 0.0
-    """Seconds since this node saw that they are enough."""
+    """Seconds since this node saw `min_nodes` candidates."""
     are_all_back: bool = False
-    """Whether a member has ended the round before, and all its nodes are here that have not been lost."""
+    """Whether a worker requested the end of the previous round and all its surviving nodes are present."""
     leases: tuple[SlotLease, ...] | None = None
-    """The slots; None before the round has begun."""
+    """Leases of the slots, by slot; None before the round has started."""
     has_entered: bool = False
     """Whether workers of this node have run in this round."""
     can_absorb: bool = False
-    """Whether the running program takes newcomers in, for those that are lost."""
+    """Whether the running program can take in replacements of lost workers."""
     can_grow: bool = False
-    """Whether it takes in others, too."""
+    """Whether it can also take in additional workers."""
     has_trained: bool = False
-    """Whether it has trained in this round, and what it trained has come to its end."""
+    """Whether the program trained in this round and that training has ended."""
     is_ending: bool = False
-    """Whether a member wants all nodes to begin again, those whose workers are done too."""
+    """Whether a worker requests a restart of all nodes, including those whose workers are done."""
 
     @property
     def own_slot(self) -> int | None:
-        """The slot that this node holds."""
+        """The slot that this node holds, or None."""
         for slot, lease in enumerate(self.leases or ()):
             if lease.node == self.node and lease.state is LeaseState.HELD:
                 return slot
@@ -191,14 +191,14 @@ class RendezvousView:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A step, and the slot that it is about."""
+    """A step and its slot; -1 if the step has none."""
 
     step: JoinStep
     slot: int = -1
 
 
 def next_step(view: RendezvousView, policy: SlotPolicy) -> Decision:
-    """Decide; the table of cases is in `tests/elastic/test_slots.py`."""
+    """Decide the next step of a node that wants a slot; `tests/elastic/test_slots.py` has a table of the cases."""
     if view.leases is None:
         return Decision(JoinStep.PROPOSE if _is_time(view, policy) else JoinStep.WAIT)
     if view.is_ending:
@@ -212,7 +212,7 @@ def next_step(view: RendezvousView, policy: SlotPolicy) -> Decision:
     if slot is None:
         if len(view.leases) >= policy.max_nodes or _some_are_done(view.leases):
             return Decision(JoinStep.WAIT)
-        if not view.can_absorb:  # one more node is no reason to run again what has ended
+        if not view.can_absorb:  # one more node is no reason to repeat training that has ended
             return Decision(JoinStep.WAIT if view.has_trained else JoinStep.RENEW)
         return Decision(JoinStep.ADD, len(view.leases)) if view.can_grow else Decision(JoinStep.WAIT)
     if _some_are_done(view.leases):
@@ -221,18 +221,18 @@ def next_step(view: RendezvousView, policy: SlotPolicy) -> Decision:
 
 
 def initial_nodes(candidates: Sequence[str], policy: SlotPolicy) -> tuple[str, ...]:
-    """Who gets which slot when a round begins: those who came first, in the order of their names' first part, the host.
+    """The initial nodes of a round, by slot: the first candidates, sorted by host name.
 
-    So the ranks of a host are the same each time, wherever the scheduler starts the same hosts.
+    Sorting gives a host the same ranks each time the scheduler starts the same hosts.
     """
     return tuple(sorted(candidates[: policy.max_nodes], key=lambda node: node.partition("/")[0]))
 
 
 def watched(nodes: Sequence[str], node: str, count: int = 3) -> list[str]:
-    """Whose hearts a node listens to: those that come after it, all around.
+    """The nodes whose heartbeats a node watches: its `count` successors on a ring.
 
-    So each is heard by several others, however many there are; and where those are lost together with it, by others
-    as soon as they are off the list.
+    So several nodes watch each one, whatever the number of nodes. If a node is lost together with all its watchers,
+    others take over as soon as the watchers are off the list.
     """
     start = nodes.index(node) + 1 if node in nodes else 0
     return [each for each in (*nodes[start:], *nodes[:start]) if each != node][:count]
@@ -250,17 +250,18 @@ def _some_are_done(leases: tuple[SlotLease, ...]) -> bool:
 
 @dataclass(slots=True)
 class LivenessTracker:
-    """Who has fallen silent, counted in one's own looks.
+    """Finds silent nodes by counting looks without a new heartbeat.
 
-    So no clock of another machine is asked, and a pause of the reader itself, who then looks once and not five times,
-    takes nobody for dead.
+    Counting needs no clock of another machine. After a pause of the reader itself, which then looks once and not five
+    times, no node is taken for lost.
     """
 
     max_missed: float
+    """Number of such looks in a row that show a loss."""
     _seen: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def look(self, heartbeats: Mapping[str, int]) -> None:
-        """Take in the heartbeats counted so far, of exactly the nodes that matter now."""
+        """Record the present heartbeat counts of exactly the nodes that are watched now."""
         seen: dict[str, tuple[int, int]] = {}
         for node, count in heartbeats.items():
             last, missed = self._seen.get(node, (-1, 0))
@@ -268,5 +269,5 @@ class LivenessTracker:
         self._seen = seen
 
     def is_lost(self, node: str) -> bool:
-        """Whether a node's heart has not beaten for too many looks."""
+        """Whether a node has missed too many heartbeats."""
         return self._seen.get(node, (-1, 0))[1] >= self.max_missed

@@ -1,21 +1,21 @@
-"""What the agents of a job write down about each other, in the c10d store of the rendezvous; nothing here decides.
+"""The keys that the agents of a job share in the c10d store of the rendezvous; the decisions are in other files.
 
-    key                       value                              written by
-    job                       name of the job                    the first agent (compare and set)
-    beat/NODE                 count                              that node's agent, about once a second
-    over/ROUND                RoundEnd                           whoever needs another round (compare and set)
-    candidates/ROUND/NUMBER   name of a node                     each agent that wants to take part
-    founders/ROUND            names, in the order of slots       whoever sees enough of them (compare and set)
-    slot/ROUND/SLOT           Lease, if not the founder's        see `slots.py` (compare and set)
-    changes/ROUND/NUMBER      SLOT                               whoever has changed its lease
-    size/ROUND                workers a node                     the first agent to know (compare and set)
-    port/ROUND                port of the workers' store         the agent that serves the stores
-    master/ROUND              HOST:PORT of it, with etcd         the first founder (compare and set)
-    closed                    Closing                            whoever ends the job (compare and set)
-    left/NUMBER               name of a node                     each agent that needs the store no more
-    LIST/count                how many there are of a list       whoever adds to it, before it does
+    key                       value                                 written by
+    job                       name of the job                       the first agent (compare and set)
+    beat/NODE                 count                                 that node's agent, about once a second
+    over/ROUND                RoundEnd                              an agent that needs a new round (compare and set)
+    candidates/ROUND/NUMBER   name of a node                        each agent that wants to take part
+    founders/ROUND            initial nodes, by slot                an agent that sees enough nodes (compare and set)
+    slot/ROUND/SLOT           SlotLease, if not the initial one     see `slots.py` (compare and set)
+    changes/ROUND/NUMBER      SLOT                                  an agent that has changed that lease
+    size/ROUND                workers per node                      the first agent to know (compare and set)
+    port/ROUND                port of the workers' store            the agent that serves the stores
+    master/ROUND              HOST:PORT of that store, with etcd    the first initial node (compare and set)
+    closed                    RendezvousClosing                     an agent that ends the job (compare and set)
+    left/NUMBER               name of a node                        each agent that no longer needs the store
+    LIST/count                number of entries of a list           an agent that adds an entry, before it does
 
-A round is the time between two common starts of all workers; most jobs have one.
+A round is the time between two starts of all workers; most jobs have one.
 """
 
 import json
@@ -34,26 +34,26 @@ from hyperpod_plugins.elastic.store.records import JsonRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundEnd(JsonRecord):
-    """Why all workers begin again."""
+    """Why a round has ended, and how the next one starts."""
 
     cause: str
     resume_from: str = ""
-    """Checkpoint to go on from; empty for what the program says."""
+    """Checkpoint to resume from; empty to leave the choice to the program."""
     step: int = -1
-    """Optimizer steps in it; -1 where no member asked for this."""
+    """Number of optimizer steps in that checkpoint; -1 if no worker requested the restart."""
     entry: int = 0
-    """Entries of the program that had ended then; see `entries.py`."""
+    """Number of entries of the program that had ended by then; see `store/entries.py`."""
     count: int = 0
-    """How many rounds in a row have ended for another start from this step of this entry."""
+    """Number of rounds in a row that have ended with a restart from this step of this entry."""
     shard_degree: int = 0
-    """What the next round is to have, with the next, because somebody has asked for it; 0 where nobody has."""
+    """Requested shard degree of the next round; 0 if none was requested. The same for `tensor_degree`."""
     tensor_degree: int = 0
 
     @classmethod
     def of(cls, restart: JobRestart, before: Self | None) -> Self:
-        """What a member asked for, after a round that ended like `before`."""
-        worker_id = restart.entry, restart.step
-        count = before.count + 1 if before is not None and (before.entry, before.step) == worker_id else 1
+        """The end of a round by a worker's request; `before` is the end of the previous round, if any."""
+        position = restart.entry, restart.step
+        count = before.count + 1 if before is not None and (before.entry, before.step) == position else 1
         return cls(
             cause=str(restart),
             resume_from=restart.resume_from,
@@ -67,43 +67,43 @@ class RoundEnd(JsonRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousClosing(JsonRecord):
-    """Why nobody can join any more."""
+    """Why the job has ended, so that no node can join any more."""
 
     cause: str
     is_success: bool
 
 
 def name_of_round(run_id: str, number: int) -> str:
-    """Name of the job in the job store of a round: generations begin at 0 again in each."""
+    """Name of the job in the job store of a round; each round has its own, as generations start at 0 in each."""
     return f"{run_id}.{number}" if number else run_id
 
 
 _LOOKS_AT_ALL = 30
-"""Every so many looks at the slots are at all of them: whoever changed one may have died before it said so."""
+"""Every so many calls, `leases` reads all slots: an agent that changed one may have died before it recorded that."""
 
 
 class RendezvousStore:
-    """One connection to the rendezvous store; not to be shared between threads."""
+    """Typed access to the rendezvous store over one connection. Do not share it between threads."""
 
     def __init__(self, store: Store) -> None:
-        """Use the part of `store` that is the rendezvous's own."""
+        """Use the keys of `store` under the rendezvous's prefix."""
         self._store = PrefixStore("hyperpod/rendezvous", store)
         self._lists: defaultdict[str, dict[int, str]] = defaultdict(dict)
         self._claims: dict[int, list[SlotLease]] = {}
         self._num_looks = 0
 
     def job(self, run_id: str) -> str:
-        """The job that this store serves, which is `run_id` if there was none."""
+        """Name of the job that this store serves; registers `run_id` if it serves none yet."""
         return self._first("job", run_id)
 
     # -- nodes --------------------------------------------------------------------------------------------------
 
     def heartbeat(self, node: str) -> None:
-        """Say that a node is alive."""
+        """Send a heartbeat of a node."""
         self._store.add(f"beat/{node}", 1)
 
     def heartbeats(self, nodes: Iterable[str]) -> dict[str, int]:
-        """How often each heart has beaten; all must have."""
+        """Number of heartbeats of each node; blocks until each has sent one."""
         names = list(nodes)
         if not names:
             return {}
@@ -111,15 +111,15 @@ class RendezvousStore:
         return {node: int(count) for node, count in zip(names, counts, strict=True)}
 
     def leave(self, node: str) -> None:
-        """Say that a node needs the store no more."""
+        """Record that a node no longer needs the store."""
         self._append("left", node)
 
     def left(self) -> Sequence[str]:
-        """Who has said so."""
+        """The nodes that no longer need the store."""
         return self._list("left")
 
     def close(self, closing: RendezvousClosing) -> RendezvousClosing:
-        """End the job, unless somebody has; returns the first word."""
+        """End the job unless it has ended; returns the first recorded closing."""
         return RendezvousClosing.from_json(self._first("closed", closing.to_json()))
 
     def closing(self) -> RendezvousClosing | None:
@@ -130,35 +130,35 @@ class RendezvousStore:
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def round(self, at_least: int = 0) -> int:
-        """The first round, from `at_least` on, that is not over: it may be running, or about to begin."""
+        """The first round from `at_least` on that has not ended: it may be running or about to start."""
         number = at_least
         while self._store.check([f"over/{number}"]):
             number += 1
         return number
 
     def end_round(self, number: int, end: RoundEnd) -> RoundEnd:
-        """Have all workers begin again; returns the first word on why."""
+        """End a round, which restarts all workers, unless it has ended; returns the first recorded end."""
         return RoundEnd.from_json(self._first(f"over/{number}", end.to_json()))
 
     def round_end(self, number: int) -> RoundEnd | None:
-        """Why a round is over; None while it lasts, and for one before the first."""
+        """Why a round has ended; None while it lasts, and for round -1."""
         text = self._read(f"over/{number}")
         return None if text is None else RoundEnd.from_json(text)
 
     def add_candidate(self, number: int, node: str) -> None:
-        """Say that a node, whose heart heartbeats, wants to take part in a round."""
+        """Record that a node, which already sends heartbeats, wants to take part in a round."""
         self._append(f"candidates/{number}", node)
 
     def candidates(self, number: int) -> Sequence[str]:
-        """Who does, in the order in which they came."""
+        """The nodes that want to take part in a round, in the order of arrival."""
         return self._list(f"candidates/{number}")
 
     def start_round(self, number: int, nodes: Sequence[str]) -> None:
-        """Begin a round with these nodes, unless it has begun."""
+        """Start a round with these nodes, in the order of slots, unless it has started."""
         self._first(f"founders/{number}", json.dumps(nodes))
 
     def leases(self, number: int) -> tuple[SlotLease, ...] | None:
-        """The slots of a round, None before it has begun; asks for those that have changed since the last call."""
+        """The leases of a round, by slot; None before it has started. Reads what changed since the last call."""
         if number not in self._claims:
             text = self._read(f"founders/{number}")
             if text is None:
@@ -178,40 +178,40 @@ class RendezvousStore:
         return tuple(leases)
 
     def add_slot(self, number: int, slot: int, lease: SlotLease) -> bool:
-        """Lease the slot that comes after those that there are; False if somebody was faster."""
+        """Add the next slot, with its first lease; False if another node was faster."""
         is_mine = self._first(f"slot/{number}/{slot}", lease.to_json()) == lease.to_json()
         self._append(f"changes/{number}", str(slot))
         return is_mine
 
     def swap(self, number: int, slot: int, old: SlotLease, new: SlotLease) -> bool:
-        """Put one lease in the place of another; False if that was no longer the last."""
+        """Replace a lease by another; False if `old` was no longer the last."""
         key = f"slot/{number}/{slot}"
         if old.number == 0 and old.state is LeaseState.HELD:
-            self._first(key, old.to_json())  # the founder's lease, which nobody had to write down before
+            self._first(key, old.to_json())  # the initial node's lease has no key until it changes
         is_mine = self._store.compare_set(key, old.to_json(), new.to_json()).decode() == new.to_json()
         self._append(f"changes/{number}", str(slot))
         return is_mine
 
     def size(self, number: int, num_workers: int) -> int:
-        """Workers a node, as the first to say it said."""
+        """Agree on the number of workers per node; the first agent's `num_workers` is used."""
         return int(self._first(f"size/{number}", str(num_workers)))
 
     def agreed_size(self, number: int) -> int | None:
-        """The same, or None if nobody has said it."""
+        """The agreed number of workers per node; None if no agent has set it."""
         text = self._read(f"size/{number}")
         return None if text is None else int(text)
 
     def serve(self, number: int, port: int) -> None:
-        """Say where the workers' store of a round is."""
+        """Publish the port of the workers' store of a round."""
         self._store.set(f"port/{number}", str(port))
 
     def port(self, number: int) -> int | None:
-        """The port of that store, once it is served."""
+        """Port of the workers' store of a round; None until it is served."""
         text = self._read(f"port/{number}")
         return None if text is None else int(text)
 
     def first_master(self, number: int, address: str) -> str:
-        """Where the founders of a round have the workers' store, as the first to say it said."""
+        """Agree on HOST:PORT of the store of a round's initial workers; the first agent's `address` is used."""
         return self._first(f"master/{number}", address)
 
     def _first(self, key: str, value: str) -> str:
@@ -225,18 +225,18 @@ class RendezvousStore:
         self._store.set(f"{name}/{self._store.add(f'{name}/count', 1)}", value)
 
     def _news(self, name: str) -> list[str]:
-        """What was added to a list since the last call.
+        """Entries added to a list since the last call.
 
-        One that is being added just now comes with a later call, or never, if whoever adds it dies just now.
+        An entry that is just being added comes with a later call, or never if its writer dies meanwhile.
         """
         count, known = self._store.add(f"{name}/count", 0), self._lists[name]
-        worker_ids = {f"{name}/{worker_id}": worker_id for worker_id in range(1, count + 1) if worker_id not in known}
-        found = {worker_ids[key]: value.decode() for key, value in read_keys(self._store, list(worker_ids)).items()}
+        numbers = {f"{name}/{number}": number for number in range(1, count + 1) if number not in known}
+        found = {numbers[key]: value.decode() for key, value in read_keys(self._store, list(numbers)).items()}
         known.update(found)
         return list(found.values())
 
     def _list(self, name: str) -> list[str]:
-        """All that was added to a list, in order."""
+        """All entries of a list, in order."""
         self._news(name)
         known = self._lists[name]
-        return [known[worker_id] for worker_id in sorted(known)]
+        return [known[number] for number in sorted(known)]

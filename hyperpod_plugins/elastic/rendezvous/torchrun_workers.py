@@ -1,4 +1,4 @@
-"""Workers of an agent that is not ours: torchrun starts them, and they inherit the environment of its process."""
+"""Workers of torchrun's agent: they inherit the environment of the agent process, which is this one."""
 
 import contextlib
 import math
@@ -15,54 +15,52 @@ from hyperpod_plugins.elastic.rendezvous.slots import NodeAssignment
 from hyperpod_plugins.env import JobEnv
 
 _GRACE_S = 2.0
-"""How long workers may go on after another one of their node has failed.
+"""How long workers may run on after another one of their node has failed.
 
-torchrun ends them anyway, but waits 30 s for one that catches SIGTERM and goes on waiting for its peers.
+torchrun ends them too, but waits 30 s for a worker that catches SIGTERM and keeps waiting for its peers.
 """
 
 
 def prepare() -> None:
-    """Set what must hold in the agent itself, before it opens a store and assigns ranks."""
+    """Set variables of the agent process; call it before the agent opens a store and assigns ranks."""
     environ = os.environ  # noqa: TID251  (written, not read)
     environ.setdefault("RES_OPTIONS", RESOLVER)
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)  # with it, torch's agent tells nobody how many workers it has
+    environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)  # with it, torch's agent does not report its worker count
 
 
 def set_worker_environ(job: JobEnv) -> None:
-    """Tell workers that this process starts later how to reach the job store, as `worker_environ` does for our own."""
-    os.environ.update(job.to_environ())  # noqa: TID251  (written, for torchrun's workers inherit it)
+    """Set the variables of the job store for torchrun's workers that start later; `worker_environ` is for ours."""
+    os.environ.update(job.to_environ())  # noqa: TID251  (written, as torchrun's workers inherit it)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A worker that has come to a bad end."""
+    """A failed worker."""
 
     assignment: NodeAssignment
-    """What it was started for."""
+    """The assignment for which it was started."""
     rank: int
     how: str
-    """In words; empty for SIGTERM, which torchrun sends when another one has failed."""
+    """How it failed, in words; empty for SIGTERM, which torchrun sends when another worker has failed."""
 
 
 class WorkerMonitor:
-    """The worker processes of torchrun's agent, which is this process; empty under an agent of ours."""
+    """Watches the worker processes of torchrun's agent, which is this process; it has none under `HyperPodAgent`."""
 
     def __init__(self) -> None:
-        """Nobody is known yet."""
-        self._workers: dict[
-            int, tuple[int, int, NodeAssignment]
-        ] = {}  # descriptor of the process: (rank, pid, its seat)
+        """Create a monitor without workers."""
+        self._workers: dict[int, tuple[int, int, NodeAssignment]] = {}  # pidfd -> (worker_id, pid, assignment)
         self._doomed: set[int] = set()
         self._doomed_s = math.inf
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
 
     def wake(self) -> None:
-        """Have `watch` return."""
+        """Make `watch` return; may be called from any thread."""
         os.eventfd_write(self._wake, 1)
 
     def adopt(self, assignment: NodeAssignment) -> bool:
-        """Find the workers that have been started for a seat since the last call; whether there are any."""
+        """Find workers that were started for an assignment since the last call; returns whether any are known."""
         known = {pid for _, pid, _ in self._workers.values()}
         for rank, pid in _children(assignment.incarnation):
             if rank in assignment.ranks and pid not in known:
@@ -71,15 +69,15 @@ class WorkerMonitor:
         return bool(self._workers)
 
     def kill(self, assignment: NodeAssignment, rank: int) -> None:
-        """End a worker; torchrun sees to the rest."""
+        """Kill a worker; torchrun handles its exit."""
         _kill(pid for other, pid, whose in self._workers.values() if other == rank and whose is assignment)
 
     def kill_all(self) -> None:
-        """End all workers, for this process ends at once, and torchrun would leave them behind."""
+        """Kill all workers before this process exits at once, as torchrun would leave them behind."""
         _kill(pid for _, pid, _ in list(self._workers.values()))
 
     def watch(self, until_s: float) -> Failed | None:
-        """Wait until one of them has failed, and tell how, or until a time of the monotonic clock."""
+        """Wait until a worker fails, or until `until_s` of the monotonic clock; returns the failed worker, if any."""
         while (left_s := min(until_s, self._doomed_s) - time.monotonic()) > 0:
             for descriptor in self._ready(left_s):
                 if descriptor == self._wake:
@@ -102,13 +100,13 @@ class WorkerMonitor:
         return [descriptor for descriptor, _ in poll.poll(1000 * timeout_s)]
 
     def kill_after_grace(self) -> None:
-        """End all that run now in a moment."""
+        """Kill the present workers after a grace period of `_GRACE_S`, while `watch` is called."""
         self._doomed = {pid for _, pid, _ in self._workers.values()}
         self._doomed_s = time.monotonic() + _GRACE_S
 
 
 def _kill(pids: Iterable[int]) -> None:
-    """End processes and all that they have started: torchrun gives each worker a session of its own."""
+    """Kill processes and all that they have started: torchrun gives each worker a session of its own."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -117,7 +115,7 @@ def _kill(pids: Iterable[int]) -> None:
 def _children(incarnation: int) -> Iterator[tuple[int, int]]:
     """Rank and pid of each child of this process that is a worker of this incarnation."""
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread, or the process, has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread or process has ended meanwhile
             for pid in (task / "children").read_text().split():
                 lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 environ = dict(line.split(b"=", 1) for line in lines if b"=" in line)
@@ -126,7 +124,7 @@ def _children(incarnation: int) -> Iterator[tuple[int, int]]:
 
 
 def _how_it_failed(descriptor: int) -> str | None:
-    """How a process that has ended did so; None where it ended well, or torchrun was faster and took the news."""
+    """How an ended process failed; None if it succeeded, or if torchrun has reaped it already."""
     try:
         end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

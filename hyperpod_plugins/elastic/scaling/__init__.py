@@ -1,1 +1,1 @@
-"""How the batch, the learning rate and the number of nodes follow each other."""
+"""Elastic scaling: how batch and learning rate follow the number of replicas, and the limits of that number."""

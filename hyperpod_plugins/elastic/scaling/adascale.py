@@ -1,54 +1,56 @@
-"""AdaScale (Johnson et al. 2020, arXiv:2007.05105): what a step of a larger batch is worth, as the gradients tell.
+"""AdaScale (Johnson et al. 2020, arXiv:2007.05105): how many reference steps a step of a larger batch is worth.
 
-The gradient of one sample is the true gradient plus noise. A batch S times the reference has S times less variance.
-Where noise is all there is, a step of it may go S times as far as one of the reference batch, and is worth S of them;
-where there is none, a larger batch teaches nothing more, and the step is worth one. Between them lies the gain
+The gradient of one sample is the true gradient plus noise. The gradient of a batch S times the reference has S times
+less variance. If the gradients are all noise, a step of that batch may go S times as far as a step of the reference
+batch, and is worth S such steps. Without noise, a larger batch adds nothing, and the step is worth one. In between,
+the gain is
 
     r = (variance + signal) / (variance / S + signal)
 
-with the variance of a gradient of the reference batch, and the squared norm of the true gradient, as `signal`. The
-learning rate of the step is multiplied by r, and the schedule goes on by r steps.
+where `variance` is that of the gradient of the reference batch, and `signal` the squared norm of the true gradient.
+The learning rate of the step is multiplied by r, and the schedule advances by r steps.
 """
 
 import math
 from dataclasses import dataclass, replace
 
 _MEMORY = 1000
-"""Batches of the reference size that the averages reach back over; the paper's number."""
+"""Number of reference batches over which the moving averages reach back, as in the paper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """What gradients are made of, over all parameters together."""
+    """Variance and signal of the gradients, over all parameters together."""
 
     variance: float
-    """Of the gradient of one reference batch."""
+    """Variance of the gradient of one reference batch."""
     signal: float
     """Squared norm of the true gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNoise:
-    """How far the gradients of the parts of one step are apart."""
+    """Squared norms of the gradients of one step and of its parts, from which `noise` estimates the variance."""
 
     squared_norms: tuple[float, ...]
-    """Of the mean gradient over the samples of each part."""
+    """Squared norm of each part's mean gradient over its samples."""
     shares: tuple[float, ...]
-    """Of the samples of the step, that each part had; those without any do not count."""
+    """Each part's share of the samples of the step; parts without samples do not count."""
     mean_squared_norm: float
-    """Of the gradient of the step."""
+    """Squared norm of the gradient of the whole step."""
 
     def noise(self, num_samples: int, reference_batch_size: int) -> Noise | None:
-        """The unbiased estimates of one step, no less than zero; the paper's, where all parts are reference batches.
+        """Estimate variance and signal from one step: unbiased, but clipped at zero.
 
-        A mean over n samples has 1/n of the variance of one, so squared distances from the mean are weighted by n.
+        These are the paper's estimators if all parts are reference batches. A mean over n samples has 1/n of the
+        variance of one sample, so squared distances from the mean are weighted by n.
 
         Args:
-            num_samples: of the step.
-            reference_batch_size: whose variance is asked for.
+            num_samples: number of samples in the step.
+            reference_batch_size: batch size for which the variance is estimated.
 
         Returns:
-            None where fewer than two parts had samples, or a gradient was not finite.
+            The estimates; None if fewer than two parts had samples, or a gradient was not finite.
         """
         parts = [(norm, share) for norm, share in zip(self.squared_norms, self.shares, strict=True) if share > 0.0]
         if len(parts) < 2:
@@ -63,27 +65,27 @@ class GradientNoise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaScaleState:
-    """What was learnt of the gradients so far, and how many steps of the reference batch the steps were worth."""
+    """Moving averages of the gradient statistics, and the number of reference steps that the steps were worth."""
 
     variance: float = 0.0
-    """Average of what steps have told; see `Noise`."""
+    """Average of the steps' estimates; see `Noise`."""
     signal: float = 0.0
-    """Average of what steps have told; see `Noise`."""
+    """Average of the steps' estimates; see `Noise`."""
     num_estimates: int = 0
-    """Steps that have told something."""
+    """Number of steps that gave an estimate."""
     gain: float = 1.0
-    """Of the last step."""
+    """Gain of the last step."""
     num_steps: float = 0.0
-    """Sum of all gains: scale-invariant steps, by which the schedule goes on."""
+    """Sum of all gains: scale-invariant steps, by which the schedule advances."""
 
     def measured(self, noise: Noise | None, scale: float) -> "AdaScaleState":
-        """With the gain of the next step, and what that step has told.
+        """Return the state with the next step's estimates averaged in, and with the gain of that step.
 
-        The averages are the paper's (appendix B.3): means, until there are as many estimates as the running average
-        remembers, which forgets `scale / 1000` of itself with each.
+        The averages are the paper's (appendix B.3): plain means at first, then exponential moving averages that
+        weight each new estimate with `scale / 1000`, once that exceeds its weight in the mean.
 
         Args:
-            noise: of the step; None where its gradients tell nothing, and the averages stay as they are.
+            noise: estimates of the step; None if its gradients give none, and the averages stay as they are.
             scale: samples of the step / reference batch.
         """
         found = self
@@ -99,11 +101,11 @@ class AdaScaleState:
         return replace(found, gain=found._gain(scale))
 
     def after(self) -> "AdaScaleState":
-        """The step was made."""
+        """Return the state after the step."""
         return replace(self, num_steps=self.num_steps + self.gain)
 
     def _gain(self, scale: float) -> float:
-        """Between 1 and `scale`; the smaller one where nothing is known, so that nobody goes too far."""
+        """The gain, between 1 and `scale`; the smaller of the two without estimates, to be safe."""
         least, most = min(1.0, scale), max(1.0, scale)
         below = self.variance / scale + self.signal
         if not below > 0.0:

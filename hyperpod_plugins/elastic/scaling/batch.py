@@ -1,6 +1,4 @@
-"""How many samples one optimizer step has in a world of any size: always the same number, so many a replica, or as a
-table says.
-"""
+"""Batch of an optimizer step at each number of replicas: constant, proportional to the replicas, or from a table."""
 
 from dataclasses import dataclass, replace
 
@@ -12,21 +10,21 @@ from hyperpod_plugins.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeBatch:
-    """What one optimizer step trains on in a world of one size."""
+    """Batch of an optimizer step for one number of replicas."""
 
     num_replicas: int
-    """The size."""
+    """Number of replicas to which this applies."""
     global_batch_size: int
     """Samples over all ranks."""
     micro_batch_size: int
-    """Most samples of one rank in one forward and backward pass."""
+    """Largest number of samples per rank in one forward and backward pass."""
     is_even: bool = False
-    """Whether all ranks must have as many samples."""
+    """Whether all ranks must have the same number of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """What one optimizer step trains on.
+    """Batch of an optimizer step for all numbers of replicas.
 
     Raises:
         ConfigError: not exactly one of the two sizes was given, or a size is not positive.
@@ -37,14 +35,15 @@ class StepBatch:
     samples_per_replica: int = 0
     """Samples of each replica, so that the batch follows the world; 0 with `global_batch_size`."""
     micro_batch_size: int
-    """Most samples of one rank in one forward and backward pass."""
+    """Largest number of samples per rank in one forward and backward pass."""
     num_logical_shards: int = 0
-    """Parts of the step that are computed each by itself; 0 for none. See `in_logical_shards`."""
+    """Number of parts of the step that are computed separately; 0 for none. See `in_logical_shards`."""
     by_replicas: tuple[SizeBatch, ...] = ()
-    """The only sizes of the world, and what is said of them; empty where any will do. With batches that differ,
-    `global_batch_size` is 0."""
+    """The only allowed numbers of replicas, each with its batch; empty if any number is allowed. If their global
+    batches differ, `global_batch_size` is 0."""
     is_even: bool = False
-    """Whether only worlds are allowed in which all ranks have as many samples; `by_replicas` says it for each."""
+    """Whether all ranks must have the same number of samples; for numbers in `by_replicas`, their own setting
+    counts."""
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -64,14 +63,14 @@ class StepBatch:
 
     @property
     def follows_world(self) -> bool:
-        """Whether another number of replicas has another batch."""
+        """Whether the global batch depends on the number of replicas."""
         return not self.global_batch_size
 
     def at(self, num_replicas: int) -> int:
-        """Samples of one step, over all ranks of so many replicas.
+        """Return the global batch size for a number of replicas.
 
         Raises:
-            ConfigError: the batches differ by size, and this size is not among them.
+            ConfigError: the batches come from a table that does not have this number.
         """
         if self.global_batch_size or self.samples_per_replica:
             return self.global_batch_size or num_replicas * self.samples_per_replica
@@ -82,14 +81,15 @@ class StepBatch:
         return row.global_batch_size
 
     def split(self, num_replicas: int, ranks_per_replica: int) -> BatchSplit:
-        """How the step is spread; for losses that are weighted by `ElasticSampler.weight`.
+        """Return how the step is split over ranks and micro-steps, for losses weighted by `ElasticSampler.weight`.
 
-        Of a batch that follows the world, the last step of an epoch is padded, not left out. Ranks for which the last
-        step is too small take part in it with weight 0, so it ends no job that has got another size.
+        If the batch follows the world, the last step of an epoch is padded instead of dropped. Ranks that get no
+        sample of an incomplete last step take part in it with weight 0, so such a step ends no job that has changed
+        its size.
 
         Args:
-            num_replicas: of the world.
-            ranks_per_replica: those that read different samples: the shard degree.
+            num_replicas: number of replicas in the world.
+            ranks_per_replica: ranks of one replica that read different samples: the shard degree.
 
         Raises:
             ConfigError: some rank would have no sample in some micro-step.
@@ -109,7 +109,7 @@ class StepBatch:
         return replace(plan, pads=self.follows_world, allows_idle_ranks=True)
 
     def serving(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[int, ...]:
-        """Numbers of replicas that the policy allows, and whose ranks all get samples.
+        """Return the numbers of replicas that the policy allows and at which all ranks get samples.
 
         Raises:
             ConfigError: there are none.
@@ -133,14 +133,14 @@ class StepBatch:
         return policy.sizes
 
     def refused(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[str, ...]:
-        """Why numbers of replicas that the policy allows and a table names are not served, one sentence each."""
+        """Explain, one sentence each, why numbers of replicas that policy and table allow are not among `serving`."""
         if not self.by_replicas:
             return ()
         said: list[str] = []
         for row in self.by_replicas:
             degree = row.num_replicas * ranks_per_replica
             if row.num_replicas in policy.sizes and not self._can_share(row.num_replicas, degree):
-                how = " evenly, and it says use_uneven_batch: false" if row.is_even else ""
+                how = " evenly, as use_uneven_batch: false requires" if row.is_even else ""
                 said.append(
                     f"{row.num_replicas} replicas are left out: their {degree} data-parallel ranks cannot share a step "
                     f"of {row.global_batch_size} samples in micro-batches of {row.micro_batch_size}{how}"
@@ -148,21 +148,22 @@ class StepBatch:
         return tuple(said)
 
     def in_logical_shards(self, policy: ElasticPolicy, ranks_per_replica: int) -> "StepBatch":
-        """The same batch, cut into parts that as many of the allowed numbers of replicas as possible can share evenly.
+        """Return the same batch, cut into parts that most of the allowed numbers of replicas can share evenly.
 
-        Of the numbers of parts that serve equally many, the smallest is taken: the largest micro-batches.
+        Of the numbers of parts that serve equally many sizes, it takes the smallest, which gives the largest
+        micro-batches.
 
         Args:
             policy: the limits.
-            ranks_per_replica: those that read different samples: the shard degree.
+            ranks_per_replica: ranks of one replica that read different samples: the shard degree.
 
         Raises:
-            ConfigError: the batch follows the world, or cannot be cut into parts with as many samples for each rank.
+            ConfigError: the batch follows the world, or cannot be cut into parts of equal size for all ranks.
         """
         if self.follows_world:
             raise ConfigError(
                 "reproducible=True is for a global batch that stays the same: give global_batch_size, not "
-                "samples_per_replica. Another batch is another computation."
+                "samples_per_replica. A different batch is a different computation."
             )
         share, rest = divmod(self.global_batch_size, ranks_per_replica)
         if rest:
@@ -199,14 +200,14 @@ class StepBatch:
         if not serving:
             batches = ", ".join(f"{self.at(size)} samples on {size} replicas" for size in sizes) or "nothing of them"
             raise ConfigError(
-                f"none of {list(policy.sizes)} replicas of {ranks_per_replica} data-parallel ranks can share out its "
-                f"batch: the recipe says {batches}. Change the batches, or say use_uneven_batch: true."
+                f"none of {list(policy.sizes)} replicas of {ranks_per_replica} data-parallel ranks can share its "
+                f"batch: the recipe says {batches}. Change the batches, or set use_uneven_batch: true."
             )
         return tuple(serving)
 
     def _can_share(self, num_replicas: int, data_degree: int) -> bool:
         row, size = self._row(num_replicas), self.at(num_replicas)
         is_even = self.is_even if row is None else row.is_even
-        may_idle = row is not None and not is_even  # a recipe says shares, and leaves micro-batches of 1 sample to us
+        may_idle = row is not None and not is_even  # a recipe sets the shares; ranks may idle in a micro-step
         is_possible = fits(size, data_degree, self._micro_at(num_replicas), allows_idle_ranks=may_idle)
         return is_possible and not (is_even and size % data_degree)

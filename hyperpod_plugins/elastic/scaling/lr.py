@@ -1,8 +1,8 @@
-"""What a change of the number of replicas does to batch, learning rate and schedule: pure arithmetic.
+"""How batch, learning rate and schedule change with the number of replicas: pure arithmetic, the same on all ranks.
 
-The global batch is kept, sample for sample, and with it the learning rate: the usual case, and the default. Where the
-user lets the batch follow the world instead, the learning rate follows by a rule that has a name, and schedulers go on
-by samples.
+By default the global batch stays the same, and with it the learning rate. If the user lets the batch follow the world
+instead, the learning rate follows by a named rule, and schedulers advance by samples. Each rank then keeps an
+`LRState`, which depends only on the samples trained on; joiners receive it.
 """
 
 import math
@@ -15,28 +15,29 @@ from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState, GradientNoi
 from hyperpod_plugins.errors import ConfigError
 
 LrScaling = Literal["none", "linear", "sqrt", "adascale"] | Callable[[float], float]
-"""How the learning rate follows the global batch: by name, or a function of new batch / reference batch."""
+"""How the learning rate follows the global batch: the name of a rule, or a function of new batch / reference
+batch."""
 
 _RULES: dict[str, Callable[[float], float]] = {
     "none": lambda ratio: 1.0,
     "linear": lambda ratio: ratio,
     "sqrt": math.sqrt,
-    "adascale": lambda ratio: 1.0,  # the gradients say more; see adascale.py
+    "adascale": lambda ratio: 1.0,  # its factor is measured from the gradients; see adascale.py
 }
 
 
 def plan_batch(
     global_batch_size: int, data_degree: int, max_micro_batch: int, *, allows_idle_ranks: bool = False
 ) -> BatchSplit:
-    """Spread one global batch over the data-parallel ranks, every sample once.
+    """Split one global batch over the data-parallel ranks, each sample exactly once.
 
-    Equal shares if they divide, else shares that differ by one sample, which need gradients weighted by
-    `data.sample_weight`. Accumulates where a share is larger than a micro-batch.
+    The shares are equal if the ranks divide the batch. Otherwise they differ by one sample, and gradients must be
+    weighted by `data.sample_weight`. A rank accumulates gradients if its share is larger than a micro-batch.
 
     Args:
         global_batch_size: samples of one optimizer step, over all ranks.
         data_degree: ranks that read different samples: replicas x shards.
-        max_micro_batch: most samples of one rank in one forward and backward pass.
+        max_micro_batch: largest number of samples per rank in one forward and backward pass.
         allows_idle_ranks: whether a rank may have no sample in the last micro-step of a step.
 
     Raises:
@@ -65,13 +66,14 @@ def fits(global_batch_size: int, data_degree: int, max_micro_batch: int, *, allo
 
 
 def lr_factor(scaling: LrScaling, global_batch_size: float, reference_batch_size: float) -> float:
-    """What to multiply the learning rate with, that was tuned for the reference batch.
+    """Return the factor for a learning rate that was tuned for the reference batch.
 
-    `linear` is for SGD (Goyal et al. 2017, arXiv:1706.02677), `sqrt` for Adam and its like (Malladi et al. 2022,
-    arXiv:2205.10287); `none` leaves it alone, and so does `adascale`, whose gain comes on top.
+    `linear` is for SGD (Goyal et al. 2017, arXiv:1706.02677), `sqrt` for Adam and its variants (Malladi et al. 2022,
+    arXiv:2205.10287). `none` and `adascale` give 1; AdaScale's gain is applied on top.
 
     Raises:
-        ConfigError: an unknown rule, a batch that is not positive, or a function whose result is not a positive number.
+        ConfigError: an unknown rule, a batch that is not positive, or a function whose result is not a positive
+            number.
     """
     if min(global_batch_size, reference_batch_size) <= 0:
         raise ConfigError(f"batches must be positive, but are {global_batch_size} and {reference_batch_size}")
@@ -90,17 +92,17 @@ def lr_factor(scaling: LrScaling, global_batch_size: float, reference_batch_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ramp:
-    """A factor that goes from one value to another, so that a larger learning rate does not come as a shock."""
+    """A factor that moves linearly from one value to another, to warm up a larger learning rate."""
 
     start: float
     """Value before the change."""
     end: float
     """Value after `num_samples`."""
     num_samples: int = 0
-    """Samples that the way from `start` to `end` takes; 0 for a jump."""
+    """Samples from `start` to `end`; 0 for a jump."""
 
     def at(self, samples_since: int) -> float:
-        """The factor, so many samples after the change; linear between."""
+        """The factor `samples_since` samples after the change."""
         if samples_since >= self.num_samples:
             return self.end
         return self.start + (self.end - self.start) * samples_since / self.num_samples
@@ -108,33 +110,29 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleClock:
-    """Counts steps of the reference batch, so that a schedule made for them goes on by samples.
+    """Counts steps of the reference batch, so that a schedule made for that batch advances by samples.
 
-    A step of twice the reference batch is two steps of the schedule; two steps of half of it are one.
+    A step of twice the reference batch counts as two steps of the schedule, and two steps of half of it as one.
     """
 
     reference_batch_size: int
-    """Samples of the step that the schedule was made for."""
+    """Samples per step for which the schedule was made."""
     num_samples: int = 0
-    """Samples that were trained on so far."""
+    """Samples trained on so far."""
 
     @property
     def schedule_step(self) -> int:
-        """Steps of the schedule that are complete."""
+        """Completed steps of the schedule."""
         return self.num_samples // self.reference_batch_size
 
     def after(self, step_size: int) -> "SampleClock":
-        """The clock after one more step of so many samples."""
+        """Return the clock after one more step of `step_size` samples."""
         return SampleClock(reference_batch_size=self.reference_batch_size, num_samples=self.num_samples + step_size)
 
     def ticks(self, step_size: int) -> int:
-        """How often the scheduler steps after a step of so many samples."""
+        """How often the scheduler steps after a step of `step_size` samples."""
         return self.after(step_size).schedule_step - self.schedule_step
 
-
-# Learning rate and schedule of a job whose batch follows the world: pure, so that all ranks come to the same numbers.
-#
-# Each rank keeps a `Course`. It depends on what was trained on, and on nothing else; whoever comes in is given it.
 
 _LEVEL = Ramp(start=1.0, end=1.0)
 
@@ -144,17 +142,17 @@ class LRScalingRule:
     """How the learning rate follows the batch.
 
     Raises:
-        ConfigError: an unknown rule, or values that do nothing together.
+        ConfigError: an unknown rule, negative values, or options that do not go together.
     """
 
     scaling: LrScaling = "none"
-    """By name, or a function of new batch / reference batch."""
+    """The name of a rule, or a function of new batch / reference batch."""
     reference_batch_size: int = 0
-    """Batch that learning rate and schedule were made for; 0 for the one of the first world."""
+    """Batch for which learning rate and schedule were made; 0 for the batch of the initial world."""
     warmup_samples: int = 0
-    """Samples over which the factor goes to its new value after a change; 0 for at once."""
+    """Samples over which the factor moves to its new value after a change; 0 for at once."""
     scale_adam: bool = False
-    """Whether `sqrt` changes Adam's betas and eps too (Malladi et al. 2022, arXiv:2205.10287)."""
+    """Whether `sqrt` also changes Adam's betas and eps (Malladi et al. 2022, arXiv:2205.10287)."""
 
     def __post_init__(self) -> None:
         """Check the values together."""
@@ -166,8 +164,8 @@ class LRScalingRule:
             )
         if self.is_measured and self.warmup_samples:
             raise ConfigError(
-                "lr_scaling='adascale' finds the factor of each step in its gradients: leave "
-                "warmup_samples out. A warm-up that belongs to the reference batch is the schedule's."
+                "lr_scaling='adascale' measures the factor of each step from its gradients: leave "
+                "warmup_samples out. A warm-up for the reference batch belongs into the schedule."
             )
         if self.scaling == "none" and self.warmup_samples:
             raise ConfigError("warmup_samples needs a learning rate that changes: give lr_scaling, or leave it out.")
@@ -180,45 +178,45 @@ class LRScalingRule:
         return self.scaling == "adascale"
 
     def factor(self, batch_size: int, reference_batch_size: int) -> float:
-        """What the learning rate is multiplied with, once the ramp is over; AdaScale's gain comes on top."""
+        """Factor of the learning rate once the ramp is over; AdaScale's gain is applied on top."""
         return lr_factor(self.scaling, batch_size, reference_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRState:
-    """Where a job stands."""
+    """Progress of learning rate and schedule in a job whose batch follows the world."""
 
     reference_batch_size: int
-    """Batch that learning rate and schedule were made for."""
+    """Batch for which learning rate and schedule were made."""
     batch_size: int
-    """Of the last step."""
+    """Global batch of the present steps; the reference batch before the first."""
     ramp: Ramp = _LEVEL
-    """The way to the factor for that batch."""
+    """Ramp to the factor for that batch."""
     ramp_from: int = 0
-    """Samples that had been trained on when that way began."""
+    """Value of `num_samples` at the start of the ramp."""
     num_samples: int = 0
-    """Samples that have been trained on."""
+    """Samples trained on so far."""
     gains: AdaScaleState | None = None
-    """AdaScale's; None where the factor follows from the batch alone."""
+    """State of AdaScale; None if the factor depends on the batch alone."""
 
     @classmethod
     def beginning(cls, reference_batch_size: int, rule: LRScalingRule) -> "LRState":
-        """Before the first step."""
+        """Return the state before the first step."""
         gains = AdaScaleState() if rule.is_measured else None
         return cls(reference_batch_size=reference_batch_size, batch_size=reference_batch_size, gains=gains)
 
     @property
     def factor(self) -> float:
-        """For the learning rate of the next step, or of the last one until the next one has been measured."""
+        """Factor of the next step's learning rate; with AdaScale, the last step's until the next one is measured."""
         return self.ramp.at(self.num_samples - self.ramp_from) if self.gains is None else self.gains.gain
 
     @property
     def schedule_step(self) -> int:
-        """Steps of the schedule that are complete: steps of the reference batch, or what was worth as many."""
+        """Completed steps of the schedule: reference steps by samples, or by AdaScale's gains."""
         return self._clock.schedule_step if self.gains is None else int(self.gains.num_steps)
 
     def toward(self, batch_size: int, rule: LRScalingRule) -> "LRState":
-        """The course with steps of that batch from now on; from the present factor, also within a ramp."""
+        """Return the state for steps of `batch_size` from now on; the ramp starts at the present factor."""
         end = rule.factor(batch_size, self.reference_batch_size)
         if (batch_size, end) == (self.batch_size, self.ramp.end):
             return self
@@ -226,11 +224,11 @@ class LRState:
         return replace(self, batch_size=batch_size, ramp=ramp, ramp_from=self.num_samples)
 
     def measured(self, gradient_noise: GradientNoise | None, num_samples: int) -> "LRState":
-        """The course with what the gradients of the next step have told, of so many samples.
+        """Return the state with AdaScale's gain for the next step, measured from its gradients.
 
         Args:
-            gradient_noise: of that step; None where nobody has looked.
-            num_samples: of that step: fewer than `batch_size`, if it is the last one of an epoch.
+            gradient_noise: gradient norms of that step; None if not measured.
+            num_samples: samples of that step: fewer than `batch_size` if it is the last one of an epoch.
         """
         if self.gains is None:
             return self
@@ -238,12 +236,12 @@ class LRState:
         return replace(self, gains=self.gains.measured(noise, num_samples / self.reference_batch_size))
 
     def after(self, num_samples: int) -> "LRState":
-        """The course after one more step, of so many samples."""
+        """Return the state after one more step of `num_samples` samples."""
         gains = None if self.gains is None else self.gains.after()
         return replace(self, num_samples=self._clock.after(num_samples).num_samples, gains=gains)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the state as plain values."""
         return asdict(self)
 
     @classmethod
@@ -259,7 +257,8 @@ class LRState:
 
 
 def scaled_adam(betas: tuple[float, float], eps: float, lr_factor: float) -> tuple[tuple[float, float], float]:
-    """Adam's betas and eps beside a learning rate that was multiplied: kappa (1 - beta), and eps / sqrt(kappa).
+    """Return Adam's betas and eps for a scaled learning rate: 1 - beta is scaled by kappa, and eps by 1 /
+    sqrt(kappa).
 
     Args:
         betas: for the reference batch.
@@ -274,7 +273,7 @@ def scaled_adam(betas: tuple[float, float], eps: float, lr_factor: float) -> tup
     if min(first, second) < 0.0:
         largest = 1.0 / (1.0 - min(betas))
         raise ConfigError(
-            f"a batch {kappa:g} times the reference would make a beta of {betas} negative by scale_adam; up to "
+            f"with scale_adam, a batch {kappa:g} times the reference would make a beta of {betas} negative; up to "
             f"{math.floor(largest * 1000) / 1000:g} times is possible. Use a lower max_replicas, or no "
             "scale_adam."
         )

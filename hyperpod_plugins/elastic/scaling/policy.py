@@ -1,4 +1,4 @@
-"""Within what limits, and how soon, a job changes its number of replicas; decided from a view alone."""
+"""The elastic policy: limits of the number of replicas, and when it changes; pure functions of a `ReplicaView`."""
 
 import math
 from dataclasses import dataclass
@@ -9,33 +9,33 @@ from hyperpod_plugins.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticPolicy:
-    """Limits of one job.
+    """Limits of the number of replicas of one job, and the times of its changes.
 
     Raises:
-        ConfigError: limits that no size satisfies, or times that are not positive; the message says what would fit.
+        ConfigError: limits that no size satisfies, or times that are negative; the message says what would fit.
     """
 
     min_replicas: int = 1
-    """The job waits rather than go on with fewer."""
+    """Below this, the job pauses."""
     max_replicas: int = 1
-    """More replicas stay outside, as spares."""
+    """Replicas beyond this wait outside the job, as spares."""
     replica_increment: int = 1
-    """The job has `min_replicas` plus a multiple of it."""
+    """The job has `min_replicas` plus a multiple of this."""
     replica_sizes: tuple[int, ...] = ()
-    """The only sizes that are allowed; empty for every increment between the limits."""
+    """The only allowed sizes; empty for every increment between the limits."""
     graceful_shutdown_timeout_s: float = 600.0
-    """Longest time from a notice until the replica has left."""
+    """Longest time from a preemption notice until the replica has left, in seconds."""
     scaling_timeout_s: float = 60.0
-    """How long new replicas must be there, and no more come, before the job grows."""
+    """How long to wait for more replicas after the last new one arrived before the job grows, in seconds."""
     faulty_scale_down_timeout_s: float = 30.0
-    """How long the job waits for a replacement of a lost replica before it goes on smaller."""
+    """How long to wait for the replacement of a lost replica before the job shrinks, in seconds."""
     min_stable_s: float = 0.0
-    """Shortest time between a change and a growth."""
+    """Shortest time from any change of size until the job grows, in seconds."""
     max_backoff_s: float = 3600.0
-    """Each loss soon after a growth doubles `min_stable_s`, up to this."""
+    """Each loss soon after a growth doubles `min_stable_s`, up to this, in seconds."""
 
     def __post_init__(self) -> None:
-        """Check each value, then whether any size is left."""
+        """Check the values."""
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise ConfigError(
                 f"replicas must satisfy 1 <= min <= max, but min is {self.min_replicas} and max {self.max_replicas}."
@@ -59,7 +59,7 @@ class ElasticPolicy:
             )
         for name in ("graceful_shutdown_timeout_s", "scaling_timeout_s", "faulty_scale_down_timeout_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ConfigError(f"{name} must be a number of seconds from 0 on, but is {getattr(self, name)}.")
+                raise ConfigError(f"{name} must be a finite number of seconds >= 0, but is {getattr(self, name)}.")
         if not 0 <= self.min_stable_s <= self.max_backoff_s:
             raise ConfigError(
                 f"min_stable_s must lie in 0 .. max_backoff_s ({self.max_backoff_s}), but is {self.min_stable_s}."
@@ -73,12 +73,12 @@ class ElasticPolicy:
         return tuple(range(self.min_replicas, self.max_replicas + 1, self.replica_increment))
 
     def serving(self, *, global_batch_size: int, ranks_per_replica: int, max_micro_batch: int) -> tuple[int, ...]:
-        """Allowed sizes whose ranks all get samples of the global batch.
+        """Return the allowed sizes at which all ranks get samples of the global batch.
 
         Args:
             global_batch_size: samples of one optimizer step.
             ranks_per_replica: ranks of one replica that read different samples: the shard degree.
-            max_micro_batch: most samples of one rank in one forward and backward pass.
+            max_micro_batch: largest number of samples per rank in one forward and backward pass.
 
         Raises:
             ConfigError: there are none.
@@ -96,35 +96,35 @@ class ElasticPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaView:
-    """What is known when a decision is made."""
+    """The state of the job on which `next_size` decides."""
 
     now: int
     """Replicas that the job has, or had before the last loss."""
     healthy: int
-    """Of these, complete ones."""
+    """How many of these are complete."""
     waiting: int = 0
     """Complete replicas that could join."""
     leaving: int = 0
-    """Healthy ones that have got notice."""
+    """Healthy replicas with a preemption notice."""
     wanted: int = 0
-    """What somebody asked for with `hyperpod scale`; 0 where nobody did."""
+    """Number of replicas requested with `hyperpod scale`; 0 without a request."""
     since_change_s: float = math.inf
-    """Seconds since the number of replicas changed last."""
+    """Seconds since the number of replicas last changed."""
     since_arrival_s: float = math.inf
-    """Seconds since the last replica began to wait."""
+    """Seconds since the last candidate arrived."""
     since_loss_s: float = math.inf
-    """Seconds since a replica was lost that has not been replaced."""
+    """Seconds since the loss of a replica that has not been replaced."""
     num_setbacks: int = 0
-    """Losses that came within `min_stable_s` after a growth, in a row."""
+    """Consecutive losses within `min_stable_s` after a growth."""
 
 
 def next_size(view: ReplicaView, policy: ElasticPolicy, sizes: tuple[int, ...] | None = None) -> int:
-    """How many replicas to go on with: `view.now` to leave it, and to wait where they are not all healthy.
+    """Return the number of replicas to continue with; `view.now` for no change, or to wait for a replacement.
 
     Args:
-        view: what is known.
+        view: the state of the job.
         policy: the limits.
-        sizes: those that serve the batch, of `ElasticPolicy.serving`; all allowed ones if None.
+        sizes: the sizes that can share the batch, from `ElasticPolicy.serving`; all allowed sizes if None.
     """
     sizes = policy.sizes if sizes is None else sizes
     staying = view.healthy - view.leaving
@@ -136,7 +136,7 @@ def next_size(view: ReplicaView, policy: ElasticPolicy, sizes: tuple[int, ...] |
         return view.now
     if view.healthy < view.now or view.leaving:
         return _after_loss(view, policy, target)
-    if target < view.now:  # asked for
+    if target < view.now:  # a smaller size was requested
         return target or view.now
     backoff_s = min(policy.min_stable_s * 2**view.num_setbacks, policy.max_backoff_s)
     is_settled = view.since_arrival_s >= policy.scaling_timeout_s or target == sizes[-1]
@@ -144,7 +144,7 @@ def next_size(view: ReplicaView, policy: ElasticPolicy, sizes: tuple[int, ...] |
 
 
 def _after_loss(view: ReplicaView, policy: ElasticPolicy, target: int) -> int:
-    """A waiting replica replaces a lost one at once; without one the job waits a while, then shrinks."""
+    """Replace a lost replica by a waiting one at once; without one, wait a while, then shrink."""
     if target >= view.now or not target:
         return view.now
     is_patient = view.healthy < view.now and view.since_loss_s < policy.faulty_scale_down_timeout_s

@@ -1,11 +1,17 @@
-"""`scale_config` and `uneven_batch` of HyperPod recipes: what each number of nodes trains on, as a table.
+"""Read elastic policies and batches from the formats of users: HyperPod manifests and recipes, and DeepSpeed's block.
+
+`read_policy` accepts an `ElasticPolicy`, a mapping, or a JSON or YAML file. It reports unknown keys and impossible
+limits at once. These formats count nodes (pods) or GPUs; ours counts replicas, complete copies of the training state.
+Nodes are converted once the numbers of ranks per node and per replica are known.
+
+A HyperPod recipe may also set the batch, with `scale_config` and `uneven_batch` for each number of nodes:
 
     elastic_policy: {min_nodes: 1, max_nodes: 4}
     training_config: {training_args: {train_batch_size: 128, micro_train_batch_size: 8, learning_rate: 0.0004}}
     scale_config:
       3: {training_config: {training_args: {micro_train_batch_size: 6, uneven_batch: {...}}}}
 
-The keys that mean something are found wherever they stand, for recipes put them in different places.
+The relevant keys are found at any depth, since recipes put them in different places.
 """
 
 import enum
@@ -20,9 +26,7 @@ from hyperpod_plugins.elastic.scaling.batch import SizeBatch, StepBatch
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError, MissingExtraError, UnknownKeyError, few
 
-# Elastic limits as others write them: HyperPod manifests and recipes, and DeepSpeed's elasticity block.
-#
-# They count nodes (pods) or GPUs; we count replicas, complete copies of the training state.
+# Elastic limits: HyperPod manifests and recipes, and DeepSpeed's `elasticity` block.
 
 _MANIFEST = {
     "minReplicas": "min_replicas",
@@ -49,7 +53,7 @@ _UNEVEN = (
     "large_local_batch_size",
 )
 
-# More divisors than every smaller number has (https://oeis.org/A002182), as far as DeepSpeed knows them.
+# Numbers with more divisors than any smaller number (https://oeis.org/A002182), up to DeepSpeed's limit.
 _HIGHLY_COMPOSITE = (
     *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160),
     *(25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720),
@@ -57,10 +61,11 @@ _HIGHLY_COMPOSITE = (
 
 
 def policy_of_manifest(block: Mapping[str, Any], *, ranks_per_node: int, ranks_per_replica: int) -> ElasticPolicy:
-    """The `elasticPolicy` of a HyperPodPyTorchJob, whose replicas are pods; a key whose value is null is absent.
+    """Convert the `elasticPolicy` of a HyperPodPyTorchJob, whose replicas are pods; keys with a null value count as
+    absent.
 
     Raises:
-        UnknownKeyError: a key that such a block does not have.
+        UnknownKeyError: the block has an unknown key.
         ConfigError: impossible limits, or pods that do not make up whole replicas.
     """
     block = _without_nulls(block)
@@ -79,19 +84,19 @@ def policy_of_recipe(
     nodes: Sequence[int] = (),
     num_nodes: int = 0,
 ) -> ElasticPolicy:
-    """The `elastic_policy` of a HyperPod recipe; a key whose value is null is absent.
+    """Convert the `elastic_policy` of a HyperPod recipe; keys with a null value count as absent.
 
-    One that is not elastic has the size `num_nodes` only.
+    If it is not elastic, the only size is `num_nodes`.
 
     Args:
         block: its keys and values.
-        ranks_per_node: all of them.
-        ranks_per_replica: all of them.
-        nodes: the only numbers of nodes, where there is a `scale_config`.
+        ranks_per_node: number of ranks on each node.
+        ranks_per_replica: number of ranks in each replica.
+        nodes: the only allowed numbers of nodes, from a `scale_config`.
         num_nodes: `trainer.num_nodes`, for a recipe that is not elastic; 0 for `max_nodes`.
 
     Raises:
-        UnknownKeyError: a key that such a block does not have.
+        UnknownKeyError: the block has an unknown key.
         ConfigError: impossible limits, or nodes that do not make up whole replicas.
     """
     block = _without_nulls(block)
@@ -108,7 +113,7 @@ def policy_of_recipe(
 
 
 def _within_limits(nodes: Sequence[int], values: dict[str, Any]) -> tuple[int, ...]:
-    """Numbers of nodes in a `scale_config` that lie within the limits, which they replace."""
+    """Return the numbers of nodes of a `scale_config` within the limits, which are removed from `values`."""
     if "replica_increment" in values:
         raise ConfigError(
             f"the recipe has scale_config for {', '.join(map(str, nodes))} nodes, and replica_increment_step="
@@ -122,7 +127,7 @@ def _within_limits(nodes: Sequence[int], values: dict[str, Any]) -> tuple[int, .
 
 
 def recipe_at(recipe: Mapping[str, Any], num_nodes: int) -> dict[str, Any]:
-    """A recipe as it holds on so many nodes: `scale_config.<nodes>` laid over it, key by key."""
+    """Return the recipe for a number of nodes: `scale_config.<nodes>` merged into it, key by key."""
     scales = {int(nodes): overrides for nodes, overrides in recipe.get("scale_config", {}).items()}
     plain = {key: value for key, value in recipe.items() if key != "scale_config"}
     return _laid_over(plain, scales.get(num_nodes, {}))
@@ -132,7 +137,7 @@ def uneven_batch_size(block: Mapping[str, Any], *, data_degree: int) -> int:
     """Global batch that an `uneven_batch` block describes: small x n + large x (ranks - n); 0 if it is not used.
 
     Raises:
-        UnknownKeyError: a key that such a block does not have.
+        UnknownKeyError: the block has an unknown key.
         ConfigError: more ranks with small batches than there are ranks.
     """
     _refuse_unknown(block, _UNEVEN, "uneven_batch")
@@ -148,22 +153,22 @@ def uneven_batch_size(block: Mapping[str, Any], *, data_degree: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedElasticity:
-    """What DeepSpeed's `elasticity` block comes to."""
+    """The batch and world sizes that result from DeepSpeed's `elasticity` block."""
 
     global_batch_size: int
-    """The batch that most numbers of GPUs can share evenly."""
+    """The batch that the most numbers of GPUs can share evenly."""
     world_sizes: tuple[int, ...]
     """These numbers of data-parallel GPUs, ascending."""
     micro_batch_sizes: tuple[int, ...]
-    """Allowed micro-batches, ascending."""
+    """Allowed micro-batch sizes, ascending."""
     prefers_larger_batch: bool
-    """Whether the largest micro-batch that fits is taken; else the smallest."""
+    """Whether to use the largest micro-batch that fits; else the smallest."""
 
     def micro_batch_at(self, world_size: int) -> int:
-        """Micro-batch for one of the `world_sizes`.
+        """Return the micro-batch size for one of the `world_sizes`.
 
         Raises:
-            ConfigError: it is none of them.
+            ConfigError: `world_size` is not one of them.
         """
         if world_size not in self.world_sizes:
             nearest = min(self.world_sizes, key=lambda size: (abs(size - world_size), size))
@@ -192,15 +197,15 @@ _DEEPSPEED = {
 
 
 def read_deepspeed(block: Mapping[str, Any]) -> DeepSpeedElasticity:
-    """DeepSpeed's `elasticity` block, by DeepSpeed's rule.
+    """Evaluate DeepSpeed's `elasticity` block by DeepSpeed's rule.
 
     Each micro-batch size, and their least common multiple, is multiplied by the largest highly composite number that
-    keeps it within `max_train_batch_size`; of these batches the one is taken that most numbers of GPUs share evenly.
-    See https://www.deepspeed.ai/docs/config-json/#elastic-training-config-v01-and-v02.
+    keeps it within `max_train_batch_size`. Of these batches, it takes the one that the most numbers of GPUs share
+    evenly. See https://www.deepspeed.ai/docs/config-json/#elastic-training-config-v01-and-v02.
 
     Raises:
-        UnknownKeyError: a key that such a block does not have.
-        ConfigError: not enabled, sizes that are not positive, or no number of GPUs that fits.
+        UnknownKeyError: the block has an unknown key.
+        ConfigError: the block is not enabled, sizes are not positive, or no number of GPUs fits.
     """
     _refuse_unknown(block, _DEEPSPEED, "elasticity")
     values: dict[str, Any] = {**_DEEPSPEED, **block}
@@ -236,16 +241,16 @@ def read_deepspeed(block: Mapping[str, Any]) -> DeepSpeedElasticity:
 
 
 def _even_worlds(batch: int, micro_batch_sizes: Sequence[int]) -> list[int]:
-    """Numbers of ranks that share a batch evenly, in whole micro-batches of one of the sizes."""
+    """Return the numbers of ranks that share a batch evenly, in whole micro-batches of one of the sizes."""
     counts = {batch // size for size in micro_batch_sizes if batch % size == 0}
     return sorted({world for count in counts for world in range(1, count + 1) if count % world == 0})
 
 
 def replicas_of_nodes(name: str, nodes: int, *, ranks_per_node: int, ranks_per_replica: int) -> int:
-    """How many replicas so many nodes make up.
+    """Return how many replicas a number of nodes makes up.
 
     Raises:
-        ConfigError: no whole number of them; the message begins with `name`.
+        ConfigError: it is not a whole number; the message begins with `name`.
     """
     replicas, rest = divmod(int(nodes) * ranks_per_node, ranks_per_replica)
     if rest or not replicas:
@@ -277,7 +282,7 @@ def _in_replicas(values: dict[str, Any], *, ranks_per_node: int, ranks_per_repli
 
 
 def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
-    """What a launcher that renders all keys has filled in."""
+    """Drop keys with a null value: some launchers render all keys, set or not."""
     return {key: value for key, value in block.items() if value is not None}
 
 
@@ -304,58 +309,58 @@ _UNEVEN_BATCH = "uneven_batch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What a recipe says of one number of nodes, or of all where it has no `scale_config`."""
+    """The batch settings of a recipe for one number of nodes, or for all numbers without a `scale_config`."""
 
     num_nodes: int = 0
-    """0 for all."""
+    """Number of nodes; 0 for all."""
     global_batch_size: int = 0
-    """Samples of one step; 0 where it does not say."""
+    """Samples of one step over all ranks; 0 if not set."""
     micro_batch_size: int = 0
-    """Most samples of a rank in one pass; 0 where it does not say."""
+    """Largest number of samples per rank in one forward and backward pass; 0 if not set."""
     learning_rate: float = 0.0
-    """0 where it does not say."""
+    """Learning rate; 0 if not set."""
     uneven: Mapping[str, Any] | None = None
-    """The `uneven_batch` block; None where there is none, and uneven shares are allowed."""
+    """The `uneven_batch` block; None if there is none, and uneven shares are allowed."""
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks must have as many samples: the block says `use_uneven_batch: false`."""
+        """Whether all ranks must have the same number of samples: the block has `use_uneven_batch: false`."""
         return self.uneven is not None and not self.uneven.get("use_uneven_batch", False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleTable:
-    """The batches of a recipe.
+    """The batches of a recipe by number of nodes.
 
     Raises:
-        ConfigError: batches that are said at some numbers of nodes only.
+        ConfigError: a batch size is set for some numbers of nodes only.
     """
 
     base: Scale
-    """What holds where a scale says nothing else."""
+    """The recipe's settings outside of `scale_config`, which apply where a scale sets nothing else."""
     scales: tuple[Scale, ...] = ()
-    """By number of nodes, ascending; empty without `scale_config`."""
+    """The settings by number of nodes, ascending; empty without `scale_config`."""
     dropped: tuple[str, ...] = ()
-    """Why others of `scale_config` cannot be had with the present ranks, one sentence each."""
+    """Why other entries of `scale_config` are impossible with the present ranks, one sentence each."""
 
     def __post_init__(self) -> None:
-        """Check that every scale, or none, says its sizes."""
+        """Check that each size is set in all scales, or in none."""
         for name in ("global_batch_size", "micro_batch_size"):
             silent = [each.num_nodes for each in self.scales if not getattr(each, name)]
             if 0 < len(silent) < len(self.scales):
                 raise ConfigError(
                     f"scale_config says {_AS_WRITTEN[name]} for some numbers of nodes, and not for "
-                    f"{few(map(str, silent))}. Say it for all, or once outside of scale_config."
+                    f"{few(map(str, silent))}. Set it for all, or once outside of scale_config."
                 )
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Numbers of nodes that are in `scale_config`; empty where it leaves them to the policy."""
+        """The numbers of nodes in `scale_config`; empty if the policy alone sets them."""
         return tuple(each.num_nodes for each in self.scales)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What people should know of the table, one sentence each."""
+        """Notes on the table for the user, one sentence each."""
         rates = {row.learning_rate for row in self.scales} - {0.0, self.base.learning_rate}
         if not rates:
             return self.dropped
@@ -366,10 +371,10 @@ class ScaleTable:
         return (*self.dropped, said)
 
     def fill(self, global_batch_size: int, micro_batch_size: int) -> "ScaleTable":
-        """The table with sizes that were given elsewhere, where it says nothing.
+        """Return the table with sizes that were given elsewhere filled in where it has none.
 
         Raises:
-            ConfigError: it says something else.
+            ConfigError: the table sets another size.
         """
         given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         rows = [self.base, *self.scales]
@@ -383,15 +388,15 @@ class ScaleTable:
         return replace(self, base=filled[0], scales=tuple(filled[1:]))
 
     def batch(self, *, ranks_per_node: int, ranks_per_replica: int) -> StepBatch:
-        """The batches by number of replicas.
+        """Return the batches by number of replicas.
 
         Raises:
-            ConfigError: nodes that make up no whole replicas, or sizes that nobody says.
+            ConfigError: nodes that do not make up whole replicas, or a size that is not set.
         """
         rows = self.scales or (self.base,)
         if not all(row.global_batch_size and row.micro_batch_size for row in rows):
             raise ConfigError(
-                "the recipe says no train_batch_size or no micro_train_batch_size. Give ElasticTraining "
+                "the recipe does not set train_batch_size or micro_train_batch_size. Give ElasticTraining "
                 "global_batch_size and micro_batch_size."
             )
         ranks = {"ranks_per_node": ranks_per_node, "ranks_per_replica": ranks_per_replica}
@@ -412,13 +417,13 @@ class ScaleTable:
         )
 
     def on(self, *, ranks_per_node: int, ranks_per_replica: int, tensor_degree: int) -> "ScaleTable":
-        """The table of those numbers of nodes that the present ranks can train as it says.
+        """Return the table with only those numbers of nodes that can be trained with the present ranks.
 
-        A number of nodes is dropped where it makes up no whole replicas, and where its `uneven_batch` describes other
-        shares than ours, which differ by at most one sample: the first ones are larger.
+        A number of nodes is dropped if it does not make up whole replicas, or if its `uneven_batch` describes other
+        shares than ours, which differ by at most one sample, the larger ones first.
 
         Raises:
-            ConfigError: there is a `scale_config`, and none is left.
+            ConfigError: there is a `scale_config`, but none of its numbers is left.
         """
         kept: list[Scale] = []
         dropped: list[str] = []
@@ -443,19 +448,19 @@ class ScaleTable:
 
 
 def read_scales(recipe: Mapping[str, Any]) -> ScaleTable | None:
-    """What a recipe says of batches, at every scale; None where it says nothing.
+    """Read the batches of a recipe at every scale; None if it sets none.
 
     Raises:
-        UnknownKeyError: an `uneven_batch` block with keys that it does not have.
-        ConfigError: keys that are no numbers of nodes, another number of nodes inside, or something that a running
-            job cannot change: another learning rate for the same batch, another model.
+        UnknownKeyError: an `uneven_batch` block with an unknown key.
+        ConfigError: keys of `scale_config` that are not numbers of nodes, another number of nodes inside an entry, or
+            a change that a running job cannot make: several learning rates, another model.
     """
     scales: Mapping[Any, Mapping[str, Any]] = recipe.get("scale_config") or {}
     plain = {key: value for key, value in recipe.items() if key not in ("scale_config", "elastic_policy")}
     base = _scale(0, plain)
     odd = [key for key in scales if not str(key).isdecimal() or int(key) < 1]
     if odd:
-        raise ConfigError(f"the keys of scale_config are numbers of nodes, but there are {few(map(repr, odd))}.")
+        raise ConfigError(f"the keys of scale_config must be numbers of nodes, but include {few(map(repr, odd))}.")
     rows: list[Scale] = []
     for key in sorted(scales, key=int):
         _check_changes(int(key), dict(_leaves(scales[key])), dict(_leaves(plain)))
@@ -471,7 +476,7 @@ def read_scales(recipe: Mapping[str, Any]) -> ScaleTable | None:
 def _scale(num_nodes: int, recipe: Mapping[str, Any]) -> Scale:
     uneven = _find(recipe, (_UNEVEN_BATCH,))
     if uneven is not None:
-        uneven_batch_size({**uneven, "use_uneven_batch": False}, data_degree=1)  # the names of its keys
+        uneven_batch_size({**uneven, "use_uneven_batch": False}, data_degree=1)  # only to check its keys
     return Scale(
         num_nodes=num_nodes,
         global_batch_size=int(_find(recipe, _BATCH) or 0),
@@ -482,7 +487,7 @@ def _scale(num_nodes: int, recipe: Mapping[str, Any]) -> Scale:
 
 
 def _check_shares(row: Scale, data_degree: int) -> None:
-    """Raise where `uneven_batch` describes other shares than ours."""
+    """Raise if `uneven_batch` describes other shares than ours."""
     if row.uneven is None or not row.uneven.get("use_uneven_batch", False):
         return
     total = uneven_batch_size(row.uneven, data_degree=data_degree)
@@ -493,9 +498,9 @@ def _check_shares(row: Scale, data_degree: int) -> None:
     if total != row.global_batch_size or not (wanted == ours and (not rest or num_small == data_degree - rest)):
         raise ConfigError(
             f"uneven_batch at {row.num_nodes} nodes describes a step of {total} samples with shares of "
-            f"{' and '.join(map(str, sorted(wanted)))}, and train_batch_size is {row.global_batch_size}. On "
+            f"{' and '.join(map(str, sorted(wanted)))}, but train_batch_size is {row.global_batch_size}. On "
             f"{data_degree} data-parallel ranks it is shared out as {data_degree - rest} x {each} + {rest} x "
-            f"{each + 1}: say that, or leave uneven_batch out."
+            f"{each + 1}: use these shares, or leave uneven_batch out."
         )
 
 
@@ -503,7 +508,7 @@ def _check_changes(num_nodes: int, above: Mapping[str, Any], below: Mapping[str,
     for path, value in above.items():
         name = path.rpartition(".")[2]
         if name == "num_nodes" and value != num_nodes:
-            raise ConfigError(f"scale_config.{num_nodes} says {path}: {value}. It must be {num_nodes}, or left out.")
+            raise ConfigError(f"scale_config.{num_nodes} sets {path}: {value}. It must be {num_nodes}, or left out.")
         known = (*_BATCH, *_MICRO, *_RATE, "num_nodes")
         if name not in known and f".{_UNEVEN_BATCH}." not in f".{path}." and below.get(path) != value:
             raise ConfigError(
@@ -517,16 +522,16 @@ def _check_rates(scales: Mapping[Any, Mapping[str, Any]], plain: Mapping[str, An
     rates = {float(rate) for each in merged if (rate := _find(each, _RATE)) is not None}
     if len(rates) > 1:
         raise ConfigError(
-            f"scale_config says the learning rates {', '.join(f'{rate:g}' for rate in sorted(rates))}. One program has "
-            "one: take them out, and say lr_scaling='linear' or 'sqrt' where the batch changes."
+            f"scale_config sets the learning rates {', '.join(f'{rate:g}' for rate in sorted(rates))}. A program has "
+            "only one: take them out, and use lr_scaling='linear' or 'sqrt' if the batch changes."
         )
 
 
 def _find(recipe: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """The value of a key, wherever it stands.
+    """Return the value of a key, at any depth.
 
     Raises:
-        ConfigError: it stands in several places, with different values.
+        ConfigError: the key occurs several times, with different values.
     """
     found = [value for name, value in _entries(recipe) if name in names and value is not None]
     if any(value != found[0] for value in found):
@@ -550,17 +555,13 @@ def _leaves(recipe: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
-# An elastic policy from whatever a user has: ours, a HyperPod manifest or recipe, DeepSpeed's block, or a file of
-# one.
-#
-# Unknown keys and impossible limits are found at once. What others count in nodes becomes replicas once it is known
-# how many ranks a node and a replica have.
+# Recognition of the formats.
 
 _MINUTE_S = 60.0
 
 
 class PolicyFormat(enum.Enum):
-    """Who wrote a block; the value is the key that holds it in a larger document."""
+    """Format of a policy block; the value is the key that holds the block in a larger document."""
 
     MANIFEST = "elasticPolicy"
     RECIPE = "elastic_policy"
@@ -576,32 +577,32 @@ _TELLTALE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyBlock:
-    """A policy in somebody else's words, whose keys and numbers have been checked."""
+    """A policy in one of the foreign formats, with its keys and numbers checked."""
 
     format: PolicyFormat
     block: Mapping[str, Any]
     scales: ScaleTable | None = None
-    """What a recipe around the block says of batches; without `scale_config` where it is not elastic."""
+    """The batches of the recipe around the block; without `scale_config` if the recipe is not elastic."""
     num_nodes: int = 0
-    """`trainer.num_nodes` of a recipe that is not elastic; 0 where it does not say."""
+    """`trainer.num_nodes` of a recipe that is not elastic; 0 if not set."""
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it is a recipe that says `is_elastic: false`."""
+        """Whether it is a recipe with `is_elastic: false`."""
         return self.format is PolicyFormat.RECIPE and not self.block.get("is_elastic", True)
 
     @property
     def deepspeed(self) -> DeepSpeedElasticity | None:
-        """What a block of DeepSpeed says of batches; None for the others, which say nothing of them."""
+        """The batches of a DeepSpeed block; None for the other formats, which set none."""
         return read_deepspeed(self.block) if self.format is PolicyFormat.DEEPSPEED else None
 
     def in_replicas(self, *, ranks_per_node: int, ranks_per_replica: int, data_ranks_per_replica: int) -> ElasticPolicy:
-        """The policy for replicas and nodes of so many ranks.
+        """Convert the policy to replicas.
 
         Args:
-            ranks_per_node: all of them.
-            ranks_per_replica: all of them.
-            data_ranks_per_replica: of these, those that read different samples: the shard degree.
+            ranks_per_node: number of ranks on each node.
+            ranks_per_replica: number of ranks in each replica.
+            data_ranks_per_replica: those ranks of a replica that read different samples: the shard degree.
 
         Raises:
             ConfigError: nodes, or numbers of GPUs, that do not make up whole replicas; the message says which would.
@@ -631,11 +632,15 @@ class PolicyBlock:
 
 
 def read_policy(given: ElasticPolicy | Mapping[str, Any] | str | Path) -> ElasticPolicy | PolicyBlock:
-    """Find out what was given: told apart by keys, alone or inside of a manifest, a recipe or a configuration.
+    """Recognize the format of a policy by its keys, alone or inside a manifest, a recipe or a DeepSpeed
+    configuration.
+
+    Args:
+        given: a policy, a mapping, or the path of a JSON or YAML file.
 
     Raises:
-        UnknownKeyError: a key that such a block does not have.
-        ConfigError: nothing that is known, or impossible limits.
+        UnknownKeyError: no known format, or a block with an unknown key.
+        ConfigError: an unreadable file, blocks of several formats, wrong types, or impossible limits.
     """
     if isinstance(given, ElasticPolicy):
         return given
@@ -664,14 +669,14 @@ def batch_of(
     micro_batch_size: int,
     scales: ScaleTable | None = None,
 ) -> StepBatch:
-    """The batch that was given, or the one that DeepSpeed's block or a recipe comes to, counted in nodes.
+    """Return the batch that was given, or the one from DeepSpeed's block or a recipe; a recipe's counts nodes.
 
     Raises:
-        ConfigError: both were given, or impossible sizes.
+        ConfigError: two sources give the batch, or its sizes are impossible.
     """
     if scales is not None:
         if samples_per_replica:
-            raise ConfigError("the recipe says the batch. Leave out samples_per_replica, or what it says.")
+            raise ConfigError("the recipe sets the batch. Leave out samples_per_replica, or the batch in the recipe.")
         return scales.batch(ranks_per_node=1, ranks_per_replica=1)
     if deepspeed is None:
         return StepBatch(
@@ -705,7 +710,7 @@ def _find_block(document: Mapping[str, Any]) -> PolicyBlock | None:
 
 
 def _inside(format: PolicyFormat, block: Mapping[str, Any], holder: Mapping[str, Any]) -> PolicyBlock:
-    """A block, and what a recipe around it says."""
+    """Return the block, with the batches of the recipe around it."""
     found = PolicyBlock(format=format, block=block)
     if format is not PolicyFormat.RECIPE:
         return found

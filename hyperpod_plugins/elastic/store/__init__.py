@@ -1,1 +1,1 @@
-"""What the members of a job leave for each other in a key-value store."""
+"""The job store: the key-value store through which the members and agents of a job communicate."""

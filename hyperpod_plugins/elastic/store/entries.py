@@ -1,13 +1,13 @@
-"""The entries of a program: its calls that train or evaluate, numbered in program order, and how each has ended.
+"""The entries of a program: its calls that train or evaluate, numbered in program order, and how each ended.
 
-    value of the job store       content                               written by
+    value of the job store    content                               written by
     entry/NUMBER              EndedEntry                            each process that leaves it (the first counts)
     entries_before            how many had ended before this round  the agents, before they start their workers
     entries_folder            where the state after each is kept    the first process that keeps one
     checkpoints               [path, step, entry] of each           the first rank
 
-Where all processes start again, the program runs from its first line. Entries that have ended are not run again: they
-return what they returned, with the state after them. So the agents hand these values over to the next round.
+When all workers restart, the program runs from its first line. Entries that have ended are not run again: they return
+what they returned before, with the state after them restored. So the agents hand these values over to the next round.
 """
 
 import json
@@ -34,18 +34,18 @@ _WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedEntry(JsonRecord):
-    """An entry that has come to its end on all ranks, whose state is kept."""
+    """An entry that has ended on all ranks, with the state after it kept."""
 
     number: int
     kind: str
     """`fit`, `validate`, `test`, `predict`, or `steps` for the loop of a session."""
     results: Any = None
-    """What it returned, where that is small; plain values."""
+    """What it returned, if that is small; plain values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryRecords:
-    """What one round leaves to the next."""
+    """The ended entries that one round hands over to the next."""
 
     ended: tuple[EndedEntry, ...] = ()
     folder: str = ""
@@ -56,7 +56,7 @@ class EntryRecords:
         return cls(ended=ended_entries(job_store), folder=str(_named_folder(job_store) or ""))
 
     def hand_over(self, job_store: JobStore, num_before: int) -> None:
-        """Leave them to the workers of the next round, of which `num_before` entries count as ended before it."""
+        """Write the records for the workers of the next round; `num_before` entries count as ended before it."""
         if self.folder:
             job_store.set_if_absent(_FOLDER, self.folder.encode())
         for entry in self.ended:
@@ -64,17 +64,17 @@ class EntryRecords:
         job_store.set_if_absent(_BEFORE, str(num_before).encode())
 
     def num_training(self) -> int:
-        """How many of the ended entries have trained."""
+        """How many of the ended entries train."""
         return sum(entry.kind in TRAINING for entry in self.ended)
 
 
 def record_end(job_store: JobStore, entry: EndedEntry) -> None:
-    """Say that an entry has ended and its state is kept, unless somebody has."""
+    """Record that an entry has ended and its state is kept, unless this is recorded already."""
     job_store.set_if_absent(_name(entry.number), entry.to_json().encode())
 
 
 def ended_entry(job_store: JobStore, number: int) -> EndedEntry | None:
-    """The entry of a number, once it has ended; what no process of this package has written counts as none."""
+    """Return the entry of a number; None if it has not ended, or if the record was not written by this package."""
     found = job_store.try_get(_name(number))
     try:
         entry = None if found is None else EndedEntry.from_json(found)
@@ -84,7 +84,7 @@ def ended_entry(job_store: JobStore, number: int) -> EndedEntry | None:
 
 
 def ended_entries(job_store: JobStore) -> tuple[EndedEntry, ...]:
-    """All that have ended, in order."""
+    """All ended entries, in order."""
     entries: list[EndedEntry] = []
     while (entry := ended_entry(job_store, len(entries))) is not None:
         entries.append(entry)
@@ -92,61 +92,61 @@ def ended_entries(job_store: JobStore) -> tuple[EndedEntry, ...]:
 
 
 def num_ended_before(job_store: JobStore, job: JobEnv) -> int:
-    """How many entries had ended before this round; waits for the agents to say so.
+    """How many entries had ended before this round; waits until an agent publishes it.
 
     Raises:
-        DistStoreError: none of them did within a minute.
+        DistStoreError: no agent did within a minute.
     """
-    if not job.restart_count or job.agent_pid:  # torch's own agents hand nothing over
+    if not job.restart_count or job.agent_pid:  # torchrun's own agents hand nothing over
         return 0
     return int(job_store.wait_get(_BEFORE, _WAIT_S))
 
 
 def folder_for(job_store: JobStore, proposed: str) -> Path:
-    """Folder for the state after entries, the same on all ranks: the first that was proposed in this job.
+    """Create the folder for the state after entries and return its path: the first that was proposed in this job.
 
-    The store may say anything, so only a folder with a name that this package gives is used, which only this user may
-    read and write; it is made here.
+    It is the same on all ranks. The content of the store is untrusted, so the folder must have a name that this
+    package gives, and only this user may read and write it.
 
     Raises:
-        ConfigError: the store names another one.
-        OSError: it cannot be made.
+        ConfigError: the store names any other folder.
+        OSError: the folder cannot be created.
     """
     job_store.set_if_absent(_FOLDER, proposed.encode())
     path = _named_folder(job_store)
     if path is None:
         raise ConfigError(
             "the job's store names a folder for the state after calls of the program that none of its processes has "
-            "chosen. Somebody else writes to the store: choose an endpoint that only this job's machines reach."
+            "chosen. Another user writes to the store: choose an endpoint that only this job's machines can reach."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(0o700)
-    except FileExistsError:  # another rank was first, or the round before; `check_checkpoint` does not look at links
+    except FileExistsError:  # another rank or an earlier round was first; `check_checkpoint` follows links
         if path.is_symlink():
-            raise ConfigError(f"{path} is a link, and not the folder that a process of this job has made.") from None
+            raise ConfigError(f"{path} is a link, not the folder that a process of this job has created.") from None
     check_checkpoint(str(path))
     return path
 
 
 def kept_folder(job_store: JobStore) -> Path | None:
-    """That folder, to be removed with all that is in it; None where there is none, or somebody has named another one.
+    """The folder of `folder_for`, to be deleted with its contents; None if there is none.
 
-    The store may say anything, so nothing is removed but a folder whose name is one that this module gives.
+    The content of the store is untrusted, so any folder without a name that this package gives counts as none.
     """
     path = _named_folder(job_store)
     return path if path is not None and path.is_dir() and not path.is_symlink() else None
 
 
 def _named_folder(job_store: JobStore) -> Path | None:
-    """What the store names, if that is an absolute path with a name that this package gives."""
+    """The path in the store, if it is absolute and ends in a name that this package gives."""
     path = Path((job_store.try_get(_FOLDER) or b"").decode(errors="replace"))
     is_ours = path.is_absolute() and ".." not in path.parts and "\0" not in str(path)
     return path if is_ours and _FOLDER_NAME.fullmatch(path.name) is not None else None
 
 
 def known_checkpoints(job_store: JobStore) -> list[tuple[str, int]]:
-    """Path and step of each checkpoint of the entry that trains now, or is to be run next; oldest first."""
+    """Path and step of each checkpoint of the entry that trains now, or that is run next; oldest first."""
     return [(path, step) for path, step, _ in _checkpoints_of(job_store, len(ended_entries(job_store)))]
 
 
@@ -165,17 +165,17 @@ def _is_checkpoint(row: Any) -> bool:
 
 
 def newest_checkpoint(known: list[tuple[str, int]]) -> tuple[str, int]:
-    """The last one that exists; `("", 0)` where there is none."""
+    """The last one that exists; `("", 0)` if there is none."""
     return next(((path, step) for path, step in reversed(known) if Path(path).exists()), ("", 0))
 
 
 def restart_from_newest(job_store: JobStore, job: JobEnv, failure: FailureRecord) -> JobRestart:
-    """How all processes start again after an failure: past what has ended, from the newest checkpoint of what has not.
+    """Plan the restart of all workers after a failure: past ended entries, from the next one's newest checkpoint.
 
     Args:
         job_store: of the round that ends.
         job: of that round.
-        failure: why.
+        failure: the reason for the restart.
     """
     path, step = next_beginning(job_store, job.resume_from)
     return JobRestart(
@@ -183,27 +183,29 @@ def restart_from_newest(job_store: JobStore, job: JobEnv, failure: FailureRecord
         resume_from=path,
         step=step,
         entry=len(ended_entries(job_store)),
-        shard_degree=job.shard_degree,  # what somebody has asked for holds on
+        shard_degree=job.shard_degree,  # requested degrees stay in force
         tensor_degree=job.tensor_degree,
     )
 
 
 def next_beginning(job_store: JobStore, resumed_from: str) -> tuple[str, int]:
-    """The checkpoint from which what has not ended goes on if all start again now, and its steps; `("", 0)` for none.
+    """Path and step of the checkpoint to resume from if all workers restart now; `("", 0)` for none.
+
+    If this round has no checkpoint of its own, the path is `resumed_from`, and the step is given as 0.
 
     Args:
         job_store: of the round that ends.
-        resumed_from: checkpoint from which that round began; empty where it did not.
+        resumed_from: checkpoint from which that round resumed; empty if none.
     """
     path, step = newest_checkpoint(known_checkpoints(job_store))
     since = ended_entries(job_store)[_number_of(job_store.try_get(_BEFORE)) :]
     if not path and not any(entry.kind in TRAINING for entry in since):
-        path = resumed_from  # it still belongs to the entry that trains next
+        path = resumed_from  # still belongs to the entry that trains next
     return path, step
 
 
 def from_present_entry(job_store: JobStore, restart: JobRestart) -> JobRestart:
-    """A restart from a checkpoint of the entry that trains now."""
+    """Return the restart as one from a checkpoint of the entry that trains now."""
     return replace(restart, entry=len(ended_entries(job_store)))
 
 

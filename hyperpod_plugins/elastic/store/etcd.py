@@ -1,14 +1,15 @@
-"""A c10d store whose keys are in etcd: no process of the job serves it, so no node's loss takes it along.
+"""A c10d store in etcd: no process of the job serves it, so it survives the loss of any node.
 
-It behaves like torch's `TCPStore`; `tests/elastic/test_etcd.py` asks both the same. Waiting is watching, not asking
-again and again. What is in the way of a request (a member that stops, a new leader) is waited out for the store's
-timeout; see `etcd_gateway.py`.
+`EtcdStore` behaves like torch's `TCPStore`; `tests/elastic/test_etcd.py` runs the same tests on both. It waits for
+keys by etcd watches, not by polling. Requests that fail for the moment (a member that stops, a new leader) are
+retried for the store's timeout; see `Gateway`.
 
-Where `name` is that of a job, its keys hang on one *lease*, which its agents renew: they end when nobody does.
+The keys of a job are attached to one *lease*, which its agents renew; without renewals the keys expire.
 
-[Note: requests that come twice] The answer to a request can be lost after it was carried out, and it is then sent
-again. That changes nothing where a value is set, or compared and set: who finds the value that it wanted has succeeded.
-A sum would count twice. So whoever adds writes down, in the same transaction, which request of its own was the last.
+[Note: requests that come twice] The answer to a request can be lost after the request was carried out; the request is
+then sent again. That is harmless for set and compare-and-set: a caller that finds the value that it wanted has
+succeeded. An addition, however, would count twice. So each caller that adds also records, in the same transaction,
+the number of its last request.
 """
 
 import atexit
@@ -33,46 +34,44 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from hyperpod_plugins.errors import ConfigError
 
-# Requests to an etcd cluster, by the JSON that its members speak beside gRPC (etcd 3.4 and later, `/v3/...`).
-#
-# A request goes to the member that answered last. When that one is lost, the next is asked, and so on, with growing
-# pauses, until the time of the caller is over. A request may have been carried out although its answer was lost, and
-# is then sent again: whoever makes requests must make such that can be repeated.
+# Requests use the JSON gateway that etcd members offer beside gRPC (etcd 3.4 and later, `/v3/...`). A request goes to
+# the member that answered last. If that one fails, the next is tried, and so on, with growing pauses, until the
+# caller's timeout. A request whose answer was lost may have been carried out, so requests must be safe to repeat.
 
 SCHEME = "etcd://"
 _DEFAULT_PORT = 2379
 _ANSWER_S = 5.0
-"""Longest wait for one member's answer, when others can be asked."""
+"""Longest wait for the answer of one member, before the next one is tried."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _MOST_IDLE = 4
-"""Connections kept for the next request."""
+"""Largest number of idle connections that are kept for later requests."""
 _WATCH_S = 60.0
-"""Longest life of a watch; a member that was unplugged says nothing, so somebody must ask from time to time."""
+"""Longest life of a watch; an unplugged member sends nothing, so the key must be read from time to time."""
 _WATCH_PAUSE_S = 0.1
-"""Between a watch that was lost and another look."""
+"""Pause between the loss of a watch and the next read."""
 _TRANSIENT = {1, 4, 14}
-"""gRPC's codes `cancelled`, `deadline exceeded` and `unavailable`: a member without a leader, or about to stop."""
+"""The gRPC codes `cancelled`, `deadline exceeded` and `unavailable`: a member without a leader, or about to stop."""
 _BAD_GATEWAY = {502, 503, 504}
-"""HTTP's codes for the same, as what stands between may say."""
+"""The HTTP codes for the same, as sent by a proxy in between."""
 _HEADERS = {"Content-Type": "application/json"}
-_random = random.Random()  # not the program's, which may be seeded
+_random = random.Random()  # not the global generator, which the program may have seeded
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdUrl:
-    """`etcd://HOST:PORT[,HOST:PORT...][/NAME]`: members of one cluster, and where in it the keys are."""
+    """`etcd://HOST:PORT[,HOST:PORT...][/NAME]`: the members of a cluster, and the prefix of the keys."""
 
     members: tuple[tuple[str, int], ...]
     name: str = ""
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Read a URL; the port is 2379 where none is given.
+        """Parse a URL; the default port is 2379.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: the URL is malformed.
         """
         hosts, _, name = url.removeprefix(SCHEME).partition("/")
         members: list[tuple[str, int]] = []
@@ -80,7 +79,7 @@ class EtcdUrl:
             for part in hosts.split(","):
                 where = urlsplit(f"//{part.strip()}")
                 if not where.hostname or where.username is not None:
-                    raise ValueError(f"{part!r} is no HOST:PORT")
+                    raise ValueError(f"{part!r} is not HOST:PORT")
                 members.append((where.hostname, where.port or _DEFAULT_PORT))
         except ValueError as error:
             raise ConfigError(f"{url!r} must be {SCHEME}HOST:PORT[,HOST:PORT...]: {error}.") from None
@@ -88,7 +87,7 @@ class EtcdUrl:
 
     @property
     def hosts(self) -> str:
-        """The members, for messages."""
+        """The members as `HOST:PORT,...`, for messages and URLs."""
         return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.members)
 
     def __str__(self) -> str:
@@ -97,30 +96,30 @@ class EtcdUrl:
 
 
 class EtcdRefusal(DistStoreError):
-    """The cluster has understood a request, and does not do what it asks."""
+    """The cluster has rejected a request."""
 
 
 class _Unavailable(Exception):
-    """A member cannot serve now; another one may."""
+    """A member cannot serve a request at the moment; another one may."""
 
 
 class Gateway:
-    """The way to a cluster, for all threads of a process."""
+    """Connections to an etcd cluster; any number of threads may use it."""
 
     def __init__(self, members: Sequence[tuple[str, int]]) -> None:
-        """Nobody is asked yet."""
+        """Store the members (host, port); opens no connection yet."""
         self._members = tuple(members)
         self._hosts = EtcdUrl(members=self._members).hosts
-        self._turn = _random.randrange(len(self._members))  # so that members share the processes of a job
+        self._turn = _random.randrange(len(self._members))  # spreads the processes of a job over the members
         self._idle: list[HTTPConnection] = []
         self._lock = threading.Lock()
 
     def call(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Json:
-        """Ask, for `timeout_s` seconds at most, and again where an answer is lost.
+        """Send a request and return the answer; retries for up to `timeout_s` seconds if no answer arrives.
 
         Raises:
-            DistNetworkError: no member has answered in time.
-            EtcdRefusal: one has refused.
+            DistNetworkError: no member answered in time.
+            EtcdRefusal: the cluster rejected the request.
         """
         deadline_s, pause_s, num_failures = time.monotonic() + timeout_s, _FIRST_PAUSE_S, 0
         content = json.dumps(body).encode()
@@ -132,8 +131,8 @@ class Gateway:
                 answer = _ask(connection, path, content, min(left_s, _ANSWER_S))
             except (OSError, HTTPException, _Unavailable) as error:
                 connection.close()
-                self.close()  # the others lead there, too
-                if idle is not None:  # its other end may have been gone for long
+                self.close()  # the other idle connections lead to the same member
+                if idle is not None:  # its peer may have been gone for a long time: retry with a new connection
                     continue
                 reason = str(error) or type(error).__name__
             except EtcdRefusal:
@@ -151,23 +150,23 @@ class Gateway:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def await_change(self, key: str, revision: int, timeout_s: float) -> None:
-        """Wait until a key has been written since a revision of the cluster.
+        """Wait until a key is written at a given revision of the cluster or later.
 
-        It may return earlier: after `timeout_s` seconds, or because the connection is lost. Whoever waits looks again.
+        May return early: after `timeout_s` seconds, or if the connection is lost. The caller must read the key again.
         """
         deadline_s = time.monotonic() + min(timeout_s, _WATCH_S)
         wanted = {"key": key, "start_revision": str(revision), "filters": ["NODELETE"]}
         connection = self._connection(timeout_s)
         try:
             connection.request("POST", "/v3/watch", json.dumps({"create_request": wanted}).encode(), _HEADERS)
-            transport = connection.sock  # the response may take it from the connection
+            transport = connection.sock  # the response may detach it from the connection
             response = connection.getresponse()
             while (left_s := deadline_s - time.monotonic()) > 0:
                 transport.settimeout(left_s)
                 result = json.loads(response.readline())["result"]
                 if "events" in result:
                     return
-                if "created" not in result:  # it was cancelled
+                if "created" not in result:  # the watch was canceled
                     break
         except (OSError, HTTPException, ValueError, KeyError):
             self._turn += 1
@@ -176,7 +175,7 @@ class Gateway:
         time.sleep(max(0.0, min(_WATCH_PAUSE_S, deadline_s - time.monotonic())))
 
     def close(self) -> None:
-        """Close connections that nobody uses now; others are made when somebody asks again."""
+        """Close the idle connections; later requests open new ones."""
         while (connection := self._take_idle()) is not None:
             connection.close()
 
@@ -213,40 +212,40 @@ def _ask(connection: HTTPConnection, path: str, content: bytes, timeout_s: float
         raise _Unavailable(message or f"HTTP {response.status}")
     if message is None:
         message = f"HTTP {response.status}; is {connection.host}:{connection.port} a member of etcd 3.4 or later?"
-    raise EtcdRefusal(f"etcd refuses {path}: {message}")
+    raise EtcdRefusal(f"etcd rejects {path}: {message}")
 
 
 @cache
 def gateway_to(members: tuple[tuple[str, int], ...]) -> Gateway:
-    """The one of this process for a cluster."""
+    """Return this process's gateway to a cluster."""
     gateway = Gateway(members)
     atexit.register(gateway.close)
     return gateway
 
 
 _MOST_OPERATIONS = 100
-"""Operations in one transaction; etcd allows 128 unless told otherwise."""
+"""Operations in one transaction; etcd allows 128 by default."""
 _CONFLICT_PAUSE_S = 0.002
-"""Before another try to add, where somebody else was faster; grows with the tries."""
+"""Longest pause in seconds before an addition is retried after a conflict, multiplied by the number of tries."""
 LEASE_S = 300
-"""How long keys outlive the last agent that could not clear them away."""
+"""How long keys outlive the last agent, if it could not delete them, in seconds."""
 _alive: list["EtcdStore"] = []
-"""[Note: kept] A C++ store around one of ours keeps only the C++ half of it, and could not call the rest any more. So
-stores live as long as their process. They are few, and share their connections."""
+"""[Note: kept] A C++ store that wraps one of ours (such as a `PrefixStore`) keeps only its C++ half alive, and could
+no longer call the Python half. So stores live as long as their process. They are few and share their connections."""
 
 
 class EtcdStore(Store):
-    """Keys under one name in an etcd cluster; any number of threads may use it."""
+    """A c10d store of the keys under one name in an etcd cluster; any number of threads may use it."""
 
     def __init__(self, url: str | EtcdUrl, timeout_s: float = 300.0) -> None:
-        """Nobody is asked yet.
+        """Parse the URL; sends no request yet.
 
         Args:
             url: `etcd://HOST:PORT[,HOST:PORT...][/NAME]`.
-            timeout_s: how long to wait for values, and for a cluster that does not answer.
+            timeout_s: how long to wait for values and for a cluster that does not answer, in seconds.
 
         Raises:
-            ConfigError: the URL is damaged.
+            ConfigError: the URL is malformed.
         """
         super().__init__()
         self.url = EtcdUrl.parse(url) if isinstance(url, str) else url
@@ -267,13 +266,13 @@ class EtcdStore(Store):
     def _timeout(self) -> timedelta:
         return self.timeout  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]: torch's stub lacks it
 
-    # -- the life of a job's keys -----------------------------------------------------------------------------------
+    # -- lease of a job's keys --------------------------------------------------------------------------------------
 
     def open_lease(self) -> None:
-        """Let the keys of this name live, from now on, as long as somebody renews the lease.
+        """Open the lease of this name, unless it is open; its keys live as long as an agent renews it.
 
         Raises:
-            DistError: the cluster does not answer, or refuses.
+            DistError: the cluster does not answer, or rejects the request.
         """
         if not self.renew_lease():
             try:
@@ -283,44 +282,44 @@ class EtcdStore(Store):
                     raise
 
     def renew_lease(self) -> bool:
-        """Let the keys live on; False if they have ended."""
+        """Renew the lease; False if it has expired, and the keys with it."""
         answer = self._call("lease/keepalive", {"ID": str(self._lease)})
         return int(answer.get("result", {}).get("TTL", 0)) > 0
 
     def clear(self) -> None:
-        """Delete the keys of this name; their owner cannot write others before somebody opens the lease again."""
+        """Delete the keys of this name by revoking the lease; `open_lease` must precede any further write."""
         try:
             self._call("lease/revoke", {"ID": str(self._lease)})
-        except EtcdRefusal:  # it has ended already
+        except EtcdRefusal:  # the lease has expired already
             return
 
-    # -- what c10d calls --------------------------------------------------------------------------------------------
+    # -- the interface of c10d stores -------------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value."""
         self._transact([self._put(key, _bytes(value))])
 
     def get(self, key: str) -> bytes:
-        """Read a value, waiting until there is one.
+        """Read a value, waiting until the key exists.
 
         Raises:
-            DistStoreError: there was none within the store's timeout.
+            DistStoreError: the key did not exist within the store's timeout.
         """
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Read several, waiting until all are there."""
+        """Read several values, waiting until all keys exist."""
         found = self._await(keys, self._timeout)
         return [found[key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several."""
+        """Set several values."""
         wanted = dict(zip(keys, map(_bytes, values), strict=True))
         for some in _slices(list(wanted)):
             self._transact([self._put(key, wanted[key]) for key in some])
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter, which begins at 0; returns what it is now."""
+        """Add to a counter, which begins at 0; returns its new value."""
         if value == 0:
             found, _ = self._read([key])
             if key in found:
@@ -328,18 +327,19 @@ class EtcdStore(Store):
         return int(self._change(key, lambda text: str(int(text or b"0") + value).encode()))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Put something at the end of a value, which is empty at first."""
+        """Append to a value, which is empty at first."""
         self._change(key, lambda former: (former or b"") + _bytes(value))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set a value in the place of another, or, where that is empty, of none; returns the value that is there now.
+        """Set a value if the present one equals `expected_value`; an empty one also matches a missing key.
 
-        As in TCPStore: `expected_value` where there is none.
+        Returns:
+            The present value afterwards; `expected_value` if there is none, as in TCPStore.
         """
         old, new = _bytes(expected_value), _bytes(desired_value)
         conditions = [_condition("VALUE", _encoded(old))]
         if not old:
-            conditions.insert(0, _condition("VERSION", "0"))  # there is none
+            conditions.insert(0, _condition("VERSION", "0"))  # the key does not exist
         former: bytes | None = None
         for condition in conditions:
             answer = self._transact([self._put(key, new)], [condition | {"key": self._key(key)}], [self._look(key)])
@@ -351,24 +351,24 @@ class EtcdStore(Store):
         return old
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
         return not set(keys).difference(self._read(keys, keys_only=True)[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there.
+        """Wait until all keys exist.
 
         Raises:
-            DistStoreError: they were not in time.
+            DistStoreError: a key did not exist in time.
         """
         self._await(keys, self._timeout if timeout is None else timeout, keys_only=True)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether there was one."""
+        """Delete a key; returns whether it existed."""
         return "deleted" in self._call("kv/deleterange", {"key": self._key(key)})
 
     def num_keys(self) -> int:
-        """How many keys have this store's name."""
-        after_all = _encoded(f"/{self.url.name}0".encode())  # 0 comes after /
+        """Number of keys under this store's name, without the store's own markers."""
+        after_all = _encoded(f"/{self.url.name}0".encode())  # "0" follows "/"
         all_keys = self._look("", range_end=after_all, count_only=True)
         markers = self._look("#", range_end=self._key("$"), count_only=True)
         answers = self._transact([all_keys, markers])["responses"]
@@ -376,20 +376,20 @@ class EtcdStore(Store):
         return there - not_ours
 
     def has_extended_api(self) -> bool:
-        """Whether `append`, `multi_get` and `multi_set` are there."""
+        """Whether `append`, `multi_get` and `multi_set` are supported."""
         return True
 
     def clone(self) -> Self:
-        """Another store of the same keys."""
+        """Return another store of the same keys."""
         return type(self)(self.url, self._timeout.total_seconds())
 
-    deleteKey = delete_key  # what c10d calls from C++
+    deleteKey = delete_key  # the names that c10d calls from C++
     getNumKeys = num_keys
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _await(self, keys: Sequence[str], timeout: timedelta, *, keys_only: bool = False) -> dict[str, bytes]:
-        """The values of keys, once all are there."""
+        """Wait until all keys exist; returns their values."""
         deadline_s = time.monotonic() + timeout.total_seconds()
         found: dict[str, bytes] = {}
         missing = list(dict.fromkeys(keys))
@@ -409,7 +409,7 @@ class EtcdStore(Store):
     def _read(
         self, keys: Sequence[str], *, keys_only: bool = False, timeout_s: float | None = None
     ) -> tuple[dict[str, bytes], int]:
-        """Values of those keys that are there, and a revision of the cluster before which nothing was missed."""
+        """Return the values of those keys that exist, and the cluster revision up to which they are current."""
         found: dict[str, bytes] = {}
         revision: int | None = None
         for some in _slices(keys):
@@ -422,7 +422,7 @@ class EtcdStore(Store):
         return found, revision or 0
 
     def _change(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:
-        """Put what `change` makes of a value in its place, whoever else changes it; see the note above."""
+        """Replace a value by `change(value)`, atomically; see [Note: requests that come twice]."""
         with self._changing:
             number, tries = str(next(self._requests)).encode(), 0
             looks = [self._look(key), self._look(self._marker)]
@@ -466,7 +466,7 @@ class EtcdStore(Store):
 
 
 def _lease_of(name: str) -> int:
-    """The same for all processes of a job, so that nobody needs to be told."""
+    """Derive the lease's ID from the name, so that all processes of a job know it."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1 or 1
 
 
@@ -476,7 +476,7 @@ def _condition(target: str, value: str) -> Json:
 
 
 def _entry(response: Json) -> tuple[bytes | None, int]:
-    """What a transaction has read: the value, None where there is none, and the revision of its last change."""
+    """Return what a transaction has read: the value (None if there is none), and the revision of its last change."""
     for entry in response["response_range"].get("kvs", ()):
         return b64decode(entry.get("value", "")), int(entry["mod_revision"])
     return None, 0

@@ -1,4 +1,4 @@
-"""What went wrong, as the one who knew it first tells it."""
+"""Records that agents and members write to a store: frozen dataclasses as one line of JSON, and `FailureRecord`."""
 
 import functools
 import json
@@ -6,26 +6,24 @@ import time
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
-# Frozen data as one line of JSON, the form in which agents and members leave it in a store.
-
 _PLAIN = {str: (str,), int: (int,), bool: (bool,), float: (float, int)}
 
 
 class JsonRecord:
-    """Abstract base of dataclasses whose fields JSON knows."""
+    """Abstract base of dataclasses with JSON-serializable fields."""
 
     __slots__ = ()
 
     def to_json(self) -> str:
-        """One line of JSON, the same for equal values."""
+        """Return one line of JSON, identical for equal values."""
         return json.dumps(asdict(cast("Any", self)))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Inverse of `to_json`, also for what a stranger wrote.
+        """Inverse of `to_json`; safe for untrusted text.
 
         Raises:
-            ValueError: the text is not JSON, a field is missing or unknown, or a plain one has another type.
+            ValueError: the text is not JSON, a field is missing or unknown, or a plain field has a wrong type.
         """
         try:
             values = json.loads(text)
@@ -35,17 +33,17 @@ class JsonRecord:
 
     @classmethod
     def checked(cls, values: object) -> Self:
-        """The same from what JSON has made of the text.
+        """Like `from_json`, from the parsed JSON.
 
         Raises:
-            ValueError: as `from_json`.
+            ValueError: as in `from_json`.
         """
         _check(cls, values)
         return cls(**cast("dict[str, Any]", values))
 
 
 def printable(text: str) -> str:
-    """The same text, with every character that could move a terminal's cursor or change its colours written out."""
+    """Escape every character that could move a terminal's cursor or change its colors."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
@@ -67,7 +65,7 @@ def _check(cls: type[JsonRecord], values: object) -> None:
 
 @functools.cache
 def _fields(cls: type[JsonRecord]) -> tuple[dict[str, Any], set[str]]:
-    """Type of each field, and the names of those that have no default."""
+    """Return the type of each field, and the names of the fields without a default."""
     hints, found = get_type_hints(cls), fields(cast("Any", cls))
     required = {each.name for each in found if each.default is MISSING and each.default_factory is MISSING}
     return {each.name: hints[each.name] for each in found}, required
@@ -76,35 +74,35 @@ def _fields(cls: type[JsonRecord]) -> tuple[dict[str, Any], set[str]]:
 IncidentKind = Literal[
     "process",  # a worker process ended before its work was done
     "exception",  # a rank's own code raised
-    "collective",  # a rank saw a collective fail, and knows no more than that
+    "collective",  # a rank saw a collective fail, for an unknown reason
     "hang",  # a rank did not arrive where the others waited for it
     "agent",  # the agent of a node is gone, and all workers of that node with it
-    "resize",  # the job goes on as another world
-    "request",  # somebody asked for it: a test, a return to a snapshot
+    "resize",  # the job continues with another world
+    "request",  # the generation was ended on request: by a test, or for a rollback to a snapshot
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureRecord(JsonRecord):
-    """The end of a generation: who failed, how, and who says so."""
+    """Why a generation or a process ended: which process failed, how, and who reports it."""
 
     kind: IncidentKind
     cause: str
     """One line: an exit code, a signal's name, an exception's text."""
     worker_id: int = -1
-    """Place of the process that failed (its rank, as long as the job has not been resized); -1 if that is not known."""
+    """worker_id of the process that failed (its rank, unless the job has been resized); -1 if unknown."""
     incarnation: int = 0
-    """Which process in that place: 0 for the founder."""
+    """Incarnation of that process: 0 for the first in its worker slot."""
     reporter: str = ""
-    """Who wrote this, such as `rank 2` or `agent of node 0`."""
+    """The writer of this record, such as `rank 2` or `agent of node 0`."""
     step: int = -1
-    """Number of steps committed by the reporter, or -1 where it does not count them."""
+    """Number of steps committed by the reporter; -1 if it does not count them."""
     world: int = 0
-    """Number of the world that takes over, where this ends a generation for that."""
+    """Number of the planned world that takes over, if the generation ends for that; else 0."""
     at_s: float = field(default_factory=time.time)
     """Unix time of the report, in seconds."""
 
     def __str__(self) -> str:
-        """One sentence part: `rank 2 (process): killed by SIGKILL`."""
+        """Describe the failure in a clause, such as `rank 2 (process): killed by SIGKILL`."""
         who = f"rank {self.worker_id}" if self.worker_id >= 0 else self.reporter or "unknown rank"
         return f"{who} ({self.kind}): {self.cause}"

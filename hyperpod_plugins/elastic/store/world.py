@@ -1,7 +1,8 @@
-"""Who makes up a job, rank by rank, as it grows and shrinks; pure.
+"""World plans: which workers make up the job, in the order of their ranks, as it grows and shrinks; pure functions.
 
-A process has a *place*, a number that its agent gave it, under which the job store knows it for as long as the job
-lasts. Its rank is the index of that place in the present world. In the first world the two are the same.
+Each worker slot has a *worker_id*, a number assigned by its agent, under which the job store knows it for as long as
+the job lasts. The rank of a worker is the index of its worker_id in the present world. In the initial world the two
+are equal.
 """
 
 import json
@@ -20,22 +21,22 @@ from hyperpod_plugins.errors import ConfigError, StateLost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldPlan(JsonRecord):
-    """The places that take part, in the order of their ranks."""
+    """The workers that take part, in the order of their ranks."""
 
     worker_ids: tuple[int, ...]
     number: int = 0
-    """How many worlds the job has had before."""
+    """Number of the world: 0 for the initial one."""
     cause: str = ""
-    """Why it took the place of the one before."""
+    """Why it replaces the previous world."""
     num_lost: int = 0
-    """Places of the one before that it had to leave out."""
+    """Number of workers of the previous world that were lost or had to leave."""
     lasted_s: float = field(default=math.inf, compare=False)
-    """Seconds that the one before had lasted when this was planned, by the clock of one of its members; infinite where
-    nobody measured."""
+    """How long the previous world had lasted when this one was planned, in seconds, by the clock of one of its
+    members; infinite if it was not measured."""
 
     @classmethod
     def initial(cls, world_size: int) -> Self:
-        """The world that a job begins with."""
+        """Return the world that a job begins with."""
         return cls(worker_ids=tuple(range(world_size)))
 
     @property
@@ -44,7 +45,7 @@ class WorldPlan(JsonRecord):
         return len(self.worker_ids)
 
     def rank_of(self, worker_id: int) -> int | None:
-        """Rank of a place; None if it takes no part."""
+        """Rank of a worker; None if it does not take part."""
         return self.worker_ids.index(worker_id) if worker_id in self.worker_ids else None
 
     @classmethod
@@ -64,30 +65,30 @@ def replan_world(
     replica_size: int,
     cause: str = "",
 ) -> WorldPlan:
-    """The next world: whole replicas, put together from what is healthy, so that as few as possible need new state.
+    """Plan the next world: complete replicas of healthy workers and joiners, so that few workers need new state.
 
-    A rank's index within its replica says which part of the state it holds. It keeps that index, and its replica where
-    that stays whole; places in broken replicas fill the gaps of others; what joins takes the gaps that are left.
-    Replicas keep their order, so the first rank changes only where its process is lost.
+    The index of a rank within its replica determines which part of the state it holds. A healthy worker keeps that
+    index, and its replica if that stays complete. Workers of broken replicas fill the gaps of others, and joiners
+    fill the remaining gaps. Replicas keep their order, so the first rank changes only if its process is lost.
 
     Args:
         world: the present one.
-        healthy: places of it that go on.
-        joining: places that come in, in the order in which they are to be used.
-        num_replicas: replicas of the next world.
+        healthy: worker_ids of the present world that continue.
+        joining: worker_ids of the joiners, in the order in which to use them.
+        num_replicas: number of replicas in the next world.
         replica_size: ranks of one replica: shard degree x tensor degree.
         cause: for the record.
 
     Raises:
-        ConfigError: too few places.
-        StateLost: nobody healthy holds a part of the state.
+        ConfigError: too few workers.
+        StateLost: no healthy worker holds a part of the state.
     """
     held = _places_by_index(world, healthy, replica_size)
     lost = [index for index, worker_ids in held.items() if not worker_ids]
     if lost:
         raise StateLost(
-            f"no healthy rank holds the part {lost} of the training state, so a world cannot be put together from "
-            f"those that are left ({sorted(healthy)})."
+            f"no healthy rank holds the part {lost} of the training state, so the remaining workers "
+            f"({sorted(healthy)}) cannot form a world."
         )
     whole = [
         replica
@@ -121,11 +122,11 @@ def replan_world(
 
 
 def num_setbacks(history: Sequence[WorldPlan], min_stable_s: float) -> int:
-    """How often in a row, up to now, the job lost places within `min_stable_s` seconds after it had grown.
+    """Count the latest consecutive times that the job lost workers within `min_stable_s` seconds after it had grown.
 
     Args:
-        history: the worlds that the job has had, in order.
-        min_stable_s: seconds.
+        history: the worlds of the job so far, in order.
+        min_stable_s: in seconds.
     """
     found, since_growth_s = 0, math.inf
     for before, world in pairwise(history):

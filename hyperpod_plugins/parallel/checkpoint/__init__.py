@@ -1,1 +1,1 @@
-"""Checkpoints that any world reads: one file a rank, checked sums, no code run."""
+"""Sharded checkpoints that any world can read: one file per rank, verified checksums, no code execution on load."""

@@ -1,8 +1,8 @@
-"""Sharded checkpoints: every rank writes its part, and any world of any degrees reads them.
+"""Sharded checkpoints: every rank writes its part, and a world of any size and any degrees can read them.
 
     writer = CheckpointWriter()
     handle = writer.save(path, model=model, optimizers=[optimizer], extra={"step": 100}, background=True)
-    ...                                               # training goes on; the state was copied
+    ...                                               # training continues; the state was copied
     handle.wait(timeout_s=600)
     extra = load_checkpoint(path, model=model, optimizers=[optimizer])
 
@@ -63,11 +63,11 @@ from hyperpod_plugins.parallel.checkpoint.storage import (
 from hyperpod_plugins.parallel.collective_errors import agreeing, default_group
 
 _MODEL = "model."
-WRITE_TIMEOUT_S = 3600.0  # longest wait for a checkpoint in the background, in seconds
+WRITE_TIMEOUT_S = 3600.0  # maximum wait for a background save, in seconds
 
 
 class SaveHandle:
-    """A save that may still be going on."""
+    """Handle of a save that may still be in progress."""
 
     def __init__(self, path: Path, future: "Future[None]") -> None:
         self.path = path
@@ -75,11 +75,11 @@ class SaveHandle:
 
     @property
     def is_done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._future.done()
 
     def wait(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
-        """Wait until the checkpoint is there for every rank.
+        """Wait until all ranks have written the checkpoint.
 
         Raises:
             CheckpointError: it could not be written, or not within `timeout_s` seconds.
@@ -89,19 +89,19 @@ class SaveHandle:
         except TimeoutError:
             raise CheckpointError(
                 f"the checkpoint {self.path} is still being written after {timeout_s} s. Wait longer, or write to a "
-                "faster disk; until it is complete it does not exist under its name."
+                "faster disk. The folder does not exist under this name until it is complete."
             ) from None
 
 
 class CheckpointWriter:
-    """Writes checkpoints, one at a time. Make it, and call `save`, on all ranks alike."""
+    """Writes checkpoints, one at a time. Construct it and call `save` on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
-        """Take `group`, or make one of its own over all ranks, so that saving does not disturb training.
+        """Use `group`, or make a gloo group over all ranks, so that saving does not interfere with training.
 
         Args:
             group: process group for CPU tensors that nothing else uses.
-            timeout_s: longest wait for another rank, where the group is made here.
+            timeout_s: maximum wait for another rank, in seconds, if the group is made here.
         """
         self._own_group: dist.ProcessGroup | None = None
         if group is None and dist.is_initialized():
@@ -125,16 +125,25 @@ class CheckpointWriter:
         rank_state: Mapping[int, Any] | None = None,
         background: bool = False,
     ) -> SaveHandle:
-        """Save model, optimizers and `extra` (of the group's first rank) as the folder `path`.
+        """Save model, optimizers and `extra` as the folder `path`. All ranks of the group call this.
 
-        An existing checkpoint of that name is replaced only when the new one is complete. With `background` the state
-        is copied into host memory and written while training goes on. `model_state` is written in place of the model's
-        own tensors: some of them, or other values under their names.
-        `beside` are more tensors, by the names that they get in the checkpoint. `rank_state` is what this rank has of
-        its own, by its global rank; see `load_rank_state`.
+        An existing checkpoint of that name is replaced only when the new one is complete.
+
+        Args:
+            path: folder of the checkpoint.
+            model: sharded or plain.
+            optimizers: optimizers of the model.
+            extra: further values; those of the group's first rank are saved.
+            model_state: tensors to save instead of the model's own: some of them, or other values under their names.
+            beside: additional tensors, by their names in the checkpoint.
+            rank_state: state specific to this rank, by its global rank; see `load_rank_state`.
+            background: copy the state to host memory and write it while training continues.
+
+        Returns:
+            A handle to wait for the save.
 
         Raises:
-            CheckpointError: this save failed, or an earlier one in the background that nobody waited for.
+            CheckpointError: this save failed, or an earlier background save whose error was not raised yet.
         """
         self.wait()
         state = model_tensors(model) if model_state is None else model_state
@@ -165,12 +174,13 @@ class CheckpointWriter:
         extra: Mapping[str, Any],
         rank_state: Mapping[int, Any] | None = None,
     ) -> None:
-        """Save what the ranks of the group hold together of a model and its optimizers, instead of their present state.
+        """Save parts of a model's and its optimizers' tensors, such as snapshots, instead of their present state.
 
-        What is no tensor is that of the group's first rank, but for `rank_state`, by the ranks that it was of.
+        Together, the ranks of the group must hold every tensor completely. Other values are those of the group's
+        first rank, except `rank_state`, by the global ranks that the states belong to.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed.
         """
         named = [*parts.beside, *(replace(part, name=f"{_MODEL}{part.name}") for part in parts.model)]
         for index, optimizer in enumerate(parts.optimizers):
@@ -179,9 +189,10 @@ class CheckpointWriter:
         _write({}, document, Path(path), self._group, RankStates(rank_state or {}), named)
 
     def when_written(self, action: Callable[[], None]) -> None:
-        """Do something once the last save is complete, in its thread; not at all if it fails.
+        """Call `action` in the writer's thread once the last save is complete; not at all if that save fails.
 
-        Removing an older checkpoint so does not make training wait for the newer one.
+        Lets the caller remove an older checkpoint without making training wait for the newer one. If no background
+        save is pending, `action` is called at once, in the calling thread.
         """
         if self._last is None:
             action()
@@ -198,7 +209,7 @@ class CheckpointWriter:
         """Wait for the last save. Its error is raised once.
 
         Raises:
-            CheckpointError: it failed, or takes longer than `timeout_s` seconds.
+            CheckpointError: the save failed, or takes longer than `timeout_s` seconds.
         """
         last = self._last
         if last is None:
@@ -210,7 +221,7 @@ class CheckpointWriter:
                 self._last = None
 
     def close(self) -> None:
-        """Wait for the last save, then end the thread and the group that was made here."""
+        """Wait for the last save, then shut down the thread and destroy the group if the writer made it."""
         try:
             self.wait()
         finally:
@@ -230,25 +241,25 @@ def load_checkpoint(
     beside: Mapping[str, torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint into a model and optimizers of any sharding, on all ranks together.
+    """Load a checkpoint into a model and optimizers with any sharding. All ranks call this.
 
     Args:
-        path: the folder.
+        path: folder of the checkpoint.
         model: sharded or plain; its tensors are written in place.
-        optimizers: as many as were saved, in the same order, or none to load the model only.
-        weights_only: refuse Python objects in `extra` other than plain containers, numbers, strings and tensors.
-        strict: refuse tensors that only the model or only the checkpoint has.
-        beside: more tensors to load, by their names in the checkpoint, as far as that has them.
-        group: over which ranks agree; the default group if None.
+        optimizers: as many as were saved, in the same order, or none to load only the model.
+        weights_only: reject Python objects in `extra` other than plain containers, numbers, strings and tensors.
+        strict: reject tensors that only the model or only the checkpoint has.
+        beside: additional tensors to load, by their names in the checkpoint; those it does not have are skipped.
+        group: process group over which ranks agree; the default group if None.
 
     Returns:
         The `extra` that was saved.
 
     Raises:
-        CheckpointDamaged: no checkpoint, an interrupted or a foreign one, or one that was altered. Where the checksum
-            of a tensor differs, other tensors may have been loaded.
-        CheckpointMismatch: a checkpoint of another model, other optimizers, or, with optimizers, other types. Nothing
-            has been changed then.
+        CheckpointDamaged: the checkpoint is missing, incomplete, foreign or altered. If the checksum of a tensor
+            differs, other tensors may already have been loaded.
+        CheckpointMismatch: the checkpoint belongs to another model or other optimizers, or, with optimizers, has
+            other dtypes. Nothing has been changed.
     """
     with agreeing(f"the checkpoint {path} was not loaded", group or default_group()):
         folder = find(Path(path))
@@ -274,7 +285,7 @@ def load_checkpoint(
 
 
 def has_tensor(path: str | PathLike[str], name: str) -> bool:
-    """Whether a checkpoint holds a tensor of this name."""
+    """Whether a checkpoint contains a tensor named `name`."""
     folder = find(Path(path))
     return name in tensor_entries(SafeReader(folder), folder)
 
@@ -287,7 +298,7 @@ def _matching(
     *,
     strict: bool,
 ) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """The tensors to read and the descriptions of the optimizers, after all that can be compared beforehand."""
+    """Return the tensors to read and the saved descriptions of the optimizers, after checking both for mismatches."""
     tensors, saved_tensors = model_tensors(model), _with_prefix(saved, _MODEL)
     if not strict:
         tensors = {name: tensor for name, tensor in tensors.items() if name in saved_tensors}
@@ -305,7 +316,7 @@ def _matching(
 
 
 def _document(module_states: Mapping[str, Any], optimizers: Sequence[Any], extra: Mapping[str, Any]) -> bytes:
-    """What is written beside the tensors."""
+    """Serialize the part of a checkpoint that is not tensors (`meta.pt`)."""
     buffer = io.BytesIO()
     torch.save(
         {
@@ -328,7 +339,7 @@ def _write(
     of_ranks: RankStates,
     parts: Sequence[TensorPart] | None = None,
 ) -> None:
-    """Write tensors, or parts of some in their place, and what ranks have of their own."""
+    """Write tensors, or parts instead of them, and the states of single ranks."""
     is_first = group is None or dist.get_rank(group) == 0
     failure = f"the checkpoint {path} was not written, and an older one of that name is kept"
     with agreeing(failure, group):
@@ -340,17 +351,17 @@ def _write(
         planner = PartsPlanner([*parts, *named])
     with agreeing(failure, group, expected=(RuntimeError,)):
         with warnings.catch_warnings():
-            # torch warns of a save by a single process, which is what was asked for.
+            # torch warns about a save by a single process, which is intended here.
             warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")
             files = CheckedWriter(part_of(path))
             try:
                 save(
                     tensors | entries, storage_writer=files, planner=planner, process_group=group, no_dist=group is None
                 )
-            except CheckpointException as error:  # on all ranks
+            except CheckpointException as error:  # raised on all ranks
                 discard(path)
                 raise own_error(error, failure) from error
-        if is_first:  # every rank has written when save returns here
+        if is_first:  # every rank has written once save returns here
             publish(path, document)
 
 
@@ -362,13 +373,13 @@ def _write_apart(
     group: dist.ProcessGroup | None,
     of_ranks: RankStates,
 ) -> None:
-    """Write beside the training. Whoever replaces a rank meanwhile knows nothing of it, so it ends with the group."""
+    """Write in the background, pinned to one generation: a joiner knows nothing of this save."""
     with pinned(group, generation):
         _write(tensors, document, path, group, of_ranks)
 
 
 def _read(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:
-    no_dist = not dist.is_initialized() or group_health.phase is Phase.DETACHED  # apart from the others, it reads alone
+    no_dist = not dist.is_initialized() or group_health.phase is Phase.DETACHED  # a detached joiner reads alone
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")

@@ -1,9 +1,10 @@
 """Checksums of checkpoints: CRC-32 of each stored part of a tensor, and of the files that describe them.
 
-    .metadata           holds, for each part, where it lies and the checksum of its bytes
+    .metadata           holds the location of each part and the checksum of its bytes
     checksums.json      holds the checksums of `.metadata` and of `meta.pt`
 
-CRC-32 finds every flipped bit, and every burst of up to 32 bits; it is no protection from somebody who writes both.
+CRC-32 detects every flipped bit, and every burst of up to 32 bits. It does not protect against deliberate changes: an
+attacker can rewrite the checksums too.
 """
 
 import io
@@ -23,7 +24,7 @@ _BLOCK_BYTES = 2**18  # fits a processor's cache
 
 
 def write_sums(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write the checksums of files, by their names, and make them durable."""
+    """Write the checksums of files, given their contents by name, and sync them to disk."""
     with open(folder / SUMS, "w") as file:
         json.dump({name: zlib.crc32(content) for name, content in contents.items()}, file)
         file.flush()
@@ -31,7 +32,7 @@ def write_sums(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, int] | None:
-    """Checksums of files by their names; None in a checkpoint of a version that wrote none.
+    """Read the checksums of files, by file name; None if the checkpoint was written by a version without checksums.
 
     Raises:
         CheckpointDamaged: the file is damaged.
@@ -48,7 +49,7 @@ def read_sums(folder: Path) -> dict[str, int] | None:
 
 
 def read_checked(file: Path) -> bytes:
-    """The content of a file of a checkpoint, compared with its checksum where there is one.
+    """Read a file of a checkpoint and compare it with its checksum, if the checkpoint has checksums.
 
     Raises:
         CheckpointDamaged: they differ.
@@ -64,7 +65,7 @@ def read_checked(file: Path) -> bytes:
 
 
 def sum_of(file: io.BufferedIOBase, offset: int, length: int) -> int:
-    """Checksum of a part of a file; of fewer bytes where the file ends before."""
+    """Return the checksum of `length` bytes of a file; of fewer if the file ends earlier."""
     file.seek(offset)
     block, value = memoryview(bytearray(_BLOCK_BYTES)), 0
     while length > 0 and (num_read := file.readinto(block[:length])):
@@ -74,7 +75,7 @@ def sum_of(file: io.BufferedIOBase, offset: int, length: int) -> int:
 
 
 class SummedStream(io.IOBase):
-    """Writes to another stream and keeps the checksum of what it has written."""
+    """Writes to another stream and keeps a running checksum."""
 
     def __init__(self, raw: io.IOBase) -> None:
         self._raw = raw
@@ -89,22 +90,22 @@ class SummedStream(io.IOBase):
         return len(data)
 
     def tell(self) -> int:
-        """Where the other stream is."""
+        """Position in the other stream."""
         return self._raw.tell()
 
     def close(self) -> None:
-        """Flush only: further parts follow in the same stream."""
+        """Only flush: further parts follow in the same stream."""
         if not self._raw.closed:
             self._raw.flush()
 
 
 class SummingTransforms:
-    """Gives DCP's writer, in place of its own transforms, streams that keep checksums under these transforms."""
+    """Wraps the transforms of DCP's writer so that the streams below them keep checksums."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.streams: dict[Any, SummedStream] = {}
-        """By the index of what was written."""
+        """Streams by the `MetadataIndex` of what was written."""
 
     def transform_save_stream(self, write_item: WriteItem, raw_stream: io.IOBase) -> Any:
         """See `torch.distributed.checkpoint.filesystem`."""

@@ -1,13 +1,13 @@
 """The folder of a checkpoint: it appears complete or not at all, and is read without running foreign code.
 
     step_100/
-        .metadata           which tensor lies where (torch.distributed.checkpoint)
+        .metadata           location of each tensor (torch.distributed.checkpoint)
         __0_0.distcp ...    the parts that each rank wrote
-        meta.pt             everything that is no tensor of the model or an optimizer
-        checksums.json      of .metadata, which holds those of the parts, and of meta.pt
+        meta.pt             everything that is not a tensor of the model or an optimizer
+        checksums.json      checksums of .metadata, which holds those of the parts, and of meta.pt
 
-While it is being written it is called `.step_100.part`. When a checkpoint of that name exists it is first renamed to
-`.step_100.old`, so that at each moment one of the two is there; readers and the next writer know that name.
+While it is being written, the folder is named `.step_100.part`. An existing checkpoint of the same name is first
+renamed to `.step_100.old`, so that one of the two exists at any moment; readers and the next writer know that name.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from hyperpod_plugins.parallel.checkpoint.checksums import SUMS, read_checked, r
 DOCUMENT = "meta.pt"
 FORMAT = "hyperpod-checkpoint-1"
 METADATA = ".metadata"
-# What a damaged or foreign pickle raises while it is read.
+# Errors that reading a damaged or foreign pickle can raise.
 UNREADABLE = (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, TypeError, KeyError, IndexError)
 
 
 def part_of(path: Path) -> Path:
-    """Where a checkpoint lies while it is being written."""
+    """Return the folder that a checkpoint has while it is being written."""
     return path.with_name(f".{path.name}.part")
 
 
 def prepare(path: Path) -> None:
-    """Make room for a new checkpoint, and undo what an interrupted save has left.
+    """Make room for a new checkpoint, and clean up after an interrupted save.
 
     Raises:
         CheckpointError: the path is a file.
@@ -52,10 +52,10 @@ def prepare(path: Path) -> None:
 
 
 def publish(path: Path, document: bytes) -> None:
-    """Complete the folder and give it its name."""
+    """Complete the folder and rename it to its final name."""
     part, old = part_of(path), _old_of(path)
-    with contextlib.suppress(OSError):  # some file systems have no modes
-        part.chmod(part.stat().st_mode & ~0o022)  # all processes start again from no folder that others may write to
+    with contextlib.suppress(OSError):  # some file systems have no file modes
+        part.chmod(part.stat().st_mode & ~0o022)  # a restart of all workers rejects folders that others may write to
     with open(part / DOCUMENT, "wb") as file:
         file.write(document)
         file.flush()
@@ -70,15 +70,15 @@ def publish(path: Path, document: bytes) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what a save that has failed on all ranks has left on this one's disk."""
+    """Remove what a failed save has left on this rank's disk; called once it has failed on all ranks."""
     shutil.rmtree(part_of(path), ignore_errors=True)
 
 
 def find(path: Path) -> Path:
-    """The folder that holds the checkpoint of this name.
+    """Return the folder that holds the checkpoint of this name.
 
     Raises:
-        CheckpointDamaged: there is none, or its writing was interrupted.
+        CheckpointDamaged: there is none, or writing it was interrupted.
     """
     if not path.exists() and _old_of(path).is_dir():
         return _old_of(path)  # a save over it was interrupted between the two renames
@@ -95,7 +95,7 @@ def find(path: Path) -> Path:
 
 
 def read_document(folder: Path, *, weights_only: bool) -> dict[str, Any]:
-    """What was saved beside the tensors.
+    """Read what was saved besides the tensors (`meta.pt`).
 
     Raises:
         CheckpointDamaged: the file is damaged or foreign, or holds objects that need `weights_only=False`.
@@ -107,23 +107,23 @@ def read_document(folder: Path, *, weights_only: bool) -> dict[str, Any]:
         if document.get("has_checksums"):
             raise CheckpointDamaged(f"{folder / SUMS} is missing, which was written. Use an older checkpoint.")
         warnings.warn(
-            f"the checkpoint {folder} has no checksums, for an older version wrote it: damage to its tensors would not "
-            "be noticed. Save it again to have them.",
+            f"the checkpoint {folder} has no checksums, because an older version wrote it: damage to its tensors would "
+            "not be noticed. Save it again to add them.",
             stacklevel=2,
         )
     return document
 
 
 def read_packed(content: bytes, where: str, *, weights_only: bool) -> Any:
-    """What `torch.save` has written.
+    """Load what `torch.save` has written, to the CPU.
 
     Args:
-        content: of a file, or of a part of one.
-        where: for the message.
-        weights_only: refuse Python objects.
+        content: bytes of a file, or of a part of one.
+        where: their location, for error messages.
+        weights_only: reject Python objects other than plain containers, numbers, strings and tensors.
 
     Raises:
-        CheckpointDamaged: it cannot be read, or holds objects that need `weights_only=False`.
+        CheckpointDamaged: the content cannot be read, or holds objects that need `weights_only=False`.
     """
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only)
@@ -147,5 +147,5 @@ def _sync_folder(folder: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the rest."""
+    """Return the first line of an error's message, or its class name if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,7 +1,7 @@
-"""Checkpoints written from parts of tensors, whoever they belong to: a rank may write what it keeps of another one.
+"""Save checkpoints from parts of tensors: a rank may also write the parts that it keeps for another rank.
 
 `torch.distributed.checkpoint` plans a save from the tensors that a rank has. Here the plan is made from parts whose
-place in the whole is known; what is on disk is the same.
+offset in the global tensor is known; the files are the same.
 """
 
 import math
@@ -22,40 +22,40 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 AVERAGED = "average:"
-"""Before the names of the tensors of an average of the model's weights, where both are held together."""
+"""Prefix of the names of averaged weights where they are stored together with the model's own."""
 CURRENT = "current."
-"""Before the names of the model's own tensors in a checkpoint whose model is the average."""
+"""Prefix of the names of the model's own weights in a checkpoint whose `model.` entries are the average."""
 NUM_AVERAGED = "num_averaged"
-"""Name of the number of updates of that average in a checkpoint."""
+"""Name of a checkpoint's entry for the number of updates of the average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorPart:
-    """A part of a tensor."""
+    """A part of a global tensor."""
 
     name: str
     size: tuple[int, ...]
-    """Shape of the whole."""
+    """Global shape."""
     offset: tuple[int, ...]
-    """Where the part begins in it."""
+    """Where the part begins in the global tensor."""
     values: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateParts:
-    """Parts of a model's tensors, and of those of its optimizers."""
+    """Parts of the tensors of a model and its optimizers."""
 
     model: list[TensorPart] = field(default_factory=list[TensorPart])
     optimizers: list[list[TensorPart]] = field(default_factory=list[list[TensorPart]])
-    """Of each optimizer, by `<parameter>.<key>`."""
+    """Parts of each optimizer's state, named `<parameter>.<key>`."""
     beside: list[TensorPart] = field(default_factory=list[TensorPart])
-    """Of other tensors, by their names in a checkpoint."""
+    """Parts of other tensors, named as in the checkpoint."""
     descriptions: list[Any] = field(default_factory=list[Any])
-    """Of each optimizer; see `describe_optimizer`."""
+    """Description of each optimizer; see `describe_optimizer`."""
 
 
 def place_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Shape of a whole tensor, and where this rank's part begins in it."""
+    """Return the global shape of a tensor, and the offset of this rank's part in it."""
     if not isinstance(tensor, DTensor):
         return list(tensor.shape), [0] * tensor.dim()
     (chunk,) = tensor.__create_chunk_list__()  # pyright: ignore[reportUnknownMemberType]
@@ -63,10 +63,10 @@ def place_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
 
 
 class PartsPlanner(DefaultSavePlanner):
-    """Plans a save of parts; of a part that several ranks give, one is written."""
+    """Plans a save of tensor parts; a part that several ranks hold is written once."""
 
     def __init__(self, parts: Iterable[TensorPart]) -> None:
-        """Take the parts of this rank; empty ones of larger tensors are left out."""
+        """Take the parts of this rank; empty parts of non-empty tensors are left out."""
         super().__init__(flatten_state_dict=False)
         kept = [part for part in parts if part.values.numel() or 0 in part.size]
         self._parts = {(part.name, part.offset): part for part in kept}
@@ -76,12 +76,16 @@ class PartsPlanner(DefaultSavePlanner):
         return SavePlan([_item(part) for part in self._parts.values()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """See `SavePlanner`; torch does not look for holes where a single process saves."""
+        """See `SavePlanner`. Also checks that no part is missing, which torch omits if a single process saves.
+
+        Raises:
+            ValueError: the ranks together do not hold all of a tensor.
+        """
         plans, metadata = super().create_global_plan(all_plans)
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
-                raise ValueError(f"nobody has all of {name}")
+                raise ValueError(f"the ranks together do not hold all of {name}")
         return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> Any:

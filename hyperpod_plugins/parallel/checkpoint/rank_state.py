@@ -1,9 +1,9 @@
-"""State of single ranks in a checkpoint: a copy of each where they differ, one for all where they do not.
+"""Rank-specific state in a checkpoint: one copy per rank if the ranks' states differ, one for all if they are equal.
 
-    rank.<global rank>         bytes of what this rank has beside tensors of the model and the optimizers
+    rank.<global rank>         bytes of this rank's state other than tensors of the model and the optimizers
 
-A rank that loads with the same degrees gets its own state. Only ranks that hold the same shard can stand in for
-each other.
+A rank that loads with the same degrees gets its own state back. Only ranks that hold the same shard can use each
+other's.
 """
 
 import hashlib
@@ -33,15 +33,15 @@ _DIGEST_BYTES = 16
 
 
 class RankStates:
-    """The state of this rank, or of several whose state it keeps, as bytes."""
+    """Serialized state of this rank, or of several ranks whose state it keeps."""
 
     def __init__(self, states: Mapping[int, Any]) -> None:
-        """Copy what there is of each global rank: plain containers, numbers, strings and tensors."""
+        """Copy the states, by global rank: plain containers, numbers, strings and tensors."""
         self._packed = {rank: _packed(state) for rank, state in states.items()}
         self._digests = [_digest(state) for state in states.values()]
 
     def entries(self, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-        """What is to be written by this rank: nothing where the states of all ranks of the group are equal.
+        """Return the entries that this rank must write; none if the states of all ranks of the group are equal.
 
         All ranks of the group call this.
         """
@@ -55,22 +55,22 @@ class RankStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSource:
-    """Whose state a rank takes out of a checkpoint."""
+    """Decides whose state in a checkpoint a rank loads."""
 
     rank: int
-    """That takes it."""
+    """Global rank that loads the state."""
     topology: Topology
-    """Of its job."""
+    """Topology of the loading job."""
     saved: tuple[int, int, int]
-    """World size, shard degree and tensor degree of the job that has written the checkpoint."""
+    """World size, shard degree and tensor degree of the job that wrote the checkpoint."""
     is_training: bool
-    """Whether it goes on from it."""
+    """Whether the rank continues training from the checkpoint."""
 
     def __post_init__(self) -> None:
-        """Check what was read.
+        """Check `saved`.
 
         Raises:
-            CheckpointDamaged: no three numbers above zero.
+            CheckpointDamaged: it is not three positive integers.
         """
         if len(self.saved) != 3 or any(type(each) is not int or each < 1 for each in self.saved):
             raise CheckpointDamaged(
@@ -79,18 +79,21 @@ class RankSource:
 
     @property
     def has_other_degrees(self) -> bool:
-        """Whether no rank there held the same shard."""
+        """Whether the checkpoint was written with other degrees, so that none of its ranks held the same shard."""
         return self.saved[1:] != (self.topology.shard_degree, self.topology.tensor_degree)
 
     def choose(self, ranks: Sequence[int], sharded: Sequence[str]) -> int | None:
-        """One of `ranks`: the same rank, or one that held the same shard. None for the state that all can take.
+        """Return the rank in `ranks` whose state to load: this rank, or one that held the same shard.
 
         Args:
-            ranks: that have a state of their own in the checkpoint.
-            sharded: names of what in it may belong to a shard.
+            ranks: ranks that have a state of their own in the checkpoint.
+            sharded: names of the values in it that may belong to a shard.
+
+        Returns:
+            The rank; None for the state that all ranks share.
 
         Raises:
-            CheckpointMismatch: it is to be trained on, and there is no such rank.
+            CheckpointMismatch: training continues, `sharded` is not empty, and no rank held the same shard.
         """
         world_size, *degrees = self.saved
         here = self.topology
@@ -104,43 +107,43 @@ class RankSource:
         raise CheckpointMismatch(
             f"{few(list(sharded))} of the checkpoint has tensors that differ from rank to rank, such as averages of "
             f"local shards. It was written by {world_size} ranks with shard degree {degrees[0]} and tensor degree "
-            f"{degrees[1]}, and means nothing to {here.world_size} ranks with shard degree {here.shard_degree} and "
-            f"tensor degree {here.tensor_degree}. Go on with the degrees of the checkpoint, or leave that state out of "
+            f"{degrees[1]}, and cannot be used by {here.world_size} ranks with shard degree {here.shard_degree} and "
+            f"tensor degree {here.tensor_degree}. Use the degrees of the checkpoint, or leave that state out of "
             "state_dict and on_save_checkpoint (keep it in buffers or parameters of the module, which are resharded)."
         )
 
 
 def saved_ranks(path: Path) -> tuple[int, ...]:
-    """Global ranks of which a checkpoint holds a state of their own; none where the states of all ranks were equal."""
+    """Return the global ranks with a state of their own in a checkpoint; empty if all ranks' states were equal."""
     folder = find(path)
     entries = tensor_entries(SafeReader(folder), folder)
     return tuple(sorted(int(found[1]) for found in map(_ENTRY.fullmatch, entries) if found is not None))
 
 
 def load_rank_state(path: Path, rank: int, *, weights_only: bool) -> dict[str, Any]:
-    """The state of one of `saved_ranks`. Each process calls this by itself.
+    """Load the state of one of `saved_ranks`. Not a collective: each process reads by itself.
 
     Raises:
-        CheckpointDamaged: it is not what was written, no dict, or holds objects that need `weights_only=False`.
+        CheckpointDamaged: the state was altered, is not a dict, or holds objects that need `weights_only=False`.
     """
     folder, name = find(path), f"{_RANK}{rank}"
     reader = SafeReader(folder)
     wanted = {name: torch.empty(tensor_entries(reader, folder)[name].size, dtype=torch.uint8)}
-    with warnings.catch_warnings():  # torch warns of a load by a single process, which is what was asked for
+    with warnings.catch_warnings():  # torch warns about a load by a single process, which is intended here
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
         load(wanted, storage_reader=reader, planner=SafePlanner(), no_dist=True)
     state = read_packed(wanted[name].numpy().tobytes(), f"{folder}, {name}", weights_only=weights_only)
     if not isinstance(state, dict):
         raise CheckpointDamaged(
-            f"{folder}, {name} is no state of a rank: it holds a {type(state).__name__}, not a dict."
+            f"{folder}, {name} is not the state of a rank: it holds a {type(state).__name__}, not a dict."
         )
     return state
 
 
 def _are_equal(digests: Sequence[bytes], group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of the group have given the same digests, and each of them only one kind."""
+    """Whether the digests of all ranks of the group are equal; each rank may pass several."""
     own = torch.tensor(list(digests[0]) if digests else [0] * _DIGEST_BYTES, device=device_of(group))
-    # The largest of each byte and of its negative: they are each other's negatives only if all ranks have the same.
+    # Maximum over ranks of each byte and of its negative: these are negatives of each other only if all ranks agree.
     extremes = torch.cat([own, -own, torch.tensor([int(len(set(digests)) != 1)], device=own.device)])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes[:_DIGEST_BYTES], -extremes[_DIGEST_BYTES:-1]
@@ -154,13 +157,13 @@ def _packed(state: Any) -> bytes:
 
 
 class _Digest:
-    """Of values, whatever objects they share: a pickle tells equal strings from the same string."""
+    """Digest of values, regardless of shared objects: a pickle distinguishes equal strings from the same string."""
 
     def __init__(self) -> None:
         self._sum = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def add(self, value: Any) -> Self:
-        """Add a value to what was added before."""
+        """Add a value to the digest."""
         if isinstance(value, torch.Tensor):
             own = local_part(value.detach()).cpu().contiguous()
             self._sum.update(f"tensor {own.dtype} {tuple(own.shape)}".encode())
@@ -181,7 +184,7 @@ class _Digest:
 
     @property
     def value(self) -> bytes:
-        """Of all that was added."""
+        """Digest of all values added so far."""
         return self._sum.digest()
 
 

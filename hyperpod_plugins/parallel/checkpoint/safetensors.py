@@ -1,4 +1,4 @@
-"""Write a sharded model as safetensors files in the layout of Hugging Face, one parameter at a time."""
+"""Export a sharded model as safetensors files in the Hugging Face layout, gathering one parameter at a time."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ from hyperpod_plugins.parallel.collective_errors import agreeing, default_group
 _GIB = 2**30
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_PART = ".export.part"  # in the folder, until all files are complete
+_PART = ".export.part"  # subfolder that holds the files until all are complete
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class _PreTrained(Protocol):
 
 
 def plan_files(sizes_bytes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:
-    """Distribute tensors over files in order; a file takes more than the maximum only for a single larger tensor."""
+    """Distribute tensors over files in order; a file exceeds the maximum only to hold a single larger tensor."""
     files: list[list[str]] = []
     room = 0
     for name, size_bytes in sizes_bytes.items():
@@ -61,16 +61,18 @@ def export_safetensors(
 ) -> None:
     """Write the full model to a folder that `transformers` loads with `from_pretrained`. Call it on all ranks.
 
-    Global rank 0 writes, and holds one file's tensors; the others hold one parameter at a time. Types are kept, tied
-    weights are stored once. Configuration and generation configuration of a Hugging Face model are written too.
+    Global rank 0 writes, and holds one file's tensors in memory; the others hold one parameter at a time. Dtypes are
+    kept, and tied weights are stored once. The configuration and generation configuration of a Hugging Face model are
+    written too.
 
-    The files get their names when all of them are complete: an export that fails leaves what was in the folder.
+    Files are renamed to their final names once all of them are complete: an export that fails keeps the folder's
+    files.
 
     Args:
         model: sharded or plain.
-        folder: made if absent; files of that name are overwritten.
+        folder: created if absent; existing files of the same names are overwritten.
         config: a Hugging Face configuration, if the model has none.
-        max_file_bytes: size above which a further file is begun.
+        max_file_bytes: size above which a new file is started.
 
     Raises:
         MissingExtraError: safetensors is not installed.
@@ -116,13 +118,13 @@ def export_safetensors(
 
 
 def _make_empty(part: Path) -> None:
-    """Make the folder for files that are not complete. It lies inside the target: the same disk, the same rights."""
+    """Create the folder for incomplete files. It lies inside the target, to share its disk and permissions."""
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
 
 
 def _move_into_place(part: Path, target: Path) -> None:
-    """Give complete files their names, and remove the one of an earlier export that would be read in their stead."""
+    """Move complete files to the target, and remove a file of an earlier export that would be read instead."""
     written = [file.name for file in part.iterdir()]
     blocked = [name for name in written if (target / name).is_dir()]
     if blocked:
@@ -147,7 +149,7 @@ def _write_config(model: nn.Module, target: Path, config: _Config | None) -> Non
         config = model.config
     if not isinstance(config, _Config):
         return
-    # FSDP2 puts a class of its own before the model's, whose name `from_pretrained` would look for.
+    # FSDP2 replaces the model's class by a subclass, whose name `from_pretrained` would look for.
     own_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     config.architectures = [own_class.__name__]
     config.save_pretrained(str(target))

@@ -1,12 +1,12 @@
-"""What a checkpoint holds of a model and its optimizers, under names that do not depend on the parallelism.
+"""State of a model and its optimizers in a checkpoint, under names that do not depend on the parallelism.
 
     model.<parameter or persistent buffer>          tied ones once, under their first name
     optim.<index>.<parameter>.<key>                 tensors of optimizer state, such as exp_avg
 
 [Note: optimizers that have not stepped]
-State tensors are made in the first step. torch's own checkpoint code makes them by stepping with zero gradients, which
-counts a step. Here an optimizer without state is saved without state, and when state is to be loaded it is made from
-the description in the checkpoint. Both leave step counts and weights exactly as they were.
+Optimizers create their state tensors in the first step. torch's own checkpoint code creates them by stepping with
+zero gradients, which counts a step. Here an optimizer without state is saved without state, and on load its state is
+created from the description in the checkpoint. Both leave step counts and weights exactly as they were.
 """
 
 import warnings
@@ -28,7 +28,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers that share memory with the model, tied ones under their first name only."""
+    """Return parameters and persistent buffers, sharing memory with the model; tied ones under their first name."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -39,12 +39,12 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What modules return from `get_extra_state`."""
+    """Return the results of the modules' `get_extra_state`, by name."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if _is_extra_state(name)}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """State tensors of one optimizer by `<parameter>.<key>`; none before its first step."""
+    """Return an optimizer's state tensors by `<parameter>.<key>`; empty before its first step."""
     names = _parameter_names(model)
     return {
         f"{_name_of(parameter, names)}.{key}": value
@@ -55,7 +55,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch
 
 
 def _of_own_layout(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, DTensor]]:
-    """Tensors of optimizer state that lie otherwise than their parameters, such as Adafactor's sums of rows."""
+    """Return the optimizer state tensors whose layout differs from the parameter's, such as Adafactor's row sums."""
     names = _parameter_names(model)
     return [
         (f"{_name_of(parameter, names)}.{key}", value)
@@ -71,7 +71,7 @@ def _of_own_layout(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, DT
 
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Class and hyperparameters of one optimizer, and its state that is no tensor."""
+    """Return an optimizer's class, hyperparameters, non-tensor state, and layouts unlike those of its parameters."""
     names = _parameter_names(model)
     groups = [
         {
@@ -92,9 +92,9 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 def check_model(
     tensors: Mapping[str, torch.Tensor], saved: Mapping[str, TensorStorageMetadata], *, is_training: bool
 ) -> None:
-    """Compare names, global shapes and types of a model with those in a checkpoint.
+    """Compare names, global shapes and dtypes of a model with those in a checkpoint.
 
-    A model that is not trained on may have other types: its values are converted, which is said.
+    If the model is not to be trained, dtypes may differ: values are converted, with a warning.
 
     Raises:
         CheckpointMismatch: they differ.
@@ -132,10 +132,10 @@ def check_model(
 def check_optimizer(model: nn.Module, optimizer: Optimizer, index: int, described: Mapping[str, Any]) -> None:
     """Compare class, hyperparameters and parameter groups of an optimizer with those in a checkpoint.
 
-    Hyperparameters that only the optimizer has keep their values: newer versions of an optimizer have more of them.
+    Hyperparameters that only the optimizer has keep their values: newer versions of an optimizer may add some.
 
     Raises:
-        CheckpointMismatch: another class or other hyperparameters, other groups, or other parameters in them.
+        CheckpointMismatch: class, hyperparameters, groups or their parameters differ.
     """
     if "class" in described:
         kind, names_here = type(optimizer).__name__, set(optimizer.defaults)
@@ -166,9 +166,10 @@ def state_to_fill(
     saved: Mapping[str, TensorStorageMetadata],
     described: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """Tensors for all saved state of one optimizer, with the sharding of its parameters; see the note above.
+    """Return tensors to load an optimizer's saved state into; see [Note: optimizers that have not stepped].
 
-    What is neither of its parameter's shape nor a count is whole on all ranks, unless it was laid out in another way.
+    Tensors with their parameter's shape have its sharding. Others, except scalars and one-element vectors, have the
+    layout given in the description; without one, they are replicated.
     """
     names = _parameter_names(model)
     parameters = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
@@ -191,10 +192,11 @@ def state_to_fill(
 
 
 def check_layouts(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizer state of which nobody knows whether all ranks hold the same.
+    """Reject optimizer state that may differ between ranks without being a DTensor.
 
     Raises:
-        CheckpointError: a tensor that belongs to a parameter which is split over ranks is no DTensor.
+        CheckpointError: a parameter is split over ranks, but a state tensor of it with several elements is not a
+            DTensor.
     """
     names = _parameter_names(model)
     for optimizer in optimizers:
@@ -205,20 +207,20 @@ def check_layouts(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
                     raise CheckpointError(
                         f"{type(optimizer).__name__} keeps {key!r} of {_name_of(parameter, names)}, which is split "
-                        f"over ranks, as a plain tensor of shape {tuple(value.shape)}, of which a checkpoint has one. "
-                        "Let the optimizer keep it as a DTensor, split as the parameter is (torch.zeros_like) or "
-                        "replicated on its mesh (torch.distributed.tensor.zeros)."
+                        f"over ranks, as a plain tensor of shape {tuple(value.shape)}, which a checkpoint stores once "
+                        "for all ranks. Make the optimizer keep it as a DTensor, split like the parameter "
+                        "(torch.zeros_like) or replicated on its mesh (torch.distributed.tensor.zeros)."
                     )
 
 
 def _is_split(tensor: DTensor) -> bool:
-    """Whether a rank holds less than all of a tensor."""
+    """Whether a rank holds less than the whole tensor."""
     sizes = tensor.device_mesh.shape
     return any(size > 1 and not each.is_replicate() for size, each in zip(sizes, tensor.placements, strict=True))
 
 
 def count_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
-    """Where an optimizer keeps a step count: beside the parameter only for kernels that read it there."""
+    """Return where an optimizer keeps its step count: on the parameter's device only if its kernels read it there."""
     is_read_there = bool(group.get("fused") or group.get("capturable"))
     return parameter.device if is_read_there else torch.device("cpu")
 
@@ -226,7 +228,7 @@ def count_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.dev
 def set_optimizer(
     model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer the loaded state and hyperparameters in place of its own."""
+    """Replace an optimizer's state and hyperparameters by the loaded ones."""
     parameters = {name: parameter for parameter, name in _parameter_names(model).items()}
     optimizer.state.clear()
     for entry, tensor in tensors.items():
@@ -246,7 +248,7 @@ def set_optimizer(
 
 
 def plain(values: Any) -> Any:
-    """Containers with NumPy's numbers in them as Python's, which have the same value; they are read without pickle."""
+    """Convert NumPy scalars in containers to equal Python numbers, which load with `weights_only=True`."""
     return tree_map_only(np.generic, lambda each: each.item(), values)
 
 
@@ -265,12 +267,12 @@ def _name_of(parameter: torch.Tensor, names: Mapping[torch.Tensor, str]) -> str:
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names under which they are saved."""
+    """Return parameters by the names under which they are saved."""
     return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def plain_name(name: str) -> str:
-    """Take out what activation checkpointing and `torch.compile` put into names."""
+    """Remove what activation checkpointing and `torch.compile` add to parameter names."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 

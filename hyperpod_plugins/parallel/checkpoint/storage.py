@@ -1,7 +1,7 @@
-"""How torch's distributed checkpoints are written and read here: with checksums, and no code runs from them.
+"""Writers and readers for `torch.distributed.checkpoint` (DCP) that verify checksums and never run code on load.
 
-`torch.distributed.checkpoint` (DCP) pickles the description of a checkpoint, `.metadata`, and each value that is no
-tensor; its own reader and planner unpickle both without limits.
+DCP pickles the description of a checkpoint, `.metadata`, and each value that is not a tensor; its own reader and
+planner unpickle both without restrictions.
 """
 
 # DCP has no public names for what it writes.
@@ -39,10 +39,10 @@ from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError, few
 from hyperpod_plugins.parallel.checkpoint.checksums import SUMS, SummingTransforms, read_checked, sum_of, write_sums
 from hyperpod_plugins.parallel.checkpoint.files import METADATA, UNREADABLE, first_line
 
-SHOWN_WITHIN_S = 15.0  # after which the first rank sees a file that another node has closed, in seconds
-_SUM = "crc32"  # name in what DCP keeps of each part
-# Everything that DCP puts into `.metadata`, by its exact name: a module's other names are functions and modules that it
-# imports, some of which run code.
+SHOWN_WITHIN_S = 15.0  # maximum time until the first rank sees a file that another node has closed, in seconds
+_SUM = "crc32"  # attribute that holds the checksum in DCP's record of each part
+# Every class that DCP puts into `.metadata`, by its exact name. Other names in its modules are functions and imported
+# modules, some of which run code.
 _DESCRIPTIONS: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__name__): kind
     for kind in (
@@ -56,6 +56,7 @@ _DESCRIPTIONS: dict[tuple[str, str], type] = {
         _StorageInfo,
     )
 }
+# Other values in `.metadata`, with the function that makes each.
 _VALUES: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("torch", "Size"): torch.Size,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
@@ -66,10 +67,10 @@ _PATHS = {("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._loc
 
 
 def tensor_entries(reader: FileSystemReader, folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Names, shapes and types of all saved tensors, after a check that their bytes are there.
+    """Return names, shapes and dtypes of all saved tensors, after checking that the files are long enough for them.
 
     Raises:
-        CheckpointDamaged: a file is missing or too short, or an entry is no tensor.
+        CheckpointDamaged: a file is missing or too short, or an entry is not a tensor.
     """
     metadata = reader.read_metadata()
     for info in metadata.storage_data.values():
@@ -85,7 +86,7 @@ def tensor_entries(reader: FileSystemReader, folder: Path) -> dict[str, TensorSt
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes a checksum with each part, and completes a checkpoint only where all parts lie in one folder."""
+    """Writes a checksum with each part, and completes a checkpoint only if all parts lie in one folder."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """See `StorageWriter`."""
@@ -99,22 +100,22 @@ class CheckedWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See `StorageWriter`; the first rank calls it.
+        """See `StorageWriter`; called on the first rank.
 
         Raises:
-            CheckpointError: parts that other ranks have written are not here.
+            CheckpointError: this rank does not see the files that other ranks have written.
         """
         folder = Path(self.path)
         _wait_for_parts(folder, results)
-        (folder / SUMS).unlink(missing_ok=True)  # of a checkpoint that is being overwritten
+        (folder / SUMS).unlink(missing_ok=True)  # checksums of the checkpoint that is being overwritten
         super().finish(metadata, results)
         write_sums(folder, {METADATA: (folder / METADATA).read_bytes()})
 
 
 def _wait_for_parts(folder: Path, results: list[list[WriteResult]]) -> None:
-    """See the files of all ranks, at least as long as these have written them.
+    """Wait until this rank sees the files of all ranks at their full length.
 
-    A network's file system may show what another node has written a few seconds later.
+    A network file system may show what another node has written only seconds later.
     """
     sizes: dict[str, int] = {}
     ranks: dict[str, int] = {}
@@ -131,11 +132,11 @@ def _wait_for_parts(folder: Path, results: list[list[WriteResult]]) -> None:
                 "node mounts under the same path (FSx for Lustre, NFS), by its absolute path."
             )
         time.sleep(0.1)
-        os.listdir(folder)  # asks the file system anew
+        os.listdir(folder)  # refreshes the file system's cache
 
 
 def _size_of(file: Path) -> int:
-    """Size in bytes as opening tells it, which on network file systems is newer than the cached one; -1 if absent."""
+    """Size in bytes of an opened file, which on network file systems is newer than the cached size; -1 if absent."""
     try:
         with open(file, "rb") as opened:
             return os.fstat(opened.fileno()).st_size
@@ -144,18 +145,18 @@ def _size_of(file: Path) -> int:
 
 
 class SafeReader(FileSystemReader):
-    """Reads the metadata with an unpickler that makes nothing but torch's own descriptions, and compares checksums."""
+    """Reads the metadata with an unpickler that creates only DCP's own descriptions, and verifies checksums."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self._sums: dict[tuple[str, int], tuple[str, int]] = {}
-        """By file and offset: which tensor lies there, and its checksum."""
+        """Tensor name and checksum of each part, by file name and offset."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Metadata of the checkpoint.
+        """Read the metadata of the checkpoint.
 
         Raises:
-            CheckpointDamaged: the file is damaged, asks for code, or names files outside the folder.
+            CheckpointDamaged: the file is damaged, refers to code, or names files outside the folder.
         """
         file_name = Path(self.path) / METADATA
         try:
@@ -171,10 +172,10 @@ class SafeReader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """The bytes of one part.
+        """Return the bytes of one part.
 
         Raises:
-            CheckpointDamaged: they are not those that were written.
+            CheckpointDamaged: their checksum differs.
         """
         name, expected = self._sums.get((sinfo.relative_path, sinfo.offset), ("", None))
         if expected is not None and sum_of(file, sinfo.offset, sinfo.length) != expected:
@@ -187,13 +188,13 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Reads values that are no tensors only where they are plain containers, numbers, strings and tensors."""
+    """Loads values that are not tensors with `weights_only=True`: plain containers, numbers, strings and tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """See `DefaultLoadPlanner`.
 
         Raises:
-            CheckpointDamaged: it holds objects of other classes.
+            CheckpointDamaged: the value holds objects of other classes.
         """
         name = read_item.dest_index.fqn
         try:
@@ -211,19 +212,19 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def safe_planner(planner: object) -> Any:
-    """The planner that was given, but torch's own one with the same options made safe."""
+    """Return `planner`, but replace torch's default planner by a `SafePlanner` with the same options."""
     if type(planner) is not DefaultLoadPlanner:
         return planner
     return SafePlanner(planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.allow_partial_load)
 
 
 def safe_reader(reader: object) -> Any:
-    """The reader that was given, but torch's own one for the same folder made safe."""
+    """Return `reader`, but replace torch's file system reader by a `SafeReader` of the same folder."""
     return SafeReader(reader.path) if type(reader) is FileSystemReader else reader
 
 
 def own_error(error: CheckpointException, failure: str) -> CheckpointError:
-    """Our error where some rank raised one, for all ranks to raise; otherwise one that lists what they raised."""
+    """Return the `CheckpointError` that a rank raised, if any; otherwise one that lists all errors."""
     own = [cause for cause, _ in error.failures.values() if isinstance(cause, CheckpointError)]
     if own:
         return own[0]
@@ -232,7 +233,7 @@ def own_error(error: CheckpointException, failure: str) -> CheckpointError:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes stand-ins for the classes, new ones for each file: a pickle can change attributes of what it names."""
+    """Creates stand-ins for classes, new ones for each file: a pickle can change attributes of whatever it names."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
@@ -255,11 +256,11 @@ def _stand_in(name: tuple[str, str]) -> Any:
         return lambda value: make(value)
     if name in _PATHS:
         return lambda *parts: "/".join(map(str, parts))
-    raise pickle.UnpicklingError(f"it asks for {'.'.join(name)}, which no checkpoint needs")
+    raise pickle.UnpicklingError(f"it refers to {'.'.join(name)}, which no checkpoint needs")
 
 
 def _rebuilt(found: object) -> Metadata:
-    """The description in torch's own classes, with nothing more than their fields."""
+    """Convert stand-ins to DCP's own classes, keeping only their fields."""
     found = _check(found, Metadata)
     entries = {_check(name, str): _entry(entry) for name, entry in found.state_dict_metadata.items()}
     places = {
@@ -293,5 +294,5 @@ def _entry(found: object) -> TensorStorageMetadata | BytesStorageMetadata:
 
 def _check(value: object, kind: type[T]) -> T:
     if not isinstance(value, kind):
-        raise pickle.UnpicklingError(f"it holds a {type(value).__name__} in place of a {kind.__name__}")
+        raise pickle.UnpicklingError(f"it holds a {type(value).__name__} instead of a {kind.__name__}")
     return value

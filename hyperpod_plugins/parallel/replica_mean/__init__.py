@@ -1,1 +1,1 @@
-"""The mean of gradients over replicas: flat, in a fixed order, or with the noise between them."""
+"""Average gradients over replicas in place of FSDP2: in a fixed order, or while measuring gradient noise."""

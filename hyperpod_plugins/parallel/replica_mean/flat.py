@@ -1,4 +1,4 @@
-"""All gradients that a rank holds as one vector, for whoever keeps replicas in step instead of FSDP2."""
+"""Flatten all gradients of a rank into one vector, for code that averages them over replicas in place of FSDP2."""
 
 import torch
 from torch import Tensor, nn
@@ -10,22 +10,22 @@ from hyperpod_plugins.parallel.unit_watch import settle_gradients
 
 
 class GradientVector:
-    """Takes the gradients of a model's parameters out of them, and puts a vector of the same kind back.
+    """Moves the gradients of a model's parameters into one vector, and back.
 
-    The vector is float32. It holds the local part of each gradient, then for each parameter 1 or 0, whether it has a
-    gradient, then what the caller adds. A sum of such vectors is the sum of the gradients, and tells which parameters
-    had one anywhere.
+    The vector is float32. It holds the local part of each gradient, then for each parameter 1 or 0 for whether it has
+    a gradient, then values added by the caller, then padding. A sum of such vectors holds the sum of the gradients,
+    and shows which parameters have a gradient anywhere.
     """
 
     def __init__(self, model: nn.Module, option: str) -> None:
-        """Of a model that is sharded within each replica.
+        """Record the trainable parameters of `model`.
 
         Args:
-            model: whose parameters.
-            option: what the user has asked for, for the message.
+            model: model that is sharded only within each replica.
+            option: option that the user has set, for the error message.
 
         Raises:
-            ConfigError: FSDP2 averages gradients over the replicas itself.
+            ConfigError: the model is sharded such that FSDP2 averages gradients over replicas itself.
         """
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor) and "replicate" in (parameter.device_mesh.mesh_dim_names or ()):
@@ -36,15 +36,15 @@ class GradientVector:
                 )
         self._model = model
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        """Those that are trained, in the order in which they lie in a vector."""
+        """Trainable parameters, in the order of their gradients in the vector."""
         self._sizes = [local_part(parameter).numel() for parameter in self.parameters]
 
     def take(self, *more: Tensor, multiple_of: int = 1) -> Tensor:
-        """The vector; the parameters have no gradients afterwards. All ranks call this together.
+        """Return the vector and clear the gradients. All ranks call this together.
 
         Args:
-            more: numbers to lie behind the gradients, each `()`.
-            multiple_of: what the length is to be divisible by.
+            more: values to append, each `()`.
+            multiple_of: the length is padded with zeros to a multiple of this.
         """
         settle_gradients(self._model)
         parts: list[Tensor] = []
@@ -61,7 +61,7 @@ class GradientVector:
         return torch.cat(parts)
 
     def give(self, vector: Tensor) -> Tensor:
-        """Put gradients back; returns what lies behind them."""
+        """Set the gradients from a vector; return the appended values and the padding."""
         counts = vector[sum(self._sizes) :][: len(self._sizes)]
         for parameter, part, has_one in zip(self.parameters, self.parts(vector), counts.tolist(), strict=True):
             if has_one:
@@ -70,5 +70,5 @@ class GradientVector:
         return vector[sum(self._sizes) + len(self._sizes) :]
 
     def parts(self, vector: Tensor) -> list[Tensor]:
-        """The local part of each gradient, flat."""
+        """Return views of the local part of each gradient, flat."""
         return list(vector[: sum(self._sizes)].split(self._sizes))

@@ -1,8 +1,9 @@
-"""The mean gradient of a step, and how far the gradients of its parts are apart: what AdaScale learns from.
+"""Average the gradients of a step over replicas, and collect the norms that AdaScale estimates gradient noise from.
 
-A part is what one replica computes in one micro-step. The squared norm of its gradient is taken over the whole model,
-before anything is added to it. So a step of R replicas and M micro-steps has R x M parts, and the last micro-step costs
-one large all-reduce between replicas, as FSDP2's own would, and one small one of 2 R M + 1 numbers between all ranks.
+A part is the gradient that one replica computes in one micro-step. Its squared norm is taken over the whole model,
+before the part is accumulated. A step of R replicas and M micro-steps thus has R x M parts, and the last micro-step
+costs one large all-reduce between replicas, as FSDP2's own would, and a small one of 2 R M + 1 numbers over all
+ranks.
 """
 
 from dataclasses import dataclass
@@ -18,23 +19,23 @@ from hyperpod_plugins.parallel.replica_mean.flat import GradientVector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What all ranks have learnt of one step; the same bits on each."""
+    """Squared gradient norms of one step; bitwise equal on all ranks."""
 
     table: Tensor
     """Squared norm and weight of each part, and then the squared norm of the mean, `(2 * num_parts + 1,)`, float64.
 
-    Parts are weighted gradients: sums over samples, times the number of replicas, over the samples of the step. Weights
-    are added up over the ranks of a replica that read different samples.
+    Parts are weighted gradients: sums over their samples, times the number of replicas, divided by the number of
+    samples in the step. Weights are summed over the ranks of a replica that read different samples.
     """
     num_micro_steps: int
-    """Parts of each replica."""
+    """Number of parts of each replica."""
 
 
 class ComparedMean:
-    """Averages gradients over replicas that nobody else keeps in step, once a step, and compares its parts.
+    """Averages gradients over replicas once per step, in place of FSDP2, and compares the parts of the step.
 
-    Costs a float32 copy of the local gradients, and a second one where micro-steps are accumulated. The large
-    all-reduce is not hidden behind the backward pass, as FSDP2's is.
+    Costs a float32 copy of the local gradients, and a second one if micro-steps are accumulated. Unlike FSDP2's, the
+    large all-reduce does not overlap with backward.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -57,17 +58,17 @@ class ComparedMean:
         self._weights: list[float] = []
 
     def add(self, weight: float, *, is_first: bool, is_last: bool) -> Comparison | None:
-        """Take the gradients of one more micro-step; after the last one, leave the mean of the step in their place.
+        """Take the gradients of one micro-step; after the last one, set the gradients to the mean of the step.
 
-        No value makes this raise: after a fault they are garbage.
+        Never raises because of values: after a fault they are garbage.
 
         Args:
-            weight: that this rank's loss was multiplied with.
-            is_first: whether this is the first micro-step of a step, which may be run again.
-            is_last: whether it is the last one.
+            weight: factor that this rank's loss was multiplied by.
+            is_first: whether this is the first micro-step of a step; resets the state, as a step may be run again.
+            is_last: whether this is the last micro-step of a step.
 
         Returns:
-            The comparison after the last one; None before.
+            The comparison after the last micro-step; None before.
         """
         if is_first:
             self._sum, self._norms, self._weights = None, [], []
@@ -91,14 +92,14 @@ class ComparedMean:
         return Comparison(table=table, num_micro_steps=num_micro_steps)
 
     def _squared_norm(self, vector: Tensor) -> Tensor:
-        """Of the local gradients, `()`; summed over the ranks of a replica it is that of the whole model."""
+        """Squared norm of the local gradients, `()`; summed over a replica's ranks it is that of the whole model."""
         parts = self._vector.parts(vector)
         norms = torch.stack([norm.double() for norm in _foreach_norm(parts)])
         return (norms.square() / norms.new_tensor(self._copies)).sum()
 
 
 def _num_shards(parameter: Tensor) -> int:
-    """Ranks of a replica that hold different parts of a parameter; all others hold copies of theirs."""
+    """Number of ranks of a replica that hold different parts of a parameter; the other ranks hold copies."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh, found = parameter.device_mesh, 1

@@ -1,17 +1,17 @@
-"""Sums over the logical shards of a step whose bits do not depend on how many replicas computed them.
+"""Sum gradients over the logical shards of a step, bitwise independent of the number of replicas.
 
-Addition of floating-point numbers is not associative: another number of replicas adds the same gradients in another
-order, and the last bits differ. Here the order is fixed. The gradients of the L logical shards of a step are the leaves
-of one binary tree, and every inner node is the sum of its two children, whoever adds them.
+Floating-point addition is not associative: a different number of replicas adds the same gradients in a different
+order, and the last bits differ. Here the order is fixed. The gradients of the L logical shards of a step are the
+leaves of one binary tree, and every inner node is the sum of its two children, regardless of which rank adds them.
 
     height 2              (2, 0)
     height 1      (1, 0)          (1, 1)
     leaves     (0, 0) (0, 1)   (0, 2) (0, 3)
 
-A rank adds what lies in its own run of leaves as it goes, so it holds at most two nodes a height. What is left the
-replicas exchange: each gets a slice of all nodes, adds them up in the order of the tree, and sends its slice of the
-sum to all others.
-Where runs begin at multiples of powers of two, a rank has one node left, and as many bytes travel as in an all-reduce.
+A rank adds the nodes of its own run of leaves as it computes them, so it holds at most two nodes per height. Replicas
+exchange the remaining nodes: each receives a slice of all nodes, adds them in the order of the tree, and sends its
+slice of the sum to all others. If runs begin at multiples of powers of two, a rank has one node left, and as many
+bytes are sent as in an all-reduce.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from hyperpod_plugins.parallel.replica_mean.flat import GradientVector
 
 Node = tuple[int, int]
-"""Height and index: the sum of the leaves `index << height` to `((index + 1) << height) - 1`, as far as they exist."""
+"""Height and index: the sum of the existing leaves `index << height` to `((index + 1) << height) - 1`."""
 T = TypeVar("T")
 
 
 def nodes_of(leaves: range) -> list[Node]:
-    """The fewest whole nodes that make up a run of leaves, from left to right."""
+    """Return the smallest set of complete nodes that covers a run of leaves, from left to right."""
     nodes: list[Node] = []
     for leaf in leaves:
         nodes.append((0, leaf))
@@ -40,7 +40,7 @@ def nodes_of(leaves: range) -> list[Node]:
 
 
 def total(found: Mapping[Node, T], num_leaves: int, add: Callable[[T, T], T]) -> T:
-    """The root of the tree, from the values of nodes that make up all leaves."""
+    """Return the value of the root, given the values of nodes that cover all leaves."""
 
     def value(height: int, index: int) -> T:
         if (height, index) in found:
@@ -58,10 +58,10 @@ def _are_siblings(left: Node, right: Node) -> bool:
 
 
 class FixedOrderMean:
-    """The mean gradient of a step over its logical shards, for parameters whose replicas nobody else keeps in step.
+    """Averages the gradients of a step over its logical shards, in a fixed order and in place of FSDP2.
 
-    Costs a float32 copy of the local gradients for each node that is held, which is about `log2(L / R) + 1` of them for
-    L logical shards over R replicas, and two more for the exchange.
+    Costs a float32 copy of the local gradients for each node held, about `log2(L / R) + 1` for L logical shards over
+    R replicas, and two more for the exchange.
     """
 
     def __init__(self, model: nn.Module, replicas: dist.ProcessGroup, num_leaves: int) -> None:
@@ -70,7 +70,7 @@ class FixedOrderMean:
         Args:
             model: sharded within each replica.
             replicas: ranks that hold the same shards.
-            num_leaves: logical shards of a step, a multiple of every number of replicas.
+            num_leaves: number of logical shards in a step, a multiple of every possible number of replicas.
 
         Raises:
             ConfigError: FSDP2 averages gradients over the replicas itself, in an order of its own.
@@ -82,16 +82,16 @@ class FixedOrderMean:
 
     @property
     def leaves(self) -> range:
-        """The run of leaves that this rank computes."""
+        """Leaves that this rank computes."""
         each = self._num_leaves // self._replicas.size()
         return range(self._replicas.rank() * each, (self._replicas.rank() + 1) * each)
 
     def add(self, index: int, loss: Tensor) -> Tensor | None:
-        """Take the gradients of one more logical shard; after the last one, leave the mean in their place.
+        """Take the gradients of one logical shard; after the last one, set the gradients to the mean.
 
         Args:
-            index: which of this rank's, from 0; 0 begins anew.
-            loss: of the logical shard, `()`.
+            index: index among this rank's logical shards, from 0; 0 starts a new step.
+            loss: loss of the logical shard, `()`.
 
         Returns:
             The mean loss over all logical shards after the last one; None before.
@@ -111,7 +111,7 @@ class FixedOrderMean:
         return self._vector.give(whole.div_(self._num_leaves))[0]
 
     def _exchange(self, held: Mapping[Node, Tensor]) -> Tensor:
-        """Sum the nodes of all replicas, each of which adds up one slice."""
+        """Sum the nodes of all replicas; each replica adds up one slice."""
         size, each = self._replicas.size(), len(self.leaves)
         theirs = [nodes_of(range(rank * each, (rank + 1) * each)) for rank in range(size)]
         mine = list(held.values())

@@ -33,7 +33,7 @@ def job_store():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "missing", "waited_s", "terms", "degree"),
+    ("world_size", "missing", "waited_s", "spec", "degree"),
     [
         pytest.param(4, (3,), 29.0, TERMS, None, id="a replacement may come"),
         pytest.param(4, (3,), 30.0, TERMS, 2, id="three are left of four"),

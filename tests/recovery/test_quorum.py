@@ -82,7 +82,7 @@ def plan_of(futures):
 
 
 def test_arrivals_pass_through_the_ledger():
-    arrivals = {0: SURVIVOR, 1: replace(SURVIVOR, snapshots=(4, 8), ward_snapshots=(4,)), 2: NEWCOMER, 3: SURVIVOR}
+    arrivals = {0: SURVIVOR, 1: replace(SURVIVOR, snapshots=(4, 8), source_snapshots=(4,)), 2: NEWCOMER, 3: SURVIVOR}
     assert from_texts({rank: to_text(each) for rank, each in arrivals.items()}) == arrivals
 
 
