@@ -38,7 +38,7 @@ from hyperpod_plugins.errors import RecoveryTimeout
 from hyperpod_plugins.recovery.plan import Arrival
 from hyperpod_plugins.recovery.quorum import PlanWatcher, QuorumJoiner, to_text
 from hyperpod_plugins.recovery.resume import Survivors
-from hyperpod_plugins.recovery.world_view import Worlds
+from hyperpod_plugins.recovery.world_view import WorldView
 
 THREADS = 128
 SIZES = (16, 64, 256, 1024, 4096)
@@ -60,7 +60,7 @@ class Seat:
         job_store = JobStore.connect(job)
         joiner = QuorumJoiner(
             job_store,
-            Worlds(job_store, WorldPlan.initial(world_size)),
+            WorldView(job_store, WorldPlan.initial(world_size)),
             PlanWatcher(partial(JobStore.connect, job)),
             worker_id=rank,
             policy=MembershipPolicy(replacement_timeout_s=limit_s),

@@ -169,7 +169,7 @@ def main() -> None:
     L.seed_everything(1, verbose=False)
     train_path, val_path = prepare_data(args.folder)
     env = WorkerEnv.from_environ()
-    num_devices = env.local_world_size if env.is_launched else torch.cuda.device_count() or 4
+    num_devices = env.local_world_size if env.is_distributed else torch.cuda.device_count() or 4
     num_ranks = num_devices * env.num_nodes
     tensor_degree = args.tensor_parallel_degree or (2 if num_ranks % 4 == 0 else 1)
     data_ranks = num_ranks // tensor_degree

@@ -18,10 +18,10 @@ from typing import cast
 from hyperpod_plugins.elastic.rendezvous.control import Request, Ticket, send
 from hyperpod_plugins.elastic.store.records import printable
 from hyperpod_plugins.errors import ConfigError, HyperPodError
-from hyperpod_plugins.fault_injection.chaos import SIGNALS, ChaosPlan, choose_agents, processes, run_chaos
+from hyperpod_plugins.fault_injection.chaos import SIGNALS, ChaosPlan, processes, run_chaos, select_agents
 from hyperpod_plugins.fault_injection.faults import FaultKind
 from hyperpod_plugins.presets import preset_names, preset_path, preset_summary, write_preset
-from hyperpod_plugins.recovery.rehearsal_jobs import PHASES, Plan, rehearse, table
+from hyperpod_plugins.recovery.rehearsal_jobs import PHASES, RehearsalPlan, format_table, rehearse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,11 @@ def _chaos(arguments: argparse.Namespace) -> int:
         kinds=cast("tuple[FaultKind, ...]", kinds),
         resume_s=arguments.resume_after,
     )
-    agents = choose_agents(processes(), pid=arguments.pid, run_id=arguments.run_id)
-    _say(f"workers of hyperpodrun {', '.join(map(str, agents))}: a fault every {plan.every_s:g} s on average")
-    done = run_chaos(plan, agents, _say)
+    agents = select_agents(processes(), pid=arguments.pid, run_id=arguments.run_id)
+    _print(f"workers of hyperpodrun {', '.join(map(str, agents))}: a fault every {plan.every_s:g} s on average")
+    done = run_chaos(plan, agents, _print)
     if done < plan.count:
-        _say(f"the job ended after {done} of {plan.count} faults")
+        _print(f"the job ended after {done} of {plan.count} faults")
     return 0
 
 
@@ -94,7 +94,7 @@ def _scale(arguments: argparse.Namespace) -> int:
         )
     ticket = Ticket.find(arguments.run_id)
     request = Request(kind="scale", value=asked[0], shard_degree=asked[1], tensor_degree=asked[2])
-    _say(send(ticket.job_store(), ticket.token, request, queue=ticket.queue))
+    _print(send(ticket.job_store(), ticket.token, request, queue=ticket.queue))
     return 0
 
 
@@ -105,7 +105,7 @@ def _status(arguments: argparse.Namespace) -> int:
         found = dict(json.loads(answer))
     except (ValueError, TypeError):
         raise ConfigError(f"not a valid answer from an agent: {answer:.100}") from None
-    _say(f"job {ticket.run_id}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+    _print(f"job {ticket.run_id}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
     return 0
 
 
@@ -120,15 +120,15 @@ def _preset(arguments: argparse.Namespace) -> int:
     match arguments.what, arguments.name, arguments.path:
         case "list", None, None:
             for name in preset_names():
-                _say(f"{name:<16}{preset_summary(name)}")
+                _print(f"{name:<16}{preset_summary(name)}")
         case "show", str(name), None:
-            _say(preset_path(name).read_text().rstrip())
+            _print(preset_path(name).read_text().rstrip())
         case "write", str(name), path:
-            _say(str(write_preset(name, path)))
+            _print(str(write_preset(name, path)))
         case "list" | "show" | "write", _, _:
             raise ConfigError("write `preset list`, `preset show NAME` or `preset write NAME [PATH]`")
         case name, None, None:
-            _say(str(preset_path(name)))
+            _print(str(preset_path(name)))
         case name, *_:
             raise ConfigError(f"`preset {name}` takes no further argument; it prints the path of that preset's file")
     return 0
@@ -145,16 +145,16 @@ def _add_rehearse_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _rehearse(arguments: argparse.Namespace) -> int:
-    plan = Plan(
+    plan = RehearsalPlan(
         program=tuple(arguments.program),
         num_ranks=arguments.nproc_per_node,
         phases=tuple(filter(None, (phase.strip() for phase in arguments.phases.split(",")))),
         timeout_s=arguments.timeout,
         launcher=("--preload", arguments.preload) if arguments.preload else (),
     )
-    results = rehearse(plan, _say)
-    for line in table(results):
-        _say(line)
+    results = rehearse(plan, _print)
+    for line in format_table(results):
+        _print(line)
     return 0 if all(result.is_good for result in results) else 1
 
 
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(printable(line), flush=True)  # noqa: T201  (text from a store may contain escape sequences)
 
 

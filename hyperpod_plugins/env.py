@@ -10,7 +10,7 @@ from typing import Self
 
 from hyperpod_plugins.errors import ConfigError
 
-SNAPSHOTS = "HYPERPOD_SNAPSHOTS"
+SNAPSHOTS_VARIABLE = "HYPERPOD_SNAPSHOTS"
 """Folder in shared memory for the snapshots of a node's workers; set by agents."""
 _SHARED_MEMORY = Path("/dev/shm")
 _OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -49,7 +49,7 @@ class WorkerEnv:
         return max(1, self.world_size // self.local_world_size)
 
     @property
-    def is_launched(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether a launcher started more than one process."""
         return self.world_size > 1
 
@@ -170,7 +170,7 @@ class RehearsalEnv:
             "HYPERPOD_REHEARSAL_FAULTS": self.faults,
         }
 
-    def added_to_environ(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    def merged_environ(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """`environ` with those variables, for the launcher of a job."""
         return {**environ, **self.to_environ()}
 
@@ -207,7 +207,7 @@ def events_folder(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def snapshot_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Folder in shared memory for snapshots that outlive this process, from `HYPERPOD_SNAPSHOTS`, or None."""
-    given = environ.get(SNAPSHOTS)
+    given = environ.get(SNAPSHOTS_VARIABLE)
     return Path(given) if given else None
 
 

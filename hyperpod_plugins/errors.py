@@ -32,7 +32,7 @@ A message says what was given, what is allowed, and what to do next, in one para
 from collections.abc import Iterable
 
 
-def few(names: Iterable[str], at_most: int = 5) -> str:
+def format_list(names: Iterable[str], at_most: int = 5) -> str:
     """Join the first `at_most` names for a message, and say how many more there are."""
     listed = list(names)
     more = len(listed) - at_most

@@ -84,11 +84,11 @@ class AllocatorWatch:
         """Count a step; every `every_num_steps` steps, check the allocator and warn."""
         self._num_steps += 1
         if self._device.type == "cuda" and self._num_steps % self._every_num_steps == 0:
-            news = self.news(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+            news = self.warning_for(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
             if news:
                 warnings.warn(news, stacklevel=2)
 
-    def news(self, num_retries: int) -> str:
+    def warning_for(self, num_retries: int) -> str:
         """Warning for the number of retries since the process started; empty if there are no new ones."""
         new, self._num_retries = num_retries - self._num_retries, num_retries
         if new <= 0:

@@ -10,10 +10,10 @@ import hypothesis
 import pytest
 from launched import Job
 
-from hyperpod_plugins.elastic.process import RESOLVER
+from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS
 
 # torch's store asks for the name of each client; an answer that does not come costs 5 s by default.
-os.environ.setdefault("RES_OPTIONS", RESOLVER)
+os.environ.setdefault("RES_OPTIONS", RESOLVER_OPTIONS)
 
 hypothesis.settings.register_profile("shared machine", deadline=None)  # a slow example is no failure
 hypothesis.settings.load_profile("shared machine")

@@ -262,10 +262,10 @@ class NcclLike:
 
     name = "nccl-like"
 
-    def why_not(self, device_type):
+    def unsupported_reason(self, device_type):
         return None if device_type == "cpu" else "it serves cpu tensors only"
 
-    def why_not_group(self, group_size, world_size):
+    def unsupported_group_reason(self, group_size, world_size):
         return None
 
     def create(self, spec):
@@ -277,7 +277,7 @@ class NcclLike:
             raise
         return group
 
-    def is_queued(self, device_type):
+    def runs_on_device_queue(self, device_type):
         return device_type == "cpu"
 
     def abort(self, group):

@@ -521,9 +521,9 @@ def every_list_is_a_chain() -> contextlib.AbstractContextManager[Any]:
 
 def gradients_without_optimizer_stay() -> contextlib.AbstractContextManager[Any]:
     """The gradients of parameters in no optimizer add up over steps and attempts, on ranks that live."""
-    from hyperpod_plugins.recovery.undo import Beginning
+    from hyperpod_plugins.recovery.undo import StepStart
 
-    return patch.object(Beginning, "_drop_unowned", lambda self: None)
+    return patch.object(StepStart, "_drop_unowned", lambda self: None)
 
 
 def epochs_keep_their_length() -> contextlib.AbstractContextManager[Any]:

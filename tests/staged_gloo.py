@@ -129,16 +129,16 @@ class Staged:
 
     name = "staged"
 
-    def why_not(self, device_type):
+    def unsupported_reason(self, device_type):
         return None if device_type in ("cpu", "cuda") else "it serves cpu and cuda tensors only"
 
-    def why_not_group(self, group_size, world_size):
+    def unsupported_group_reason(self, group_size, world_size):
         return None
 
     def create(self, spec):
         return StagedGroup(transport.Gloo().create(spec))
 
-    def is_queued(self, device_type):
+    def runs_on_device_queue(self, device_type):
         return False
 
     def abort(self, group):

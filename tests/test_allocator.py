@@ -7,10 +7,10 @@ from hyperpod_plugins.events import AllocatorWatch
 
 def test_only_new_retries_are_news():
     watch = AllocatorWatch(torch.device("cuda"), every_num_steps=10)
-    assert watch.news(0) == ""
-    assert "3 times in the last 10 steps" in watch.news(3)
-    assert watch.news(3) == ""
-    assert "hybrid_shard_degree" in watch.news(4)
+    assert watch.warning_for(0) == ""
+    assert "3 times in the last 10 steps" in watch.warning_for(3)
+    assert watch.warning_for(3) == ""
+    assert "hybrid_shard_degree" in watch.warning_for(4)
 
 
 def test_other_devices_are_not_asked():

@@ -4,7 +4,7 @@ import pytest
 
 from hyperpod_plugins.cli import main
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.fault_injection.chaos import ChaosPlan, Process, choose_agents, schedule, workers_in
+from hyperpod_plugins.fault_injection.chaos import ChaosPlan, Process, schedule, select_agents, workers_in
 
 ZYGOTE = (b"python", b"-m", b"hyperpod_plugins.elastic.launcher.fork_server", b"7")
 
@@ -65,13 +65,13 @@ def test_workers_are_the_live_children_of_the_zygote():
 
 
 def test_a_job_is_chosen_by_pid_or_name():
-    assert choose_agents(JOBS, pid=20) == [20]
-    assert choose_agents(JOBS, run_id="red") == [10]
-    assert choose_agents(JOBS, run_id="blue") == [20]
-    assert choose_agents({pid: each for pid, each in JOBS.items() if pid < 20}) == [10]
+    assert select_agents(JOBS, pid=20) == [20]
+    assert select_agents(JOBS, run_id="red") == [10]
+    assert select_agents(JOBS, run_id="blue") == [20]
+    assert select_agents({pid: each for pid, each in JOBS.items() if pid < 20}) == [10]
     for asked in ({}, {"pid": 30}, {"pid": 11}, {"run_id": "train.py"}):
         with pytest.raises(ConfigError):
-            choose_agents(JOBS, **asked)
+            select_agents(JOBS, **asked)
 
 
 def test_the_schedule_of_chaos_is_reproducible_and_keeps_its_pace():
@@ -80,7 +80,7 @@ def test_the_schedule_of_chaos_is_reproducible_and_keeps_its_pace():
     assert kills == list(schedule(plan))
     assert sum(kill.wait_s for kill in kills) / 500 == pytest.approx(10, rel=0.15)
     assert {kill.kind for kill in kills} == {"kill", "stop"}
-    assert all(0 <= kill.choice < 1 for kill in kills)
+    assert all(0 <= kill.worker_fraction < 1 for kill in kills)
 
 
 def test_presets_are_listed_shown_and_written(tmp_path, capsys):

@@ -31,7 +31,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "environment.md"
 def test_a_launched_process_knows_its_place(environ):
     found = WorkerEnv.from_environ(environ)
     assert found == WANTED
-    assert found.is_launched
+    assert found.is_distributed
     assert found.num_nodes == 2
 
 
@@ -56,7 +56,7 @@ def test_slurm_without_tasks_per_node_counts_them_itself():
 def test_a_process_that_nobody_launched_is_alone():
     alone = WorkerEnv.from_environ({})
     assert alone == WorkerEnv() == WorkerEnv.from_environ({"PATH": "/bin"})
-    assert not alone.is_launched
+    assert not alone.is_distributed
     assert alone.num_nodes == 1
 
 

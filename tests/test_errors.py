@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpod_plugins.errors import few
+from hyperpod_plugins.errors import format_list
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ from hyperpod_plugins.errors import few
     ],
 )
 def test_a_long_list_is_cut_and_says_so(names, wanted):
-    assert few(names) == wanted
+    assert format_list(names) == wanted
 
 
 def test_the_length_can_be_chosen():
-    assert few("abc", at_most=2) == "a, b and 1 more"
+    assert format_list("abc", at_most=2) == "a, b and 1 more"

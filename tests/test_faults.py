@@ -111,7 +111,7 @@ def happened(injector_of, calls):
     seen = []
     injector = injector_of(lambda fault: seen.append(fault.kind))
     for phase, step in calls:
-        injector.at(phase, step)
+        injector.reach(phase, step)
     return seen
 
 
@@ -128,10 +128,10 @@ def test_repeat_means_every_time():
 
 def test_an_exception_is_raised_where_it_is_due():
     injector = Injector("exception:rank=0,step=1", rank=0)
-    injector.at("forward", 0)
+    injector.reach("forward", 0)
     with pytest.raises(InjectedFault, match="step=1"):
-        injector.at("forward", 1)
-    injector.at("forward", 1)
+        injector.reach("forward", 1)
+    injector.reach("forward", 1)
 
 
 def test_a_replacement_does_not_repeat_what_the_lost_process_suffered():

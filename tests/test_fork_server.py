@@ -66,7 +66,9 @@ class Children:
         files = {stream: str(self.folder / f"{self.last}.{stream}") for stream in ("stdout", "stderr")}
         cwd = str(cwd or self.folder)
         self.fork_server.start(
-            SpawnRequest(ticket=self.last, kind=kind, target=str(target), args=args, environ=environ, cwd=cwd, **files)
+            SpawnRequest(
+                request_id=self.last, kind=kind, target=str(target), args=args, environ=environ, cwd=cwd, **files
+            )
         )
         return self.last
 
@@ -75,7 +77,7 @@ class Children:
         while not condition():
             assert time.monotonic() < until_s, "too late"
             wait_readable([self.fork_server.fileno()], min(until_s, time.monotonic() + 0.05))
-            for event in self.fork_server.news():
+            for event in self.fork_server.poll_events():
                 match event:
                     case Started(ticket, pid):
                         self.pids[ticket] = pid

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.main import get_parser, modules_to_preload, program_of, use_local_rendezvous
 from hyperpod_plugins.elastic.launcher.round import worker_environ
-from hyperpod_plugins.elastic.membership.restart_policy import GAVE_UP, Loss, RestartBudget, RestartPolicy
+from hyperpod_plugins.elastic.membership.restart_policy import GAVE_UP, RestartBudget, RestartPolicy, WorkerExit
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.recovery.protocols import StepFailed
@@ -359,8 +359,8 @@ def test_other_programs_and_missing_modules(launch, tmp_path):
 def test_budget(policy, ends, replaced):
     budget, found = RestartBudget(policy), []
     for code, uptime_s, now_s, *error in ends:
-        loss = Loss(code=code, error="".join(error), is_armed=True, has_begun=True, is_known=True)
-        found.append(budget.refusal(loss, uptime_s, now_s) is None)
+        loss = WorkerExit(code=code, error="".join(error), is_armed=True, has_begun=True, uses_recovery=True)
+        found.append(budget.why_not_replace(loss, uptime_s, now_s) is None)
     assert found == replaced
 
 

@@ -69,7 +69,7 @@ class Module(pl.LightningModule):
         assert self.recovery is not None
         local = self.recovery._local
         if local is not None and local._last is not None:
-            local._last = local.present()
+            local._last = local.state()
 
     def training_step(self, rows: Tensor, batch_idx: int) -> Tensor:
         loss = workload.loss_of(self.model, rows)

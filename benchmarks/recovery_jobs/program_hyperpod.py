@@ -64,7 +64,7 @@ class Watch(pl.Callback):
             log.tell(
                 "repaired",
                 noticed_s=repair.noticed_s,
-                assembled_s=repair.assembled_s,
+                assembled_s=repair.quorum_s,
                 restored_s=repair.restored_s,
                 incident_s=repair.failure.at_s,
                 is_joining=log.rank in repair.joiners,

@@ -104,7 +104,7 @@ def fit(
     env, training = WorkerEnv.from_environ(), recipe.training
     has_agent = JobEnv.from_environ() is not None  # `hyperpodrun` has started us
     is_elastic = has_agent and bool(recipe.elastic_policy)
-    num_devices = env.local_world_size if env.is_launched else recipe.trainer.devices
+    num_devices = env.local_world_size if env.is_distributed else recipe.trainer.devices
     sizes = {"global_batch_size": training.train_batch_size, "micro_batch_size": training.micro_train_batch_size}
     topology = recipe.config.topology(num_devices * env.num_nodes)
     split = BatchSplit(**sizes, data_world_size=topology.data_degree)
@@ -164,7 +164,7 @@ def main() -> None:
     recipe = Recipe.read(args.recipe)
     env = WorkerEnv.from_environ()
     if args.smoke:
-        recipe = recipe.smoke(env.world_size) if env.is_launched else recipe.smoke()
+        recipe = recipe.smoke(env.world_size) if env.is_distributed else recipe.smoke()
     if env.global_rank == 0:
         show_plan(recipe)
     if args.plan:

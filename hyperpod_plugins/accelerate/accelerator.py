@@ -18,23 +18,29 @@ from typing_extensions import override
 from hyperpod_plugins.accelerate.collectives import are_tensors, gathered, gathered_objects, reduced, without_padding
 from hyperpod_plugins.accelerate.compat import Accelerator, get_mixed_precision_context_manager
 from hyperpod_plugins.accelerate.mesh import HyperPodParallelism
-from hyperpod_plugins.accelerate.optimizer import HyperPodOptimizer, HyperPodScheduler, StepCheck
-from hyperpod_plugins.accelerate.prepare import compute_in, recompute_blocks, refuse_dropout, shard_with_optimizers
-from hyperpod_plugins.accelerate.process_state import World, join, tell_accelerate, tell_again, uses_cpu
+from hyperpod_plugins.accelerate.optimizer import FiniteStepCheck, HyperPodOptimizer, HyperPodScheduler
+from hyperpod_plugins.accelerate.prepare import recompute_blocks, refuse_dropout, shard_with_optimizers, wrap_forward
+from hyperpod_plugins.accelerate.process_state import (
+    ResizableJob,
+    join,
+    set_process_state,
+    update_process_state,
+    uses_cpu,
+)
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import (
     Topology,
+    broadcast_from_rank_0,
     build_data_group,
     clip_grad_norm_,
     clip_grad_value_,
-    copy_from_first_rank,
     loss_parallel_context,
     parallelize,
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck
-from hyperpod_plugins.parallel.former_parameters import give_shards
-from hyperpod_plugins.parallel.hsdp import sharded_parts, without_replica_sync
+from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters
+from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
 from hyperpod_plugins.parallel.unit_watch import watch_units
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
@@ -56,7 +62,7 @@ class HyperPodAccelerator(Accelerator):
         ConfigError: see `HyperPodPlugin.accelerator`.
     """
 
-    def __init__(self, plugin: AcceleratorSpec, session: World | None = None, **options: Any) -> None:
+    def __init__(self, plugin: AcceleratorSpec, session: ResizableJob | None = None, **options: Any) -> None:
         self.plugin = plugin
         self._data_group: dist.ProcessGroup | None = None
         if session is not None and plugin.non_finite != "auto":
@@ -66,8 +72,8 @@ class HyperPodAccelerator(Accelerator):
             )
         handlers = _with_ours(plugin, _checked(options))
         join(plugin.comm, plugin.timeout_s)
-        tell_accelerate()
-        self._parallelism = HyperPodParallelism.of(plugin.topology if session is None else session.topology)
+        set_process_state()
+        self._parallelism = HyperPodParallelism.from_topology(plugin.topology if session is None else session.topology)
         super().__init__(
             mixed_precision=plugin.mixed_precision,
             cpu=uses_cpu(),
@@ -86,13 +92,13 @@ class HyperPodAccelerator(Accelerator):
         self._data_group = build_data_group(self.topology)
         is_free = self.device.type == "cpu"  # elsewhere the host would wait for the norm of the gradients
         finite = FiniteCheck(plugin.non_finite if session is None else "off", waits_anyway=is_free)
-        self._check = StepCheck(finite)
+        self._check = FiniteStepCheck(finite)
         if session is not None:
             session.when_moved(lambda: self._moved(session.topology))
 
     def _moved(self, topology: Topology) -> None:
         """Follow the job to another number of replicas; models, optimizers and groups stay the same objects."""
-        tell_again()
+        update_process_state()
         self._parallelism.move(topology, self.device.type)
         self._data_group = build_data_group(topology)
 
@@ -129,27 +135,27 @@ class HyperPodAccelerator(Accelerator):
         if model is None:
             return super()._prepare_fsdp2(*args)
         optimizers = [each for each in args if isinstance(each, Optimizer)]
-        if self.plugin.settings.of_accelerate:
-            self._leave_to_accelerate(model)
+        if self.plugin.settings.needs_accelerate_fsdp2:
+            self._prepare_for_accelerate(model)
             prepared = super()._prepare_fsdp2(*args)
             for each in prepared:
                 if isinstance(each, nn.Module):
                     watch_units(each)
             return prepared
-        shard_with_optimizers(model, optimizers, self._parallelized, self.device)
+        shard_with_optimizers(model, optimizers, self._parallelize, self.device)
         self._wrap_forward(model)
         if model not in self._models:
             self._models.append(model)
         ready = [each if each is model else self._prepare_one(each, first_pass=True) for each in args]
         return tuple(each if each is model else self._prepare_one(each) for each in ready)
 
-    def _leave_to_accelerate(self, model: nn.Module) -> None:
+    def _prepare_for_accelerate(self, model: nn.Module) -> None:
         """Add what Accelerate's FSDP2 lacks: equal values on all ranks, and exact recomputation of dropout."""
-        if any(True for _ in sharded_parts(model)):
+        if any(True for _ in fsdp_units(model)):
             return  # by an earlier `prepare`
         settings, fsdp = self.plugin.settings, self.state.fsdp_plugin
         assert fsdp is not None
-        copy_from_first_rank(model, self.device)
+        broadcast_from_rank_0(model, self.device)
         if settings.activation_checkpointing_offload:
             refuse_dropout(model)
         elif settings.activation_checkpointing:
@@ -157,16 +163,16 @@ class HyperPodAccelerator(Accelerator):
             fsdp.activation_checkpointing = False
         self._wrap_forward(model)
 
-    def _parallelized(self, model: nn.Module) -> None:
+    def _parallelize(self, model: nn.Module) -> None:
         if self.plugin.settings.activation_checkpointing:
             recompute_blocks(model, self.plugin.config.block_classes)
         parallelize(model, self.mesh, self.plugin.config)
 
     def _wrap_forward(self, model: nn.Module) -> None:
         if self.native_amp:
-            compute_in(model, self._forward_context, returns_float32=True)
+            wrap_forward(model, self._forward_context, returns_float32=True)
         elif self.plugin.config.loss_parallel:
-            compute_in(model, self._forward_context, returns_float32=False)
+            wrap_forward(model, self._forward_context, returns_float32=False)
 
     @contextmanager
     def _forward_context(self) -> Generator[None]:
@@ -188,7 +194,7 @@ class HyperPodAccelerator(Accelerator):
         if isinstance(optimizer, HyperPodOptimizer):
             return optimizer
         for model in self._models if len(self._models) == 1 else ():  # others may hold the rest of its parameters
-            give_shards([optimizer], model, num_ranks=self.num_processes)
+            replace_stale_parameters([optimizer], model, num_ranks=self.num_processes)
         placed = self.device_placement if device_placement is None else device_placement
         prepared = HyperPodOptimizer(optimizer, check=self._check, device_placement=placed, scaler=self.scaler)
         self._optimizers.append(prepared)

@@ -64,7 +64,7 @@ class AccelerateSettings:
             )
 
     @property
-    def of_accelerate(self) -> tuple[str, ...]:
+    def needs_accelerate_fsdp2(self) -> tuple[str, ...]:
         """Names of the enabled settings that only Accelerate's own FSDP2 supports."""
         asked = {
             "offload_params": self.offload_params,

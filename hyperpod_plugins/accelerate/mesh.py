@@ -10,7 +10,7 @@ from hyperpod_plugins.accelerate.compat import Accelerator, ParallelismConfig
 from hyperpod_plugins.errors import DegreeError
 from hyperpod_plugins.parallel import Topology, build_mesh
 
-NAMES = ("dp_replicate", "dp_shard", "tp")
+AXIS_NAMES = ("dp_replicate", "dp_shard", "tp")
 
 
 class HyperPodParallelism(ParallelismConfig):
@@ -24,7 +24,7 @@ class HyperPodParallelism(ParallelismConfig):
     """Mesh `("replicate", "shard", "tensor")`, once it is built; Accelerate's names refer to the same groups."""
 
     @classmethod
-    def of(cls, topology: Topology) -> Self:
+    def from_topology(cls, topology: Topology) -> Self:
         """Create the configuration for a topology."""
         replicate, shard, tensor = topology.shape
         sizes = cls(dp_replicate_size=replicate, dp_shard_size=shard, tp_size=tensor, cp_size=1, sp_size=1)
@@ -53,14 +53,14 @@ class HyperPodParallelism(ParallelismConfig):
     @override
     def fsdp_dim_names(self) -> list[str]:
         """Axes over which FSDP2 replicates and shards."""
-        return list(NAMES[:2])
+        return list(AXIS_NAMES[:2])
 
     @override
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
         """Build the mesh; each axis has its own group, which can change its size."""
         self.mesh = build_mesh(self.topology, device_type)
         groups = [self.mesh.get_group(axis) for axis in range(3)]
-        return DeviceMesh.from_group(groups, device_type, mesh=self.mesh.mesh, mesh_dim_names=NAMES)
+        return DeviceMesh.from_group(groups, device_type, mesh=self.mesh.mesh, mesh_dim_names=AXIS_NAMES)
 
     @override
     def _validate_accelerator(self, accelerator: Accelerator) -> None:

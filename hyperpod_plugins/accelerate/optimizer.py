@@ -13,7 +13,7 @@ from hyperpod_plugins.parallel.finite import FiniteCheck, RankLosses
 from hyperpod_plugins.parallel.local_optimizer import step_locally
 
 
-class StepCheck:
+class FiniteStepCheck:
     """Checks losses in `accelerator.backward` and the norm in `clip_grad_norm_` since the last optimizer step."""
 
     def __init__(self, finite: FiniteCheck) -> None:
@@ -26,14 +26,14 @@ class StepCheck:
 
     def note_loss(self, loss: Tensor) -> None:
         """Record the loss of this rank's next batch, a tensor with one element."""
-        if self._finite.looks:
+        if self._finite.is_enabled:
             self._begin()
-            self._losses.note(self._num_batches, loss)
+            self._losses.record(self._num_batches, loss)
         self._num_batches += 1
 
     def note_norm(self, norm: Tensor) -> None:
         """Record the norm of all gradients, `()`, the same on all ranks."""
-        if self._finite.looks:
+        if self._finite.is_enabled:
             self._begin()
             self._norm = norm
 
@@ -49,7 +49,7 @@ class StepCheck:
             NonFiniteError: a loss of any rank, or the norm, is not finite, and the policy is to stop.
         """
         if self._is_new:
-            self._losses.settle_before(optimizer)
+            self._losses.settle_for(optimizer)
             self._may_update = self._losses.allows_update(self._norm, step=self._num_steps)
             self._is_new = False
             self._num_steps += 1
@@ -66,7 +66,7 @@ class HyperPodOptimizer(AcceleratedOptimizer):
         **options: arguments of `AcceleratedOptimizer`.
     """
 
-    def __init__(self, optimizer: Optimizer, *, check: StepCheck, **options: Any) -> None:
+    def __init__(self, optimizer: Optimizer, *, check: FiniteStepCheck, **options: Any) -> None:
         super().__init__(optimizer, **options)
         self._check = check
 

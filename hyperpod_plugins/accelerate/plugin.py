@@ -10,7 +10,7 @@ import yaml
 
 from hyperpod_plugins.accelerate.accelerator import HyperPodAccelerator
 from hyperpod_plugins.accelerate.launch_config import AccelerateSettings, options_in, variables_in
-from hyperpod_plugins.accelerate.process_state import World
+from hyperpod_plugins.accelerate.process_state import ResizableJob
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.env import accelerate_variables, config_path
@@ -18,7 +18,7 @@ from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 
-Source = ParallelConfig | Mapping[str, Any] | str | Path
+ConfigSource = ParallelConfig | Mapping[str, Any] | str | Path
 _SETTINGS = {field.name for field in dataclasses.fields(AccelerateSettings)}
 
 
@@ -44,7 +44,7 @@ class HyperPodPlugin(AcceleratorSpec):
 
     def __init__(
         self,
-        config: Source | None = None,
+        config: ConfigSource | None = None,
         *,
         comm: CommOptions | None = None,
         timeout_s: float = 1800.0,
@@ -80,7 +80,7 @@ class HyperPodPlugin(AcceleratorSpec):
 
     # -- the Accelerator ---------------------------------------------------------------------------------------------
 
-    def accelerator(self, *, session: World | None = None, **options: Any) -> HyperPodAccelerator:
+    def accelerator(self, *, session: ResizableJob | None = None, **options: Any) -> HyperPodAccelerator:
         """Join the process group, unless it has been joined already, and create the Accelerator.
 
         Args:
@@ -123,7 +123,7 @@ class HyperPodPlugin(AcceleratorSpec):
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, but is {self.timeout_s}")
         FiniteCheck(self.non_finite, waits_anyway=True)  # validates the value
-        left_to_accelerate = self.settings.of_accelerate
+        left_to_accelerate = self.settings.needs_accelerate_fsdp2
         if left_to_accelerate and self.config.tensor_parallel_degree > 1:
             raise NotBuiltYetError(
                 f"{' and '.join(left_to_accelerate)} with tensor_parallel_degree={self.config.tensor_parallel_degree} "
@@ -137,7 +137,7 @@ class HyperPodPlugin(AcceleratorSpec):
             )
 
 
-def _read(source: Source | None) -> tuple[ParallelConfig | Mapping[str, Any] | str | Path | None, dict[str, Any]]:
+def _read(source: ConfigSource | None) -> tuple[ParallelConfig | Mapping[str, Any] | str | Path | None, dict[str, Any]]:
     """Return what `ParallelConfig.of` can read, and the options from what it cannot read: an Accelerate file."""
     if not isinstance(source, str | Path) or Path(source).suffix not in (".yaml", ".yml"):
         return source, {}

@@ -13,9 +13,9 @@ from torch.distributed._composable.checkpoint_activation import checkpoint  # py
 from torch.optim import Optimizer
 
 from hyperpod_plugins.accelerate.compat import convert_outputs_to_fp32
-from hyperpod_plugins.errors import ConfigError, few
-from hyperpod_plugins.parallel.hsdp import find_blocks, reshard, sharded_parts
-from hyperpod_plugins.parallel.local_optimizer import refuse_closures
+from hyperpod_plugins.errors import ConfigError, format_list
+from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_units, reshard
+from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
 
 
 def shard_with_optimizers(
@@ -30,10 +30,10 @@ def shard_with_optimizers(
         ConfigError: an optimizer already has state, computes gradients itself, or holds a parameter that is not the
             model's; or parameters have values on some ranks only.
     """
-    if any(True for _ in sharded_parts(model)):
+    if any(True for _ in fsdp_units(model)):
         return  # by an earlier `prepare`, or by the user: its optimizers hold the shards
     _refuse_half_loaded(model, device)
-    refuse_closures(optimizers)
+    check_no_required_closure(optimizers)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: list[tuple[dict[str, Any], list[str]]] = []
     for optimizer in optimizers:
@@ -76,12 +76,14 @@ def refuse_dropout(model: nn.Module) -> None:
     if names:
         raise ConfigError(
             f"activation_checkpointing_offload=True is done by Accelerate, which computes again with other random "
-            f"numbers, so dropout gives wrong gradients: {few(names)}. Set their p to 0, or leave the offload out: "
-            "activation_checkpointing=True alone draws the same numbers again."
+            f"numbers, so dropout gives wrong gradients: {format_list(names)}. Set their p to 0, or leave the offload "
+            "out: activation_checkpointing=True alone draws the same numbers again."
         )
 
 
-def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[None]], *, returns_float32: bool) -> None:
+def wrap_forward(
+    model: nn.Module, context: Callable[[], AbstractContextManager[None]], *, returns_float32: bool
+) -> None:
     """Run a model's `forward` in a context; with `returns_float32`, convert floating-point outputs to float32.
 
     The wrapper is attached like Accelerate's own, so that `Accelerator.unwrap_model` can remove it.

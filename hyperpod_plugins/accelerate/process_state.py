@@ -24,7 +24,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import Topology
 
 
-class World(Protocol):
+class ResizableJob(Protocol):
     """A job that may change its size while it runs, such as a `Session`."""
 
     @property
@@ -73,13 +73,13 @@ def join(comm: CommOptions, timeout_s: float) -> None:
     join_world(comm, rank=env.global_rank, world_size=env.world_size, timeout_s=timeout_s)
 
 
-def tell_again() -> None:
+def update_process_state() -> None:
     """Update rank and world size in Accelerate's process state after the job has changed its size."""
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         state["num_processes"], state["process_index"] = dist.get_world_size(), dist.get_rank()
 
 
-def tell_accelerate() -> None:
+def set_process_state() -> None:
     """Set Accelerate's process state from the process group.
 
     Raises:

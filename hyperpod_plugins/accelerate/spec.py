@@ -62,7 +62,7 @@ class AcceleratorSpec:
     @property
     def parallelism_config(self) -> HyperPodParallelism:
         """Accelerate's mesh sizes, and the mesh, whose groups can lose members and be rebuilt."""
-        return HyperPodParallelism.of(self.topology)
+        return HyperPodParallelism.from_topology(self.topology)
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin:

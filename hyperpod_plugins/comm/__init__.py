@@ -4,19 +4,19 @@ from hyperpod_plugins.comm.api import WORLD, CommOptions, GroupKey
 from hyperpod_plugins.comm.channel import Channel
 from hyperpod_plugins.comm.commit_vote import commit_vote
 from hyperpod_plugins.comm.device_queue import device_queue
-from hyperpod_plugins.comm.device_queue import record as record_queue
+from hyperpod_plugins.comm.device_queue import record_event as record_queue
 from hyperpod_plugins.comm.groups import (
     choose_transport,
     connect,
     create_group,
     create_smddp_group,
-    inner_spec,
     join_world,
     new_axis_group,
     register,
+    spec_for_generation,
 )
 from hyperpod_plugins.comm.health import GroupHealth, Phase, group_health
-from hyperpod_plugins.comm.process_group import ResilientProcessGroup, generation_of, live_groups, pinned
+from hyperpod_plugins.comm.process_group import ResilientProcessGroup, generation_of, live_groups, pin_generation
 from hyperpod_plugins.comm.reconfigure import Reconfiguration, break_groups, release_broken
 from hyperpod_plugins.comm.traffic import Traffic, reset_traffic, traffic, wire_bytes
 from hyperpod_plugins.comm.work import current_wait
@@ -41,15 +41,15 @@ __all__ = [
     "device_queue",
     "generation_of",
     "group_health",
-    "inner_spec",
     "join_world",
     "live_groups",
     "new_axis_group",
-    "pinned",
+    "pin_generation",
     "record_queue",
     "register",
     "release_broken",
     "reset_traffic",
+    "spec_for_generation",
     "traffic",
     "wire_bytes",
 ]

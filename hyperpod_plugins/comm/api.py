@@ -73,6 +73,6 @@ class GroupKey:
 WORLD = GroupKey("world")
 
 
-def without_key(group_id: str) -> GroupKey:
+def key_of_unnamed_group(group_id: str) -> GroupKey:
     """Return the key of a group that was created by a plain `new_group` or `init_device_mesh`."""
     return GroupKey("other", group_id=group_id)

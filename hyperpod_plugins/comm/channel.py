@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from hyperpod_plugins.comm import sockets
 from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
-from hyperpod_plugins.comm.sockets import Listener, begin_connecting, limit_waits
+from hyperpod_plugins.comm.sockets import Listener, connect_nonblocking, set_kernel_timeout
 from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import CommError
 
@@ -46,7 +46,7 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
 T = TypeVar("T")
 Part = torch.Tensor | bytes
 """Data to send: a tensor on any device, or bytes."""
-Place = torch.Tensor | int
+ReceiveBuffer = torch.Tensor | int
 """Where to receive a part: a contiguous tensor of its exact size, or the maximum size in bytes of a new tensor."""
 
 
@@ -76,7 +76,7 @@ class Channel:
         self._stall_s, self._patience_s = stall_s, patience_s
 
     def exchange(
-        self, label: str, *, sends: Mapping[int, Sequence[Part]], receives: Mapping[int, Sequence[Place]]
+        self, label: str, *, sends: Mapping[int, Sequence[Part]], receives: Mapping[int, Sequence[ReceiveBuffer]]
     ) -> dict[int, list[torch.Tensor]]:
         """Send to some ranks while receiving from others; return when all transfers are done.
 
@@ -140,7 +140,7 @@ class Channel:
         """Send the same parts to several ranks concurrently; see `exchange`."""
         self.exchange(label, sends=dict.fromkeys(ranks, parts), receives={})
 
-    def receive(self, label: str, places: Sequence[Place], rank: int) -> list[torch.Tensor]:
+    def receive(self, label: str, places: Sequence[ReceiveBuffer], rank: int) -> list[torch.Tensor]:
         """Receive parts from one rank; see `exchange`."""
         return self.exchange(label, sends={}, receives={rank: places})[rank]
 
@@ -150,11 +150,11 @@ class Channel:
             raise CommError(f'the channel {self._name!r} needs a group of the backend "hyperpod"')
         return group
 
-    def _over_links(self, transfer: "Callable[[Links, float], T]") -> T:
+    def _over_links(self, transfer: "Callable[[ChannelConnections, float], T]") -> T:
         """Call `transfer` with this generation's links and patience; its transport errors break the groups."""
         group = self._present_group()
         inner = group.connected
-        if group_health.is_open or inner is None:
+        if group_health.is_unavailable or inner is None:
             raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
         patience_s = group.timeout.total_seconds() if self._patience_s is None else self._patience_s
         try:
@@ -164,18 +164,20 @@ class Channel:
             group.mark_broken(error)
             raise_peer_lost(group_health.cause or str(error), error)
 
-    def _links_of(self, group: ResilientProcessGroup, inner: dist.ProcessGroup) -> "Links":
+    def _links_of(self, group: ResilientProcessGroup, inner: dist.ProcessGroup) -> "ChannelConnections":
         links = _links.setdefault(inner, {})
         if self._name not in links:
             store = PrefixStore(f"{group.store_prefix}/channel/{self._name}", group.root_store)
-            links[self._name] = Links(store, group.rank(), sockets.own_address(inner), _shutdown_with(inner))
+            links[self._name] = ChannelConnections(
+                store, group.rank(), sockets.own_address(inner), _register_with(inner)
+            )
         return links[self._name]
 
 
-_links: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Links]]" = weakref.WeakKeyDictionary()
+_links: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, ChannelConnections]]" = weakref.WeakKeyDictionary()
 
 
-def _shutdown_with(inner: dist.ProcessGroup) -> Callable[[socket.socket], None]:
+def _register_with(inner: dist.ProcessGroup) -> Callable[[socket.socket], None]:
     """Return a function that makes a break shut down new connections too."""
     reference = weakref.ref(inner)
 
@@ -190,7 +192,7 @@ def _shutdown_with(inner: dist.ProcessGroup) -> Callable[[socket.socket], None]:
     return keep
 
 
-class Links:
+class ChannelConnections:
     """The connections of one rank for one channel in one generation; for one thread at a time."""
 
     def __init__(
@@ -221,7 +223,7 @@ class Links:
         self,
         label: str,
         sends: Mapping[int, Sequence[Part]],
-        receives: Mapping[int, Sequence[Place]],
+        receives: Mapping[int, Sequence[ReceiveBuffer]],
         *,
         patience_s: float,
         stall_s: float,
@@ -246,7 +248,7 @@ class Links:
             for transfer in under_way:
                 if transfer.link is not None and transfer.advance():
                     transfer.moved_s, has_moved = now_s, True
-                transfer.refuse_late(now_s, patience_s=patience_s, stall_s=stall_s)
+                transfer.check_timeout(now_s, patience_s=patience_s, stall_s=stall_s)
             under_way = [transfer for transfer in under_way if not transfer.is_done]
             if under_way and not has_moved:
                 look_s = min(look_s * 1.5, _LAST_LOOK_S)
@@ -266,9 +268,9 @@ class Links:
             return received.numpy().tobytes()
         kind = zlib.crc32(label.encode())
         try:
-            target.blocks(patience_s).sendall(target.header(kind, len(data)) + data)
-            connection = source.blocks(patience_s)
-            num_bytes = source.size_in(_receive_all(connection, _FRAME.size), kind, label, of)
+            target.blocking_socket(patience_s).sendall(target.header(kind, len(data)) + data)
+            connection = source.blocking_socket(patience_s)
+            num_bytes = source.parse_header(_receive_all(connection, _FRAME.size), kind, label, of)
             if num_bytes > Channel.SMALL_BYTES:
                 raise ConnectionError(f"connection to rank {of}: {label!r} has {num_bytes:,} bytes")
             return _receive_all(connection, num_bytes)
@@ -282,11 +284,11 @@ class Links:
         for transfer in sending:
             if transfer.link is None and self._store.check([str(transfer.rank)]):
                 invitation = self._store.get(str(transfer.rank)).decode()
-                connection, greeting = begin_connecting(invitation, self._rank)
+                connection, greeting = connect_nonblocking(invitation, self._rank)
                 self._keep(connection)
                 transfer.link = self._to[transfer.rank] = _Link(connection, greeting)
         if self._listener is not None and any(transfer.link is None for transfer in receiving):
-            for rank, connection in self._listener.take():
+            for rank, connection in self._listener.accept():
                 if rank in self._from:
                     connection.close()
                     continue
@@ -326,7 +328,7 @@ class _Link:
         self._number += 1
         return _FRAME.pack(kind, self._number - 1, num_bytes)
 
-    def size_in(self, header: bytes | bytearray, kind: int, label: str, rank: int) -> int:
+    def parse_header(self, header: bytes | bytearray, kind: int, label: str, rank: int) -> int:
         """Return the payload size in a message header; raise `ConnectionError` if it is not the expected message."""
         came, number, num_bytes = _FRAME.unpack(header)
         if (came, number) != (kind, self._number):
@@ -337,10 +339,10 @@ class _Link:
         self._number += 1
         return num_bytes
 
-    def blocks(self, patience_s: float) -> socket.socket:
-        """Return the socket in blocking mode with a kernel timeout; see `limit_waits`."""
+    def blocking_socket(self, patience_s: float) -> socket.socket:
+        """Return the socket in blocking mode with a kernel timeout; see `set_kernel_timeout`."""
         if self._patience_s != patience_s:
-            limit_waits(self.socket, patience_s)
+            set_kernel_timeout(self.socket, patience_s)
             self._patience_s = patience_s
         return self.socket
 
@@ -375,7 +377,7 @@ class _Transfer:
         """Move what can be moved without waiting; return whether anything moved."""
         raise NotImplementedError
 
-    def refuse_late(self, now_s: float, *, patience_s: float, stall_s: float) -> None:
+    def check_timeout(self, now_s: float, *, patience_s: float, stall_s: float) -> None:
         """Raise `TimeoutError` if nothing has moved for longer than the limit."""
         limit_s = stall_s if self.has_begun else patience_s
         if not self.is_done and now_s - self.moved_s > limit_s:
@@ -444,7 +446,7 @@ class _Sending(_Transfer):
 class _Receiving(_Transfer):
     """The receiving side of a transfer."""
 
-    def __init__(self, rank: int, label: str, places: Sequence[Place], link: _Link | None) -> None:
+    def __init__(self, rank: int, label: str, places: Sequence[ReceiveBuffer], link: _Link | None) -> None:
         super().__init__(rank, label, link)
         self.received: list[torch.Tensor] = []
         self._is_ready_said = self._is_asked = False
@@ -483,7 +485,7 @@ class _Receiving(_Transfer):
         for place in self._places:
             header = bytearray(_FRAME.size)
             yield memoryview(header)
-            data = self._room(place, header)
+            data = self._payload_view(place, header)
             self.received.append(data if isinstance(place, int) else place)
             if data.numel() > Channel.SMALL_BYTES and not self._is_ready_said:
                 self._is_asked = self._is_ready_said = True
@@ -497,10 +499,10 @@ class _Receiving(_Transfer):
                     yield _view(stage[: chunk.numel()])
                     chunk.copy_(stage[: chunk.numel()])
 
-    def _room(self, place: Place, header: bytearray) -> torch.Tensor:
+    def _payload_view(self, place: ReceiveBuffer, header: bytearray) -> torch.Tensor:
         """Return a byte tensor for the payload; raise `ConnectionError` if it does not fit or is unexpected."""
         assert self.link is not None
-        num_bytes = self.link.size_in(header, self._type, self.label, self.rank)
+        num_bytes = self.link.parse_header(header, self._type, self.label, self.rank)
         size = place if isinstance(place, int) else place.nbytes
         if num_bytes > size or not (isinstance(place, int) or num_bytes == size):
             raise ConnectionError(

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from hyperpod_plugins.comm import sockets
 from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
-from hyperpod_plugins.comm.sockets import Listener, limit_waits
+from hyperpod_plugins.comm.sockets import Listener, set_kernel_timeout
 from hyperpod_plugins.comm.sockets import connect as open_connection
 from hyperpod_plugins.comm.work import PeerWait
 from hyperpod_plugins.errors import CommError
@@ -43,12 +43,12 @@ class CommitVote:
     def set_parent(self, connection: socket.socket) -> None:
         """Set the connection to the parent."""
         self._up = connection
-        limit_waits(connection, self._timeout.total_seconds())
+        set_kernel_timeout(connection, self._timeout.total_seconds())
 
     def add_child(self, connection: socket.socket) -> None:
         """Add the connection to a child."""
         self._down.append(connection)
-        limit_waits(connection, self._timeout.total_seconds())
+        set_kernel_timeout(connection, self._timeout.total_seconds())
 
     def __del__(self) -> None:
         """Close the connections together with the group that they belong to."""
@@ -60,12 +60,12 @@ class CommitVote:
         """All connections, the parent's first."""
         return [*([] if self._up is None else [self._up]), *self._down]
 
-    def all_max(self, mine: int, told: Callable[[], object] | None = None) -> int:
+    def all_max(self, mine: int, on_child_notified: Callable[[], object] | None = None) -> int:
         """Return the largest of all ranks' numbers, each in `0 .. 255`.
 
         Args:
             mine: this rank's number.
-            told: called each time the result has been sent to one of this rank's children.
+            on_child_notified: called each time the result has been sent to one of this rank's children.
 
         Raises:
             OSError: a connection is lost, or a neighbor did not vote within the timeout.
@@ -77,8 +77,8 @@ class CommitVote:
             mine = self._receive(self._up)
         for each in self._down:
             self._send(each, mine)
-            if told is not None:
-                told()
+            if on_child_notified is not None:
+                on_child_notified()
         self._number = (self._number + 1) % 256
         return mine
 
@@ -94,7 +94,7 @@ class CommitVote:
         return data[1]
 
 
-_ballots: "WeakKeyDictionary[dist.ProcessGroup, CommitVote]" = WeakKeyDictionary()
+_votes: "WeakKeyDictionary[dist.ProcessGroup, CommitVote]" = WeakKeyDictionary()
 
 
 def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
@@ -114,13 +114,13 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
     if not isinstance(group, ResilientProcessGroup):
         raise CommError('a commit vote needs a default group of the backend "hyperpod"')
     inner = group.connected
-    if group_health.is_open or inner is None:
+    if group_health.is_unavailable or inner is None:
         return 0
     if group.size() == 1:
         return mine
     try:
         with PeerWait(group.role):
-            vote = _ballots.get(inner)
+            vote = _votes.get(inner)
             if vote is None:
                 vote = _open(group, inner)
             return vote.all_max(mine, told)
@@ -136,7 +136,7 @@ def _open(group: ResilientProcessGroup, inner: dist.ProcessGroup) -> CommitVote:
     sockets.add(inner, [each.dup() for each in vote.sockets])
     if group_health.cause is not None:  # the break came first
         raise ConnectionAbortedError(group_health.cause)
-    _ballots[inner] = vote
+    _votes[inner] = vote
     return vote
 
 
@@ -161,7 +161,7 @@ def connect(store: Store, rank: int, size: int, address: str, timeout: timedelta
         if children:
             store.set(str(rank), listener.invitation)
         if rank:
-            invitation = _find(store, str((rank - 1) // 2), deadline_s)
+            invitation = _wait_get(store, str((rank - 1) // 2), deadline_s)
             vote.set_parent(open_connection(invitation, rank, _left_s(deadline_s)))
         for connection in _accept(listener, children, deadline_s):
             vote.add_child(connection)
@@ -174,22 +174,22 @@ def _accept(listener: Listener, children: Sequence[int], deadline_s: float) -> l
     """Accept the connections of the children; return them in order."""
     found: dict[int, socket.socket] = {}
     while len(found) < len(children):
-        _refuse_late(deadline_s)
+        _check_deadline(deadline_s)
         select.select(listener.sockets, [], [], min(_SLICE.total_seconds(), _left_s(deadline_s)))
-        found |= {rank: connection for rank, connection in listener.take() if rank in children}
+        found |= {rank: connection for rank, connection in listener.accept() if rank in children}
     return [found[child] for child in children]
 
 
-def _find(store: Store, key: str, deadline_s: float) -> str:
+def _wait_get(store: Store, key: str, deadline_s: float) -> str:
     while True:
         try:
             store.wait([key], _SLICE)
             return store.get(key).decode()
         except dist.DistError:  # not set yet
-            _refuse_late(deadline_s)
+            _check_deadline(deadline_s)
 
 
-def _refuse_late(deadline_s: float) -> None:
+def _check_deadline(deadline_s: float) -> None:
     if group_health.cause is not None:
         raise ConnectionAbortedError(group_health.cause)
     if time.monotonic() > deadline_s:

@@ -15,22 +15,22 @@ import torch
 
 from hyperpod_plugins.comm.api import GroupKey
 
-Query = Callable[[], bool]
+EventQuery = Callable[[], bool]
 """Returns whether the device has reached a point in its queue; any thread may call it."""
 _MAX_LENGTH = 4096
 
 
-def _record_event(device: torch.device) -> Query:
+def _record_event(device: torch.device) -> EventQuery:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event.query
 
 
-RECORDERS: dict[str, Callable[[torch.device], Query]] = {"cuda": _record_event}
+RECORDERS: dict[str, Callable[[torch.device], EventQuery]] = {"cuda": _record_event}
 """For each device type that has a queue: function that records the present end of the queue."""
 
 
-def record(device: torch.device) -> Query | None:
+def record_event(device: torch.device) -> EventQuery | None:
     """Record the present end of a device's queue; None for a device without one, and during CUDA graph capture."""
     recorder = RECORDERS.get(device.type)
     if recorder is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -45,9 +45,9 @@ class QueuedCollective:
     role: GroupKey
     number: int
     """Number of the collective in its group and generation, counted from 1; 0 if it is not known."""
-    is_reached: Query
+    is_reached: EventQuery
     """Whether the device has completed everything queued before the collective."""
-    is_done: Query
+    is_done: EventQuery
 
 
 class DeviceQueue:

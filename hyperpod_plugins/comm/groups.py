@@ -19,9 +19,9 @@ from torch.distributed import distributed_c10d
 from hyperpod_plugins import env
 from hyperpod_plugins._registration import register_backends
 from hyperpod_plugins.comm import smddp, sockets
-from hyperpod_plugins.comm.api import WORLD, CommOptions, GroupKey, TransportName, without_key
+from hyperpod_plugins.comm.api import WORLD, CommOptions, GroupKey, TransportName, key_of_unnamed_group
 from hyperpod_plugins.comm.health import Phase, group_health
-from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup, live_groups, living
+from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup, _groups_by_key, live_groups
 from hyperpod_plugins.comm.smddp import Smddp
 from hyperpod_plugins.comm.transport import Gloo, InnerSpec, Nccl, Transport, remember_transport
 from hyperpod_plugins.env import WorkerEnv
@@ -48,19 +48,19 @@ def choose_transport(device_type: str, preferred: TransportName = "auto", *, str
         BackendUnavailable: the requested transport, or for `auto` every one, is unavailable; the message lists all
             reasons.
     """
-    candidates = [transport for transport in AUTOMATIC if transport.why_not(device_type) is None]
+    candidates = [transport for transport in AUTOMATIC if transport.unsupported_reason(device_type) is None]
     if preferred == "auto" and candidates:
         return candidates[0]
     asked = [transport for transport in TRANSPORTS if transport.name == preferred]
     for transport in asked:  # imports smddp, so only if it was requested
-        reason = transport.why_not(device_type)
+        reason = transport.unsupported_reason(device_type)
         if reason is None:
             return transport
         if transport is SMDDP and not strict and candidates:
             substitute = candidates[0]
             _warn_once(f"smddp was asked for, but {reason}. Collectives use {substitute.name} instead.")
             return substitute
-    raise BackendUnavailable(_refused(device_type, preferred))
+    raise BackendUnavailable(_unavailable_message(device_type, preferred))
 
 
 def transport_for_group(device_type: str, options: CommOptions, group_size: int, world_size: int) -> Transport:
@@ -70,13 +70,13 @@ def transport_for_group(device_type: str, options: CommOptions, group_size: int,
         BackendUnavailable: see `choose_transport`.
     """
     chosen = choose_transport(device_type, options.transport, strict=options.strict)
-    if chosen.why_not_group(group_size, world_size) is None:
+    if chosen.unsupported_group_reason(group_size, world_size) is None:
         return chosen
     return choose_transport(device_type)
 
 
-def _refused(device_type: str, preferred: str) -> str:
-    refusals = {transport.name: transport.why_not(device_type) for transport in TRANSPORTS}
+def _unavailable_message(device_type: str, preferred: str) -> str:
+    refusals = {transport.name: transport.unsupported_reason(device_type) for transport in TRANSPORTS}
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items() if reason is not None)
     usable = [name for name, reason in refusals.items() if reason is None]
     advice = f"Ask for {' or '.join(usable)}, or for 'auto'" if usable else "Install a torch build with gloo or nccl"
@@ -90,7 +90,7 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-_uses: Counter[str] = Counter()  # number of groups that this process has created for each key
+_num_created: Counter[str] = Counter()  # number of groups that this process has created for each key
 
 
 def register() -> None:
@@ -164,7 +164,7 @@ def new_axis_group(role: GroupKey, global_ranks: Sequence[int]) -> ResilientProc
     return group
 
 
-def inner_spec(
+def spec_for_generation(
     group: ResilientProcessGroup,
     *,
     generation: int,
@@ -195,7 +195,7 @@ def connect(spec: InnerSpec, options: CommOptions, world_size: int, role: GroupK
     transport = IN_HOST_MEMORY if role.is_strict else transport_for_group(device_type, options, spec.size, world_size)
     with sockets.recording(spec.store) as found:
         inner = transport.create(spec)
-    sockets.keep(inner, found)
+    sockets.set_sockets(inner, found)
     remember_transport(inner, transport)
     return inner
 
@@ -208,15 +208,15 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
             "Omit pg_options for the defaults; options of nccl or gloo are not passed on."
         )
     world = _default_group()
-    role = WORLD if world is None else given if isinstance(given, GroupKey) else without_key(c10d.group_id)
+    role = WORLD if world is None else given if isinstance(given, GroupKey) else key_of_unnamed_group(c10d.group_id)
     options, root_store = CommOptions(), c10d.store
     if isinstance(world, ResilientProcessGroup):
         options = world.options
         root_store = world.root_store if isinstance(given, GroupKey) else root_store
     if isinstance(given, CommOptions):
         options = given
-    _uses[role.name] += 1
-    first_prefix = _first_prefix(role, _uses[role.name])
+    _num_created[role.name] += 1
+    first_prefix = _first_prefix(role, _num_created[role.name])
     spec = InnerSpec(
         store=PrefixStore(first_prefix, root_store),
         rank=c10d.group_rank,
@@ -237,7 +237,7 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
         timeout=c10d.timeout,
     )
     group.first_prefix = first_prefix
-    living[role.name] = group
+    _groups_by_key[role.name] = group
     _destroy_at_exit()
     return group
 
@@ -255,7 +255,7 @@ def create_smddp_group(c10d: _DistributedBackendOptions, given: object) -> Backe
     Raises:
         BackendUnavailable: the library does not run here, and `given` is `CommOptions(strict=True)`.
     """
-    if smddp.import_refusal() is None and smddp.instance_refusal(env.instance_type()) is None:
+    if smddp.import_error() is None and smddp.unsupported_instance_reason(env.instance_type()) is None:
         return smddp.library_group(c10d)
     options = given if isinstance(given, CommOptions) else CommOptions()
     return create_group(c10d, replace(options, transport="smddp"))

@@ -25,7 +25,7 @@ class Phase(enum.Enum):
     DETACHED = "collectives do nothing; this process has no connections"
 
 
-class Tolerance:
+class TolerantPhase:
     """Context manager that switches the phase from STRICT to TOLERANT; other phases stay as they are.
 
     A class because `@contextmanager` costs more, and each step enters two such blocks.
@@ -54,7 +54,7 @@ class GroupHealth:
         self._cause: str | None = None
         self._lock = threading.Lock()
         self._listeners: list[Callable[[str], None]] = []
-        self.refusal = ""
+        self.refusal_reason = ""
         """Why the main thread must not communicate now; empty if it may."""
         self.before_refusal: Callable[[], None] = lambda: None
         """Called before a collective is refused for that reason; may raise another error, or call `allow`."""
@@ -70,23 +70,23 @@ class GroupHealth:
         return self.phase is Phase.DETACHED or (self._cause is not None and self.phase is Phase.TOLERANT)
 
     @property
-    def is_open(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether collectives cannot reach the peers now, whether they do nothing or raise."""
         return self._cause is not None or self.phase is Phase.DETACHED
 
-    def forbid(self, why: str, before: Callable[[], None] = lambda: None) -> None:
+    def forbid_collectives(self, why: str, before: Callable[[], None] = lambda: None) -> None:
         """Make the main thread's collectives raise `LoopError(why)` from now on; `before` is called first."""
-        self.refusal, self.before_refusal = why, before
+        self.refusal_reason, self.before_refusal = why, before
 
-    def allow(self) -> None:
+    def allow_collectives(self) -> None:
         """Let the main thread communicate again."""
-        self.forbid("")
+        self.forbid_collectives("")
 
-    def when_broken(self, listener: Callable[[str], None]) -> None:
+    def add_listener(self, listener: Callable[[str], None]) -> None:
         """Call `listener(cause)` at each break, in the thread that noticed it, after the sockets were shut down."""
         self._listeners.append(listener)
 
-    def forget(self, listener: Callable[[str], None]) -> None:
+    def remove_listener(self, listener: Callable[[str], None]) -> None:
         """Remove a listener."""
         self._listeners = [each for each in self._listeners if each != listener]
 
@@ -115,9 +115,9 @@ class GroupHealth:
             self._cause = None
         self.phase = Phase.STRICT
 
-    def tolerant(self) -> Tolerance:
+    def tolerate_breaks(self) -> TolerantPhase:
         """Return a context manager for the inside of a step. A joiner stays detached; a break outlasts the block."""
-        return Tolerance(self)
+        return TolerantPhase(self)
 
 
 group_health = GroupHealth()

@@ -30,7 +30,7 @@ from hyperpod_plugins.comm.api import CommOptions, GroupKey
 from hyperpod_plugins.comm.device_queue import device_queue
 from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.traffic import Collective, counters
-from hyperpod_plugins.comm.transport import forget_device, transport_of
+from hyperpod_plugins.comm.transport import release_gloo_device, transport_of
 from hyperpod_plugins.comm.work import (
     FinishedWork,
     ResilientWork,
@@ -221,7 +221,7 @@ _pin = _Pin()
 
 
 @contextmanager
-def pinned(group: dist.ProcessGroup | None, generation: int) -> Generator[None, None, None]:
+def pin_generation(group: dist.ProcessGroup | None, generation: int) -> Generator[None, None, None]:
     """Restrict this thread's use of a group to one generation, for work that a joiner would not take part in.
 
     Raises:
@@ -307,11 +307,11 @@ class ResilientProcessGroup(DelegatingGroup):
             )
         if _pin.group is self and _pin.generation != self.generation:
             raise_peer_lost(f"the group was formed again, in generation {self.generation}")
-        if group_health.is_open and (group_health.cause is None or not self.role.is_strict):
+        if group_health.is_unavailable and (group_health.cause is None or not self.role.is_strict):
             if not group_health.suppresses_collectives:
                 raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
             return _NO_OP_GROUP
-        if self._inner is None or group_health.is_open:
+        if self._inner is None or group_health.is_unavailable:
             raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
         return self._inner
 
@@ -359,7 +359,7 @@ class ResilientProcessGroup(DelegatingGroup):
         self._rank, self._size = rank, len(global_ranks)
         dist.distributed_c10d._world.pg_group_ranks[self] = {each: index for index, each in enumerate(global_ranks)}
 
-    def move(self, role: GroupKey, global_ranks: Sequence[int], rank: int) -> None:
+    def reassign(self, role: GroupKey, global_ranks: Sequence[int], rank: int) -> None:
         """Change the members and the key of the group while it has no inner group.
 
         Args:
@@ -372,9 +372,9 @@ class ResilientProcessGroup(DelegatingGroup):
         """
         if self._inner is not None:
             raise CommError(f"the group {self.role.name!r} cannot change its members while it is connected to them")
-        if living.get(self.role.name) is self:
-            del living[self.role.name]
-        self.role, living[role.name] = role, self
+        if _groups_by_key.get(self.role.name) is self:
+            del _groups_by_key[self.role.name]
+        self.role, _groups_by_key[role.name] = role, self
         self._set_members(rank, global_ranks)
 
     def take_inner(self) -> dist.ProcessGroup | None:
@@ -396,10 +396,10 @@ class ResilientProcessGroup(DelegatingGroup):
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
     ) -> dist.Work:
         # Every collective of every group and its Work pass through here, so this is where faults are detected.
-        if group_health.refusal and threading.current_thread() is threading.main_thread():
+        if group_health.refusal_reason and threading.current_thread() is threading.main_thread():
             group_health.before_refusal()
-            if group_health.refusal:
-                raise LoopError(group_health.refusal)
+            if group_health.refusal_reason:
+                raise LoopError(group_health.refusal_reason)
         self._traffic.add(kind, payload_bytes)
         inner = self._inner
         try:
@@ -476,11 +476,11 @@ class ResilientProcessGroup(DelegatingGroup):
         self._is_closed = True
         inner = self.take_inner()
         if inner is not None:
-            sockets.release(inner)
+            sockets.close_sockets(inner)
             inner.shutdown()
             release_group(inner)
         if not live_groups():
-            forget_device()
+            release_gloo_device()
 
     def abort(self) -> None:
         """End the group without waiting for its collectives; peers that wait in them get an error."""
@@ -494,12 +494,12 @@ class ResilientProcessGroup(DelegatingGroup):
 _NO_OP_GROUP = no_op_group()
 
 
-living: "WeakValueDictionary[str, ResilientProcessGroup]" = WeakValueDictionary()
+_groups_by_key: "WeakValueDictionary[str, ResilientProcessGroup]" = WeakValueDictionary()
 
 
 def live_groups() -> dict[str, ResilientProcessGroup]:
     """Return all groups of this process that were not destroyed, by the names of their keys."""
-    return {name: group for name, group in sorted(living.items()) if not group.is_closed}
+    return {name: group for name, group in sorted(_groups_by_key.items()) if not group.is_closed}
 
 
 def shutdown_all() -> None:
@@ -514,7 +514,7 @@ def shutdown_all() -> None:
 _ABORT_TIMEOUT_S = 30.0
 _aborts: list[threading.Thread] = []
 _aborted: "WeakSet[dist.ProcessGroup]" = WeakSet()
-_starting_aborts = threading.Lock()
+_aborts_lock = threading.Lock()
 
 
 def start_aborts(inners: Iterable[dist.ProcessGroup]) -> None:
@@ -524,10 +524,10 @@ def start_aborts(inners: Iterable[dist.ProcessGroup]) -> None:
     """
     for inner in inners:
         transport = transport_of(inner)
-        if transport is None or not any(transport.is_queued(device.type) for device in inner._device_types):
+        if transport is None or not any(transport.runs_on_device_queue(device.type) for device in inner._device_types):
             continue
         abort = threading.Thread(target=transport.abort, args=(inner,), name="hyperpod_abort", daemon=True)
-        with _starting_aborts:
+        with _aborts_lock:
             if inner not in _aborted:
                 _aborted.add(inner)
                 abort.start()
@@ -540,13 +540,13 @@ def finish_aborts() -> None:
     Raises:
         DeviceHung: an abort did not end within 30 s.
     """
-    with _starting_aborts:
+    with _aborts_lock:
         aborts = list(_aborts)
     deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
     for abort in aborts:
         abort.join(max(0.0, deadline_s - time.monotonic()))
         if abort.is_alive():
             raise DeviceHung(f"a group's abort did not end within {_ABORT_TIMEOUT_S:.0f} s")
-    with _starting_aborts:
+    with _aborts_lock:
         _aborts[:] = [each for each in _aborts if each not in aborts]
     device_queue.clear()

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from hyperpod_plugins.comm import sockets
 from hyperpod_plugins.comm.api import CommOptions, GroupKey
-from hyperpod_plugins.comm.groups import connect, inner_spec
+from hyperpod_plugins.comm.groups import connect, spec_for_generation
 from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.process_group import (
     ResilientProcessGroup,
@@ -41,7 +41,7 @@ def release_broken() -> None:
     gloo takes some 10 ms for each group. `Reconfiguration` does this too, but then the other members wait for this
     one, so call this earlier, while this one waits for them.
     """
-    if group_health.is_open:
+    if group_health.is_unavailable:
         discard_pending()
         for group in live_groups().values():
             _end(group.take_inner())
@@ -70,12 +70,12 @@ class Reconfiguration:
         store: Store,
         timeout_s: float,
         members: Mapping[str, Sequence[int]] | None = None,
-        is_last: bool = False,
+        only_listed_groups: bool = False,
     ) -> None:
         self._generation, self._store, self._timeout = generation, store, timedelta(seconds=timeout_s)
-        self._members, self._is_last = dict(members or {}), is_last
+        self._members, self._is_last = dict(members or {}), only_listed_groups
         self._outcome: list[dist.ProcessGroup] | Exception | None = None
-        self._deciding, self._is_decided = threading.Lock(), threading.Event()
+        self._lock, self._is_decided = threading.Lock(), threading.Event()
         self.is_cancelled = False
         """Whether `cancel` has ended `run`; its thread may still be connecting then."""
 
@@ -90,7 +90,7 @@ class Reconfiguration:
         """
         finish_aborts()
         groups = [group for name, group in live_groups().items() if not self._is_last or name in self._members]
-        specs = [self._spec(group) for group in groups]
+        specs = [self._inner_spec(group) for group in groups]
         discard_pending()
         wanted = [
             (spec, group.options, spec.size if group.role.axis == "world" else dist.get_world_size(), group.role)
@@ -117,12 +117,12 @@ class Reconfiguration:
         cause = f"generation {self._generation} ended while it was formed: {cause}"
         self._decide(PeerLost(cause), is_abandoned=True)
 
-    def _spec(self, group: ResilientProcessGroup) -> InnerSpec:
+    def _inner_spec(self, group: ResilientProcessGroup) -> InnerSpec:
         """Return how this process connects to the other members of a group."""
         group.check_generation_increases(self._generation)  # before any other member could find this process there
         group.root_store = self._store
         ranks = list(self._members.get(group.role.name, dist.get_process_group_ranks(group)))
-        return inner_spec(
+        return spec_for_generation(
             group,
             generation=self._generation,
             rank=ranks.index(dist.get_rank()),
@@ -155,7 +155,7 @@ class Reconfiguration:
 
     def _decide(self, outcome: list[dist.ProcessGroup] | Exception, *, is_abandoned: bool = False) -> bool:
         """Record an outcome unless there is one already; return whether this one was recorded."""
-        with self._deciding:
+        with self._lock:
             if self._is_decided.is_set():
                 return False
             self._outcome, self.is_cancelled = outcome, is_abandoned
@@ -166,5 +166,5 @@ class Reconfiguration:
 def _end(former: dist.ProcessGroup | None) -> None:
     if former is not None:
         start_aborts([former])  # a group connected in a failed attempt has not been aborted by a break
-        sockets.release(former)
+        sockets.close_sockets(former)
         release_group(former)

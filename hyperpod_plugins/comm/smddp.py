@@ -31,13 +31,13 @@ from torch._C._distributed_c10d import (
 from hyperpod_plugins import env
 from hyperpod_plugins.comm.process_group import DelegatingGroup
 from hyperpod_plugins.comm.traffic import Collective
-from hyperpod_plugins.comm.transport import InnerSpec, abort_cuda_backend, gloo_backend, whole_group
+from hyperpod_plugins.comm.transport import InnerSpec, abort_cuda_backend, assemble_group, gloo_backend
 
 MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 SUPPORTED_INSTANCES = ("p4d", "p4de")
 
 
-def import_refusal() -> str | None:
+def import_error() -> str | None:
     """Import the library, which registers its own c10d backend; return why that failed, or None."""
     try:
         importlib.import_module(MODULE)
@@ -49,7 +49,7 @@ def import_refusal() -> str | None:
     return None
 
 
-def instance_refusal(instance_type: str | None) -> str | None:
+def unsupported_instance_reason(instance_type: str | None) -> str | None:
     """Return why the library does not run on an instance type such as `ml.p4d.24xlarge`, or None if it does."""
     supported = " and ".join(SUPPORTED_INSTANCES)
     if instance_type is None:
@@ -67,14 +67,14 @@ class Smddp:
 
     name = "smddp"
 
-    def why_not(self, device_type: str) -> str | None:
+    def unsupported_reason(self, device_type: str) -> str | None:
         """See `Transport`."""
-        reason = import_refusal() or instance_refusal(env.instance_type())
+        reason = import_error() or unsupported_instance_reason(env.instance_type())
         if reason is None and device_type not in dist.Backend.backend_capability["smddp"]:
             return f"it does not serve {device_type} tensors"
         return reason
 
-    def why_not_group(self, group_size: int, world_size: int) -> str | None:
+    def unsupported_group_reason(self, group_size: int, world_size: int) -> str | None:
         """See `Transport`."""
         if group_size != world_size:
             return f"it serves groups that span the world, and this one has {group_size} of {world_size} ranks"
@@ -88,13 +88,13 @@ class Smddp:
         c10d.global_ranks_in_group = list(spec.global_ranks)
         made = library_group(c10d)
         if isinstance(made, dist.ProcessGroup):
-            return SumForMean(made)
+            return MeanBySumGroup(made)
         backends = {device: ("smddp", made) for device in dist.Backend.backend_capability["smddp"]}
         if "cpu" not in backends:
             backends["cpu"] = ("gloo", gloo_backend(spec))
-        return SumForMean(whole_group(spec, backends))
+        return MeanBySumGroup(assemble_group(spec, backends))
 
-    def is_queued(self, device_type: str) -> bool:
+    def runs_on_device_queue(self, device_type: str) -> bool:
         """See `Transport`."""
         return device_type == "cuda"
 
@@ -115,7 +115,7 @@ _REDUCTIONS = (AllreduceOptions, AllreduceCoalescedOptions, ReduceScatterOptions
 _SUM, _MEAN = ReduceOp(ReduceOp.SUM), ReduceOp(ReduceOp.AVG)
 
 
-class SumForMean(DelegatingGroup):
+class MeanBySumGroup(DelegatingGroup):
     """Adds AVG to a group that lacks it: a mean is computed as a sum that is divided when it has arrived."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:

@@ -9,7 +9,7 @@ fault informs every rank it is connected to.
 Only connected sockets are recorded, because shutting down a listener makes gloo abort the process. The connections to
 the store, which recovery needs, are recognized by the ports of its servers and left out.
 
-`Listener`, `connect` and `begin_connecting` open the connections of `Channel` and `CommitVote`. A caller must present
+`Listener`, `connect` and `connect_nonblocking` open the connections of `Channel` and `CommitVote`. A caller must present
 a token that the listening rank has published in the job's store.
 """
 
@@ -79,7 +79,7 @@ def recording(store: Store) -> Generator[GroupSockets]:
         sockets.add(_connected(_open_sockets() - before, server_ports(store)))
 
 
-def keep(group: dist.ProcessGroup, sockets: GroupSockets) -> None:
+def set_sockets(group: dist.ProcessGroup, sockets: GroupSockets) -> None:
     """Store the recorded sockets of an inner group."""
     _wires[group] = sockets
 
@@ -101,7 +101,7 @@ def shutdown(group: dist.ProcessGroup) -> None:
         sockets.shutdown()
 
 
-def release(group: dist.ProcessGroup) -> None:
+def close_sockets(group: dist.ProcessGroup) -> None:
     """Close the recorded sockets of an inner group that is no longer used."""
     sockets = _wires.pop(group, None)
     if sockets is not None:
@@ -178,7 +178,7 @@ _MAX_CALLERS = 64
 class Listener:
     """Accepts connections concurrently: a caller that sends nothing, or a wrong token, does not delay the others.
 
-    No method blocks. Call `take` when one of `sockets` is readable, or periodically.
+    No method blocks. Call `accept` when one of `sockets` is readable, or periodically.
     """
 
     def __init__(self, address: str) -> None:
@@ -189,10 +189,10 @@ class Listener:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._callers: dict[socket.socket, tuple[float, bytes]] = {}
         self.invitation = f"{address} {self._socket.getsockname()[1]} {self._token.hex()}"
-        """Address, port and token, as `connect` and `begin_connecting` take them."""
+        """Address, port and token, as `connect` and `connect_nonblocking` take them."""
 
     def __del__(self) -> None:
-        """Close the listener and the callers that `take` has not returned."""
+        """Close the listener and the callers that `accept` has not returned."""
         self.close()
 
     @property
@@ -200,7 +200,7 @@ class Listener:
         """Sockets to poll for readability."""
         return [self._socket, *self._callers]
 
-    def take(self) -> list[tuple[int, socket.socket]]:
+    def accept(self) -> list[tuple[int, socket.socket]]:
         """Return rank and non-blocking socket of each caller that has sent the token since the last call."""
         with suppress(BlockingIOError, ConnectionError):
             while True:
@@ -234,7 +234,7 @@ class Listener:
         return welcome
 
     def close(self) -> None:
-        """Stop listening, and close the callers that `take` has not returned."""
+        """Stop listening, and close the callers that `accept` has not returned."""
         self._socket.close()
         for caller in list(self._callers):
             self._refuse(caller)
@@ -256,7 +256,7 @@ def connect(invitation: str, rank: int, timeout_s: float) -> socket.socket:
     return connection
 
 
-def begin_connecting(invitation: str, rank: int) -> tuple[socket.socket, bytes]:
+def connect_nonblocking(invitation: str, rank: int) -> tuple[socket.socket, bytes]:
     """Start connecting to a `Listener` as `rank`, without blocking.
 
     Returns:
@@ -274,7 +274,7 @@ def begin_connecting(invitation: str, rank: int) -> tuple[socket.socket, bytes]:
     return connection, _GREETING.pack(bytes.fromhex(token), rank)
 
 
-def limit_waits(connection: socket.socket, timeout_s: float) -> None:
+def set_kernel_timeout(connection: socket.socket, timeout_s: float) -> None:
     """Make a socket blocking, with a timeout in the kernel: one system call per message instead of two.
 
     A send or receive in which no byte moves for `timeout_s` raises `BlockingIOError`.

@@ -43,11 +43,11 @@ class Transport(Protocol):
         """Name by which users request it."""
         ...
 
-    def why_not(self, device_type: str) -> str | None:
+    def unsupported_reason(self, device_type: str) -> str | None:
         """Return why it cannot serve tensors on this type of device here, or None if it can."""
         ...
 
-    def why_not_group(self, group_size: int, world_size: int) -> str | None:
+    def unsupported_group_reason(self, group_size: int, world_size: int) -> str | None:
         """Return why it cannot serve a group of this size, or None if it can."""
         ...
 
@@ -55,7 +55,7 @@ class Transport(Protocol):
         """Connect to the other members and return a whole group, which also serves CPU tensors."""
         ...
 
-    def is_queued(self, device_type: str) -> bool:
+    def runs_on_device_queue(self, device_type: str) -> bool:
         """Whether collectives of tensors on this type of device are queued there.
 
         Then `wait` returns at once and raises no errors, and a collective that waits for a lost peer ends only when
@@ -83,7 +83,7 @@ class Gloo:
 
     name = "gloo"
 
-    def why_not(self, device_type: str) -> str | None:
+    def unsupported_reason(self, device_type: str) -> str | None:
         """See `Transport`."""
         if not dist.is_gloo_available():
             return "this build of torch has no gloo"
@@ -91,7 +91,7 @@ class Gloo:
             return f"it serves cpu and cuda tensors only, not {device_type}"
         return None
 
-    def why_not_group(self, group_size: int, world_size: int) -> str | None:
+    def unsupported_group_reason(self, group_size: int, world_size: int) -> str | None:
         """See `Transport`."""
         return None
 
@@ -99,9 +99,9 @@ class Gloo:
         """See `Transport`."""
         backend = gloo_backend(spec)
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        return whole_group(spec, {device: ("gloo", backend) for device in devices})
+        return assemble_group(spec, {device: ("gloo", backend) for device in devices})
 
-    def is_queued(self, device_type: str) -> bool:
+    def runs_on_device_queue(self, device_type: str) -> bool:
         """See `Transport`."""
         return False
 
@@ -119,7 +119,7 @@ class Nccl:
 
     name = "nccl"
 
-    def why_not(self, device_type: str) -> str | None:
+    def unsupported_reason(self, device_type: str) -> str | None:
         """See `Transport`."""
         if device_type != "cuda":
             return f"it serves cuda tensors only, not {device_type}"
@@ -129,7 +129,7 @@ class Nccl:
             return "torch finds no usable GPU"
         return None
 
-    def why_not_group(self, group_size: int, world_size: int) -> str | None:
+    def unsupported_group_reason(self, group_size: int, world_size: int) -> str | None:
         """See `Transport`."""
         return None
 
@@ -144,9 +144,9 @@ class Nccl:
         backend = ProcessGroupNCCL(PrefixStore("cuda", spec.store), spec.rank, spec.size, options)
         backend._set_sequence_number_for_group()
         backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-        return whole_group(spec, {"cuda": ("nccl", backend), "cpu": ("gloo", gloo_backend(spec))})
+        return assemble_group(spec, {"cuda": ("nccl", backend), "cpu": ("gloo", gloo_backend(spec))})
 
-    def is_queued(self, device_type: str) -> bool:
+    def runs_on_device_queue(self, device_type: str) -> bool:
         """See `Transport`."""
         return device_type == "cuda"
 
@@ -189,12 +189,12 @@ def abort_cuda_backend(group: dist.ProcessGroup) -> None:
     backend.abort()
 
 
-def forget_device() -> None:
+def release_gloo_device() -> None:
     """Release the gloo device kept for groups of one member; called when no group is left."""
     _latest_devices.clear()
 
 
-def whole_group(spec: InnerSpec, backends: Mapping[str, tuple[str, Backend]]) -> dist.ProcessGroup:
+def assemble_group(spec: InnerSpec, backends: Mapping[str, tuple[str, Backend]]) -> dist.ProcessGroup:
     """Assemble a `ProcessGroup` from one `(name, backend)` per device type; the first is the default.
 
     A bare backend lacks the coalesced collectives, which functional collectives and DTensor use.

@@ -30,16 +30,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyperpod_plugins.comm.api import GroupKey
-from hyperpod_plugins.comm.device_queue import QueuedCollective, device_queue, record
+from hyperpod_plugins.comm.device_queue import QueuedCollective, device_queue, record_event
 from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.transport import transport_of
 from hyperpod_plugins.errors import PeerLost
 
-_FOREVER = timedelta(0)
+_GROUP_TIMEOUT = timedelta(0)
 OptionsT = TypeVar("OptionsT", dist.AllreduceOptions, dist.ReduceOptions)
 
 
-class ScatteredSum(dist.Work):
+class ReduceScatterWork(dist.Work):
     """A reduce-scatter under way, made of reductions of which this rank keeps its parts."""
 
     def __init__(self, works: Sequence[dist.Work], outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -47,10 +47,10 @@ class ScatteredSum(dist.Work):
         self._works, self._outputs, self._parts = list(works), list(outputs), list(parts)
         self._has_copied = False
 
-    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+    def wait(self, timeout: timedelta = _GROUP_TIMEOUT) -> bool:
         """Wait for each reduction for at most `timeout` (zero: that of the group), then write the outputs."""
         for work in self._works:
-            _ = work.wait() if timeout == _FOREVER else work.wait(timeout)
+            _ = work.wait() if timeout == _GROUP_TIMEOUT else work.wait(timeout)
         if not self._has_copied:
             for output, part in zip(self._outputs, self._parts, strict=True):
                 output.copy_(part.view_as(output))
@@ -106,15 +106,15 @@ def reduce_scatter(
     for each in given:
         if isinstance(each, Tensor):
             sums = _copied(each).view(inner.size(), -1)
-            works.append(inner.allreduce([sums], _options_said(dist.AllreduceOptions(), options)))
+            works.append(inner.allreduce([sums], _copy_options(dist.AllreduceOptions(), options)))
         else:
             sums = [_copied(part) for part in each]
             for root, part in enumerate(sums):
-                to_root = _options_said(dist.ReduceOptions(), options)
+                to_root = _copy_options(dist.ReduceOptions(), options)
                 to_root.rootRank = root
                 works.append(inner.reduce([part], to_root))
         parts.append(sums[inner.rank()])
-    return ScatteredSum(works, mine, parts)
+    return ReduceScatterWork(works, mine, parts)
 
 
 def _options(*args: Any, **kwargs: Any) -> dist.ReduceScatterOptions | None:
@@ -127,7 +127,7 @@ def _options(*args: Any, **kwargs: Any) -> dist.ReduceScatterOptions | None:
     return values[0] if len(values) == 1 and isinstance(values[0], dist.ReduceScatterOptions) else None
 
 
-def _options_said(options: OptionsT, wanted: dist.ReduceScatterOptions) -> OptionsT:
+def _copy_options(options: OptionsT, wanted: dist.ReduceScatterOptions) -> OptionsT:
     options.reduceOp, options.timeout, options.asyncOp = wanted.reduceOp, wanted.timeout, wanted.asyncOp
     return options
 
@@ -158,7 +158,7 @@ _TRANSPORT_WORDS = re.compile(
 """Library messages for a lost peer or connection; any other error is a bug in the program, and is raised."""
 
 _SLICE = timedelta(seconds=0.2)
-_PATIENCE_S = 0.3
+_RELEASE_TIMEOUT_S = 0.3
 _unfinished: dict[dist.ProcessGroup, list[dist.Work]] = {}
 _gone: "WeakSet[dist.ProcessGroup]" = WeakSet()
 _releasing = threading.Lock()
@@ -283,7 +283,7 @@ class ResilientWork(dist.Work):
         self._number = number
         self._in_slices = in_slices
         self._queued_on = queued_on
-        self._is_reached = None if queued_on is None else record(queued_on)
+        self._is_reached = None if queued_on is None else record_event(queued_on)
         pending.add(self)
 
     def discard(self) -> None:
@@ -292,7 +292,7 @@ class ResilientWork(dist.Work):
         if inner is not None and group is not None and not inner.is_completed():
             release_work(group, inner)
 
-    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+    def wait(self, timeout: timedelta = _GROUP_TIMEOUT) -> bool:
         """Wait for the collective; a zero timeout means that of the group."""
         inner, group = self._inner, self._group
         if inner is None or group is None:
@@ -305,7 +305,7 @@ class ResilientWork(dist.Work):
         try:
             if self._queued_on is not None:
                 return self._queue(inner, timeout)
-            if timeout != _FOREVER:
+            if timeout != _GROUP_TIMEOUT:
                 return inner.wait(timeout)
             return _wait_in_slices(inner, group) if self._in_slices else inner.wait()
         except RuntimeError as error:
@@ -319,9 +319,9 @@ class ResilientWork(dist.Work):
 
     def _queue(self, inner: dist.Work, timeout: timedelta) -> bool:
         """Make the device wait while the host goes on, and record the collective in `device_queue`."""
-        is_queued = inner.wait() if timeout == _FOREVER else inner.wait(timeout)
+        is_queued = inner.wait() if timeout == _GROUP_TIMEOUT else inner.wait(timeout)
         assert self._queued_on is not None
-        is_reached, is_done = self._is_reached, record(self._queued_on)
+        is_reached, is_done = self._is_reached, record_event(self._queued_on)
         if is_reached is not None and is_done is not None and not self._role.is_strict:
             device_queue.add(QueuedCollective(self._role, self._number, is_reached, is_done))
         return is_queued
@@ -336,7 +336,7 @@ class ResilientWork(dist.Work):
         inner = self._inner
         if inner is None or not inner.is_completed():
             return inner is None
-        if isinstance(inner, ScatteredSum) and inner.is_success():
+        if isinstance(inner, ReduceScatterWork) and inner.is_success():
             inner.wait()
         return True
 
@@ -385,8 +385,8 @@ def queueing_device(group: dist.ProcessGroup, arguments: Sequence[Any]) -> torch
         while isinstance(argument, list | tuple) and argument:
             argument = argument[0]
         if isinstance(argument, torch.Tensor):
-            return argument.device if transport.is_queued(argument.device.type) else None
-    return next((device for device in group._device_types if transport.is_queued(device.type)), None)
+            return argument.device if transport.runs_on_device_queue(argument.device.type) else None
+    return next((device for device in group._device_types if transport.runs_on_device_queue(device.type)), None)
 
 
 def release_group(group: dist.ProcessGroup) -> None:
@@ -398,10 +398,10 @@ def release_group(group: dist.ProcessGroup) -> None:
     with _releasing:
         _gone.add(group)
         works = _unfinished.pop(group, [])
-    deadline_s = time.monotonic() + _PATIENCE_S
+    deadline_s = time.monotonic() + _RELEASE_TIMEOUT_S
     while not _have_ended(works):
         if time.monotonic() > deadline_s:
-            _keep(group, works)
+            _keep_alive_until_done(group, works)
             return
         time.sleep(0.002)
 
@@ -412,10 +412,10 @@ def release_work(group: dist.ProcessGroup, work: dist.Work) -> None:
         if group not in _gone:
             _unfinished.setdefault(group, []).append(work)
             return
-    _keep(group, [work])
+    _keep_alive_until_done(group, [work])
 
 
-def _keep(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
+def _keep_alive_until_done(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
     for thing in (group, *works):  # they must not be destroyed, not even at process exit
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     threading.Thread(target=_await_ends, args=(group, works), name="hyperpod_asleep", daemon=True).start()
@@ -461,7 +461,7 @@ def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
 class FinishedWork(dist.Work):
     """Handle of a collective that did nothing."""
 
-    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+    def wait(self, timeout: timedelta = _GROUP_TIMEOUT) -> bool:
         """Return at once."""
         return True
 

@@ -1,7 +1,7 @@
 """Training data: token files, sample order, resumable samplers and loaders, and a batch cache in shared memory."""
 
 from hyperpod_plugins.data.batch_cache import MISSING, BatchCache, BatchCacheConfig, cached
-from hyperpod_plugins.data.batch_split import BatchSplit, Cursor, MicroStep, sample_weight, share
+from hyperpod_plugins.data.batch_split import BatchSplit, Cursor, MicroStep, rank_positions, sample_weight
 from hyperpod_plugins.data.loader import LoaderOptions, StatefulLoader
 from hyperpod_plugins.data.permutation import sample_order
 from hyperpod_plugins.data.sampler import ElasticSampler
@@ -23,8 +23,8 @@ __all__ = [
     "TokenHeader",
     "build_tokens",
     "cached",
+    "rank_positions",
     "sample_order",
     "sample_weight",
-    "share",
     "write_tokens",
 ]

@@ -51,7 +51,7 @@ class BatchSplit:
     """Maximum number of samples of one rank in one micro-step."""
     data_world_size: int
     """Number of data-parallel ranks."""
-    pads: bool = False
+    pads_last_step: bool = False
     """Whether an incomplete last step has as many micro-steps as any other, however few samples it has. A rank
     without a sample in a micro-step runs a sample of another rank with weight 0."""
     allows_idle_ranks: bool = False
@@ -103,7 +103,7 @@ class BatchSplit:
             ConfigError: a rank would have no sample in some micro-step, so collectives would hang; or the step cannot
                 be split into logical shards.
         """
-        if self.pads and step_size < self.global_batch_size:
+        if self.pads_last_step and step_size < self.global_batch_size:
             count = self.micro_steps
             each, rest = divmod(step_size, count)
             return [each + (index >= count - rest) for index in range(count)]
@@ -170,7 +170,7 @@ class BatchSplit:
     def share(self, micro_step: MicroStep, rank: int) -> range:
         """The contiguous positions of a micro-step that belong to a data-parallel rank."""
         if not self.num_logical_shards:
-            return share(micro_step, rank=rank, world_size=self.data_world_size)
+            return rank_positions(micro_step, rank=rank, world_size=self.data_world_size)
         replica, place = divmod(rank, self.replica_size)
         index = (micro_step.before.position - micro_step.before.step_start) // micro_step.size
         logical = replica * self.micro_steps + index
@@ -190,7 +190,7 @@ class BatchSplit:
         return done
 
 
-def share(micro_step: MicroStep, *, rank: int, world_size: int) -> range:
+def rank_positions(micro_step: MicroStep, *, rank: int, world_size: int) -> range:
     """The contiguous positions of a micro-step that belong to `rank`; the first ranks get one more if uneven."""
     each, rest = divmod(micro_step.size, world_size)
     first = micro_step.before.position + rank * each + min(rank, rest)

@@ -98,15 +98,15 @@ class StatefulLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch."""
-        start = self._sampler.begin()
-        for batch, micro_step in zip(self._batches(start), self._sampler.walk(start), strict=True):
+        start = self._sampler.start_iteration()
+        for batch, micro_step in zip(self._batches(start), self._sampler.micro_steps_from(start), strict=True):
             self._sampler.advance(micro_step)
             yield batch
 
     def _batches(self, start: Cursor) -> Iterator[Any]:
         if self._cache is None:
             return self._read(start)
-        micro_steps = self._sampler.walk(start)
+        micro_steps = self._sampler.micro_steps_from(start)
         return cached(
             lambda position: self._read(self._sampler.split.cursor_at(position, start)),
             self._cache,
@@ -128,7 +128,7 @@ class _AheadSampler(Sampler[list[int]]):
         self.start = Cursor()
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (self._sampler.ids(micro_step) for micro_step in self._sampler.walk(self.start))
+        return (self._sampler.ids(micro_step) for micro_step in self._sampler.micro_steps_from(self.start))
 
     def __len__(self) -> int:
         return self._sampler.split.count(self.start, self._sampler.num_samples, drop_last=self._sampler.drop_last)

@@ -72,7 +72,7 @@ def seed_host_generators(value: int) -> None:
 
 
 @contextmanager
-def own_random_numbers() -> Generator[None]:
+def preserve_generators() -> Generator[None]:
     """Restore the global generators of torch (CPU), Python and NumPy on exit; only in the main thread."""
     if not _is_main():
         yield
@@ -105,7 +105,7 @@ class LoaderKey:
     """Data-parallel rank, shared by ranks that read the same samples; unused for samples with a unique index."""
     kind: str = "sample"
     """Distinguishes loaders for different purposes."""
-    number: int = 0
+    loader_index: int = 0
     """Distinguishes loaders for the same purpose, whose samples may have the same indices."""
     sets_epoch: bool = False
     """Whether to call `set_epoch` of a `DistributedSampler`, as workers may prefetch before the trainer calls it."""
@@ -113,7 +113,7 @@ class LoaderKey:
     @property
     def stream(self) -> tuple[int, str, int]:
         """The part of the key that all streams of the loader share."""
-        return self.seed, self.kind, self.number
+        return self.seed, self.kind, self.loader_index
 
 
 def key_random_numbers(loader: DataLoader[Any], key: LoaderKey) -> None:
@@ -140,14 +140,14 @@ def key_random_numbers(loader: DataLoader[Any], key: LoaderKey) -> None:
         vars(keyed)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = order
         keyed.worker_init_fn = _KeyedWorkers(loader.dataset, loader.worker_init_fn)
         seed = keyed_seed("loader", *key.stream, key.data_rank)
-        with own_random_numbers():
+        with preserve_generators():
             seed_host_generators(seed)  # determines the seeds of workers
             return _InWorkers(keyed) if loader.num_workers else _InProcess(keyed)
 
     vars(loader)["_get_iterator"] = iterator
 
 
-class KeyedItems:
+class SeededIterable:
     """An iterable other than a `DataLoader`, each of whose items draws from its own stream in each epoch."""
 
     def __init__(self, items: Any, key: LoaderKey) -> None:
@@ -162,13 +162,15 @@ class KeyedItems:
 
     def __iter__(self) -> Iterator[Any]:
         key = self._key
-        return isolated(_keyed_items(lambda: self._items, "items", *key.stream, key.epoch(), key.data_rank))
+        return with_restored_generators(
+            _keyed_items(lambda: self._items, "items", *key.stream, key.epoch(), key.data_rank)
+        )
 
 
-def isolated(items: Iterator[T]) -> Iterator[T]:
+def with_restored_generators(items: Iterator[T]) -> Iterator[T]:
     """Yield `items`, restoring the global generators after making each."""
     while True:
-        with own_random_numbers():
+        with preserve_generators():
             try:
                 item = next(items)
             except StopIteration:
@@ -194,7 +196,7 @@ class _InProcess(_SingleProcessDataLoaderIter):
 
     @override
     def _next_data(self) -> Any:
-        with own_random_numbers():
+        with preserve_generators():
             return super()._next_data()
 
 
@@ -203,12 +205,12 @@ class _InWorkers(_MultiProcessingDataLoaderIter):
 
     @override
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        with own_random_numbers():
+        with preserve_generators():
             super()._reset(loader, first_iter)
 
     @override
     def _next_data(self) -> Any:
-        with own_random_numbers():
+        with preserve_generators():
             return super()._next_data()
 
 
@@ -278,8 +280,8 @@ class _KeyedDataset:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._is_fixed = _is_fixed(dataset)
-        self._reads_many = _reads_many(dataset)
+        self._is_fixed = _is_deterministic(dataset)
+        self._reads_many = _has_getitems(dataset)
 
     def __getitem__(self, item: tuple[int, Any]) -> Any:
         seed, index = item
@@ -337,13 +339,13 @@ def _may_repeat(sampler: Any) -> bool:
     return isinstance(sampler, WeightedRandomSampler) or (isinstance(sampler, RandomSampler) and sampler.replacement)
 
 
-def _is_fixed(dataset: Any) -> bool:
+def _is_deterministic(dataset: Any) -> bool:
     """Whether reading a dataset never draws random numbers, so that no seeding is needed."""
-    return _is_fixed(dataset.dataset) if type(dataset) is Subset else type(dataset) is TensorDataset
+    return _is_deterministic(dataset.dataset) if type(dataset) is Subset else type(dataset) is TensorDataset
 
 
-def _reads_many(dataset: Any) -> bool:
+def _has_getitems(dataset: Any) -> bool:
     """Whether a dataset reads batches as a whole."""
     if isinstance(dataset, Subset):  # always has `__getitems__`, but reads samples singly if its dataset has none
-        return _reads_many(dataset.dataset)
+        return _has_getitems(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))

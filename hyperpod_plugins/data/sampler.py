@@ -62,7 +62,7 @@ class ElasticSampler(Sampler[list[int]]):
                 f"the data has {num_samples} samples, fewer than one global batch of {split.global_batch_size}, so an "
                 "epoch would have no step. Use a smaller global_batch_size, more data, or drop_last=False."
             )
-        if split.pads and drop_last:
+        if split.pads_last_step and drop_last:
             raise ConfigError("a BatchSplit with pads=True is for the last step that drop_last=True leaves out.")
         self.split = split
         self.num_samples = num_samples
@@ -114,11 +114,11 @@ class ElasticSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the lists of this epoch: all of them, or after `load_state_dict` the remaining ones."""
-        for micro_step in self.walk(self.begin()):
+        for micro_step in self.micro_steps_from(self.start_iteration()):
             self.advance(micro_step)
             yield self.ids(micro_step)
 
-    def begin(self) -> Cursor:
+    def start_iteration(self) -> Cursor:
         """Start an iteration and return its first position: the restored one, once, else the start of the epoch."""
         if not self._continues:
             self._cursor = Cursor(epoch=self._cursor.epoch)
@@ -133,7 +133,7 @@ class ElasticSampler(Sampler[list[int]]):
     def _left_from(self, position: int) -> int:
         return self.split.count(replace(self._cursor, position=position), self.num_samples, drop_last=self.drop_last)
 
-    def walk(self, cursor: Cursor) -> Iterator[MicroStep]:
+    def micro_steps_from(self, cursor: Cursor) -> Iterator[MicroStep]:
         """Yield the micro-steps of all ranks from `cursor` to the end of its epoch, without moving the position."""
         return self.split.walk(cursor, self.num_samples, drop_last=self.drop_last)
 
@@ -226,12 +226,12 @@ class ElasticSampler(Sampler[list[int]]):
                 f"the saved position belongs to other data or another order: {differences}. Resume with the data and "
                 "the seed of the saved run, or drop the loader state and restart the epoch."
             )
-        self._cursor = self._place(epoch, position if is_same_split else step_start, step_start)
+        self._cursor = self._validated_cursor(epoch, position if is_same_split else step_start, step_start)
         self._continues = True
         self._epoch_offset = 0
         self._check_last_step()
 
-    def _place(self, epoch: int, position: int, step_start: int) -> Cursor:
+    def _validated_cursor(self, epoch: int, position: int, step_start: int) -> Cursor:
         if not 0 <= step_start <= position <= self.num_samples:
             raise DatasetChanged(
                 f"the saved position {position} (step from {step_start}) lies outside an epoch of {self.num_samples} "

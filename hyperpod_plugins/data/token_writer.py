@@ -104,10 +104,10 @@ def build_tokens(
     """
     target = Path(path)
     token_bytes = _token_bytes(dtype, vocab_size)
-    if (header := _sound_header(target, vocab_size)) is not None:
+    if (header := _valid_header(target, vocab_size)) is not None:
         return header
     with file_lock(_lock_path(target), timeout_s=timeout_s, purpose=f"building {target.name}"):
-        if (header := _sound_header(target, vocab_size)) is not None:
+        if (header := _valid_header(target, vocab_size)) is not None:
             return header
         return _write_and_rename(target, source(), token_bytes, vocab_size, progress=progress)
 
@@ -150,7 +150,7 @@ def _lock_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.lock")
 
 
-def _sound_header(target: Path, vocab_size: int) -> TokenHeader | None:
+def _valid_header(target: Path, vocab_size: int) -> TokenHeader | None:
     if not target.exists():
         return None
     try:
@@ -187,7 +187,7 @@ def _write_and_rename(
     partial = target.with_name(f".{target.name}.partial")
     try:
         with partial.open("wb") as file, ProgressBar(f"writing {target.name}", "tokens", is_shown=progress) as bar:
-            header = _write_all(file, _checked(chunks, token_bytes, vocab_size, bar), token_bytes, vocab_size)
+            header = _write_all(file, _validated_chunks(chunks, token_bytes, vocab_size, bar), token_bytes, vocab_size)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
@@ -230,7 +230,7 @@ def _write_all(file: BinaryIO, pieces: Iterator[bytes], token_bytes: int, vocab_
     return header
 
 
-def _checked(chunks: TokenChunks, token_bytes: int, vocab_size: int, bar: ProgressBar) -> Iterator[bytes]:
+def _validated_chunks(chunks: TokenChunks, token_bytes: int, vocab_size: int, bar: ProgressBar) -> Iterator[bytes]:
     num_tokens = 0
     for chunk in chunks:
         tokens = np.asarray(chunk)

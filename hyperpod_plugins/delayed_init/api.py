@@ -57,7 +57,7 @@ def delayed_init() -> Generator[Tape]:
         stack.callback(tape.close)
         recorder = Recorder(tape)
         stack.enter_context(recorder)
-        stack.enter_context(_Pretender(recorder))
+        stack.enter_context(_CpuDeviceMode(recorder))
         stack.enter_context(_whole_trunc_normal(recorder))
         stack.enter_context(_collecting(modules))
         yield tape
@@ -104,7 +104,7 @@ def _whole_trunc_normal(recorder: Recorder) -> Generator[None]:
     def trunc_normal(
         tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        if not recorder.tape.holds(tensor):
+        if not recorder.tape.is_recorded(tensor):
             return original(tensor, mean, std, a, b, generator=generator)
         recorder.record_overwrite(original, tensor, (mean, std, a, b), generator)
         return tensor
@@ -116,7 +116,7 @@ def _whole_trunc_normal(recorder: Recorder) -> Generator[None]:
         init._no_grad_trunc_normal_ = original
 
 
-class _Pretender(TorchFunctionMode):
+class _CpuDeviceMode(TorchFunctionMode):
     """Answers queries of Python code for the device and the values of delayed tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -134,7 +134,7 @@ class _Pretender(TorchFunctionMode):
         kwargs = kwargs or {}
         refuse_other_device(func, kwargs.get("device"))  # before torch initialises that device
         first = args[0] if args else None
-        if not isinstance(first, torch.Tensor) or not self._recorder.tape.holds(first):
+        if not isinstance(first, torch.Tensor) or not self._recorder.tape.is_recorded(first):
             return func(*args, **kwargs)
         if func in self._answers:
             return self._answers[func]

@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard  # pyright: i
 
 from hyperpod_plugins.delayed_init.replay import ReplayReport, replay
 from hyperpod_plugins.delayed_init.reset_parameters import find_initializers, reset_module
-from hyperpod_plugins.delayed_init.tape import Tape, View, binding_of, full_name, own_tensors, release, tapes_of
-from hyperpod_plugins.errors import InitializationError, few
+from hyperpod_plugins.delayed_init.tape import Tape, View, binding_of, full_name, own_tensors, release_tapes, tapes_of
+from hyperpod_plugins.errors import InitializationError, format_list
 
 
 def materialize(model: nn.Module, *, device: torch.device | str = "cpu", seed: int = 0) -> ReplayReport:
@@ -46,7 +46,7 @@ def materialize(model: nn.Module, *, device: torch.device | str = "cpu", seed: i
         torch.default_generator.manual_seed(seed)
         for initializer in initializers:
             reset_module(initializer, copy_shard_)
-    release(model)
+    release_tapes(model)
     return ReplayReport(
         num_ops=sum(report.num_ops for report in reports), peak_bytes=max((r.peak_bytes for r in reports), default=0)
     )
@@ -155,8 +155,9 @@ def _refuse_valueless(slots: list[_Slot]) -> None:
     ]
     if valueless:
         raise InitializationError(
-            f"no code gave values to {few(valueless)}: the constructor allocated it (torch.empty or torch.Tensor) "
-            "without writing any values. Initialise it in the constructor, for example with torch.nn.init."
+            f"no code gave values to {format_list(valueless)}: the constructor allocated it (torch.empty or "
+            "torch.Tensor) without writing any values. Initialise it in the constructor, for example with "
+            "torch.nn.init."
         )
 
 
@@ -170,7 +171,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
                 continue
             if id(tensor) not in twins:
                 held.append(tensor)
-                twins[id(tensor)] = _twin(tensor, device)
+                twins[id(tensor)] = _allocate_like(tensor, device)
             setattr(module, name, twins[id(tensor)])
     # FSDP2 tracks its DTensors, so allocate them as `Module.to_empty` does, which keeps the parameter objects.
     if any(tensor.is_meta for tensor in model.parameters()):
@@ -179,7 +180,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def _twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _allocate_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     memory = torch.empty_like(tensor, device=device, requires_grad=False)
     if not isinstance(tensor, nn.Parameter):
         return memory

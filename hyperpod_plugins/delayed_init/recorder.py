@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             tensors = _tensors((args, kwargs))
             draws = torch.Tag.nondeterministic_seeded in func.tags
-            if tensors and not draws and not any(self.tape.holds(tensor) for tensor in tensors):
+            if tensors and not draws and not any(self.tape.is_recorded(tensor) for tensor in tensors):
                 return func(*args, **kwargs)
             if torch.Tag.data_dependent_output in func.tags:
                 return self._run_on_values(func, args, kwargs)
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
         touched = {
             self.tape.view(tensor).version
             for tensor in _tensors((args, kwargs))
-            if self.tape.holds(tensor) and all(tensor is not target for target in targets)
+            if self.tape.is_recorded(tensor) and all(tensor is not target for target in targets)
         }
         for tensor, is_out in written:
             can_overwrite = (is_out or func in _OVERWRITING) and self.tape.view(tensor).version not in touched
@@ -127,8 +127,8 @@ class Recorder(TorchDispatchMode):
             args=_map(args, self._encode),
             kwargs=_map(kwargs, self._encode),
             outputs=outputs,
-            touched=frozenset(touched),
-            changed=frozenset(changed),
+            used=frozenset(touched),
+            written=frozenset(changed),
             default_dtype=torch.get_default_dtype(),
             draw=draw,
         )
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, torch.Generator):
             return GeneratorRef(self.tape.streams.index(self.tape.stream(value)))
         if isinstance(value, torch.Tensor):
-            return self.tape.view(value) if self.tape.holds(value) else Constant(value.detach().clone())
+            return self.tape.view(value) if self.tape.is_recorded(value) else Constant(value.detach().clone())
         return value
 
     def _written(self, tensor: torch.Tensor, *, overwrites: bool) -> int:
@@ -151,13 +151,13 @@ class Recorder(TorchDispatchMode):
         return version
 
     def _hold(self, output: torch.Tensor, *, is_written: bool) -> View | None:
-        if self.tape.holds(output):
+        if self.tape.is_recorded(output):
             return None
         self.tape.new_version(output, is_written=is_written)
         return self.tape.view(output)
 
     def _refuse_real(self, func: Any, tensor: torch.Tensor) -> None:
-        if not self.tape.holds(tensor):
+        if not self.tape.is_recorded(tensor):
             raise InitializationError(
                 f"while initialisation is delayed, {func} writes into a tensor of shape {tuple(tensor.shape)} that "
                 "already has memory (it was created outside, or from data by torch.tensor or torch.load). Create the "
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
         """Run an op whose result depends on values now, on computed values; its outputs are real tensors."""
 
         def value(argument: Any) -> Any:
-            is_delayed = isinstance(argument, torch.Tensor) and self.tape.holds(argument)
+            is_delayed = isinstance(argument, torch.Tensor) and self.tape.is_recorded(argument)
             return self.value_of(argument) if is_delayed else argument
 
         return func(*_map(args, value), **_map(kwargs, value))

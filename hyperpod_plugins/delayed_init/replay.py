@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hyperpod_plugins.delayed_init.rng import StreamPlayer
+from hyperpod_plugins.delayed_init.rng import StreamReplayer
 from hyperpod_plugins.delayed_init.tape import Constant, GeneratorRef, Op, Tape, View, plan_replay
 from hyperpod_plugins.errors import InitializationError
 
@@ -30,7 +30,7 @@ def replay(tape: Tape, wanted: Sequence[View], fill: Callable[[int, torch.Tensor
     for index, view in enumerate(wanted):
         waiting.setdefault(view.version, []).append(index)
     plan = plan_replay(tape.ops, waiting, with_draws=True)
-    memory = _Memory(tape, [StreamPlayer(stream) for stream in tape.streams])
+    memory = _Memory(tape, [StreamReplayer(stream) for stream in tape.streams])
 
     def finish(version: int) -> None:
         for index in waiting.pop(version, []):
@@ -40,7 +40,7 @@ def replay(tape: Tape, wanted: Sequence[View], fill: Callable[[int, torch.Tensor
     for step in plan.steps:
         op = tape.ops[step]
         memory.run(op)
-        for version in op.touched | op.changed:
+        for version in op.used | op.written:
             if plan.last_use[version] == step:
                 finish(version)
     for version in list(waiting):  # never touched: `torch.empty` buffers
@@ -73,7 +73,7 @@ def read_value(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
 class _Memory:
     """Real storages for the versions of a tape."""
 
-    def __init__(self, tape: Tape, players: list[StreamPlayer]) -> None:
+    def __init__(self, tape: Tape, players: list[StreamReplayer]) -> None:
         self.players = players
         self.peak_bytes = 0
         self._tape = tape

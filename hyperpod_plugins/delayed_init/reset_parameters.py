@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.delayed_init.tape import full_name, own_tensors
-from hyperpod_plugins.errors import InitializationError, few
+from hyperpod_plugins.errors import InitializationError, format_list
 
 _UNTOUCHED_BYTE = 0xFF
 
@@ -62,7 +62,7 @@ def find_initializers(model: nn.Module, missing: set[str]) -> list[Initializer]:
             found.append(Initializer(name=name, module=module, tensor_names=names, call=call))
     if without:
         raise InitializationError(
-            f"these modules are on the meta device and have no initialiser: {few(without)}. Build the model "
+            f"these modules are on the meta device and have no initialiser: {format_list(without)}. Build the model "
             "inside hyperpod_plugins.delayed_init.delayed_init() instead of torch.device('meta'), which needs none, or "
             "give each of them a method reset_parameters()."
         )

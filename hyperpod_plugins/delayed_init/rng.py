@@ -29,7 +29,7 @@ class Draw:
     """State to set before the draw: the user's, or the one after this draw (0: the start); None keeps the state."""
 
 
-class Stream:
+class RandomStream:
     """A CPU generator while ops are recorded."""
 
     def __init__(self, generator: torch.Generator, index: int) -> None:
@@ -68,10 +68,10 @@ class Stream:
         return number
 
 
-class StreamPlayer:
+class StreamReplayer:
     """A generator while the tape is replayed, when it really draws."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: RandomStream) -> None:
         self._stream = stream
         self._kept = {0: stream.entry_state}
         stream.generator.set_state(stream.entry_state)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hyperpod_plugins.delayed_init.rng import Draw, Stream
+from hyperpod_plugins.delayed_init.rng import Draw, RandomStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,9 @@ class Op:
     """Keyword arguments."""
     outputs: tuple[View | None, ...]
     """Returned tensors in order; None for a tensor whose storage was on the tape before."""
-    touched: frozenset[int]
+    used: frozenset[int]
     """Versions that the op reads or writes, without outputs."""
-    changed: frozenset[int]
+    written: frozenset[int]
     """Versions that the op writes, including outputs."""
     default_dtype: torch.dtype
     """`torch.get_default_dtype()` when the op was recorded."""
@@ -103,19 +103,19 @@ def plan_replay(ops: Sequence[Op], wanted: Iterable[int], *, with_draws: bool) -
     chosen: list[int] = []
     for index in reversed(range(len(ops))):
         op = ops[index]
-        if op.changed & needed or (with_draws and op.draw):
+        if op.written & needed or (with_draws and op.draw):
             chosen.append(index)
-            needed |= op.touched
+            needed |= op.used
 
     turn_of_op: dict[int, int] = {}
     turn_of_version: dict[int, int] = {}  # turn of the latest op so far that touches the version
     for index in reversed(chosen):
         op = ops[index]
-        earlier = [turn_of_version[version] for version in op.touched if version in turn_of_version]
+        earlier = [turn_of_version[version] for version in op.used if version in turn_of_version]
         turn_of_op[index] = index if op.draw or not earlier else max(earlier)
-        turn_of_version |= dict.fromkeys(op.touched | op.changed, turn_of_op[index])
+        turn_of_version |= dict.fromkeys(op.used | op.written, turn_of_op[index])
     steps = tuple(sorted(turn_of_op, key=lambda index: (turn_of_op[index], index)))
-    last_use = {version: index for index in steps for version in ops[index].touched | ops[index].changed}
+    last_use = {version: index for index in steps for version in ops[index].used | ops[index].written}
     return ReplayPlan(steps=steps, last_use=last_use)
 
 
@@ -125,7 +125,7 @@ class Tape:
     def __init__(self) -> None:
         self.ops: list[Op] = []
         self.versions: list[Version] = []
-        self.streams: list[Stream] = [Stream(torch.default_generator, 0)]
+        self.streams: list[RandomStream] = [RandomStream(torch.default_generator, 0)]
         # Keep storages alive so that their addresses, used as keys, are not reused. Meta storages take no memory.
         self._held: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
@@ -138,7 +138,7 @@ class Tape:
     def rng_state(self, state: torch.Tensor) -> None:
         self.streams[0].entry_state = state
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_recorded(self, tensor: torch.Tensor) -> bool:
         """Whether the values of this tensor are on the tape rather than in memory."""
         return _key(tensor) in self._held
 
@@ -161,14 +161,14 @@ class Tape:
         self._held[_key(tensor)] = (storage, len(self.versions) - 1)
         return len(self.versions) - 1
 
-    def stream(self, generator: torch.Generator | None) -> Stream:
+    def stream(self, generator: torch.Generator | None) -> RandomStream:
         """The stream of a generator, added if new; None means torch's default generator."""
         if generator is None:
             return self.streams[0]
         for stream in self.streams:
             if stream.generator is generator:
                 return stream
-        self.streams.append(Stream(generator, len(self.streams)))
+        self.streams.append(RandomStream(generator, len(self.streams)))
         return self.streams[-1]
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class Tape:
 
     def bind(self, module: torch.nn.Module) -> None:
         """Remember the delayed tensors that a module owns directly, before sharding replaces its parameters."""
-        views = {name: self.view(tensor) for name, tensor in own_tensors(module).items() if self.holds(tensor)}
+        views = {name: self.view(tensor) for name, tensor in own_tensors(module).items() if self.is_recorded(tensor)}
         if views:
             _bindings[module] = Binding(tape=self, views=views)
 
@@ -201,7 +201,7 @@ def binding_of(module: torch.nn.Module) -> Binding | None:
     return _bindings.get(module)
 
 
-def release(model: torch.nn.Module) -> None:
+def release_tapes(model: torch.nn.Module) -> None:
     """Drop the tapes of a model, once its tensors have their values."""
     for module in model.modules():
         _bindings.pop(module, None)

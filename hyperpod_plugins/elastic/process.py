@@ -6,7 +6,7 @@ import resource
 import signal
 from pathlib import Path
 
-RESOLVER = "timeout:1 attempts:1"
+RESOLVER_OPTIONS = "timeout:1 attempts:1"
 """Options for the C library's DNS resolver; the value of `RES_OPTIONS`."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,7 +48,7 @@ OPEN_FILES = 65536
 """Limit of open files: enough for 13,000 workers with up to five connections each."""
 
 
-def allow_connections() -> None:
+def raise_open_file_limit() -> None:
     """Raise this process's open-file limit (1,024 on most systems) as far as allowed, up to `OPEN_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)

@@ -21,10 +21,10 @@ def check_checkpoint(path: str) -> str:
     Raises:
         ConfigError: the checkpoint does not exist, belongs to another user, or is writable by others.
     """
-    why, resolved = refusal(path), path
+    why, resolved = why_untrusted(path), path
     if why is None:
         resolved = os.path.realpath(path)
-        why = refusal(resolved)
+        why = why_untrusted(resolved)
     if why is not None:
         raise ConfigError(
             f"the job's store says that all processes go on from {path!r:.300}, but {why}. If the job wrote this "
@@ -34,7 +34,7 @@ def check_checkpoint(path: str) -> str:
     return resolved
 
 
-def refusal(checkpoint: str) -> str | None:
+def why_untrusted(checkpoint: str) -> str | None:
     """Return why a checkpoint cannot be trusted; None if it can."""
     path = Path(checkpoint)
     try:

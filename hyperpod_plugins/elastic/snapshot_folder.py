@@ -12,7 +12,7 @@ import stat
 from functools import cache
 from pathlib import Path
 
-from hyperpod_plugins.env import SNAPSHOTS, shared_memory_folder
+from hyperpod_plugins.env import SNAPSHOTS_VARIABLE, shared_memory_folder
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def make_snapshot_folder() -> str:
         return ""
     try:
         root.mkdir(mode=0o700, exist_ok=True)
-        if not is_ours(root):
+        if not is_private(root):
             log.warning("%s belongs to another user or is open to others: snapshots end with their process", root)
             return ""
         remove_stale(root)
@@ -46,10 +46,10 @@ def make_snapshot_folder() -> str:
 
 def set_snapshot_folder() -> None:
     """Put the folder's path into the environment, for workers started later; creates the folder on the first call."""
-    os.environ[SNAPSHOTS] = make_snapshot_folder()  # noqa: TID251  (written: workers inherit the environment)
+    os.environ[SNAPSHOTS_VARIABLE] = make_snapshot_folder()  # noqa: TID251  (written: workers inherit the environment)
 
 
-def is_ours(folder: Path) -> bool:
+def is_private(folder: Path) -> bool:
     """Whether this is a folder (not a link) that this user owns and no other user can access."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

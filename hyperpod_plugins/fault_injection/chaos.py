@@ -50,24 +50,24 @@ class ChaosPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledKill:
+class ScheduledFault:
     """One fault of a schedule."""
 
     wait_s: float
     """Time after the previous fault."""
     kind: FaultKind
     cause: str
-    choice: float
+    worker_fraction: float
     """Which worker: a fraction of the ordered list of workers, in `0 .. 1`."""
 
 
-def schedule(plan: ChaosPlan) -> Iterator[ScheduledKill]:
+def schedule(plan: ChaosPlan) -> Iterator[ScheduledFault]:
     """The schedule of a plan; equal plans give equal schedules."""
     draw = random.Random(plan.seed)
     for _ in range(plan.count):
         wait_s = draw.expovariate(1 / plan.every_s)
         cause, kind = draw_cause(draw, plan.kinds)
-        yield ScheduledKill(wait_s=wait_s, kind=kind, cause=cause.name, choice=draw.random())
+        yield ScheduledFault(wait_s=wait_s, kind=kind, cause=cause.name, worker_fraction=draw.random())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def workers_in(table: dict[int, Process], agents: Sequence[int]) -> list[int]:
     return sorted(each.pid for each in begun or children)
 
 
-def choose_agents(table: dict[int, Process], *, pid: int | None = None, run_id: str | None = None) -> list[int]:
+def select_agents(table: dict[int, Process], *, pid: int | None = None, run_id: str | None = None) -> list[int]:
     """Find the agents of a job; without `pid` and `run_id`, the only agent on this machine.
 
     Args:
@@ -156,12 +156,12 @@ def _run_ids(command: Sequence[bytes]) -> set[str]:
     return joined | {after for word, after in itertools.pairwise(words) if word in names}
 
 
-def inject(blow: ScheduledKill, agents: Sequence[int]) -> int | None:
+def inject(blow: ScheduledFault, agents: Sequence[int]) -> int | None:
     """Send the fault's signal to a worker; returns its pid, or None if no worker is left."""
     workers = workers_in(processes(), agents)
     if not workers:
         return None
-    pid = workers[min(int(blow.choice * len(workers)), len(workers) - 1)]
+    pid = workers[min(int(blow.worker_fraction * len(workers)), len(workers) - 1)]
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, SIGNALS[blow.kind])
     return pid

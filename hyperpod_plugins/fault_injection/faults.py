@@ -42,7 +42,7 @@ PHASES = (
 """Phases in which the Lightning callback calls the injector; your own loop may use any other names."""
 STEP_PHASES = ("forward", "backward", "optimizer_step", "batch_end")
 EXIT_CODE = 3
-ANY = -1
+ANY_INCARNATION = -1
 
 
 class InjectedFault(HyperPodError):
@@ -59,7 +59,7 @@ class Fault:
     step: int
     """Number of the step, from 0; outside a step, the number of committed steps."""
     phase: str = "forward"
-    incarnation: int = ANY
+    incarnation: int = ANY_INCARNATION
     """Number of the process in its worker slot: 0 for the first process, 1 for its first replacement, -1 for any."""
     repeat: bool = False
     """Whether the fault happens whenever a process runs this phase of this step, instead of once in the job."""
@@ -72,7 +72,7 @@ class Fault:
         """Check the values."""
         if self.kind not in KINDS:
             raise ConfigError(f"a fault cannot be of kind {self.kind!r}. Choose one of {', '.join(KINDS)}.")
-        if self.rank < 0 or self.step < 0 or self.incarnation < ANY or self.seconds <= 0:
+        if self.rank < 0 or self.step < 0 or self.incarnation < ANY_INCARNATION or self.seconds <= 0:
             raise ConfigError(
                 f"rank={self.rank} and step={self.step} must be at least 0, incarnation={self.incarnation} at least -1 "
                 f"(any), and seconds={self.seconds} more than 0. Ranks are global, and steps count from 0."
@@ -126,7 +126,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     return tuple(Fault.parse(part) for part in text.replace("\n", ";").split(";") if part.strip())
 
 
-def _truth(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError(text)
     return text.lower() == "true"
@@ -137,7 +137,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "step": int,
     "phase": str,
     "incarnation": int,
-    "repeat": _truth,
+    "repeat": _parse_bool,
     "seconds": float,
 }
 
@@ -197,7 +197,7 @@ class Injector:
         """Whether a fault is due here, as far as this process knows."""
         return bool(self._due(phase, step))
 
-    def at(self, phase: str, step: int) -> None:
+    def reach(self, phase: str, step: int) -> None:
         """Report that this process is in a phase of a step, and perform the faults that are due.
 
         Raises:
@@ -205,7 +205,7 @@ class Injector:
         """
         for index in self._due(phase, step):
             fault = self.faults[index]
-            if fault.repeat or self._claim(index):
+            if fault.repeat or self._record_once(index):
                 self._act(fault)
 
     def _due(self, phase: str, step: int) -> list[int]:
@@ -215,11 +215,11 @@ class Injector:
             index
             for index, fault in enumerate(self.faults)
             if (fault.rank, fault.phase, fault.step) == here
-            and fault.incarnation in (ANY, incarnation)
+            and fault.incarnation in (ANY_INCARNATION, incarnation)
             and (fault.repeat or index not in self._happened)
         ]
 
-    def _claim(self, index: int) -> bool:
+    def _record_once(self, index: int) -> bool:
         """Record that a fault happens; False if it already happened in an earlier process of this rank."""
         self._happened.add(index)
         if self._job is None:

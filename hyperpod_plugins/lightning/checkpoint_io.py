@@ -18,8 +18,8 @@ from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.api import has_tensor
 from hyperpod_plugins.parallel.checkpoint.parts import NUM_AVERAGED, StateParts
-from hyperpod_plugins.parallel.checkpoint.rank_state import RankSource, load_rank_state, saved_ranks
-from hyperpod_plugins.parallel.collective_errors import agreeing, default_group
+from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector, load_rank_state, saved_ranks
+from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 from hyperpod_plugins.recovery import SavedCheckpoints
 from hyperpod_plugins.recovery.local_state import are_same
 
@@ -146,11 +146,11 @@ class TrainerCheckpoints:
             optimizers=optimizers,
             weights_only=self._weights_only(weights_only),
             strict=module.strict_loading,
-            beside=None if average is None else average.to_fill(),
+            beside=None if average is None else average.load_targets(),
         )
         is_averaged = has_tensor(path, NUM_AVERAGED)
         if average is not None:
-            average.loaded(module, is_averaged=is_averaged)
+            average.swap_loaded(module, is_averaged=is_averaged)
         elif is_averaged and optimizers:
             warnings.warn(
                 f"{path} was written with weights averaged by Lightning's WeightAveraging. Training continues from "
@@ -161,7 +161,7 @@ class TrainerCheckpoints:
         return {**extra, "state_dict": {}, "optimizer_states": [{} for _ in optimizers]}
 
     def load_own(
-        self, path: Path, source: RankSource, first: Mapping[str, Any], *, weights_only: bool | None
+        self, path: Path, source: RankStateSelector, first: Mapping[str, Any], *, weights_only: bool | None
     ) -> dict[str, Any]:
         """Load the rank-local state of this rank, or of the saved rank that stands in for it.
 
@@ -179,10 +179,10 @@ class TrainerCheckpoints:
         Raises:
             CheckpointError: the state is damaged, or no saved rank held this rank's shard; raised on all ranks.
         """
-        with agreeing(f"the state of each rank in {path} was not loaded", default_group()):
+        with raise_on_all_ranks(f"the state of each rank in {path} was not loaded", default_group()):
             ranks, plain = saved_ranks(path), self._weights_only(weights_only)
             sharded = sharded_parts(first)
-            if sharded and ranks and source.has_other_degrees:
+            if sharded and ranks and source.degrees_differ:
                 others = [sharded_parts(load_rank_state(path, rank, weights_only=plain)) for rank in ranks]
                 sharded = {
                     name: of for name, of in sharded.items() if not all(are_same(of, each.get(name)) for each in others)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from hyperpod_plugins.elastic.membership.admission import renounce
+from hyperpod_plugins.elastic.membership.admission import withdraw_announcement
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.lightning.compat import Callback, Trainer
 from hyperpod_plugins.recovery import RecoveryOptions, Repair
@@ -80,7 +80,7 @@ class CheckpointlessRecovery(Callback):
         self.repairs: list[Repair] = []
         job = None if enabled else JobEnv.from_environ()
         if job is not None:
-            renounce(job)
+            withdraw_announcement(job)
 
 
 def recovers(trainer: Trainer) -> bool:

@@ -20,14 +20,14 @@ from hyperpod_plugins.lightning.compat import Callback, LightningDataModule, Mod
 # Batch sizes: loaders take them from their own options, or from a callback such as `ElasticTraining`.
 
 
-class SizesSteps(Callback):
+class BatchSizeCallback(Callback):
     """Callback that determines the batch sizes of a step; the base class of `ElasticTraining`."""
 
     batch: StepBatch
     """Batch sizes, for any world."""
     split: BatchSplit | None = None
     """Split of a step in the present world; None before there is a world, and in a job that is not elastic."""
-    counts: frozenset[int] = frozenset()
+    possible_micro_steps: frozenset[int] = frozenset()
     """Numbers of micro-steps that a step may have, over all possible worlds; empty before there is a world."""
 
 
@@ -44,7 +44,7 @@ def batch_split(trainer: Trainer, data_world_size: int, *, global_batch_size: in
         ConfigError: a size is 0 and there is no callback, or the batch cannot be split over the ranks.
     """
     callbacks: list[Any] = vars(trainer)["callbacks"]
-    found = next((callback for callback in callbacks if isinstance(callback, SizesSteps)), None)
+    found = next((callback for callback in callbacks if isinstance(callback, BatchSizeCallback)), None)
     if found is None and not (global_batch_size and micro_batch_size):
         raise ConfigError(
             f"global_batch_size={global_batch_size} and micro_batch_size={micro_batch_size} leave the sizes to "
@@ -141,7 +141,7 @@ class TokenDataModule(LightningDataModule):
             data_rank=data_rank,
             seed=config.seed,
             shuffle=config.shuffle and not trainer.overfit_batches,  # pyright: ignore[reportAttributeAccessIssue]
-            drop_last=config.drop_last and not split.pads,
+            drop_last=config.drop_last and not split.pads_last_step,
             fingerprint=dataset.fingerprint,
         )
         return TrainerLoader(trainer, dataset, sampler, num_workers=config.num_workers)

@@ -1,4 +1,4 @@
-"""Elastic training in a Trainer: degrees of the job, the `ElasticTraining` callback, and `Elasticity` at run time."""
+"""Elastic training in a Trainer: degrees of the job, the `ElasticTraining` callback, and `ElasticState` at run time."""
 
 # Lightning's loops have no public API.
 # pyright: reportPrivateUsage=false
@@ -23,8 +23,8 @@ from hyperpod_plugins.elastic.membership.elastic_spec import (
     Layout,
     choose,
     elastic_spec_of,
-    in_order,
     publish_elastic_spec,
+    sort_layouts,
 )
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
@@ -34,7 +34,7 @@ from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.lightning.compat import Trainer
-from hyperpod_plugins.lightning.datamodule import SizesSteps, TrainerLoader
+from hyperpod_plugins.lightning.datamodule import BatchSizeCallback, TrainerLoader
 from hyperpod_plugins.lightning.lr_scaling import LearningRates, warn_of_adaptive
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
@@ -42,13 +42,13 @@ from hyperpod_plugins.recovery import Repair
 # Shard and tensor degrees: which ones a job allows, and which one it has.
 
 
-class AllowsDegrees(Protocol):
+class DegreeOptions(Protocol):
     """The part of `ElasticTraining` that the choice of degrees depends on."""
 
     shard_degrees: tuple[int, ...]
     tensor_degrees: tuple[int, ...]
 
-    def settle(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
+    def resolve(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
         """Limits and batch in a world of replicas with this topology."""
         ...
 
@@ -65,7 +65,7 @@ def as_degrees(shard_degrees: Sequence[int], tensor_degrees: Sequence[int]) -> t
     return tuple(shard_degrees), tuple(tensor_degrees)
 
 
-def layouts_of(options: AllowsDegrees, config: ParallelConfig, ranks_per_node: int) -> tuple[Layout, ...]:
+def layouts_of(options: DegreeOptions, config: ParallelConfig, ranks_per_node: int) -> tuple[Layout, ...]:
     """All layouts that a start of the job may use, in the order in which they are tried.
 
     Empty if neither list of degrees is given, so that the strategy's degrees are the only ones.
@@ -86,11 +86,11 @@ def layouts_of(options: AllowsDegrees, config: ParallelConfig, ranks_per_node: i
     layouts: list[Layout] = []
     for shard, tensor in product(shards, {*options.tensor_degrees, own[1]}):
         replica = ParallelConfig.of(config, hybrid_shard_degree=shard, tensor_parallel_degree=tensor)
-        policy, batch = options.settle(replica.topology(shard * tensor, ranks_per_node=ranks_per_node))
-        layouts.append(Layout(shard_degree=shard, tensor_degree=tensor, sizes=batch.serving(policy, shard)))
+        policy, batch = options.resolve(replica.topology(shard * tensor, ranks_per_node=ranks_per_node))
+        layouts.append(Layout(shard_degree=shard, tensor_degree=tensor, sizes=batch.feasible_sizes(policy, shard)))
     job = JobEnv.from_environ()
     asked = (0, 0) if job is None else (job.shard_degree, job.tensor_degree)
-    return in_order(layouts, wanted=[asked, own])
+    return sort_layouts(layouts, wanted=[asked, own])
 
 
 def with_degrees(
@@ -113,7 +113,7 @@ def with_degrees(
     return ParallelConfig.of(config, hybrid_shard_degree=shard, tensor_parallel_degree=tensor)
 
 
-def initial_world_size(options: AllowsDegrees, config: ParallelConfig, world_size: int, ranks_per_node: int) -> int:
+def initial_world_size(options: DegreeOptions, config: ParallelConfig, world_size: int, ranks_per_node: int) -> int:
     """How many of the `world_size` processes that start together form whole replicas.
 
     Raises:
@@ -146,7 +146,7 @@ class Resize:
     """Seconds from the request, or from the loss that caused the change, until the next step could begin."""
 
 
-class ElasticTraining(SizesSteps):
+class ElasticTraining(BatchSizeCallback):
     """Let the job grow and shrink by whole replicas while it runs; by default every step keeps its global batch.
 
     Needs `hyperpodrun` or `torchrun --rdzv-backend=hyperpod`, with `--nnodes=MIN:MAX`, and loaders that count their
@@ -236,7 +236,7 @@ class ElasticTraining(SizesSteps):
                 "lr_scaling, reference_batch_size, warmup_samples and scale_adam are for a batch that follows the "
                 "world: give samples_per_replica. With the same global batch the learning rate stays what it is."
             )
-        if self._scales is not None and rule.is_measured:
+        if self._scales is not None and rule.is_adascale:
             raise ConfigError(
                 "lr_scaling='adascale' compares gradients of replicas with the same number of samples each, which "
                 "the batches of a recipe do not guarantee: give samples_per_replica, or a recipe without batch sizes."
@@ -295,7 +295,7 @@ class ElasticTraining(SizesSteps):
     @property
     def averages_replicas(self) -> bool:
         """Whether these options need the gradients of single replicas, so that FSDP2 must not average them."""
-        return self.reproducible or self.rates.rule.is_measured
+        return self.reproducible or self.rates.rule.is_adascale
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class ElasticTraining(SizesSteps):
             return ("is_elastic: false, so the job keeps the recipe's number of nodes", *self._remarks)
         return self._remarks
 
-    def settle(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
+    def resolve(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
         """Limits and batch for a topology: policies may count in nodes or GPUs, which are converted to replicas.
 
         Raises:
@@ -324,7 +324,9 @@ class ElasticTraining(SizesSteps):
         policy, batch, scales = self._policy, self.batch, self._scales
         if scales is not None:
             node, replica = topology.ranks_per_node, topology.shard_degree * topology.tensor_degree
-            scales = scales.on(ranks_per_node=node, ranks_per_replica=replica, tensor_degree=topology.tensor_degree)
+            scales = scales.feasible_on(
+                ranks_per_node=node, ranks_per_replica=replica, tensor_degree=topology.tensor_degree
+            )
             self.batch = batch = scales.batch(ranks_per_node=node, ranks_per_replica=replica)
         if isinstance(policy, PolicyBlock):
             policy = replace(policy, scales=scales)
@@ -334,7 +336,7 @@ class ElasticTraining(SizesSteps):
                 data_ranks_per_replica=topology.shard_degree,
             )
         remarks = () if scales is None else scales.remarks
-        self._remarks = (*remarks, *batch.refused(policy, topology.shard_degree))
+        self._remarks = (*remarks, *batch.infeasible_reasons(policy, topology.shard_degree))
         if self._deepspeed is not None:
             batch = replace(batch, micro_batch_size=self._deepspeed.micro_batch_at(topology.data_degree))
         if self.reproducible:
@@ -342,7 +344,7 @@ class ElasticTraining(SizesSteps):
         return policy, batch
 
 
-class Elasticity:
+class ElasticState:
     """`ElasticTraining` at run time, in one process of a job with recovery."""
 
     def __init__(self, options: ElasticTraining, job_store: JobStore) -> None:
@@ -358,7 +360,7 @@ class Elasticity:
         self._policy: ElasticPolicy | None = None
         self._sizes: tuple[int, ...] = ()
 
-    def lay_out(
+    def setup_world(
         self, config: ParallelConfig, world_size: int, ranks_per_node: int, trainer: Trainer
     ) -> tuple[ParallelConfig, Topology]:
         """Determine the topology of the present world, and split the global batch over it.
@@ -382,9 +384,9 @@ class Elasticity:
         first = config.topology(self.replica_size or world_size, ranks_per_node=ranks_per_node)
         topology = replace(first, world_size=world_size)
         self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
-        self._policy, batch = self.options.settle(topology)
+        self._policy, batch = self.options.resolve(topology)
         serving = batch if self.options.reproducible else self.options.batch  # logical shards allow fewer sizes
-        self._sizes = serving.serving(self._policy, topology.shard_degree)
+        self._sizes = serving.feasible_sizes(self._policy, topology.shard_degree)
         for remark in self.options.remarks if is_first else ():
             if trainer.global_rank == 0:
                 log.warning("the recipe given to ElasticTraining: %s", remark)
@@ -396,7 +398,7 @@ class Elasticity:
             )
         split = batch.split(topology.replicate_degree, topology.shard_degree)
         self.options.split, self._trainer = split, trainer
-        self.options.counts = frozenset(each.micro_steps for each in self._splits().values())
+        self.options.possible_micro_steps = frozenset(each.micro_steps for each in self._splits().values())
         trainer.accumulate_grad_batches = split.micro_steps
         if batch.follows_world:
             self.options.rates.begin(self._reference())
@@ -409,11 +411,11 @@ class Elasticity:
         splits: dict[int, BatchSplit] = {}
         for size in self._sizes:
             topology = replace(self._topology, world_size=size * self.replica_size)
-            _, batch = self.options.settle(topology)
+            _, batch = self.options.resolve(topology)
             splits[size] = batch.split(size, topology.shard_degree)
         return splits
 
-    def worlds(self, trainer: Trainer) -> dict[int, tuple[int, int]]:
+    def epoch_lengths(self, trainer: Trainer) -> dict[int, tuple[int, int]]:
         """For each number of replicas: micro-steps of a full step, and batches of a full epoch.
 
         Empty if a loader does not count in samples; `open` raises for such a loader.
@@ -432,7 +434,7 @@ class Elasticity:
             for size, split in self._splits().items()
         }
 
-    def stream(self, micro_step: int, rank: int) -> tuple[int, int]:
+    def random_stream_key(self, micro_step: int, rank: int) -> tuple[int, int]:
         """The two numbers that key the random stream of a micro-step on a rank."""
         topology, split = self._topology, self.options.split
         assert topology is not None
@@ -442,7 +444,7 @@ class Elasticity:
         here = topology.coordinates(rank)
         return here.replicate * split.micro_steps + micro_step, here.shard
 
-    def open(self, trainer: Trainer) -> None:
+    def publish_spec(self, trainer: Trainer) -> None:
         """Publish the elastic spec, which lets the job change its size from now on.
 
         Raises:
@@ -457,7 +459,7 @@ class Elasticity:
             if split is None or _kind_of(split) != _kind_of(own):
                 what = f"a global batch of {split.global_batch_size}" if split else type(loader).__name__
                 if split and split.global_batch_size == own.global_batch_size:
-                    what += " that does not follow the world" if own.pads else " that is split differently"
+                    what += " that does not follow the world" if own.pads_last_step else " that is split differently"
                 raise ConfigError(
                     "ElasticTraining needs train loaders that count their position in samples, with its own global "
                     f"batch of {own.global_batch_size}, but found {what}. Use a TokenDataModule that leaves the sizes "
@@ -475,10 +477,10 @@ class Elasticity:
             layouts=self._layouts or (Layout(shard_degree=shard, tensor_degree=tensor, sizes=self._sizes),),
         )
         if self.options.batch.follows_world:
-            batches = [self.options.batch.at(size) for size in self._sizes]
+            batches = [self.options.batch.global_batch_at(size) for size in self._sizes]
             reference = self.options.rates.check(trainer.optimizers, batches)
             self._job_store.set_if_absent(_REFERENCE, str(reference).encode())
-            if self.options.rates.rule.is_measured and trainer.global_rank == 0:
+            if self.options.rates.rule.is_adascale and trainer.global_rank == 0:
                 warn_of_adaptive(trainer.optimizers)
         publish_elastic_spec(self._job_store, spec)
 
@@ -524,7 +526,7 @@ class Elasticity:
         wanted = self.options.rates.rule.reference_batch_size
         return wanted or (self.options.global_batch_size if known is None else int(known))
 
-    def resized(self, cause: str, repair: Repair) -> None:
+    def record_resize(self, cause: str, repair: Repair) -> None:
         """Record that the job continues with another number of replicas."""
         assert self._topology is not None
         now = self._topology.replicate_degree
@@ -540,7 +542,7 @@ class Elasticity:
 
 
 def _kind_of(split: BatchSplit) -> tuple[int, bool, int]:
-    return split.global_batch_size, split.pads, split.num_logical_shards
+    return split.global_batch_size, split.pads_last_step, split.num_logical_shards
 
 
 def _train_loaders(trainer: Trainer) -> list[Any]:

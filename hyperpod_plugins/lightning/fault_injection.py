@@ -33,7 +33,7 @@ class FaultInjection(Callback):
         self._forward: RemovableHandle | None = None
 
     def _at(self, trainer: Trainer, phase: str, step: int) -> None:
-        self._injector_of(trainer).at(phase, step)
+        self._injector_of(trainer).reach(phase, step)
 
     def _injector_of(self, trainer: Trainer) -> Injector | ScheduledFaults:
         if self._injector is None:

@@ -16,7 +16,7 @@ import torch
 
 from hyperpod_plugins.elastic.store.entries import EndedEntry
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import CommError, RecoveryError, few
+from hyperpod_plugins.errors import CommError, RecoveryError, format_list
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.local_state import load_local_state
 from hyperpod_plugins.lightning.shown_values import put_tables, tables_of
@@ -26,7 +26,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     not_restarting,
     set_last_saves,
 )
-from hyperpod_plugins.recovery.entries import Entries, keep_of_rank, read_of_rank, state_folder, unseen
+from hyperpod_plugins.recovery.entries import Entries, invisible_workers, load_rank_state, save_rank_state, state_folder
 
 KINDS = {"_fit_impl": "fit", "_validate_impl": "validate", "_test_impl": "test", "_predict_impl": "predict"}
 """Kind of entry, by the name of the function that the Trainer launches."""
@@ -36,42 +36,46 @@ entries = Entries()
 """The entries of this process, shared by all its Trainers."""
 
 
-def keep_end(trainer: Trainer, kind: str, results: Any, worker_id: int) -> None:
+def save_entry_end(trainer: Trainer, kind: str, results: Any, worker_id: int) -> None:
     """Keep the state after the present entry, so that no process has to run it again; all ranks call it together."""
     strategy: Any = trainer.strategy
     try:
         folder = entries.folder(Path(strategy.checkpoint_root))
         if not can_keep(results, kind):
-            entries.lose("what `predict` returned is large, or holds Python objects that are not read without pickle")
+            entries.mark_not_kept(
+                "what `predict` returned is large, or holds Python objects that are not read without pickle"
+            )
         elif kind == "fit":
             strategy.save_end(state_folder(folder, entries.number))
         if entries.is_complete:
-            keep_of_rank(folder, entries.number, worker_id, _values_of(trainer, kind, results))
-            read_of_rank(folder, entries.number, worker_id)  # fails now if only pickle can read it
+            save_rank_state(folder, entries.number, worker_id, _values_of(trainer, kind, results))
+            load_rank_state(folder, entries.number, worker_id)  # fails now if only pickle can read it
     except (CommError, RecoveryError):
         raise
     except Exception as error:  # noqa: BLE001 (of hooks, too: the call has succeeded, and other ranks await the vote)
-        entries.lose(error)
+        entries.mark_not_kept(error)
     is_kept = strategy.reduce_boolean_decision(entries.is_complete)
     if is_kept:
         if strategy.global_rank == 0:
-            _see_all(range(strategy.world_size))
+            _check_visible(range(strategy.world_size))
         is_kept = strategy.reduce_boolean_decision(entries.is_complete)
     if is_kept:
         entries.record(kind, results if kind in ("validate", "test") else None)
     elif entries.is_complete:
-        entries.lose("another rank could not keep its part; see its log")
+        entries.mark_not_kept("another rank could not keep its part; see its log")
 
 
-def _see_all(founders: Sequence[int]) -> None:
+def _check_visible(founders: Sequence[int]) -> None:
     """Check that this rank sees the files of all ranks; without them, the state after the entry is not kept."""
     worker_ids = (entries.worker_ids or founders) if entries.member is None else entries.member.world.worker_ids
-    hidden = unseen(entries.folder(Path()), entries.number, worker_ids)
+    hidden = invisible_workers(entries.folder(Path()), entries.number, worker_ids)
     if hidden:
-        entries.lose(f"rank 0 does not see the files of ranks {few(map(str, hidden))}. Use storage that nodes share")
+        entries.mark_not_kept(
+            f"rank 0 does not see the files of ranks {format_list(map(str, hidden))}. Use storage that nodes share"
+        )
 
 
-def pass_by(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any], worker_id: int) -> Any:
+def skip_entry(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any], worker_id: int) -> Any:
     """Skip an entry that has ended: restore the state after it, and return what it returned.
 
     Args:
@@ -81,8 +85,8 @@ def pass_by(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any], wo
         worker_id: of this process.
     """
     folder = entries.folder(Path())
-    values, set_random_state = read_of_rank(folder, record.number, worker_id)
-    entries.description = values["trainer"]
+    values, set_random_state = load_rank_state(folder, record.number, worker_id)
+    entries.trainer_state = values["trainer"]
     vars(trainer)["_run_stage"] = lambda: record.results
     try:
         returned = call(str(state_folder(folder, record.number)) if record.kind == "fit" else "")
@@ -111,7 +115,7 @@ def can_keep(results: Any, kind: str) -> bool:
     return buffer.tell() <= _MAX_PREDICTIONS_BYTES
 
 
-def is_watched(job: JobEnv | None) -> bool:
+def is_started_by_hyperpodrun(job: JobEnv | None) -> bool:
     """Whether `hyperpodrun` started this process; it tells processes started later which entries have ended."""
     return job is not None and not job.agent_pid
 

@@ -16,11 +16,11 @@ from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
 from hyperpod_plugins.lightning.elastic_training import ElasticTraining
-from hyperpod_plugins.parallel.replica_mean.noise import ComparedMean, Comparison
+from hyperpod_plugins.parallel.replica_mean.noise import GradientNormTable, NoiseMeasuringMean
 from hyperpod_plugins.parallel.replica_mean.reproducible import FixedOrderMean
 
 
-class LogicalShards:
+class FixedOrderAveraging:
     """Averages gradients in a fixed order, so that results do not depend on the number of replicas.
 
     Each micro-batch of a rank is its part of one logical shard.
@@ -70,7 +70,7 @@ class LogicalShards:
         self._options.step_loss = self._mean_loss
 
 
-class OwnAveraging(Protocol):
+class GradAveraging(Protocol):
     """Averages gradients over replicas in place of FSDP2; the strategy calls it in each step."""
 
     def computed(self, output: Any) -> None:
@@ -92,20 +92,20 @@ class OwnAveraging(Protocol):
         ...
 
 
-def own_averaging(
+def grad_averaging_for(
     trainer: Trainer, module: nn.Module, mesh: DeviceMesh, options: ElasticTraining
-) -> OwnAveraging | None:
+) -> GradAveraging | None:
     """The averaging that these options need; None if FSDP2 averages.
 
     Raises:
         ConfigError: FSDP2 averages over replicas, but the options do not allow it.
     """
     if options.reproducible:
-        return LogicalShards(trainer, module, mesh, options)
-    return MeasuredGain(trainer, module, mesh, options) if options.rates.rule.is_measured else None
+        return FixedOrderAveraging(trainer, module, mesh, options)
+    return AdaScaleAveraging(trainer, module, mesh, options) if options.rates.rule.is_adascale else None
 
 
-class MeasuredGain(OwnAveraging):
+class AdaScaleAveraging(GradAveraging):
     """Averages gradients, and measures the gradient noise for AdaScale.
 
     The comparison of gradients is part of the step, but AdaScale only uses it at the commit: a step that is computed
@@ -120,9 +120,9 @@ class MeasuredGain(OwnAveraging):
         """
         self._trainer = trainer
         self._rates = options.rates
-        self._mean = ComparedMean(module, mesh)
+        self._mean = NoiseMeasuringMean(module, mesh)
         self._ranks_per_replica = mesh.size(1)
-        self._compared: Comparison | None = None
+        self._compared: GradientNormTable | None = None
 
     @override
     def computed(self, output: Any) -> None:
@@ -147,7 +147,7 @@ class MeasuredGain(OwnAveraging):
             self._rates.noise = noise_of(self._compared, self._ranks_per_replica)
 
 
-def noise_of(compared: Comparison, ranks_per_replica: int) -> GradientNoise:
+def noise_of(compared: GradientNormTable, ranks_per_replica: int) -> GradientNoise:
     """The gradient noise of a step, from the norms of its parts' gradients.
 
     A part's weighted gradient is the gradient of its samples times the ratio of its number of samples to that of the

@@ -26,7 +26,7 @@ from hyperpod_plugins.lightning.compat import (
     init_dist_connection,
     reset_seed,
 )
-from hyperpod_plugins.lightning.first_fit import KINDS, entries, is_watched, keep_end, pass_by
+from hyperpod_plugins.lightning.first_fit import KINDS, entries, is_started_by_hyperpodrun, save_entry_end, skip_entry
 
 STATE_OF_PEERS = "hyperpod:peers"
 """Stands for a checkpoint path in a process that gets its state from the other ranks."""
@@ -68,13 +68,15 @@ class RecoveryLauncher(Launcher):
         with entries.enter(job, kind) as record:
             resumes_from = entries.resume_from(kind)
             if record is not None:
-                return pass_by(trainer, record, lambda path: function(*_with_path(args, path), **kwargs), worker_id)
+                return skip_entry(
+                    trainer, record, lambda path: function(*_replace_ckpt_path(args, path), **kwargs), worker_id
+                )
             comes_later = kind == "fit" and entries.is_joining  # it resumes from the other ranks
-            args = _with_path(args, STATE_OF_PEERS if comes_later else resumes_from)
+            args = _replace_ckpt_path(args, STATE_OF_PEERS if comes_later else resumes_from)
             results = self._run(function, args, kwargs, is_fit=kind == "fit")
-            if is_watched(job) and recovers(trainer):
-                keep_end(trainer, kind, results, worker_id)
-            elif kind == "fit" or is_watched(job):
+            if is_started_by_hyperpodrun(job) and recovers(trainer):
+                save_entry_end(trainer, kind, results, worker_id)
+            elif kind == "fit" or is_started_by_hyperpodrun(job):
                 entries.is_complete = False
             return results
 
@@ -89,14 +91,14 @@ class RecoveryLauncher(Launcher):
             except PeerLost:
                 if not is_fit or not self._leave_loops(args[4] not in (None, STATE_OF_PEERS)):
                     raise
-                args = _with_path(args, STATE_OF_PEERS)
+                args = _replace_ckpt_path(args, STATE_OF_PEERS)
 
     @override
     def kill(self, signum: Any) -> None:
         """Do nothing: the agent manages the processes."""
 
 
-def _with_path(args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
+def _replace_ckpt_path(args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
     """The arguments of a fit with another checkpoint path; unchanged if `path` is empty."""
     return (*args[:4], path, *args[5:]) if path else args
 
@@ -126,7 +128,7 @@ class LaunchedStrategy(ModelParallelStrategy):
     @property
     def num_nodes(self) -> int:
         """Nodes of the job, as set by the launcher, else by `Trainer(num_nodes=...)`."""
-        return self._env.num_nodes if self._env.is_launched and self._is_launched_outside else self._num_nodes
+        return self._env.num_nodes if self._env.is_distributed and self._is_launched_outside else self._num_nodes
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:

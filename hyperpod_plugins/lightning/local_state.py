@@ -16,14 +16,14 @@ from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, CallbackAverage
 from hyperpod_plugins.recovery.local_state import (
     BUFFERS,
-    OF_EPOCH,
+    EPOCH_SUFFIX,
     BufferStates,
-    Forms,
     LocalStates,
+    TensorSpecCache,
     packed_tensors,
     unpacked_tensors,
 )
-from hyperpod_plugins.recovery.undo import own
+from hyperpod_plugins.recovery.undo import copied_value
 
 
 class MetricStates:
@@ -35,7 +35,10 @@ class MetricStates:
     def state_dict(self) -> dict[str, Any]:
         """States of the metrics that were updated; cached results are left out, and computed again."""
         return {
-            name: {"count": metric._update_count, "values": {key: own(vars(metric)[key]) for key in metric._defaults}}
+            name: {
+                "count": metric._update_count,
+                "values": {key: copied_value(vars(metric)[key]) for key in metric._defaults},
+            }
             for name, metric in self._metrics.items()
             if metric._update_count
         }
@@ -84,7 +87,7 @@ class LoggedMeans:
         self._begun: list[Any] = []
         self._begun_before: list[Any] = []
         self._forms: dict[str, dict[str, Any]] = {}
-        self._written_forms = Forms()
+        self._written_forms = TensorSpecCache()
 
     def forms(self, begun: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
         """Arguments of `log` for each value that is reduced at the end of the epoch, in the order of logging.
@@ -105,7 +108,7 @@ class LoggedMeans:
         """Take the `forms` of a rank that has logged in the present epoch."""
         self._forms = forms
 
-    def complete(self, module: nn.Module, reduce: Callable[..., Any]) -> None:
+    def restore_missing(self, module: nn.Module, reduce: Callable[..., Any]) -> None:
         """Restore, at the end of the epoch, the sums that have not been logged since `expect`.
 
         Args:
@@ -230,11 +233,11 @@ def _fill(metric: Any, values: dict[str, Any]) -> None:
         vars(metric)[name] = value.to(present.device) if is_tensor else value
 
 
-_METRICS_OF_EPOCH = f"metrics {OF_EPOCH}"
+_METRICS_OF_EPOCH = f"metrics {EPOCH_SUFFIX}"
 
 
 def load_local_state(module: nn.Module, values: dict[str, dict[str, Any]]) -> None:
-    """Restore a module's buffers and metrics from what `LocalStates.present` returned after a fit."""
+    """Restore a module's buffers and metrics from what `LocalStates.state` returned after a fit."""
     for name, state in ((BUFFERS, BufferStates(module)), (_METRICS_OF_EPOCH, MetricStates(module))):
         state.load_state_dict(values.get(name, {}))
 
@@ -249,6 +252,6 @@ def register_all(
             states.register(name, state)
     if average is not None and not buffers.is_empty:
         states.register("averaged buffers", AveragedBuffers(average.average, module, buffers), is_repeated=True)
-    states.register(f"logged means {OF_EPOCH}", means)
+    states.register(f"logged means {EPOCH_SUFFIX}", means)
     states.register("logged values", values, is_repeated=True)
     return means, values

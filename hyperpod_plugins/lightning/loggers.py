@@ -16,13 +16,13 @@ from hyperpod_plugins.lightning.compat import CSVLogger, Trainer
 _VERSIONS = "loggers"  # key "loggers/ENTRY": the version of each logger of the first rank, None if it has none
 
 
-def name_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> None:
+def record_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> None:
     """Record the runs that the loggers of the first rank write to in an entry of the program."""
     versions = [logger.version if "_version" in vars(logger) else None for logger in loggers]
     job_store.set(f"{_VERSIONS}/{entry}", json.dumps(versions).encode())
 
 
-def continue_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> None:
+def restore_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> None:
     """Make a replacement's loggers write to the recorded runs; call it before they choose new ones."""
     versions = json.loads(job_store.try_get(f"{_VERSIONS}/{entry}") or b"[]")
     for logger, version in zip(loggers, versions, strict=False):
@@ -30,7 +30,7 @@ def continue_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> No
             vars(logger)["_version"] = version
 
 
-def keep_rows(loggers: Sequence[Any]) -> None:
+def append_to_csv(loggers: Sequence[Any]) -> None:
     """Make CSVLoggers append to the existing file, which they would overwrite; call it on the first rank."""
     for logger in loggers:
         if isinstance(logger, CSVLogger):
@@ -60,7 +60,7 @@ class LoggedRows:
         """Begin a part, perhaps again."""
         self._is_open, self._again, self._written = True, self._written, []
 
-    def leave(self) -> None:
+    def restart_part(self) -> None:
         """Leave a part that is to be run again from its beginning."""
         if self._is_open:
             self._is_open, self._written, self._again = False, self._written + self._again, []

@@ -65,7 +65,7 @@ class LearningRates:
     def begin(self, reference_batch_size: int) -> None:
         """Start at the first sample, unless a state has been loaded."""
         if self.lr_state is None:
-            self.lr_state = LRState.beginning(reference_batch_size, self.rule)
+            self.lr_state = LRState.initial(reference_batch_size, self.rule)
 
     @contextmanager
     def step(self, optimizer: Optimizer, *, batch_size: int, num_samples: int, is_first_rank: bool) -> Generator[None]:
@@ -78,9 +78,9 @@ class LearningRates:
             is_first_rank: whether to log a change.
         """
         assert self.lr_state is not None
-        before, lr_state = self.lr_state, self.lr_state.toward(batch_size, self.rule)
+        before, lr_state = self.lr_state, self.lr_state.with_batch(batch_size, self.rule)
         is_change = lr_state is not before
-        lr_state, self.noise = lr_state.measured(self.noise, num_samples), None
+        lr_state, self.noise = lr_state.with_gain(self.noise, num_samples), None
         with scaled(optimizer, lr_state.factor, scale_adam=self.rule.scale_adam):
             yield
         self.lr_state = lr_state.after(num_samples)
@@ -107,7 +107,7 @@ class LearningRates:
                 f"schedule counts such steps; with reference_batch_size={wanted} it would jump. Use "
                 f"{lr_state.reference_batch_size}, or leave it out."
             )
-        if (lr_state.gains is not None) != self.rule.is_measured:
+        if (lr_state.gains is not None) != self.rule.is_adascale:
             was, is_now = ("", "not ") if lr_state.gains is not None else ("not ", "")
             raise ConfigError(
                 f"the checkpoint was {was}made with lr_scaling='adascale', whose schedule counts what steps are worth "
@@ -150,11 +150,11 @@ class LearningRates:
             if interval != "step":
                 theirs(interval, update_plateau_schedulers)
             elif not loop._should_accumulate():
-                self.tick(trainer, waiting_for_metric=update_plateau_schedulers)
+                self.step_schedulers(trainer, waiting_for_metric=update_plateau_schedulers)
 
         vars(loop)["update_lr_schedulers"] = update_lr_schedulers
 
-    def tick(self, trainer: Trainer, *, waiting_for_metric: bool) -> None:
+    def step_schedulers(self, trainer: Trainer, *, waiting_for_metric: bool) -> None:
         """Step the schedulers once for each reference batch that has been completed.
 
         Args:

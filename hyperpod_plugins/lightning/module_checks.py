@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torchmetrics import Metric
 
-from hyperpod_plugins.errors import ConfigError, few
+from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.lightning.compat import (
     Callback,
     GradientAccumulationScheduler,
@@ -22,13 +22,13 @@ from hyperpod_plugins.lightning.compat import (
     Trainer,
     is_overridden,
 )
-from hyperpod_plugins.lightning.datamodule import SizesSteps
+from hyperpod_plugins.lightning.datamodule import BatchSizeCallback
 from hyperpod_plugins.parallel.topology import AXES, Topology
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def refuse_another_layout(module: LightningModule, mesh: DeviceMesh) -> None:
+def check_same_layout(module: LightningModule, mesh: DeviceMesh) -> None:
     """Raise if `module` was sharded with other degrees: it would train on that mesh, but read data for this one."""
     earlier = module._device_mesh
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
@@ -40,7 +40,7 @@ def refuse_another_layout(module: LightningModule, mesh: DeviceMesh) -> None:
         )
 
 
-def looks_at_old_gradients(trainer: Trainer, module: LightningModule) -> bool:
+def needs_previous_gradients(trainer: Trainer, module: LightningModule) -> bool:
     """Whether a hook may need the previous step's gradients after the forward of the present step.
 
     Lightning zeroes gradients only after the forward. Without such a hook they can be freed before it, to save
@@ -70,8 +70,8 @@ def refuse_other_types(module: LightningModule, precision: str) -> None:
     if others:
         raise ConfigError(
             f"precision='bf16-true' needs parameters in bfloat16, but this {type(module).__name__} was sharded with "
-            f"{few(others)}. Convert it in configure_model before fully_shard (self.bfloat16()), leave the sharding to "
-            "the strategy, which converts, or use bf16-mixed, which keeps parameters in float32."
+            f"{format_list(others)}. Convert it in configure_model before fully_shard (self.bfloat16()), leave the "
+            "sharding to the strategy, which converts, or use bf16-mixed, which keeps parameters in float32."
         )
 
 
@@ -138,7 +138,12 @@ def refuse_validation_by_clock(trainer: Trainer) -> None:
 
 def micro_steps_of(trainer: Trainer) -> set[int]:
     """All numbers of micro-steps that a step may have during the fit."""
-    resized = {number for each in vars(trainer)["callbacks"] if isinstance(each, SizesSteps) for number in each.counts}
+    resized = {
+        number
+        for each in vars(trainer)["callbacks"]
+        if isinstance(each, BatchSizeCallback)
+        for number in each.possible_micro_steps
+    }
     return {*_scheduled(trainer), *resized}
 
 
@@ -178,7 +183,7 @@ def _schedulers_of(trainer: Trainer) -> list[GradientAccumulationScheduler]:
     return [each for each in vars(trainer)["callbacks"] if isinstance(each, GradientAccumulationScheduler)]
 
 
-def refuse_validation_within_windows(trainer: Trainer, worlds: Mapping[int, tuple[int, int]]) -> None:
+def check_validation_interval(trainer: Trainer, worlds: Mapping[int, tuple[int, int]]) -> None:
     """Raise if validation would fall between the micro-steps of an optimizer step, in a job with recovery.
 
     A replacement starts with the first micro-step of the step, and would validate while the others train.
@@ -197,10 +202,10 @@ def refuse_validation_within_windows(trainer: Trainer, worlds: Mapping[int, tupl
     if counts_on and len(different) > 1:
         raise ConfigError(
             f"val_check_interval={trainer.val_check_interval} with check_val_every_n_epoch=None counts batches over "
-            f"all sizes of the job, and ElasticTraining allows sizes at which a step has {few(map(str, different))} of "
-            "them: validation would fall between the micro-steps of a step. A process that replaces a lost one there "
-            "begins with the first of them, and would validate while the others train. Use check_val_every_n_epoch=1, "
-            "or allow sizes with the same number of micro-steps."
+            "all sizes of the job, and ElasticTraining allows sizes at which a step has "
+            f"{format_list(map(str, different))} of them: validation would fall between the micro-steps of a step. A "
+            "process that replaces a lost one there begins with the first of them, and would validate while the "
+            "others train. Use check_val_every_n_epoch=1, or allow sizes with the same number of micro-steps."
         )
     for num_replicas, (micro_steps, length) in worlds.items():
         num_batches = _limited(length, trainer.limit_train_batches)
@@ -233,7 +238,7 @@ def _limited(num_batches: int, limit: float) -> int:
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
 
 
-def refuse_validation_within_window(trainer: Trainer) -> None:
+def check_validation_now(trainer: Trainer) -> None:
     """Raise if a validation is about to begin inside a window, after an epoch whose length was unknown.
 
     If the trainer was asked to stop, Lightning also validates there, but no step follows, so that is allowed.

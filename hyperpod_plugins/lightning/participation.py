@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.reshard import stand_aside
+from hyperpod_plugins.elastic.membership.reshard import exit_surplus
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import ConfigError
@@ -47,7 +47,7 @@ def create_recovery(
                 stacklevel=2,
             )
         return None
-    if not options.enabled or _has_left(trainer):
+    if not options.enabled or _warn_if_left(trainer):
         return None
     if elastic is not None and entries.member is not None:  # this member belongs to entries that keep their size
         entries.member.leave()
@@ -58,11 +58,11 @@ def create_recovery(
         if worker_id >= world_size:
             if job.agent_pid:
                 exit_with_agent(job.agent_pid)
-            stand_aside(JobStore.connect(job), worker_id, is_replaced=not job.agent_pid)
+            exit_surplus(JobStore.connect(job), worker_id, is_replaced=not job.agent_pid)
     return TrainerRecovery(callback, elastic, job, worker_id=worker_id, world_size=world_size)
 
 
-def _has_left(trainer: Trainer) -> bool:
+def _warn_if_left(trainer: Trainer) -> bool:
     """Whether this process no longer takes part in recovery; warns if it is about to fit."""
     if entries.has_left and trainer.state.fn == TrainerFn.FITTING:
         warnings.warn(

@@ -16,7 +16,7 @@ from hyperpod_plugins.parallel import clip_grad_norm_, clip_grad_value_
 from hyperpod_plugins.parallel.config import PRECISIONS
 from hyperpod_plugins.parallel.config import Precision as PrecisionName
 from hyperpod_plugins.parallel.local_optimizer import step_locally
-from hyperpod_plugins.parallel.unit_watch import settle_gradients
+from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 
 
 class HyperPodPrecision(Precision):
@@ -31,7 +31,7 @@ class HyperPodPrecision(Precision):
         self._device_type = device_type
         self.when_fetched: Callable[[], object] = lambda: None
         """Called when a batch has been fetched, before any hook sees it."""
-        self.settle: Callable[[Any], object] = settle_gradients
+        self.settle: Callable[[Any], object] = reconcile_gradients
         """Called when a step's gradients have been computed, to ensure that all ranks ran the same FSDP units."""
         self.norm: Tensor | None = None
         """Norm of the step's gradients if they are clipped by norm, else None."""

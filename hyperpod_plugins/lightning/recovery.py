@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.comm import group_health, release_broken
-from hyperpod_plugins.data.random_numbers import KeyedItems, LoaderKey, key_random_numbers
+from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import arm, find_world
 from hyperpod_plugins.elastic.process import exit_with_agent
@@ -31,17 +31,17 @@ from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import PeerLost, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerFn, TrainerStatus
-from hyperpod_plugins.lightning.elastic_training import Elasticity, ElasticTraining
+from hyperpod_plugins.lightning.elastic_training import ElasticState, ElasticTraining
 from hyperpod_plugins.lightning.fault_injection import rehearse_faults
 from hyperpod_plugins.lightning.first_fit import entries
 from hyperpod_plugins.lightning.local_state import LoggedMeans, register_all
-from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, keep_rows, name_runs
+from hyperpod_plugins.lightning.loggers import LoggedRows, append_to_csv, record_runs, restore_runs
 from hyperpod_plugins.lightning.module_checks import (
+    check_validation_interval,
+    check_validation_now,
     refuse_own_micro_steps,
-    refuse_validation_within_window,
-    refuse_validation_within_windows,
 )
-from hyperpod_plugins.lightning.reentry import Reentry, forget_parts, watch_parts
+from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks
 from hyperpod_plugins.lightning.rest import SkipBatches, is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.shown_values import ShownValues
@@ -56,21 +56,21 @@ from hyperpod_plugins.lightning.trainer_state import (
     forget_loaders,
     is_epoch_start,
     is_within_epoch,
-    keep_own,
     log_last_batch,
     make_loaders_as_others,
-    order_of,
+    merge_own,
     part_of,
+    part_order,
     read_trainer,
     refuse_unreadable,
-    restore_unsaved,
+    restore_untracked,
     show_epoch,
     steps_done,
     tear_down_loops,
     was_asked_to_stop,
 )
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
-from hyperpod_plugins.lightning.window import AccumulationWindow, PartBeginning
+from hyperpod_plugins.lightning.window import AccumulationWindow, PartStart
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.parallel.checkpoint.parts import StateParts
 from hyperpod_plugins.recovery import (
@@ -88,15 +88,15 @@ from hyperpod_plugins.recovery.local_state import LocalStates, RankLocalState
 from hyperpod_plugins.recovery.moving import move_to_next_world
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.rng import (
-    AFTER,
+    AFTER_COMMIT,
     BATCH,
     COMPUTE,
-    END,
     EPOCH_BEGIN,
     EPOCH_END,
     EVALUATION,
     EVALUATION_BEGIN,
     FIT_END,
+    TRAINING_END,
 )
 from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 from hyperpod_plugins.recovery.state_layout import StateLayout
@@ -117,7 +117,7 @@ WITHIN_WINDOW = (
 class _Ended:
     """Rank-local state after a part of the fit, which all ranks run again unless another rank is already past it."""
 
-    part: PartBeginning
+    part: PartStart
     """State when the part began."""
     own: bytes
     """Description of the trainer."""
@@ -141,7 +141,7 @@ class TrainerRecovery:
         world_size: int,
     ) -> None:
         self.options, self._repairs = callback.options, callback.repairs
-        self.elastic = None if elastic is None else Elasticity(elastic, JobStore.connect(job))
+        self.elastic = None if elastic is None else ElasticState(elastic, JobStore.connect(job))
         """How the job changes its size; None for one that does not."""
         self.member = entries.member or self._become_member(job, worker_id, world_size)
         if elastic is None:
@@ -151,7 +151,7 @@ class TrainerRecovery:
         """Record of the existing checkpoints, on rank 0; None on other ranks."""
         self.has_moved = False
         """Whether this process has moved to another world since the last generation was formed."""
-        self._begins_at, self._owes = NO_STATE, ""
+        self._begins_at, self._pending_checkpoint = NO_STATE, ""
         self._broadcasts = self._skip_batches = 0
         self._window: AccumulationWindow | None = None
         self._transaction: StepTransaction | None = None
@@ -171,10 +171,10 @@ class TrainerRecovery:
         self._returned: Snapshot | None = None
         self._entered_with: dict[str, Any] = {}
         self._metrics: dict[str, dict[str, Any]] = {}
-        self._counted: dict[str, Any] = {}
+        self._local_on_leave: dict[str, Any] = {}
         """Rank-local state from when this rank left the loops, until it has rejoined the others."""
-        self._ended: _Ended | None = None
-        self._has_ended = False
+        self._finished_part: _Ended | None = None
+        self._left_at_part_end = False
         """Whether this rank leaves the loops while it waits for the others at the end of a part."""
         self._is_armed = False
 
@@ -199,9 +199,9 @@ class TrainerRecovery:
         return self.elastic is not None or self.options.snapshots(topology).every_steps > 0
 
     @property
-    def is_apart(self) -> bool:
+    def is_detached(self) -> bool:
         """Whether the groups of this process are not connected: it is a joiner, or a fault has occurred."""
-        return group_health.is_open
+        return group_health.is_unavailable
 
     @property
     def is_joining(self) -> bool:
@@ -239,7 +239,7 @@ class TrainerRecovery:
             snapshot_group: group of all ranks, used for snapshots only; None for no snapshots.
             average: of the module's weights, if a callback keeps one.
             rank_local: rank-local states registered by the program.
-            save: see `SavingStrategy._save_again`.
+            save: see `SavingStrategy._save_for_recovery`.
 
         Raises:
             ConfigError: the job is elastic, and the module uses manual optimization, whose steps always have one
@@ -258,7 +258,7 @@ class TrainerRecovery:
             self._means, self._values = register_all(self._local, module, trainer, average)
         for name, registered in rank_local.items():
             self._local.register(f"registered {name!r}", registered)
-        self._window.keep_local(self._local, self._means, self._values, self._rows)
+        self._window.set_local_state(self._local, self._means, self._values, self._rows)
         self._window.layout = StateLayout(self.member, state, topology)
         if self._snapshots is None and snapshot_group is not None:
             memory = shared_memory(
@@ -270,7 +270,7 @@ class TrainerRecovery:
                 is_joining=self.is_joining,
             )
             self._snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group, memory)
-        self._rehearsal = Rehearsal.wanted(
+        self._rehearsal = Rehearsal.create(
             state,
             topology,
             device,
@@ -290,16 +290,16 @@ class TrainerRecovery:
             snapshots=self._snapshots,
             rehearsal=self._rehearsal,
         )
-        self._transaction.owes = self._owes
+        self._transaction.pending_checkpoint = self._pending_checkpoint
         if self.member.rank == 0 and not self.is_joining:
-            name_runs(self.member.job_store, entries.number, trainer.loggers)
+            record_runs(self.member.job_store, entries.number, trainer.loggers)
         if steps_done(trainer) == 0 or self.is_joining:
             self._arm()  # a trainer that has trained before is armed in its first step only
         if self._metrics:
-            self._values.give(self._metrics)  # the trainer drops them when it starts again
+            self._values.load_described(self._metrics)  # the trainer drops them when it starts again
         if self.options.step_keyed_random:
             self._key_random_numbers(seed, topology)
-        watch_parts(trainer, partial(self._begin_part, trainer), partial(self._end_part, trainer))
+        install_part_hooks(trainer, partial(self._begin_part, trainer), partial(self._end_part, trainer))
         self._rows.watch(trainer)
 
     def _arm(self) -> None:
@@ -317,17 +317,17 @@ class TrainerRecovery:
         self._is_armed = True
 
     def _begin_part(self, trainer: Trainer, part: str) -> None:
-        group_health.allow()  # a fit that was asked to stop may be inside a window
+        group_health.allow_collectives()  # a fit that was asked to stop may be inside a window
         if part == EPOCH_BEGIN and self._reentry.part:
             return  # the fit is re-entered at a later part of that epoch
         if part == EVALUATION_BEGIN:
-            self.join(trainer)  # hooks and the creation of loaders may communicate
+            self.rejoin(trainer)  # hooks and the creation of loaders may communicate
         assert self._window is not None
         self._window.begin_part(part)
         if self._window.part is not None:
             self._rows.begin()
         if part == EPOCH_END:
-            self._means.complete(trainer.lightning_module, trainer.strategy.reduce)
+            self._means.restore_missing(trainer.lightning_module, trainer.strategy.reduce)
         if self._seed is not None:
             self._seed(trainer.current_epoch if part in (EPOCH_BEGIN, EPOCH_END) else self._next_step, 0, part)
 
@@ -342,11 +342,11 @@ class TrainerRecovery:
         if trainer.sanity_checking or self._transaction is None or self._window is None:
             return
         try:
-            self._transaction.meet()
+            self._transaction.barrier()
         except PeerLost:
             if trainer.received_sigterm:  # a re-entered fit would not know it
                 raise SIGTERMException from None
-            self._has_ended = self._window.part is not None
+            self._left_at_part_end = self._window.part is not None
             raise
         self._window.end_part()
         self._rows.end()
@@ -357,18 +357,20 @@ class TrainerRecovery:
 
         def begin(step: int, index: int, part: str) -> None:
             is_cut = elastic is not None and part in (BATCH, COMPUTE)
-            stream = elastic.stream(index, rank) if is_cut and elastic is not None else (index, self._data_rank)
+            stream = (
+                elastic.random_stream_key(index, rank) if is_cut and elastic is not None else (index, self._data_rank)
+            )
             seed_micro_step(seed, step, *stream, part)
 
         self._seed = begin
 
     def continue_runs(self, trainer: Trainer) -> None:
         """Let a joiner's loggers continue the run of the lost process."""
-        continue_runs(self.member.job_store, entries.number, trainer.loggers)
+        restore_runs(self.member.job_store, entries.number, trainer.loggers)
         if self.member.rank == 0:
-            keep_rows(trainer.loggers)
+            append_to_csv(trainer.loggers)
 
-    def agree(self, value: Any, broadcast: Callable[[], Any]) -> Any:
+    def broadcast_or_replay(self, value: Any, broadcast: Callable[[], Any]) -> Any:
         """Share a value between all ranks: broadcast it, or in a detached process read it from the job store.
 
         Only values shared before the first step are recorded there, such as run ids and log folders.
@@ -377,11 +379,11 @@ class TrainerRecovery:
             value: returned in a detached process if nothing was recorded.
             broadcast: communicates, and returns the shared value.
         """
-        if not group_health.is_open and self.member.committed > max(0, self._begins_at):
+        if not group_health.is_unavailable and self.member.committed > max(0, self._begins_at):
             return broadcast()
         name = f"broadcast/{entries.number}/{self._broadcasts}"
         self._broadcasts += 1
-        if group_health.is_open:
+        if group_health.is_unavailable:
             data = self.member.job_store.try_get(name)
             with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
                 return value if data is None else torch.load(io.BytesIO(data), weights_only=True)
@@ -403,25 +405,25 @@ class TrainerRecovery:
             from_checkpoint: whether the fit was started from a checkpoint.
         """
         assert self._window is not None
-        group_health.allow()
+        group_health.allow_collectives()
         if from_checkpoint and self._begins_at == NO_STATE and not self.is_joining:
             self.member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
         self.member.end_generation()
         entered_with = self._reentry.description  # the loops had not yet continued from this position
         self._reentry.close()
-        self._rows.leave()
-        part, metrics = self._window.part, self._window.shown()
+        self._rows.restart_part()
+        part, metrics = self._window.part, self._window.shown_values()
         self._metrics = metrics if part is None else part.trainer[METRICS]
         log_last_batch(trainer, self.member.committed)
         self._returned = None if self._snapshots is None else self._snapshots.take_returned()
         self._is_stopped = True
         if self._average is not None:
             self._average.put_back(trainer.lightning_module)
-            if self._returned is None and not self.member.is_torn:
+            if self._returned is None and not self.member.has_torn_state:
                 self._average.catch_up(trainer, self.member.committed)
-        self._own = b"" if self._returned is not None else self._window.describe_outside(part)
-        has_ended, self._has_ended = self._has_ended and bool(self._own), False
-        after = self._window.describe_outside(None) if has_ended else b""
+        self._own = b"" if self._returned is not None else self._window.capture_state_outside_step(part)
+        has_ended, self._left_at_part_end = self._left_at_part_end and bool(self._own), False
+        after = self._window.capture_state_outside_step(None) if has_ended else b""
         if not has_ended:
             self._put_back(trainer, part)
         self._description = self._describe(self._window, entered_with)
@@ -431,21 +433,23 @@ class TrainerRecovery:
         if self.member.committed <= 0:
             begin_afresh(trainer)
         tear_down_loops(trainer, has_evaluated=has_ended)
-        if self._returned is None and not self.member.is_torn and not self._counted:
-            self._counted = self.local_state if part is None else part.local  # Lightning resets it
-        self._ended = None
+        if self._returned is None and not self.member.has_torn_state and not self._local_on_leave:
+            self._local_on_leave = self.local_state if part is None else part.local  # Lightning resets it
+        self._finished_part = None
         if has_ended and part is not None:
-            self._ended = _Ended(part=part, own=after, metrics=metrics, local=self.local_state)
+            self._finished_part = _Ended(part=part, own=after, metrics=metrics, local=self.local_state)
 
     def _describe(self, window: AccumulationWindow, entered_with: bytes) -> bytes:
         """Undo this rank's step, and return the description of where it left the loops."""
         if self._returned is not None:
             return self._returned.trainer
-        if self.member.is_torn:
+        if self.member.has_torn_state:
             window.undo_step()  # as far as possible, gradients above all
             return b""
-        if self._transaction is not None and self._transaction.left_with is not None:
-            return self._transaction.left_with  # the description from when it stopped in the step is still valid
+        if self._transaction is not None and self._transaction.state_on_leaving_step is not None:
+            return (
+                self._transaction.state_on_leaving_step
+            )  # the description from when it stopped in the step is still valid
         if not window.is_empty:
             window.undo_step()
         return entered_with or self._own
@@ -461,10 +465,10 @@ class TrainerRecovery:
             release_broken()
 
     def _stop_outside(self, number: int) -> None:
-        part = order_of(read_trainer(self._description)) if self._description else 0
-        self.member.stop(number, in_step=False, trainer=self._description, part=part)
+        part = part_order(read_trainer(self._description)) if self._description else 0
+        self.member.publish_stop(number, in_step=False, trainer=self._description, part=part)
 
-    def join(self, trainer: Trainer) -> None:
+    def rejoin(self, trainer: Trainer) -> None:
         """Join the other ranks, for instance before a validation, if this process is not connected to them."""
         if self._transaction is not None:
             self._find_beginning(trainer)
@@ -472,7 +476,7 @@ class TrainerRecovery:
 
     def _find_beginning(self, trainer: Trainer) -> None:
         """Set the number of committed steps from the checkpoint that the trainer resumed from, once it is known."""
-        if self._begins_at != NO_STATE or self.is_apart or self.member.committed > 0:
+        if self._begins_at != NO_STATE or self.is_detached or self.member.committed > 0:
             return
         self._begins_at = self.member.committed = steps_done(trainer)
         if self.saved is not None and entries.resumed_from:
@@ -489,21 +493,21 @@ class TrainerRecovery:
         is_ours = self._returned is not None and resume_point.step == self._returned.step  # partly rank-local
         description = self._returned.trainer if self._returned and is_ours else resume_point.trainer
         checkpoint = read_trainer(description)
-        self._choose(trainer, checkpoint)
-        self._values.give(self._metrics or checkpoint.pop(METRICS, {}))
+        self._keep_or_undo_part(trainer, checkpoint)
+        self._values.load_described(self._metrics or checkpoint.pop(METRICS, {}))
         if is_ours:
-            self.take_local(checkpoint.pop(LOCAL, {}), checkpoint)
+            self.load_local_state(checkpoint.pop(LOCAL, {}), checkpoint)
         else:
-            self.take_local(self._counted, checkpoint)
+            self.load_local_state(self._local_on_leave, checkpoint)
         self._means.expect(checkpoint.pop(LOGGED, {}))
         rows = checkpoint.pop(ROWS, [])
-        if self.member.committed == NO_STATE and not self.member.is_torn:
+        if self.member.committed == NO_STATE and not self.member.has_torn_state:
             self._rows.expect(rows)
         if self._own:
-            checkpoint = keep_own(checkpoint, read_trainer(self._own))
+            checkpoint = merge_own(checkpoint, read_trainer(self._own))
         assert self._transaction is not None
         self._window.entered_with, self._entered_with = description, checkpoint
-        self._transaction.entered_at, self._transaction.entered_part = resume_point.step, order_of(checkpoint)
+        self._transaction.entered_at, self._transaction.entered_part = resume_point.step, part_order(checkpoint)
         if resume_point.step == 0 and not (resume_point.in_step or is_ours):
             # Nothing has been trained yet: start from scratch.
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
@@ -515,34 +519,36 @@ class TrainerRecovery:
         self._reentry.open(trainer, part, description)
         return checkpoint
 
-    def _choose(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    def _keep_or_undo_part(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Keep the changes of a part that this rank has run if another rank is already past it; else undo them."""
-        ended, self._ended = self._ended, None
+        ended, self._finished_part = self._finished_part, None
         if ended is None:
             return
         began = read_trainer(self._own)
-        if order_of(checkpoint) > order_of(began):
-            self._own, self._metrics, self._counted = ended.own, ended.metrics, ended.local
-            self._hooks.end()
+        if part_order(checkpoint) > part_order(began):
+            self._own, self._metrics, self._local_on_leave = ended.own, ended.metrics, ended.local
+            self._hooks.end_part()
             self._rows.end()
         else:
             if part_of(began) == EVALUATION_BEGIN:
                 trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
             self._put_back(trainer, ended.part)
 
-    def _put_back(self, trainer: Trainer, part: PartBeginning | None) -> None:
+    def _put_back(self, trainer: Trainer, part: PartStart | None) -> None:
         """Restore callbacks and buffers to the beginning of a part, which is run again."""
         self._hooks.put_back(trainer)
-        self._hooks.end()
+        self._hooks.end_part()
         if part is not None:
             part.buffers.put_back()
 
     @property
     def local_state(self) -> dict[str, Any]:
         """Buffers, metrics and logged means of this rank; empty if no fit has started."""
-        return {} if self._local is None else self._local.present()
+        return {} if self._local is None else self._local.state()
 
-    def take_local(self, local: dict[str, Any], checkpoint: dict[str, Any], *, is_of_another_job: bool = False) -> None:
+    def load_local_state(
+        self, local: dict[str, Any], checkpoint: dict[str, Any], *, is_of_another_job: bool = False
+    ) -> None:
         """Load this rank's buffers, metrics and logged means.
 
         Args:
@@ -552,15 +558,15 @@ class TrainerRecovery:
         """
         if self._local is not None and local:
             begins_epoch = not is_within_epoch(checkpoint)
-            self._local.take(local, begins_epoch=begins_epoch, is_of_another_job=is_of_another_job)
+            self._local.load(local, begins_epoch=begins_epoch, is_of_another_job=is_of_another_job)
 
-    def interrupted(self, path: str) -> None:
+    def note_interrupted_save(self, path: str) -> None:
         """Note that saving the checkpoint `path` was interrupted; it is written once all ranks are back."""
-        self._owes = path
+        self._pending_checkpoint = path
 
     def finish(self, trainer: Trainer) -> None:
         """Join the others at the end of a fit, so that a replacement for a rank lost there gets its state."""
-        if self._transaction is not None and trainer.state.status != TrainerStatus.INTERRUPTED and self.is_apart:
+        if self._transaction is not None and trainer.state.status != TrainerStatus.INTERRUPTED and self.is_detached:
             self._transaction.join()
 
     def resume_from(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -578,36 +584,36 @@ class TrainerRecovery:
         """
         assert self._window is not None
         self._find_beginning(trainer)
-        if not self._is_checked and not self.is_apart:
+        if not self._is_checked and not self.is_detached:
             refuse_unreadable(trainer, self._hooks)
-            worlds = {} if self.elastic is None else self.elastic.worlds(trainer)
-            refuse_validation_within_windows(trainer, worlds)
+            worlds = {} if self.elastic is None else self.elastic.epoch_lengths(trainer)
+            check_validation_interval(trainer, worlds)
             refuse_interleaved_hooks(trainer)
             self._is_checked = True
-        if self.elastic is not None and not self.is_apart:
-            self.elastic.open(trainer)
+        if self.elastic is not None and not self.is_detached:
+            self.elastic.publish_spec(trainer)
         if self._starts_epoch:
             trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run, so it is not resumed
             epochs: Any = trainer.fit_loop.epoch_progress
             if epochs.total.ready > epochs.total.started:  # Lightning does not count an epoch that it starts again
                 epochs.current.ready = epochs.current.started + 1
         if self._reentry.part in (EPOCH_END, FIT_END):
-            self.join(trainer)  # the next hooks may communicate
+            self.rejoin(trainer)  # the next hooks may communicate
         elif self._skip_batches:
             show_epoch(trainer)
-        restore_unsaved(trainer, self._entered_with)
+        restore_untracked(trainer, self._entered_with)
         if self.elastic is None:
             accumulate_as_others(trainer, self._entered_with)
         self._entered_with = {}
         self._skip_batches = 0  # every loader skips its batches by now; one created later starts its epoch
         loader = trainer.fit_loop._combined_loader
-        self._window.starts_at([] if loader is None else loader._state_dicts())
+        self._window.set_loader_states([] if loader is None else loader._state_dicts())
 
     def count_loaders(self) -> None:
         """Number loaders from 0 again: the trainer is about to set up its loaders of one kind."""
         self._num_loaders = 0
 
-    def keyed(self, loader: Any, trainer: Trainer) -> Any:
+    def with_keyed_random(self, loader: Any, trainer: Trainer) -> Any:
         """The loader, with random numbers keyed by the sample or by the number of the item.
 
         Those of an evaluation are the same each time.
@@ -625,7 +631,7 @@ class TrainerRecovery:
         if isinstance(loader, DataLoader):
             key_random_numbers(loader, key)
             return loader
-        return loader if is_stateful(loader) else KeyedItems(loader, key)  # a stateful one may start at any item
+        return loader if is_stateful(loader) else SeededIterable(loader, key)  # a stateful one may start at any item
 
     def note_batch(self, batch: Any) -> None:
         """Note the batch that is about to be trained on."""
@@ -634,7 +640,7 @@ class TrainerRecovery:
             if self._rehearsal is not None:
                 self._rehearsal.note_batch(self._window.micro_step, batch)
 
-    def forwarded(self, loader: Any, trainer: Trainer) -> Any:
+    def skip_done_batches(self, loader: Any, trainer: Trainer) -> Any:
         """A loader for the rest of the epoch, which skips the batches done; the loader itself if there are none."""
         return SkipBatches(loader, self._skip_batches, trainer) if self._skip_batches else loader
 
@@ -643,12 +649,12 @@ class TrainerRecovery:
     def on_batch(self) -> None:
         """Note that a batch has been fetched."""
         if self._window is not None:
-            self._window.fetched()
+            self._window.note_fetched()
 
     @property
     def num_batches_back(self) -> int:
         """Batches of the window after the one being computed; above 0 only while the window is run again."""
-        return 0 if self._window is None else self._window.num_after
+        return 0 if self._window is None else self._window.num_micro_steps_after
 
     def begin_evaluation(self, trainer: Trainer) -> None:
         """Count the batches of an evaluation from 0, so that an evaluation that is run again draws the same numbers.
@@ -659,14 +665,14 @@ class TrainerRecovery:
         self._num_evaluated = 0
         is_fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if is_fitting and self._window is not None and not self._window.is_empty and self.elastic is None:
-            refuse_validation_within_window(trainer)
+            check_validation_now(trainer)
 
     def seed_batch(self, trainer: Trainer) -> None:
         """Start the random stream of a fetched batch: of what precedes its step, or of its evaluation."""
         if self._window is None:
             return
         if trainer.training:
-            self._window.starts()
+            self._window.begin_batch()
         if self._seed is None:
             return
         if trainer.training:
@@ -691,19 +697,19 @@ class TrainerRecovery:
         """Run a micro-step that is not the last of its window; detect whether the program communicates after it."""
         assert self._window is not None
         assert self._transaction is not None
-        group_health.allow()
+        group_health.allow_collectives()
         if self._window.is_empty:
             self._arm()
             self._transaction.begin()
         self._window.add(closure)
-        self._transaction.advance(self._window.compute)
+        self._transaction.compute_part(self._window.compute)
         self._window.ends_micro_step()
         # Not really forbidden: `_notice_collective` notes the first collective, and allows it.
-        group_health.forbid(WITHIN_WINDOW, self._notice_collective)
+        group_health.forbid_collectives(WITHIN_WINDOW, self._notice_collective)
 
     def _notice_collective(self) -> None:
         """Note, and warn once, that the program communicates between micro-steps."""
-        group_health.allow()
+        group_health.allow_collectives()
         assert self._window is not None
         if not self._window.communicates_between and self.member.rank == 0:
             log.warning("%s", WITHIN_WINDOW)
@@ -718,7 +724,7 @@ class TrainerRecovery:
         """
         assert self._window is not None
         assert self._transaction is not None
-        group_health.allow()
+        group_health.allow_collectives()
         if self._window.is_empty:
             self._arm()
             self._transaction.begin()
@@ -726,12 +732,12 @@ class TrainerRecovery:
         result = self._transaction.run(self._window.compute, partial(self._commit, commit))
         self._window.close()
         if self._seed is not None:
-            self._seed(self._transaction.step, 0, AFTER)
+            self._seed(self._transaction.step, 0, AFTER_COMMIT)
         return result
 
     def _commit(self, commit: Callable[[Any], Any], result: Any) -> Any:
         assert self._window is not None
-        self._window.counts()
+        self._window.begin_commit()
         return commit(result)
 
     @property
@@ -744,18 +750,18 @@ class TrainerRecovery:
         """Whether the optimizer steps before the commit vote, because its step may communicate."""
         return self._window is not None and self._window.steps_before_vote
 
-    def leave(self, trainer: Trainer | None) -> None:
+    def close(self, trainer: Trainer | None) -> None:
         """End recovery for this strategy; once a fit has completed, lost processes are no longer replaced."""
         if self._window is not None:
             self._window.part = None  # release the copies that it holds
         is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         has_fitted = trainer is not None and self.is_fitting and not is_interrupted
         if trainer is not None:
-            forget_parts(trainer)
+            remove_part_hooks(trainer)
             self._rows.forget(trainer)
         if has_fitted:
             if self._seed is not None and self._transaction is not None:
-                self._seed(self._transaction.step, entries.number, END)
+                self._seed(self._transaction.step, entries.number, TRAINING_END)
             self.member.job_store.disarm()
         if is_interrupted or self.elastic is not None:
             entries.has_left = entries.has_left or self.is_fitting
@@ -766,11 +772,11 @@ class TrainerRecovery:
 
     def _repaired(self, repair: Repair) -> None:
         assert self._window is not None
-        self._window.entered_with, self._owes = b"", ""
-        self._counted = {}
+        self._window.entered_with, self._pending_checkpoint = b"", ""
+        self._local_on_leave = {}
         self._repairs.append(repair)
         if self.elastic is not None and self.has_moved:
-            self.elastic.resized(self.member.world.cause, repair)
+            self.elastic.record_resize(self.member.world.cause, repair)
         self.has_moved = False
-        if repair.is_told_by(self.member.rank, self.member.world.size):
+        if repair.is_reported_by(self.member.rank, self.member.world.size):
             log.warning("%s", repair)

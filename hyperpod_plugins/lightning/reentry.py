@@ -16,7 +16,7 @@ from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 
-def watch_parts(trainer: Trainer, begin: Callable[[str], None], end: Callable[[str], None]) -> None:
+def install_part_hooks(trainer: Trainer, begin: Callable[[str], None], end: Callable[[str], None]) -> None:
     """Report the parts of a fit outside steps, before their first hook and after their last one.
 
     This also makes schedulers that follow a metric (`ReduceLROnPlateau`) step at the end of a resumed epoch.
@@ -43,8 +43,8 @@ def watch_parts(trainer: Trainer, begin: Callable[[str], None], end: Callable[[s
     vars(evaluation)["run"] = partial(begun, EVALUATION_BEGIN, partial(vars(type(evaluation))["run"], evaluation))
 
 
-def forget_parts(trainer: Trainer) -> None:
-    """Undo `watch_parts`: the fit has ended."""
+def remove_part_hooks(trainer: Trainer) -> None:
+    """Undo `install_part_hooks`: the fit has ended."""
     loop = trainer.fit_loop
     for name in ("on_advance_start", "on_advance_end", "on_run_end"):
         vars(loop).pop(name, None)

@@ -18,11 +18,11 @@ from hyperpod_plugins.lightning.compat import Trainer, TrainerFn
 from hyperpod_plugins.lightning.first_fit import entries
 from hyperpod_plugins.lightning.launcher import STATE_OF_PEERS, LaunchedStrategy
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
-from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, own_part
+from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, rank_local_part
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.parallel.checkpoint.parts import StateParts
-from hyperpod_plugins.parallel.checkpoint.rank_state import RankSource
+from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
 from hyperpod_plugins.parallel.checkpoint.state import model_tensors
 from hyperpod_plugins.recovery.protocols import RESHARD
 
@@ -54,7 +54,7 @@ class SavingStrategy(LaunchedStrategy):
             self._write(checkpoint, self.broadcast(filepath), storage_options)
         except PeerLost:
             if self._recovery is not None:
-                self._recovery.interrupted(str(filepath))
+                self._recovery.note_interrupted_save(str(filepath))
             raise
 
     def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -65,7 +65,7 @@ class SavingStrategy(LaunchedStrategy):
             module=self.lightning_module,
             optimizers=self.optimizers,
             average=self._average,
-            rank_state={self.global_rank: self._own_part(checkpoint)},
+            rank_state={self.global_rank: self._rank_local_part(checkpoint)},
             storage_options=storage_options,
         )
 
@@ -78,14 +78,14 @@ class SavingStrategy(LaunchedStrategy):
     def _layout(self) -> tuple[int, int, int]:
         return self.topology.world_size, self.topology.shard_degree, self.topology.tensor_degree
 
-    def _own_part(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def _rank_local_part(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """This rank's rank-local part of a checkpoint; also adds the job's layout to the checkpoint itself."""
         assert self.lightning_module is not None
         local = checkpoint.pop(LOCAL, None) or ({} if self._recovery is None else self._recovery.local_state)
         checkpoint[LAYOUT] = self._layout
-        return {**own_part(checkpoint, self.lightning_module.trainer), LOCAL: local}
+        return {**rank_local_part(checkpoint, self.lightning_module.trainer), LOCAL: local}
 
-    def _save_again(
+    def _save_for_recovery(
         self,
         checkpoint: dict[str, Any],
         path: str,
@@ -117,7 +117,7 @@ class SavingStrategy(LaunchedStrategy):
             path = self.broadcast(path)
         if state is not None:
             parts, described = state
-            own = {rank: self._own_part(dict(each)) for rank, each in described.items()}
+            own = {rank: self._rank_local_part(dict(each)) for rank, each in described.items()}
             checkpoint = {**checkpoint, LAYOUT: self._layout}
             self._checkpoints.save_parts(path, checkpoint, parts, module=self.lightning_module, rank_state=own)
             return path
@@ -134,7 +134,7 @@ class SavingStrategy(LaunchedStrategy):
         folders = [vars(callback).get("dirpath") for callback in trainer.checkpoint_callbacks]
         return Path(next((folder for folder in folders if folder), trainer.default_root_dir))
 
-    def save_end(self, path: Path) -> None:
+    def save_entry_end(self, path: Path) -> None:
         """Write the state after a fit as the folder `path`, and wait for it; all ranks call it together.
 
         Raises:
@@ -175,7 +175,7 @@ class SavingStrategy(LaunchedStrategy):
         assert self.lightning_module is not None
         if self._recovery is not None and checkpoint_path == STATE_OF_PEERS:
             return self._recovery.state_of_peers(self.lightning_module.trainer)
-        path = Path(checkpoint_path if entries.is_passing else self.broadcast(checkpoint_path))
+        path = Path(checkpoint_path if entries.is_skipping else self.broadcast(checkpoint_path))
         is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING  # after a fit, optimizers still exist
         if path.is_file():
             loaded = super().load_checkpoint(path, weights_only=weights_only)
@@ -186,7 +186,7 @@ class SavingStrategy(LaunchedStrategy):
                         "With that callback, HyperPodStrategy can only resume from folders that it wrote itself. "
                         "Leave the callback out to train from the averaged weights."
                     )
-                self._average.loaded(self.lightning_module, is_averaged=False)
+                self._average.swap_loaded(self.lightning_module, is_averaged=False)
             return loaded
         checkpoint = self._checkpoints.load(
             path,
@@ -196,26 +196,30 @@ class SavingStrategy(LaunchedStrategy):
             weights_only=weights_only,
         )
         layout = checkpoint.pop(LAYOUT, None)
-        if entries.is_passing and is_fit:
-            return {**checkpoint, **entries.description}  # this rank's own: callbacks may differ between ranks
+        if entries.is_skipping and is_fit:
+            return {**checkpoint, **entries.trainer_state}  # this rank's own: callbacks may differ between ranks
         if layout is not None:
-            checkpoint |= self._own_of(path, checkpoint, tuple(layout), is_fit=is_fit, weights_only=weights_only)
+            checkpoint |= self._load_rank_local(
+                path, checkpoint, tuple(layout), is_fit=is_fit, weights_only=weights_only
+            )
         if self._recovery is not None and self._recovery.is_fitting:
             self._recovery.resume_from(self.lightning_module.trainer, checkpoint)
         return checkpoint
 
-    def _own_of(
+    def _load_rank_local(
         self, path: Path, checkpoint: dict[str, Any], layout: Any, *, is_fit: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         """Load this rank's rank-local part of a checkpoint; apply buffers, metrics and means, and return the rest."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        source = RankSource(rank=self.global_rank, topology=self.topology, saved=layout, is_training=is_fit)
-        first = own_part(checkpoint, trainer)
+        source = RankStateSelector(
+            rank=self.global_rank, topology=self.topology, saved_layout=layout, is_training=is_fit
+        )
+        first = rank_local_part(checkpoint, trainer)
         own = self._checkpoints.load_own(path, source, first, weights_only=weights_only)
         local = own.pop(LOCAL, {})
         if is_fit and self._recovery is not None:
-            self._recovery.take_local(local, checkpoint, is_of_another_job=not entries.resumed_from)
+            self._recovery.load_local_state(local, checkpoint, is_of_another_job=not entries.resumed_from)
         return own
 
     @override

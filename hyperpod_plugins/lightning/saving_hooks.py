@@ -95,7 +95,7 @@ class SavingHooks:
         self._looked_at: list[Callback] = []
         self._should_stop = False
 
-    def begin(self, trainer: Trainer, part: str) -> None:
+    def begin_part(self, trainer: Trainer, part: str) -> None:
         """Begin a part, before its first hook: copy the states of callbacks with hooks in it.
 
         The first step of an epoch lies inside the part `EPOCH_BEGIN`, and an evaluation in the middle of a window of
@@ -114,7 +114,7 @@ class SavingHooks:
             if state is not None:
                 self._kept[part][callback.state_key] = _Kept(callback, state, hooks)
 
-    def compute(self, trainer: Trainer) -> None:
+    def begin_compute(self, trainer: Trainer) -> None:
         """Begin the computation of a step, after the first hooks of its first batch; it may be run again by itself.
 
         In a window of micro-steps, hooks of batches and of the computation alternate, so a callback that has both
@@ -129,11 +129,11 @@ class SavingHooks:
                 if state is not None:
                     self._computing[key] = replace(kept, state=state)
 
-    def end(self) -> None:
+    def end_part(self) -> None:
         """End the part: the changes made by its hooks are final."""
         self._kept, self._computing = {}, {}
 
-    def loaded(self, keys: Iterable[str]) -> None:
+    def refresh_copies(self, keys: Iterable[str]) -> None:
         """Update the copies of callbacks that have been given the state of another rank at the same beginning.
 
         Args:
@@ -186,7 +186,7 @@ class SavingHooks:
             owner, hook = _called_hook(error)
             self._left_out.append((owner, hook))
             reads = is_overridden(_READS[hook], owner, parent=_base_of(owner))
-            if reads and group_health.is_open:
+            if reads and group_health.is_unavailable:
                 _log.warning("%s.%s communicates, so a replacement is not given its state", _name(owner), hook)
             elif reads:
                 raise ConfigError(
@@ -204,7 +204,7 @@ class SavingHooks:
         """A copy of the callback's state; None if its `state_dict` communicates."""
         if (callback, "state_dict") in self._left_out:
             return None
-        refusal, group_health.refusal = group_health.refusal, FOR_PEERS
+        refusal, group_health.refusal_reason = group_health.refusal_reason, FOR_PEERS
         try:
             return copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, callback.state_dict()))
         except PeerLost:
@@ -214,7 +214,7 @@ class SavingHooks:
                 raise
             return None  # `dump` also finds and reports this
         finally:
-            group_health.refusal = refusal
+            group_health.refusal_reason = refusal
 
     def _changed_in(self, part: str, trainer: Trainer) -> list[tuple[Callback, frozenset[str]]]:
         """Callbacks that have state and hooks in a part, with these hooks."""
@@ -235,11 +235,11 @@ class SavingHooks:
         return self._changing[key]
 
     def _try(self, trainer: Trainer) -> dict[str, Any] | LoopError | PeerLost:
-        refusal = group_health.refusal
+        refusal = group_health.refusal_reason
         with ExitStack() as stack:
             for owner, hook in self._left_out:
-                stack.enter_context(_silent(owner, hook))
-            group_health.refusal = FOR_PEERS
+                stack.enter_context(_disabled(owner, hook))
+            group_health.refusal_reason = FOR_PEERS
             try:
                 return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             except PeerLost as error:
@@ -249,7 +249,7 @@ class SavingHooks:
                     raise
                 return error
             finally:
-                group_health.refusal = refusal
+                group_health.refusal_reason = refusal
 
 
 def refuse_interleaved_hooks(trainer: Trainer) -> None:
@@ -291,7 +291,7 @@ def _empty(callback: Callback) -> None:
 
 
 @contextmanager
-def _silent(owner: Any, hook: str) -> Generator[None]:
+def _disabled(owner: Any, hook: str) -> Generator[None]:
     """Make a hook do nothing inside the context."""
     present = vars(owner).get(hook)
     vars(owner)[hook] = dict if hook == "state_dict" else _nothing

@@ -128,7 +128,7 @@ class ShownValues:
         found = shown(tables, cached) if self._is_in_batch else tables
         return {**found, CACHED: {key: list(each) for key, each in cached.items()}}
 
-    def give(self, described: Mapping[str, Any]) -> None:
+    def load_described(self, described: Mapping[str, Any]) -> None:
         """Show the values that `described` returned on this or another rank.
 
         Raises:
@@ -143,7 +143,7 @@ class ShownValues:
         cached = {key: _checked(key, each) for key, each in found.pop(CACHED).items()}
         tables = {name: {key: self._placed(each) for key, each in table.items()} for name, table in found.items()}
         put_tables(self._trainer, tables)
-        self._answer({key: each._replace(value=self._placed(each.value)) for key, each in cached.items()})
+        self._show_given({key: each._replace(value=self._placed(each.value)) for key, each in cached.items()})
 
     def starts(self) -> None:
         """At the beginning of a batch, show given cached values in the tables, as if the results had cached them."""
@@ -178,7 +178,7 @@ class ShownValues:
         stays = {key: each for key, each in self._given.items() if _part(CACHED, key) in leave}
         theirs = {key: each for key, each in cached.items() if _part(CACHED, key) not in leave}
         put_tables(self._trainer, tables)
-        self._answer(stays | theirs)
+        self._show_given(stays | theirs)
 
     def written(self, before: dict[str, Any]) -> set[str]:
         """Parts that hooks have written since `before`: in a validation, at the end of an epoch, or by logging."""
@@ -199,7 +199,7 @@ class ShownValues:
         """Nothing: a job that resumes from another job's checkpoint shows nothing at first, as without recovery."""
         return {}
 
-    def settle(self) -> None:
+    def drop_given(self) -> None:
         """Stop showing the given cached values, as at the end of an epoch."""
         self._given = {}
         for name in ("metrics", "reset"):
@@ -221,9 +221,9 @@ class ShownValues:
             return {}
         return {key: each for key, each in self._given.items() if not _is_cached(results.get(key))}
 
-    def _answer(self, cached: dict[str, Cached]) -> None:
+    def _show_given(self, cached: dict[str, Cached]) -> None:
         """Make the results also show these values, until they are logged again or the results are reset."""
-        self.settle()
+        self.drop_given()
         if not cached:
             return
         results, self._given = self._results, cached
@@ -240,7 +240,7 @@ class ShownValues:
             type(results).reset(results, metrics, fx)
             # With arguments, `log` resets only one hook's values, in the first batch that this process runs.
             if metrics is None and fx is None:
-                self.settle()
+                self.drop_given()
 
         vars(results)["metrics"], vars(results)["reset"] = metrics, reset
 

@@ -28,14 +28,14 @@ from hyperpod_plugins.lightning.checkpoint_io import TrainerCheckpoints
 from hyperpod_plugins.lightning.collectives import decided, reduced
 from hyperpod_plugins.lightning.compat import LightningModule, Precision, Trainer, TrainerFn, optimizers_to_device
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
-from hyperpod_plugins.lightning.elastic_training import Elasticity
+from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.evaluating import EvaluatingStrategy
 from hyperpod_plugins.lightning.first_fit import entries
-from hyperpod_plugins.lightning.grad_averaging import OwnAveraging, own_averaging
+from hyperpod_plugins.lightning.grad_averaging import GradAveraging, grad_averaging_for
 from hyperpod_plugins.lightning.module_checks import (
+    check_same_layout,
     forbid_inference_mode,
-    looks_at_old_gradients,
-    refuse_another_layout,
+    needs_previous_gradients,
     refuse_other_types,
     refuse_validation_by_clock,
     synchronise_metrics_over,
@@ -57,11 +57,11 @@ from hyperpod_plugins.parallel import (
     parallelize,
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankLosses
-from hyperpod_plugins.parallel.former_parameters import give_shards
-from hyperpod_plugins.parallel.hsdp import sharded_parts, without_replica_sync
-from hyperpod_plugins.parallel.local_optimizer import closure_of, refuse_closures, step_locally
-from hyperpod_plugins.parallel.mesh import move_groups
-from hyperpod_plugins.parallel.unit_watch import settle_gradients, watch_units
+from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters
+from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
+from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
+from hyperpod_plugins.parallel.mesh import update_group_members
+from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
 from hyperpod_plugins.recovery import SAVING_GROUP
 from hyperpod_plugins.recovery.kept_state import is_elementwise
 from hyperpod_plugins.recovery.local_state import ProgramState
@@ -124,10 +124,10 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._data_group: dist.ProcessGroup | None = None
         self._snapshot_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
-        self._averaging: OwnAveraging | None = None
+        self._averaging: GradAveraging | None = None
         self._drops_gradients = self._is_set_up = False
         self._rank_local: dict[str, ProgramState] = {}
-        self._sigterm_news: SigtermConsensus | None = None
+        self._sigterm_consensus: SigtermConsensus | None = None
 
     # -- topology and rank-local state --------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class HyperPodStrategy(EvaluatingStrategy):
 
         A hook that gathers, such as one that calls `full_tensor()`, should return early if this is true.
         """
-        return group_health.refusal == FOR_PEERS
+        return group_health.refusal_reason == FOR_PEERS
 
     def register_rank_local(self, name: str, stateful: Stateful) -> None:
         """Register an object whose state differs between ranks, so that a replacement gets the lost rank's state.
@@ -210,7 +210,7 @@ class HyperPodStrategy(EvaluatingStrategy):
                 self._recovery.saved,
             )
         self._join()
-        if self._recovery is not None and self._recovery.is_apart:
+        if self._recovery is not None and self._recovery.is_detached:
             prepare_data_alone(trainer)
             if self._recovery.is_joining:
                 self._recovery.continue_runs(trainer)
@@ -218,11 +218,11 @@ class HyperPodStrategy(EvaluatingStrategy):
             self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
         else:
             here = self.world_size, self.num_processes
-            self.config, self._topology = self._elastic.lay_out(self.config, *here, trainer)
+            self.config, self._topology = self._elastic.setup_world(self.config, *here, trainer)
         if self.global_rank == 0:
             warn_of_placement(self._topology)
         if self._recovery is not None and self._recovery.has_moved:
-            move_groups(self._topology, self.global_rank)
+            update_group_members(self._topology, self.global_rank)
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
         self._data_group = build_data_group(self._topology)
         if self._recovery is not None:  # a joiner would lack a group that is created later
@@ -232,7 +232,7 @@ class HyperPodStrategy(EvaluatingStrategy):
                 role = GroupKey("snapshot", is_strict=True)
                 self._snapshot_group = new_axis_group(role, range(self.world_size))
         self._is_set_up = False
-        refuse_another_layout(self.lightning_module, self._device_mesh)
+        check_same_layout(self.lightning_module, self._device_mesh)
         self._average = averaging_callback(trainer, self._average)
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -250,7 +250,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         assert module is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if any(True for _ in sharded_parts(module)):
+        if any(True for _ in fsdp_units(module)):
             refuse_other_types(module, self.config.precision)
             materialize(module, device=self.root_device, seed=self.config.random_seed)
             watch_units(module)
@@ -269,27 +269,29 @@ class HyperPodStrategy(EvaluatingStrategy):
         if self.world_size > 1:
             refuse_validation_by_clock(trainer)
         self.barrier()
-        is_again = self._recovery is not None and self._recovery.is_fitting  # the optimizers then keep their state
-        if trainer.state.fn == TrainerFn.FITTING and not is_again:
+        is_replay = self._recovery is not None and self._recovery.is_fitting  # the optimizers then keep their state
+        if trainer.state.fn == TrainerFn.FITTING and not is_replay:
             self.setup_optimizers(trainer)
-            give_shards(self.optimizers, module, num_ranks=self.world_size)
-            refuse_closures(self.optimizers)
+            replace_stale_parameters(self.optimizers, module, num_ranks=self.world_size)
+            check_no_required_closure(self.optimizers)
         self.setup_precision_plugin()
         if isinstance(self.precision_plugin, HyperPodPrecision):
             recovery = self._recovery
             self.precision_plugin.when_fetched = partial(recovery.seed_batch, trainer) if recovery else _nothing
-            self.precision_plugin.settle = settle_gradients
+            self.precision_plugin.settle = reconcile_gradients
         is_fit = trainer.state.fn == TrainerFn.FITTING
         # After a fault, ranks may be at different batches, so with recovery they do not agree on SIGTERM.
-        self._sigterm_news = SigtermConsensus(trainer, agrees=is_fit and self.world_size > 1 and self._recovery is None)
+        self._sigterm_consensus = SigtermConsensus(
+            trainer, agrees=is_fit and self.world_size > 1 and self._recovery is None
+        )
         if is_fit:
-            self._drops_gradients = not looks_at_old_gradients(trainer, module)
+            self._drops_gradients = not needs_previous_gradients(trainer, module)
             optimizers_to_device(self.optimizers, self.root_device)
-            if self._average is not None and not is_again:
+            if self._average is not None and not is_replay:
                 self._average.begin(module)
-            if self._recovery is not None and not entries.is_passing:
+            if self._recovery is not None and not entries.is_skipping:
                 if self._elastic is not None:
-                    self._averaging = own_averaging(trainer, module, self.device_mesh, self._elastic.options)
+                    self._averaging = grad_averaging_for(trainer, module, self.device_mesh, self._elastic.options)
                 self._recovery.begin_fit(
                     trainer,
                     module,
@@ -299,12 +301,12 @@ class HyperPodStrategy(EvaluatingStrategy):
                     snapshot_group=self._snapshot_group,
                     average=self._average,
                     rank_local=self._rank_local,
-                    save=self._save_again,
+                    save=self._save_for_recovery,
                 )
-            self._look_at_losses(trainer, module)
+            self._setup_finite_check(trainer, module)
         self._is_set_up = True
 
-    def _look_at_losses(self, trainer: Trainer, module: LightningModule) -> None:
+    def _setup_finite_check(self, trainer: Trainer, module: LightningModule) -> None:
         """Set up the check of each step's losses according to `non_finite`.
 
         Raises:
@@ -324,12 +326,12 @@ class HyperPodStrategy(EvaluatingStrategy):
         # Another optimizer may compute gradients more than once in a step, which cannot be checked.
         is_free = self._recovery is not None or (is_free and all(map(is_elementwise, self.optimizers)))
         finite = FiniteCheck(policy, waits_anyway=is_free)
-        if finite.looks and isinstance(precision, HyperPodPrecision):
+        if finite.is_enabled and isinstance(precision, HyperPodPrecision):
             self._finite, self._losses = finite, RankLosses(finite)
             precision.settle = self._losses.settle
 
     @property
-    def _elastic(self) -> Elasticity | None:
+    def _elastic(self) -> ElasticState | None:
         return None if self._recovery is None else self._recovery.elastic
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -344,7 +346,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         module = self.lightning_module
         if self._recovery is None or not self._recovery.is_fitting or module is None or module.automatic_optimization:
             return compute()
-        return self._recovery.step(compute, _nothing_more)
+        return self._recovery.step(compute, _identity)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._recovery is not None:
@@ -370,7 +372,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         batch_index = trainer.fit_loop.epoch_loop.batch_idx - back
         weight = sample_weight_of(trainer, batch_index)
         if self._losses is not None:
-            self._losses.note(batch_index, closure_loss)
+            self._losses.record(batch_index, closure_loss)
         with loss_parallel_context(self.config):
             if weight != 1.0:
                 closure_loss = closure_loss * weight
@@ -399,7 +401,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             compute = partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
             update = partial(self._update, optimizer, **kwargs)
             if self._recovery.steps_before_vote:
-                result = self._recovery.step(lambda: update(compute()), _nothing_more)
+                result = self._recovery.step(lambda: update(compute()), _identity)
             else:
                 result = self._recovery.step(compute, update)
         if self._losses is not None:
@@ -435,7 +437,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         if self._averaging is not None:
             self._averaging.committed()
         with nullcontext() if self._elastic is None else self._elastic.step(optimizer):
-            return step_locally(optimizer, closure_of(optimizer, loss), **kwargs)
+            return step_locally(optimizer, single_use_closure(optimizer, loss), **kwargs)
 
     @property
     @override
@@ -480,12 +482,12 @@ class HyperPodStrategy(EvaluatingStrategy):
     @override
     def on_validation_start(self) -> None:
         """Agree on SIGTERM, and join the other ranks if this process is not connected yet."""
-        if self._sigterm_news is not None:
-            self._sigterm_news.agree()
+        if self._sigterm_consensus is not None:
+            self._sigterm_consensus.agree()
         if self._recovery is not None:
             assert self.lightning_module is not None
             self._recovery.begin_evaluation(self.lightning_module.trainer)
-            self._recovery.join(self.lightning_module.trainer)
+            self._recovery.rejoin(self.lightning_module.trainer)
 
     @override
     def _leave_loops(self, from_checkpoint: bool) -> bool:
@@ -514,8 +516,8 @@ class HyperPodStrategy(EvaluatingStrategy):
         if self._recovery is None or isinstance(dataloader, StatefulLoader):
             return dataloader
         trainer = self._trainer
-        dataloader = self._recovery.keyed(dataloader, trainer)
-        return self._recovery.forwarded(dataloader, trainer) if trainer.training else dataloader
+        dataloader = self._recovery.with_keyed_random(dataloader, trainer)
+        return self._recovery.skip_done_batches(dataloader, trainer) if trainer.training else dataloader
 
     # -- collectives --------------------------------------------------------------------------------------------
 
@@ -524,7 +526,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         """Send an object from rank `src` to all; a joiner reads what was sent before it joined from the job store."""
         if self._recovery is None:
             return super().broadcast(obj, src)
-        return self._recovery.agree(obj, partial(super().broadcast, obj, src))
+        return self._recovery.broadcast_or_replay(obj, partial(super().broadcast, obj, src))
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
@@ -541,8 +543,8 @@ class HyperPodStrategy(EvaluatingStrategy):
     @override
     def on_train_end(self) -> None:
         """Agree on SIGTERM; with recovery, wait until all ranks have run the hooks at the end of the fit."""
-        if self._sigterm_news is not None:
-            self._sigterm_news.agree()
+        if self._sigterm_consensus is not None:
+            self._sigterm_consensus.agree()
         if self._recovery is not None and self._recovery.is_fitting:
             self.barrier()
 
@@ -558,7 +560,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             recovery, self._recovery = self._recovery, None
             if recovery is not None:
                 self.local_state = recovery.local_state
-                recovery.leave(None if self.lightning_module is None else self.lightning_module.trainer)
+                recovery.close(None if self.lightning_module is None else self.lightning_module.trainer)
             super().teardown()
 
 
@@ -571,5 +573,5 @@ def _nothing() -> None:
     return None
 
 
-def _nothing_more(loss: Any) -> Any:
+def _identity(loss: Any) -> Any:
     return loss

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hyperpod_plugins.errors import ConfigError, few
+from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.lightning.compat import (
     Callback,
     Trainer,
@@ -26,8 +26,8 @@ from hyperpod_plugins.lightning.compat import (
 from hyperpod_plugins.lightning.module_checks import initial_micro_steps
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.shown_values import tables_of
-from hyperpod_plugins.parallel.checkpoint.state import plain
-from hyperpod_plugins.recovery.packing import packed, unpacked
+from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
+from hyperpod_plugins.recovery.packing import pack, unpack
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 from hyperpod_plugins.recovery.state import hyperparameters
 
@@ -68,7 +68,7 @@ def is_rank_local(state: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(state))
 
 
-def keep_own(theirs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def merge_own(theirs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The description with which a survivor re-enters the loops: that of another rank, without its rank-local state.
 
     Callbacks with rank-local state keep their present one. Rank-local state of other hooks is taken from `own`.
@@ -83,14 +83,14 @@ def keep_own(theirs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return {**theirs, **saved, "callbacks": callbacks}
 
 
-def own_part(checkpoint: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+def rank_local_part(checkpoint: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
     """The part of a checkpoint that may differ between ranks: what hooks and callbacks save, and `LOCAL`."""
     known = (*(name for name in _OF_LIGHTNING if name != "callbacks"), *arguments(trainer), LAYOUT)
     return {key: value for key, value in checkpoint.items() if key not in known}
 
 
 def sharded_parts(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of an `own_part` that, if they differ between ranks, are meaningless to a rank with another shard."""
+    """Entries of an `rank_local_part` that, if they differ between ranks, are meaningless to a rank with another shard."""
     callbacks = {f"callbacks[{key!r}]": state for key, state in own.get("callbacks", {}).items()}
     named = {**callbacks, **{key: value for key, value in own.items() if key not in ("callbacks", LOCAL)}}
     return {name: state for name, state in named.items() if is_rank_local(state)}
@@ -113,7 +113,7 @@ def rank_local_of(trainer: Trainer, hooks: SavingHooks) -> bytes:
     own = {key: value for key, value in saved.items() if key not in known and is_rank_local(value)}
     if not (callbacks or own):
         return b""
-    return packed({"callbacks": callbacks, **own})
+    return pack({"callbacks": callbacks, **own})
 
 
 def take_rank_local(trainer: Trainer, data: bytes, entered_with: bytes) -> list[str]:
@@ -164,7 +164,7 @@ def describe_trainer(
         hooks: of the program.
         logged: see `LoggedMeans.forms`.
         metrics: see `ShownValues.described`; None for the present contents of the tables.
-        as_begun: result of `as_part_begins`; None outside such parts.
+        as_begun: result of `describe_part_start`; None outside such parts.
         rows: see `LoggedRows.state`.
     """
     checkpoint = hooks.dump(trainer)
@@ -188,10 +188,10 @@ def describe_trainer(
     checkpoint[_MICRO_STEPS] = trainer.accumulate_grad_batches
     evaluation = trainer.fit_loop.epoch_loop.val_loop
     checkpoint[_RELOADED_AT] = [trainer.fit_loop._last_train_dl_reload_epoch, evaluation._last_val_dl_reload_epoch]
-    return packed(checkpoint)
+    return pack(checkpoint)
 
 
-def as_part_begins(
+def describe_part_start(
     trainer: Trainer,
     part: str,
     logged: dict[str, dict[str, Any]],
@@ -219,7 +219,7 @@ def _changed_by_loops(
     """The entries of a description for loops (given), schedulers, hyperparameters and logged values."""
     return {
         "loops": {"fit_loop": fit_loop},
-        "lr_schedulers": plain([each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]),
+        "lr_schedulers": to_python_scalars([each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]),
         GROUPS: [hyperparameters(each) for each in trainer.optimizers],
         METRICS: tables_of(trainer) if metrics is None else metrics,
         LOGGED: logged,
@@ -255,15 +255,15 @@ def refuse_unreadable(trainer: Trainer, hooks: SavingHooks) -> None:
         holders = {**whole, **{f"callbacks[{name!r}]": state for name, state in whole.get("callbacks", {}).items()}}
         bad = [name for name, value in holders.items() if name != "callbacks" and not _is_readable(value)]
         raise ConfigError(
-            f"the state of {few(bad)} holds Python objects that a process which replaces a lost one would have to "
-            "unpickle, and that runs code. Let on_save_checkpoint and state_dict return tensors, plain containers, "
-            "numbers and strings, or use CheckpointlessRecovery(enabled=False)."
+            f"the state of {format_list(bad)} holds Python objects that a process which replaces a lost one would "
+            "have to unpickle, and that runs code. Let on_save_checkpoint and state_dict return tensors, plain "
+            "containers, numbers and strings, or use CheckpointlessRecovery(enabled=False)."
         ) from None
 
 
 def _is_readable(value: Any) -> bool:
     try:
-        read_trainer(packed(value))
+        read_trainer(pack(value))
     except pickle.UnpicklingError:
         return False
     return True
@@ -272,7 +272,7 @@ def _is_readable(value: Any) -> bool:
 def read_trainer(data: bytes) -> dict[str, Any]:
     """Inverse of `describe_trainer`; only tensors, plain containers, numbers, strings and paths are read."""
     with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
-        return unpacked(data, map_location=None)
+        return unpack(data, map_location=None)
 
 
 def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:
@@ -283,10 +283,10 @@ def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:
 
 def with_local(described: bytes, local: dict[str, Any]) -> bytes:
     """Add a rank's buffers, metrics and logged means to its description, which is then for that rank only."""
-    return packed({**read_trainer(described), LOCAL: local})
+    return pack({**read_trainer(described), LOCAL: local})
 
 
-def restore_unsaved(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+def restore_untracked(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Restore when callbacks last saved and loaders were created: no state_dict has it, but all ranks must agree."""
     set_last_saves(trainer, checkpoint.get(_SAVED_AT, []))
     if _RELOADED_AT in checkpoint:
@@ -397,7 +397,7 @@ def part_of(checkpoint: dict[str, Any]) -> str:
     return part if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) else ""
 
 
-def order_of(checkpoint: dict[str, Any]) -> int:
+def part_order(checkpoint: dict[str, Any]) -> int:
     """A number that orders states after the same step: larger for a state in a later part of the fit."""
     part, epochs = part_of(checkpoint), checkpoint["loops"]["fit_loop"]["epoch_progress"]["total"]
     has_begun = epochs["started"] > epochs["completed"]  # the present epoch, whose first hooks have been called

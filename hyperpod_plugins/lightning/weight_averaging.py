@@ -25,7 +25,7 @@ from hyperpod_plugins.lightning.compat import LightningModule, Trainer, WeightAv
 from hyperpod_plugins.parallel.checkpoint.parts import CURRENT, NUM_AVERAGED
 from hyperpod_plugins.parallel.checkpoint.state import model_tensors
 from hyperpod_plugins.parallel.hsdp import reshard
-from hyperpod_plugins.parallel.local_optimizer import LocalUpdate
+from hyperpod_plugins.parallel.local_optimizer import LocalDispatchMode
 from hyperpod_plugins.recovery.local_state import BufferStates
 from hyperpod_plugins.recovery.undo import forget_iteration
 
@@ -69,7 +69,7 @@ class ShardedAverage(AveragedModel):
             averaged, copied = [*averaged, *copied], []
         if not self.n_averaged:
             averaged, copied = [], [*averaged, *copied]
-        with torch.no_grad(), _without_communication(), LocalUpdate():
+        with torch.no_grad(), _without_communication(), LocalDispatchMode():
             for mean, present in copied:
                 mean.copy_(present)
             if self.multi_avg_fn is not None:
@@ -83,7 +83,7 @@ class ShardedAverage(AveragedModel):
 
     def begin_from(self, model: nn.Module) -> None:
         """Restart the average from the present values of a module, with no updates counted."""
-        with torch.no_grad(), LocalUpdate():
+        with torch.no_grad(), LocalDispatchMode():
             for mean, present in [*self._pairs(model), *self._buffer_pairs(model)]:
                 mean.copy_(present)
         self.n_averaged.zero_()
@@ -219,12 +219,12 @@ class CallbackAverage:
         beside = {f"{CURRENT}{name}": tensor for name, tensor in state.items()}
         return {name: means.get(name, tensor) for name, tensor in state.items()}, beside | self._count
 
-    def to_fill(self) -> dict[str, Tensor]:
+    def load_targets(self) -> dict[str, Tensor]:
         """Tensors to load a checkpoint's additional tensors into, before calling `loaded`."""
         means = model_tensors(self.average.module)
         return {f"{CURRENT}{name}": tensor for name, tensor in means.items()} | self._count
 
-    def loaded(self, module: nn.Module, *, is_averaged: bool) -> None:
+    def swap_loaded(self, module: nn.Module, *, is_averaged: bool) -> None:
         """Swap weights and average after loading: the module holds the average, and the average the weights.
 
         Args:
@@ -235,7 +235,7 @@ class CallbackAverage:
             self.average.begin_from(module)
             return
         means = model_tensors(self.average.module)
-        with torch.no_grad(), LocalUpdate():
+        with torch.no_grad(), LocalDispatchMode():
             for name, present in model_tensors(module).items():
                 mean = present.clone()
                 present.copy_(means[name])
@@ -264,13 +264,13 @@ class CallbackAverage:
 
     def _swap(self, pl_module: LightningModule) -> None:
         reshard(pl_module)
-        with torch.no_grad(), LocalUpdate():
+        with torch.no_grad(), LocalDispatchMode():
             type(self.callback)._swap_models(self.callback, pl_module)
         self._is_swapped = not self._is_swapped
 
     def _copy(self, pl_module: LightningModule) -> None:
         reshard(pl_module)
-        with torch.no_grad(), LocalUpdate():
+        with torch.no_grad(), LocalDispatchMode():
             type(self.callback)._copy_average_to_current(self.callback, pl_module)
 
 
@@ -302,11 +302,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _without_communication() -> Generator[None]:
-    refusal, group_health.refusal = group_health.refusal, group_health.refusal or _COMMUNICATES
+    refusal, group_health.refusal_reason = group_health.refusal_reason, group_health.refusal_reason or _COMMUNICATES
     try:
         yield
     finally:
-        group_health.refusal = refusal
+        group_health.refusal_reason = refusal
 
 
 def _alike(pairs: Iterable[_Pair]) -> Iterable[list[_Pair]]:

@@ -19,7 +19,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     arguments,
     as_checkpoint,
-    as_part_begins,
+    describe_part_start,
     describe_trainer,
     is_within_epoch,
     rank_local_of,
@@ -29,15 +29,15 @@ from hyperpod_plugins.lightning.trainer_state import (
 )
 from hyperpod_plugins.parallel.checkpoint.parts import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
-from hyperpod_plugins.recovery.kept_state import FreshGradients, KeptState, Stateful, is_elementwise
+from hyperpod_plugins.recovery.kept_state import FreshGradients, HasState, OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_END, EVALUATION_BEGIN, FIT_END
-from hyperpod_plugins.recovery.state import give_hyperparameters, make_plain
+from hyperpod_plugins.recovery.state import load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.state_layout import StateLayout
 from hyperpod_plugins.recovery.undo import (
     CAN_RESET,
-    Beginning,
     Buffers,
+    StepStart,
     drop_gradients,
     end_iteration,
     forget_iteration,
@@ -48,13 +48,13 @@ _Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class PartBeginning:
+class PartStart:
     """State of one rank at the beginning of a part of the fit outside steps."""
 
     trainer: dict[str, Any]
-    """See `as_part_begins`."""
+    """See `describe_part_start`."""
     local: dict[str, dict[str, Any]]
-    """See `LocalStates.present`."""
+    """See `LocalStates.state`."""
     buffers: Buffers
     """All buffers; `local` leaves out large ones that were not written to."""
 
@@ -69,7 +69,7 @@ class AccumulationWindow:
         save: Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping[int, dict[str, Any]]] | None], str],
         hooks: SavingHooks,
         *,
-        others: Sequence[Stateful] = (),
+        others: Sequence[HasState] = (),
         former: "AccumulationWindow | None" = None,
     ) -> None:
         """Create the window of a trainer.
@@ -77,7 +77,7 @@ class AccumulationWindow:
         Args:
             trainer: whose steps these are.
             state: tensors of model and optimizers.
-            save: see `SavingStrategy._save_again`.
+            save: see `SavingStrategy._save_for_recovery`.
             hooks: saving hooks of the program.
             others: other objects that an optimizer step changes, besides parameters and optimizer state.
             former: window of the same trainer before it left the loops.
@@ -85,7 +85,7 @@ class AccumulationWindow:
         Raises:
             ConfigError: the optimizers have hyperparameters that cannot be sent to another rank.
         """
-        make_plain(state.optimizers)
+        to_python_numbers(state.optimizers)
         self._trainer = trainer
         self._hooks = hooks
         self._state = state
@@ -105,8 +105,8 @@ class AccumulationWindow:
             schedulers: list[Any] = [each.scheduler for each in trainer.lr_scheduler_configs]
             others = (*others, *schedulers, trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress)
         writes = is_manual or not all(map(is_elementwise, state.optimizers))
-        kept = KeptState(state.optimizers, others) if writes else None
-        self._beginning = Beginning(state.model, state.optimizers, kept)
+        kept = OptimizerCopy(state.optimizers, others) if writes else None
+        self._beginning = StepStart(state.model, state.optimizers, kept)
         if former is not None:
             self._beginning.written, self._beginning.batches = former._beginning.written, former._beginning.batches
             if former._fresh is not None:
@@ -131,7 +131,7 @@ class AccumulationWindow:
         """Layout of the state, published so that joiners can allocate memory before they get it."""
         self.entered_with = b""
         """Description with which the loops were entered, until this rank has joined the others."""
-        self.part: PartBeginning | None = None
+        self.part: PartStart | None = None
         """Beginning of the evaluation, epoch end or fit end that is under way, unless inside a window."""
 
     @property
@@ -159,33 +159,33 @@ class AccumulationWindow:
         return len(self._closures)
 
     @property
-    def num_after(self) -> int:
+    def num_micro_steps_after(self) -> int:
         """Micro-steps of the window after the one that is being computed."""
         return max(0, len(self._closures) - 1 - self.micro_step)
 
-    def starts(self) -> None:
+    def begin_batch(self) -> None:
         """Note the beginning of a batch, before any hook has seen it."""
         self._values.starts()
         if self.is_empty:
-            self._hooks.begin(self._trainer, BATCH)
+            self._hooks.begin_part(self._trainer, BATCH)
             self._begins_at = self._batches.processed
 
     def begin_part(self, part: str) -> None:
         """Begin a part of the fit outside steps: keep the state to restore if the part has to be run again."""
-        self._hooks.begin(self._trainer, part)
+        self._hooks.begin_part(self._trainer, part)
         self.part = None
         if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) and self.is_empty and not self._trainer.sanity_checking:
-            begun = as_part_begins(self._trainer, part, self._means.forms(), self.shown())
+            begun = describe_part_start(self._trainer, part, self._means.forms(), self.shown_values())
             buffers = Buffers(self._state.model.modules())
-            self.part = PartBeginning(begun, copy.deepcopy(self._local.present()), buffers)
+            self.part = PartStart(begun, copy.deepcopy(self._local.state()), buffers)
 
     def end_part(self) -> None:
         """End a part that all ranks have run: keep its changes, unless it lies inside a window."""
         if self.is_empty:
-            self._hooks.end()
+            self._hooks.end_part()
             self.part = None
 
-    def fetched(self) -> None:
+    def note_fetched(self) -> None:
         """Note the loaders' positions after a batch was fetched, and those before this window."""
         loader = self._trainer.fit_loop._combined_loader
         if self.is_empty:  # a step begins with the loader state after the previous batch
@@ -194,7 +194,7 @@ class AccumulationWindow:
         can_say = loader is not None and any(map(is_stateful, loader.flattened))
         self._loaders_now = copy.deepcopy(loader._state_dicts()) if loader is not None and can_say else []
 
-    def starts_at(self, loader_states: list[Any]) -> None:
+    def set_loader_states(self, loader_states: list[Any]) -> None:
         """Set the loaders' state before the first batch."""
         self._loaders_now = loader_states
 
@@ -206,7 +206,7 @@ class AccumulationWindow:
 
     def note_batch(self, batch: Any) -> None:
         """Note the batch that a micro-step is about to compute on."""
-        self._beginning.batches.note(batch)
+        self._beginning.batches.remember(batch)
 
     def compute(self) -> Any:
         """Run the micro-steps not run since the window began or was undone; return the result of the last one."""
@@ -246,7 +246,7 @@ class AccumulationWindow:
         """Whether optimizers step before the vote, because they may communicate; see `recovery.kept_state`."""
         return self._beginning.kept is not None
 
-    def counts(self) -> None:
+    def begin_commit(self) -> None:
         """End the step's undo record: the step is being committed."""
         self._beginning.close()
 
@@ -254,24 +254,24 @@ class AccumulationWindow:
         """Empty the window after its step was committed."""
         self._closures, self._num_done, self._begins_at = [], 0, None
         self._batches_of, self._logged_after, self._num_logged = [], [], 0
-        self._hooks.end()
+        self._hooks.end_part()
         if self._fresh is not None:  # a forward after the last backward leaves parameters unsharded
             forget_iteration(self._state.model)
         self.layout.publish()
 
-    def keep_local(self, states: LocalStates, means: LoggedMeans, values: ShownValues, rows: LoggedRows) -> None:
+    def set_local_state(self, states: LocalStates, means: LoggedMeans, values: ShownValues, rows: LoggedRows) -> None:
         """Set the objects that hold rank-local state."""
         self._local, self._means, self._values, self._rows = states, means, values, rows
 
-    def shown(self) -> Tables:
-        """Shown values in the form that `ShownValues.give` takes; inside a step, those at its beginning."""
+    def shown_values(self) -> Tables:
+        """Shown values in the form that `ShownValues.load_described` takes; inside a step, those at its beginning."""
         return self._values.described((self._tables, self._results) if self._closures else None)
 
     # -- TrainingLoop -------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Remember what the step may change, and what has been logged and shown."""
-        self._hooks.compute(self._trainer)
+        self._hooks.begin_compute(self._trainer)
         self._beginning.begin()
         if self._fresh is not None:
             self._fresh.begin()
@@ -280,7 +280,7 @@ class AccumulationWindow:
         begins_epoch = self._begins_epoch
         if begins_epoch:
             self._means.settle()
-            self._values.settle()
+            self._values.drop_given()
         self._means.begin()
         counts = self._zero_grad_counts
         self._zero_grads = {"total": dict(vars(counts.total)), "current": dict(vars(counts.current))}
@@ -317,19 +317,19 @@ class AccumulationWindow:
         """Reset FSDP2's modules to the state at the beginning of an iteration."""
         end_iteration(self._state.model)
 
-    def share(self, step: int) -> None:
+    def share_rank_local_state(self, step: int) -> None:
         """Send buffers, metrics and logged means to the buddy."""
-        self._local.share(step)
+        self._local.exchange(step)
 
     def capture_state(self) -> bytes:
         """Description of the Trainer at the beginning of this step, or where the loops were entered."""
         if self.entered_with:
             return self.entered_with
         num_open = max(1, self._num_open)
-        with self._as_it_began():
+        with self._at_step_begin():
             return self._described(num_open, self._loaders_before)
 
-    def describe_outside(self, part: PartBeginning | None) -> bytes:
+    def capture_state_outside_step(self, part: PartStart | None) -> bytes:
         """Description of the Trainer between two steps.
 
         Inside a window it is the one at the window's beginning: gradients accumulated so far are lost.
@@ -338,7 +338,7 @@ class AccumulationWindow:
             part: the part that is under way, to describe its beginning; None for the present state.
         """
         num_open = self._num_open
-        with self._as_it_began():
+        with self._at_step_begin():
             return self._described(num_open, self._loaders_before if num_open else [], part)
 
     @property
@@ -357,16 +357,16 @@ class AccumulationWindow:
 
     def capture_own_state(self) -> bytes:
         """`capture_state` plus the rank-local buffers, metrics and logged means; call it between two steps."""
-        return with_local(self.capture_state(), self._local.present())
+        return with_local(self.capture_state(), self._local.state())
 
     @contextmanager
-    def _as_it_began(self) -> Generator[None]:
+    def _at_step_begin(self) -> Generator[None]:
         """Inside a step, restore all but tensors to the step's beginning for the block, in order to describe it."""
         counts, present = self._zero_grad_counts, self._zero_grad_counts.state_dict()
         if self._closures and self._zero_grads:
             counts.load_state_dict(self._zero_grads)
         try:
-            with self._beginning.as_it_began():
+            with self._beginning.at_step_start():
                 yield
         finally:
             counts.load_state_dict(present)
@@ -376,29 +376,29 @@ class AccumulationWindow:
         """How often Lightning has zeroed gradients: it does so in each attempt at a step, but it must count once."""
         return self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
 
-    def _described(self, micro_steps_open: int, loader_states: list[Any], part: PartBeginning | None = None) -> bytes:
+    def _described(self, micro_steps_open: int, loader_states: list[Any], part: PartStart | None = None) -> bytes:
         return describe_trainer(
             self._trainer,
             micro_steps_open=micro_steps_open,
             loader_states=loader_states,
             hooks=self._hooks,
             logged=self._means.forms(self._results if self._closures else None),
-            metrics=self.shown(),
+            metrics=self.shown_values(),
             as_begun=None if part is None else part.trainer,
             rows=None if part is None else self._rows.state(),
         )
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Send this rank's state to the ranks whose source it is, or receive it, as `plan` says."""
-        self._state.share(plan.sources)
-        hooks_state = self._local.pass_on(plan.sources, lambda: rank_local_of(self._trainer, self._hooks))
+        self._state.share(plan.senders)
+        hooks_state = self._local.send_to_joiners(plan.senders, lambda: rank_local_of(self._trainer, self._hooks))
         if hooks_state:
-            self._hooks.loaded(take_rank_local(self._trainer, hooks_state, self.entered_with))
+            self._hooks.refresh_copies(take_rank_local(self._trainer, hooks_state, self.entered_with))
         entered = read_trainer(self.entered_with) if self.entered_with else None
         begins_epoch = self._begins_epoch if entered is None else not is_within_epoch(entered)
-        self._local.restore(plan.step, sorted(plan.sources), begins_epoch=begins_epoch)
+        self._local.restore(plan.step, sorted(plan.senders), begins_epoch=begins_epoch)
         if entered is not None:
-            give_hyperparameters(entered.get(GROUPS, []), self._state.optimizers)
+            load_hyperparameters(entered.get(GROUPS, []), self._state.optimizers)
 
     can_undo_exceptions = CAN_RESET
 
@@ -411,7 +411,7 @@ class AccumulationWindow:
         """
         if snapshots is None:
             return self._save(self._checkpoint(self.capture_state()), path, is_alone, None)
-        parts = self._state.parts_of([(each.header, each.data) for each in snapshots.values()], "a snapshot")
+        parts = self._state.checkpoint_parts([(each.header, each.data) for each in snapshots.values()], "a snapshot")
         described = {rank: self._checkpoint(each.trainer) for rank, each in snapshots.items()}
         return self._save(next(iter(described.values())), path, is_alone, (parts, described))
 

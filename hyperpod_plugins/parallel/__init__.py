@@ -8,7 +8,7 @@ from hyperpod_plugins.parallel.checkpoint.safetensors import export_safetensors
 from hyperpod_plugins.parallel.clip_grad import clip_grad_norm_, clip_grad_value_, gradient_norm
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.mesh import build_data_group, build_mesh
-from hyperpod_plugins.parallel.parallelize import copy_from_first_rank, loss_parallel_context, parallelize
+from hyperpod_plugins.parallel.parallelize import broadcast_from_rank_0, loss_parallel_context, parallelize
 from hyperpod_plugins.parallel.topology import Coordinates, Topology
 
 __all__ = [
@@ -17,11 +17,11 @@ __all__ = [
     "ParallelConfig",
     "SaveHandle",
     "Topology",
+    "broadcast_from_rank_0",
     "build_data_group",
     "build_mesh",
     "clip_grad_norm_",
     "clip_grad_value_",
-    "copy_from_first_rank",
     "export_safetensors",
     "gradient_norm",
     "load_checkpoint",

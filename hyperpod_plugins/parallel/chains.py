@@ -18,7 +18,7 @@ _LEAVES_LOOP = (ast.Break, ast.Continue, ast.Return)
 Path = tuple[str, ...]
 
 
-def chains_of(model: nn.Module) -> set[str]:
+def find_chains(model: nn.Module) -> set[str]:
     """Return the names of the `nn.ModuleList`s in `model` whose elements all run, in order, in each forward.
 
     A list qualifies if the class of an enclosing module has a loop that calls each of its elements unconditionally,
@@ -58,7 +58,7 @@ def runs_all(owner: type, path: Path) -> bool | None:
         True: all loops that call its elements call each of them. False: a loop may skip some, or an element is called
         by an index that is not a loop counter. None: no method calls an element.
     """
-    verdicts = [verdict for method in _methods(owner) for verdict in _Reader(method, path).verdicts()]
+    verdicts = [verdict for method in _methods(owner) for verdict in _MethodAnalyzer(method, path).verdicts()]
     return all(verdicts) if verdicts else None
 
 
@@ -80,7 +80,7 @@ def _methods(owner: type) -> tuple[ast.FunctionDef, ...]:
     return tuple(found.values())
 
 
-class _Reader:
+class _MethodAnalyzer:
     """Analyzes how one method calls the elements of one list."""
 
     def __init__(self, method: ast.FunctionDef, path: Path) -> None:
@@ -119,7 +119,7 @@ class _Reader:
         calls = {id(call) for call in self._calls(loop, elements, indices)}
         counted |= calls
         if calls:
-            runs_each = _always_reaches(loop.body, calls) and not _leaves(loop.body, (ast.Break, ast.Return))
+            runs_each = _always_reaches(loop.body, calls) and not _may_exit(loop.body, (ast.Break, ast.Return))
             yield runs_each and _is_reached(self._method.body, loop, self._self)
 
     def _of_comprehension(
@@ -219,8 +219,8 @@ def _is_reached(body: list[ast.stmt], wanted: ast.AST, of_self: str) -> bool:
     for statement in body:
         is_inside = any(node is wanted for node in ast.walk(statement))
         condition = _condition(statement)
-        depends = condition is not None and not _is_setting(condition, of_self)
-        if depends and (is_inside or _leaves([statement], (ast.Return,))):
+        depends = condition is not None and not _is_rank_invariant(condition, of_self)
+        if depends and (is_inside or _may_exit([statement], (ast.Return,))):
             return False
         if is_inside:
             blocks = _blocks(statement)
@@ -229,12 +229,12 @@ def _is_reached(body: list[ast.stmt], wanted: ast.AST, of_self: str) -> bool:
     return True
 
 
-def _is_setting(test: ast.expr, of_self: str) -> bool:
+def _is_rank_invariant(test: ast.expr, of_self: str) -> bool:
     """Whether a condition depends only on the module's own attributes, on types or on identity, not on data."""
     if isinstance(test, ast.BoolOp):
-        return all(_is_setting(each, of_self) for each in test.values)
+        return all(_is_rank_invariant(each, of_self) for each in test.values)
     if isinstance(test, ast.UnaryOp):
-        return _is_setting(test.operand, of_self)
+        return _is_rank_invariant(test.operand, of_self)
     if isinstance(test, ast.Compare) and all(isinstance(each, ast.Is | ast.IsNot) for each in test.ops):
         return True
     if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in ("isinstance", "hasattr"):
@@ -261,14 +261,14 @@ def _counters(target: ast.expr, iterated: ast.expr) -> set[str]:
 def _always_reaches(body: list[ast.stmt], calls: set[int]) -> bool:
     """Whether every path through the statements of a loop's body reaches one of the calls."""
     for statement in body:
-        if _comes_to(statement, calls):
+        if _statement_reaches(statement, calls):
             return True
-        if _leaves([statement], _LEAVES_LOOP):
+        if _may_exit([statement], _LEAVES_LOOP):
             return False
     return False
 
 
-def _comes_to(statement: ast.stmt, calls: set[int]) -> bool:
+def _statement_reaches(statement: ast.stmt, calls: set[int]) -> bool:
     if isinstance(statement, ast.If):
         is_in_both = _always_reaches(statement.body, calls) and _always_reaches(statement.orelse, calls)
         return is_in_both or _evaluates(statement.test, calls)
@@ -294,7 +294,7 @@ def _evaluates(node: ast.AST, calls: set[int]) -> bool:
     return any(_evaluates(child, calls) for child in ast.iter_child_nodes(node))
 
 
-def _leaves(statements: list[ast.stmt], kinds: tuple[type[ast.stmt], ...]) -> bool:
+def _may_exit(statements: list[ast.stmt], kinds: tuple[type[ast.stmt], ...]) -> bool:
     """Whether a statement of one of `kinds` may leave this block; break and continue of inner loops do not count."""
     for statement in statements:
         if isinstance(statement, kinds):
@@ -303,7 +303,7 @@ def _leaves(statements: list[ast.stmt], kinds: tuple[type[ast.stmt], ...]) -> bo
             continue
         own = statement.body if isinstance(statement, ast.For | ast.While) else None
         inner = tuple(kind for kind in kinds if kind is ast.Return)
-        if any(_leaves(block, inner if block is own else kinds) for block in _blocks(statement)):
+        if any(_may_exit(block, inner if block is own else kinds) for block in _blocks(statement)):
             return True
     return False
 

@@ -10,7 +10,7 @@ from hyperpod_plugins.errors import CheckpointError, CommError
 
 
 @contextmanager
-def agreeing(
+def raise_on_all_ranks(
     failure: str, group: dist.ProcessGroup | None, *, expected: tuple[type[BaseException], ...] = ()
 ) -> Generator[None]:
     """Raise on all ranks of the group if the body fails on any of them. All of them must enter this context.

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import ConfigError, NonFiniteError
 from hyperpod_plugins.parallel.hsdp import local_part
-from hyperpod_plugins.parallel.unit_watch import settle_gradients, settle_gradients_of
+from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, reconcile_gradients_of
 
 log = logging.getLogger(__name__)
 NonFinitePolicy = Literal["auto", "stop", "skip", "warn", "off"]
@@ -43,7 +43,7 @@ class FiniteCheck:
         self._error: NonFiniteError | None = None
 
     @property
-    def looks(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether steps are checked."""
         return self._policy != "off"
 
@@ -121,7 +121,7 @@ class RankLosses:
         """Clear the losses; called before the first batch of a step."""
         self._losses.clear()
 
-    def note(self, batch: int, loss: Tensor) -> None:
+    def record(self, batch: int, loss: Tensor) -> None:
         """Record the loss of a batch; if a batch is computed again, its last loss counts.
 
         Args:
@@ -131,12 +131,12 @@ class RankLosses:
         self._losses[batch] = local_part(loss.detach())
 
     def settle(self, model: nn.Module) -> None:
-        """Call `settle_gradients`, which also tells all ranks whether any of them has a loss that is not finite."""
-        self._is_any_bad = settle_gradients(model, self._flag(next(model.parameters())))
+        """Call `reconcile_gradients`, which also tells all ranks whether any of them has a loss that is not finite."""
+        self._is_any_bad = reconcile_gradients(model, self._flag(next(model.parameters())))
 
-    def settle_before(self, optimizer: Optimizer) -> None:
+    def settle_for(self, optimizer: Optimizer) -> None:
         """Like `settle`, for the models whose parameters an optimizer holds, right before it steps."""
-        self._is_any_bad = settle_gradients_of(optimizer, self._flag(optimizer.param_groups[0]["params"][0]))
+        self._is_any_bad = reconcile_gradients_of(optimizer, self._flag(optimizer.param_groups[0]["params"][0]))
 
     def _flag(self, like: Tensor) -> Tensor:
         """Whether any loss of this rank is not finite, a bool `()`."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hyperpod_plugins.errors import ConfigError, few
+from hyperpod_plugins.errors import ConfigError, format_list
 
 _Names = dict[int, tuple["ref[torch.Tensor]", str]]
 _former: "WeakKeyDictionary[nn.Module, _Names]" = WeakKeyDictionary()
@@ -22,7 +22,7 @@ def remember_parameters(model: nn.Module) -> None:
     _former[model] = {id(parameter): (ref(parameter), name) for name, parameter in model.named_parameters()}
 
 
-def give_shards(optimizers: Iterable[Optimizer], model: nn.Module, *, num_ranks: int) -> None:
+def replace_stale_parameters(optimizers: Iterable[Optimizer], model: nn.Module, *, num_ranks: int) -> None:
     """Replace the unsharded parameters that optimizers hold by the sharded parameters of the model.
 
     Args:
@@ -39,7 +39,7 @@ def give_shards(optimizers: Iterable[Optimizer], model: nn.Module, *, num_ranks:
     names = {
         key: name
         for root, former in _former.items()
-        for key, (alive, name) in _as_seen_from(model, root, former).items()
+        for key, (alive, name) in _names_in(model, root, former).items()
         if alive() is not None and name in present
     }
     for optimizer in optimizers:
@@ -63,13 +63,13 @@ def give_shards(optimizers: Iterable[Optimizer], model: nn.Module, *, num_ranks:
         if foreign and num_ranks > 1:
             raise ConfigError(
                 f"this {kind} holds {len(foreign)} parameters that are not in the sharded {type(model).__name__}, of "
-                f"shapes {few(foreign)}: it would not train the model, or each rank would train its own copy. Make it "
-                "from parameters of the sharded model: in configure_optimizers with self.parameters(), or after "
-                "session.parallelize(model)."
+                f"shapes {format_list(foreign)}: it would not train the model, or each rank would train its own copy. "
+                "Make it from parameters of the sharded model: in configure_optimizers with self.parameters(), or "
+                "after session.parallelize(model)."
             )
 
 
-def _as_seen_from(model: nn.Module, root: nn.Module, former: _Names) -> _Names:
+def _names_in(model: nn.Module, root: nn.Module, former: _Names) -> _Names:
     """Return the record of `root` under the names that its parameters have in `model`, around or inside it."""
     if root is model:
         return former

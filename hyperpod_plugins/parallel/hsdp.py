@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 
-from hyperpod_plugins.errors import ConfigError, DegreeError, few
-from hyperpod_plugins.parallel.chains import chains_of
+from hyperpod_plugins.errors import ConfigError, DegreeError, format_list
+from hyperpod_plugins.parallel.chains import find_chains
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.unit_watch import watch_units
 
@@ -35,17 +35,17 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
             a unit has trainable parameters of several dtypes.
     """
     shard_degree = mesh.size(mesh.ndim - 1)
-    _refuse_scalars(model)
+    _check_no_scalars(model)
     blocks = list(find_blocks(model, config.block_classes))
     if not config.allow_empty_shards:
         _check_no_empty_shard(model, shard_degree)
-    _refuse_several_types([*blocks, model])
+    _check_one_dtype_per_unit([*blocks, model])
     policy = mixed_precision_policy(config)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return shard_placement(parameter, shard_degree)
 
-    with _slices_made_once(mesh):
+    with cached_mesh_slices(mesh):
         for block in blocks:
             fully_shard(
                 block,
@@ -58,7 +58,7 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
     watch_units(model)
 
 
-class _SlicedOnce(DeviceMesh):
+class _CachedSlicesMesh(DeviceMesh):
     """A mesh that caches its slices."""
 
     def __getitem__(self, names: Any) -> DeviceMesh:
@@ -69,13 +69,13 @@ class _SlicedOnce(DeviceMesh):
 
 
 @contextmanager
-def _slices_made_once(mesh: DeviceMesh) -> Generator[None]:
+def cached_mesh_slices(mesh: DeviceMesh) -> Generator[None]:
     """Cache slices of the mesh: FSDP2 slices it anew for each parameter.
 
     That takes 0.3 ms each (torch 2.13), half of the sharding time.
     """
     kind = type(mesh)
-    vars(mesh)["_kept_slices"], mesh.__class__ = {}, _SlicedOnce
+    vars(mesh)["_kept_slices"], mesh.__class__ = {}, _CachedSlicesMesh
     try:
         yield
     finally:
@@ -117,18 +117,18 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator
 
 
 def _elements_of_chains(model: nn.Module) -> set[int]:
-    chains = chains_of(model)
+    chains = find_chains(model)
     elements: set[int] = set()
     others: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             (elements if name in chains else others).update(map(id, module))
             if name not in chains and len(module) > 1:
-                _tell_what_stays(name, module, sum(parameter.numel() for parameter in model.parameters()))
+                _warn_if_mostly_one_unit(name, module, sum(parameter.numel() for parameter in model.parameters()))
     return elements - others
 
 
-def _tell_what_stays(name: str, layers: nn.ModuleList, size_of_model: int) -> None:
+def _warn_if_mostly_one_unit(name: str, layers: nn.ModuleList, size_of_model: int) -> None:
     """Warn if most of a model is gathered as one unit: the cause may be a loop whose source could not be analyzed."""
     size = sum(parameter.numel() for parameter in layers.parameters())
     if size >= _LARGE and 2 * size >= size_of_model:
@@ -141,14 +141,14 @@ def _tell_what_stays(name: str, layers: nn.ModuleList, size_of_model: int) -> No
         )
 
 
-def sharded_parts(model: nn.Module) -> Iterator[FSDPModule]:
+def fsdp_units(model: nn.Module) -> Iterator[FSDPModule]:
     """Return the FSDP2 units of a sharded model, the root first."""
     return (part for part in model.modules() if isinstance(part, FSDPModule))
 
 
 def reshard(model: nn.Module) -> None:
     """Reshard all units after a forward without backward: FSDP2 reshards the root only in backward."""
-    for part in sharded_parts(model):
+    for part in fsdp_units(model):
         part.reshard()
 
 
@@ -158,12 +158,12 @@ def without_replica_sync(model: nn.Module) -> Generator[None]:
 
     The reduce-scatter within a replica still runs, so that gradients never take more than a shard's memory.
     """
-    for part in sharded_parts(model):
+    for part in fsdp_units(model):
         part.set_requires_all_reduce(False, recurse=False)
     try:
         yield
     finally:
-        for part in sharded_parts(model):
+        for part in fsdp_units(model):
             part.set_requires_all_reduce(True, recurse=False)
 
 
@@ -196,16 +196,16 @@ def leaves_a_rank_empty(num_rows: int, shard_degree: int) -> bool:
     return rows_per_rank * (shard_degree - 1) >= num_rows and shard_degree > 1
 
 
-def _refuse_scalars(model: nn.Module) -> None:
+def _check_no_scalars(model: nn.Module) -> None:
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise ConfigError(
-            f"zero-dimensional parameters cannot be sharded, at any degree: {few(scalars)}. "
+            f"zero-dimensional parameters cannot be sharded, at any degree: {format_list(scalars)}. "
             "Make each a vector of one element: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )
 
 
-def _refuse_several_types(units: list[nn.Module]) -> None:
+def _check_one_dtype_per_unit(units: list[nn.Module]) -> None:
     """Raise if a unit has trainable parameters of several dtypes; FSDP2, which reduces a unit's gradients in one
     message, would raise in the first step.
 
@@ -237,7 +237,7 @@ def _check_no_empty_shard(model: nn.Module, shard_degree: int) -> None:
     ]
     if short:
         raise DegreeError(
-            f"sharding over {shard_degree} ranks would leave some of them with an empty shard of {few(short)}. "
+            f"sharding over {shard_degree} ranks would leave some of them with an empty shard of {format_list(short)}. "
             "Pass allow_empty_shards=True to permit it (it costs nothing but a little imbalance), or lower "
             "hybrid_shard_degree."
         )
@@ -248,7 +248,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def laid_out_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def from_local_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Build a tensor from its local part, with the layout of a parameter whose local part has the same shape."""
     if not isinstance(parameter, DTensor):
         return local
@@ -282,7 +282,7 @@ def layout_of(name: str, tensor: DTensor) -> Layout:
     return list(tensor.shape), list(tensor.stride()), splits
 
 
-def laid_out_as(layout: Layout, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def from_local_with_layout(layout: Layout, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Build a tensor from its local part and layout, on the mesh of its parameter; the inverse of `layout_of`."""
     if not isinstance(parameter, DTensor):
         return local
@@ -293,7 +293,7 @@ def laid_out_as(layout: Layout, parameter: torch.Tensor, local: torch.Tensor) ->
     )
 
 
-def zeros_beside(
+def zeros_on_mesh_of(
     parameter: torch.Tensor, size: Sequence[int], dtype: torch.dtype, layout: Layout | None = None
 ) -> torch.Tensor:
     """Return a zero tensor on the device or mesh of a parameter.

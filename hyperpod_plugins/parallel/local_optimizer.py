@@ -40,7 +40,7 @@ _layout_of = attrgetter("mesh", "placements", "tensor_meta.shape")
 _FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 
 
-class LocalUpdate(TorchDispatchMode):
+class LocalDispatchMode(TorchDispatchMode):
     """Dispatch mode in which element-wise operations on DTensors run on their local tensors."""
 
     @override
@@ -49,16 +49,16 @@ class LocalUpdate(TorchDispatchMode):
     ) -> Any:
         """Run `func` on local tensors if the result is the same, otherwise unchanged."""
         kwargs = kwargs or {}
-        how = _how(func) if DTensor in types else None
+        how = _result_kind(func) if DTensor in types else None
         if how is None:
-            return _completed(func(*args, **kwargs))
+            return _reduce_partial(func(*args, **kwargs))
         operands = _Operands()
         local_args = [operands.local(each) for each in args]
         local_kwargs = {name: operands.local(each) for name, each in kwargs.items()}
         if not operands.are_alike:
             return func(*args, **kwargs)
         result = func(*local_args, **local_kwargs)
-        if how is _How.IN_PLACE:
+        if how is _ResultKind.IN_PLACE:
             return None if result is None else args[0]
         if isinstance(result, Tensor):
             return _distributed(result, operands.first[0])
@@ -83,13 +83,13 @@ def step_locally(optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
         def compute() -> Any:
             after_closure.close()
             result = closure()
-            after_closure.enter_context(LocalUpdate())
+            after_closure.enter_context(LocalDispatchMode())
             return result
 
         return optimizer.step(closure=compute, **kwargs)
 
 
-def refuse_closures(optimizers: Iterable[Optimizer]) -> None:
+def check_no_required_closure(optimizers: Iterable[Optimizer]) -> None:
     """Reject optimizers that compute gradients several times in a step, such as L-BFGS.
 
     Raises:
@@ -104,7 +104,7 @@ def refuse_closures(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-def closure_of(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
+def single_use_closure(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
     """Return a closure for an optimizer whose gradients have been computed already.
 
     The closure raises `ConfigError` if the optimizer calls it more than once, or after it has changed parameters.
@@ -137,7 +137,7 @@ def _is_compiled(step: Any) -> bool:
     return inspect.getattr_static(step, "_torchdynamo_orig_callable", None) is not None
 
 
-class _How(Enum):
+class _ResultKind(Enum):
     """How an element-wise operation returns its result."""
 
     IN_PLACE = auto()
@@ -145,13 +145,13 @@ class _How(Enum):
 
 
 @cache
-def _how(func: OpOverload) -> _How | None:
+def _result_kind(func: OpOverload) -> _ResultKind | None:
     name = func._schema.name.removeprefix("aten::")
     if "out" in func._overloadname:
         return None
     if name not in _FUSED and name.removeprefix("_foreach_").removesuffix("_") not in _ELEMENTWISE:
         return None
-    return _How.IN_PLACE if func._schema.is_mutable else _How.RETURNED
+    return _ResultKind.IN_PLACE if func._schema.is_mutable else _ResultKind.RETURNED
 
 
 class _Operands:
@@ -185,7 +185,7 @@ class _Operands:
         return [tensor._local_tensor for tensor in tensors]
 
 
-def _completed(result: Any) -> Any:
+def _reduce_partial(result: Any) -> Any:
     """Reduce a norm that is partial over ranks: torch 2.13 cannot square it in place (Adafactor)."""
     if not isinstance(result, DTensor) or all(
         not each.is_partial() or type(each) is Partial for each in result.placements

@@ -25,7 +25,7 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
     place = {"replicate": here.replicate, "shard": here.shard, "tensor": here.tensor}
     groups: list[dist.ProcessGroup] = [
         new_axis_group(
-            _role(topology, axis, {other: place[other] for other in AXES if other != axis}),
+            _group_key(topology, axis, {other: place[other] for other in AXES if other != axis}),
             topology.peers(global_rank, axis),
         )
         for axis in AXES
@@ -46,10 +46,10 @@ def build_data_group(topology: Topology) -> dist.ProcessGroup:
     global_rank = dist.get_rank()
     tensor = topology.coordinates(global_rank).tensor
     ranks = range(tensor, topology.world_size, topology.tensor_degree)
-    return new_axis_group(_role(topology, "data", {"tensor": tensor}), ranks)
+    return new_axis_group(_group_key(topology, "data", {"tensor": tensor}), ranks)
 
 
-def move_groups(topology: Topology, global_rank: int) -> None:
+def update_group_members(topology: Topology, global_rank: int) -> None:
     """Set the members of this process's groups for a new topology. The groups must be disconnected.
 
     The mesh, and what FSDP2 and DTensor hold of it, stay the same objects; they ask the groups for their sizes.
@@ -66,10 +66,10 @@ def move_groups(topology: Topology, global_rank: int) -> None:
     for name, group in live_groups().items():
         axis = group.role.axis
         if axis in AXES:
-            role = _role(topology, axis, {other: place[other] for other in AXES if other != axis})
+            role = _group_key(topology, axis, {other: place[other] for other in AXES if other != axis})
             members = topology.peers(global_rank, axis)
         elif axis == "data":
-            role = _role(topology, axis, {"tensor": here.tensor})
+            role = _group_key(topology, axis, {"tensor": here.tensor})
             members = tuple(range(here.tensor, topology.world_size, topology.tensor_degree))
         elif not group.role.coordinates and not group.role.group_id:  # all ranks
             role, members = group.role, tuple(range(topology.world_size))
@@ -79,10 +79,10 @@ def move_groups(topology: Topology, global_rank: int) -> None:
                 "another size are unknown. In an elastic job, make groups with hyperpod_plugins.comm.new_axis_group, "
                 "or make none of your own."
             )
-        group.move(role, members, members.index(global_rank))
+        group.reassign(role, members, members.index(global_rank))
 
 
-def _role(topology: Topology, axis: str, place: Mapping[str, int]) -> GroupKey:
+def _group_key(topology: Topology, axis: str, place: Mapping[str, int]) -> GroupKey:
     """Return the key of a group.
 
     It contains the degrees, so that groups of different layouts have different names, but not the number of replicas,

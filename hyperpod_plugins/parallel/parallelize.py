@@ -45,15 +45,15 @@ def parallelize(
     plan = plan_for(model, config)
     if config.precision == "bf16-true":
         _to_bfloat16(model)
-    copy_from_first_rank(model, torch.device(mesh.device_type))
+    broadcast_from_rank_0(model, torch.device(mesh.device_type))
     shard_tensors(model, mesh["tensor"], plan, config)
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
     materialize(model, device=torch.device(mesh.device_type), seed=config.random_seed)
-    draw_alike(mesh["tensor"])
+    sync_rng_state(mesh["tensor"])
     return model
 
 
-def copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
+def broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
     """Broadcast parameters and buffers from global rank 0, and the RNG state that delayed parameters start from.
 
     Otherwise, ranks that built their model from different RNG states would train shards of different models.
@@ -76,7 +76,7 @@ def copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
         tape.rng_state = state.cpu()
 
 
-def draw_alike(tensor_mesh: DeviceMesh) -> None:
+def sync_rng_state(tensor_mesh: DeviceMesh) -> None:
     """Broadcast the RNG state of the first tensor-parallel rank to its peers, which work on the same samples.
 
     Outside tensor-parallel regions all peers compute the same. If dropout drew different numbers, their copies of the

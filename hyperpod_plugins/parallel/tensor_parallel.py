@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hyperpod_plugins.delayed_init.tape import full_name
-from hyperpod_plugins.errors import DegreeError, NotBuiltYetError, PlanError, few
+from hyperpod_plugins.errors import DegreeError, NotBuiltYetError, PlanError, format_list
 from hyperpod_plugins.parallel.config import ParallelConfig
 
 STYLES: Mapping[str, str] = {
@@ -148,12 +148,12 @@ def _is_llama_like(plan: Plan) -> bool:
 
 
 def _nothing_matched(model: nn.Module, patterns: list[str], matched: Iterable[str] = ()) -> str:
-    some = few(map(repr, matched), at_most=8)
+    some = format_list(map(repr, matched), at_most=8)
     owners = [name for name, module in model.named_modules() if next(module.parameters(False), None) is not None]
     return (
         f"the tensor plan's patterns {patterns} match {f'only some modules ({some})' if some else 'no module'} of "
         f"{type(model).__name__}. Modules with parameters are named "
-        f"{few(map(repr, owners), at_most=8)}. Pass tensor_plan={{pattern: style}} with names "
+        f"{format_list(map(repr, owners), at_most=8)}. Pass tensor_plan={{pattern: style}} with names "
         f"of this model (`*` matches anything; styles: {list(STYLES)}), or set tensor_parallel_degree=1."
     )
 

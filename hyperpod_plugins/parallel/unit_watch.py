@@ -5,8 +5,8 @@ with experts, task heads or an early exit, FSDP2 joins shards of different modul
 garbage without an error. Also, FSDP2 reduces only the gradients that a unit's parameters have on this rank: if other
 parameters have one on another rank, gradients of different parameters are added up.
 
-`UnitWatch` prevents both. A unit that took part in a backward reduces a gradient of each of its trainable parameters,
-zero for those that this rank did not use; `settle_gradients` then removes the gradients that no rank computed, as in
+`UnitTrace` prevents both. A unit that took part in a backward reduces a gradient of each of its trainable parameters,
+zero for those that this rank did not use; `reconcile_gradients` then removes the gradients that no rank computed, as in
 a single process, and raises if the sequences of units differ. Within a unit, ranks may thus use different parameters.
 """
 
@@ -40,10 +40,10 @@ def watch_units(model: nn.Module) -> None:
     if units and not any("_hyperpod_unit" in vars(group) for _, group in units):
         if not _watches:
             register_optimizer_step_pre_hook(_settle_before_step)
-        _watches.append(ref(UnitWatch(units)))
+        _watches.append(ref(UnitTrace(units)))
 
 
-def settle_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> bool:
+def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> bool:
     """Compare the units that ranks ran since the last call, and keep only the gradients that one process would have.
 
     All ranks call this together, after the last backward of a step and before the optimizer steps. If it was not
@@ -63,12 +63,12 @@ def settle_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> bool
     return _settle([watch for watch in _watches_of(model) if watch.trace], flag)
 
 
-def settle_gradients_of(optimizer: Optimizer, flag: torch.Tensor | None = None) -> bool:
-    """Like `settle_gradients`, for the models whose parameters an optimizer holds, right before it steps."""
+def reconcile_gradients_of(optimizer: Optimizer, flag: torch.Tensor | None = None) -> bool:
+    """Like `reconcile_gradients`, for the models whose parameters an optimizer holds, right before it steps."""
     return _settle(_watches_of_optimizer(optimizer), flag)
 
 
-def _settle(watches: Sequence["UnitWatch"], flag: torch.Tensor | None) -> bool:
+def _settle(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> bool:
     told = [watch.settle(flag) for watch in watches]
     if told or flag is None:
         return any(told)
@@ -81,18 +81,18 @@ def _settle(watches: Sequence["UnitWatch"], flag: torch.Tensor | None) -> bool:
 
 def _settle_before_step(optimizer: Optimizer, *_: Any) -> None:
     """Step pre-hook for loops that step their optimizers themselves; has nothing to do in a `StepTransaction`."""
-    settle_gradients_of(optimizer)
+    reconcile_gradients_of(optimizer)
 
 
-def _watches_of_optimizer(optimizer: Optimizer) -> list["UnitWatch"]:
+def _watches_of_optimizer(optimizer: Optimizer) -> list["UnitTrace"]:
     """Return the watches of models that ran since they were settled and hold a parameter of `optimizer`."""
     present = [watch for watch in (each() for each in _watches) if watch is not None and watch.trace]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if present else []
     return [watch for watch in present if watch.holds_any(parameters)]
 
 
-def forget_step(model: nn.Module) -> None:
-    """Forget what the units of a model have gathered and reduced since the last `settle_gradients`."""
+def clear_trace(model: nn.Module) -> None:
+    """Forget what the units of a model have gathered and reduced since the last `reconcile_gradients`."""
     for watch in _watches_of(model):
         watch.forget()
 
@@ -103,7 +103,7 @@ def check_next_step(model: nn.Module) -> None:
         watch.num_checked_steps = 1
 
 
-class UnitWatch:
+class UnitTrace:
     """Records the collectives of a sharded model's units on one rank, and compares them between ranks."""
 
     def __init__(self, units: Sequence[tuple[str, Any]]) -> None:
@@ -122,7 +122,7 @@ class UnitWatch:
         self._device: torch.device = units[0][1].device
 
     def settle(self, flag: torch.Tensor | None = None) -> bool:
-        """See `settle_gradients`."""
+        """See `reconcile_gradients`."""
         if not self.trace:
             return False
         if self.num_checked_steps:
@@ -148,7 +148,7 @@ class UnitWatch:
         if 0 in used:
             for parameter, is_used in zip(self._parameters, used, strict=True):
                 if not is_used:
-                    parameter.take_away_zeros()
+                    parameter.remove_filled_zeros()
         self.forget()
         return is_set
 
@@ -173,7 +173,7 @@ class UnitWatch:
         return any(id(parameter) in held for parameter in parameters)
 
     def forget(self) -> None:
-        """See `forget_step`."""
+        """See `clear_trace`."""
         del self.trace[:]
         for unit in self._units:
             unit.is_active = False
@@ -182,7 +182,7 @@ class UnitWatch:
         traces: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(traces, self.trace.tolist())
         self.forget()
-        raise UnitsDiffer(_difference(traces, self._names))
+        raise UnitsDiffer(_divergence_message(traces, self._names))
 
 
 class _Parameter:
@@ -222,7 +222,7 @@ class _Parameter:
             whole = self._of_fsdp.unsharded_param
             whole.grad = torch.zeros_like(whole, requires_grad=False)
 
-    def take_away_zeros(self) -> None:
+    def remove_filled_zeros(self) -> None:
         """Remove the gradient if it consists only of zeros that were filled in here."""
         if self._was_filled and not self.is_used:
             self._of_fsdp.sharded_param.grad = None
@@ -232,7 +232,7 @@ class _Parameter:
 class _Unit:
     """Wraps four methods of one FSDP2 parameter group."""
 
-    def __init__(self, watch: UnitWatch, index: int, group: Any) -> None:
+    def __init__(self, watch: UnitTrace, index: int, group: Any) -> None:
         self.watch, self._index, self._group = watch, index, group
         self.parameters = [_Parameter(each) for each in group.fsdp_params]
         self.is_active = False
@@ -281,17 +281,17 @@ class _Unit:
         return self._finalize_backward()
 
 
-_watches: list[ref[UnitWatch]] = []  # grows with each model: its length shows whether `_found` is up to date
-_found: "WeakKeyDictionary[nn.Module, tuple[int, list[ref[UnitWatch]]]]" = WeakKeyDictionary()
+_watches: list[ref[UnitTrace]] = []  # grows with each model: its length shows whether `_found` is up to date
+_found: "WeakKeyDictionary[nn.Module, tuple[int, list[ref[UnitTrace]]]]" = WeakKeyDictionary()
 
 
-def _watches_of(model: nn.Module) -> list["UnitWatch"]:
+def _watches_of(model: nn.Module) -> list["UnitTrace"]:
     known = _found.get(model)
     if known is not None:
         found = [watch() for watch in known[1]]
         if known[0] == len(_watches) and None not in found:
             return [watch for watch in found if watch is not None]
-    watches: dict[int, UnitWatch] = {}
+    watches: dict[int, UnitTrace] = {}
     for part in model.modules():
         for group in _groups_of(part):
             unit: _Unit | None = vars(group).get("_hyperpod_unit")
@@ -322,7 +322,7 @@ def _are_equal(agreed: bytes) -> bool:
     return all(high == 255 - low for high, low in zip(largest, complements, strict=True))
 
 
-def _difference(traces: Sequence[Sequence[int]], names: Sequence[str]) -> str:
+def _divergence_message(traces: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     """Return a message that tells where the sequences of two ranks diverge, and what to do about it."""
 
     def told(event: int | None) -> str:

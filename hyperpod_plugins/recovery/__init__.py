@@ -4,7 +4,7 @@ from hyperpod_plugins.recovery.abort import SavedCheckpoints
 from hyperpod_plugins.recovery.config import RecoveryOptions
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival, RecoveryLevel, RecoveryPlan, buddies, plan_recovery
-from hyperpod_plugins.recovery.protocols import SAVING_GROUP, Repair, RetryPolicy, Returned, TrainingLoop
+from hyperpod_plugins.recovery.protocols import SAVING_GROUP, Repair, RetryPolicy, ReturnedToSnapshot, TrainingLoop
 from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop
 from hyperpod_plugins.recovery.rng import seed_micro_step, stream_seed
 from hyperpod_plugins.recovery.snapshot import Snapshot, SnapshotPolicy, Snapshots
@@ -24,7 +24,7 @@ __all__ = [
     "RecoveryPlan",
     "Repair",
     "RetryPolicy",
-    "Returned",
+    "ReturnedToSnapshot",
     "SAVING_GROUP",
     "SavedCheckpoints",
     "Snapshot",

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
-from hyperpod_plugins.elastic.resume import refusal
+from hyperpod_plugins.elastic.resume import why_untrusted
 from hyperpod_plugins.elastic.store.entries import (
     CHECKPOINTS_KEY,
     all_checkpoints,
@@ -45,7 +45,7 @@ class SavedCheckpoints:
 
     def add(self, path: str, step: int) -> None:
         """Record a complete checkpoint after `step` optimizer steps from which training can continue."""
-        why = None if self._has_warned else refusal(path)
+        why = None if self._has_warned else why_untrusted(path)
         if why is not None:
             self._has_warned = True
             log.warning(
@@ -64,7 +64,7 @@ class SavedCheckpoints:
         self._job_store.set(CHECKPOINTS_KEY, json.dumps(known).encode())
 
 
-def refuse_older(step: int, job_store: JobStore) -> None:
+def check_no_newer_checkpoint(step: int, job_store: JobStore) -> None:
     """Check that no checkpoint is newer than the snapshots of a step, when no process holds state.
 
     Raises:

@@ -84,7 +84,7 @@ class RecoveryOptions:
     @property
     def retries(self) -> RetryPolicy:
         """When to stop retrying a step."""
-        return RetryPolicy(max_attempts=self.max_attempts, needs_local=self.rank_local_state == "exact")
+        return RetryPolicy(max_attempts=self.max_attempts, needs_rank_local_state=self.rank_local_state == "exact")
 
     def snapshots(self, topology: Topology) -> SnapshotPolicy:
         """How to take snapshots in a job with this topology."""

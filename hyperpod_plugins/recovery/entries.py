@@ -50,7 +50,7 @@ class Entries:
         """Number of the present entry, or of the last one; -1 before the first."""
         self.is_inside = False
         """Whether an entry is in progress; calls nested in it are part of it."""
-        self.is_passing = False
+        self.is_skipping = False
         """Whether the present entry ended before a restart, so that only its state is restored."""
         self.is_complete = True
         """Whether the state after every entry so far was kept."""
@@ -60,7 +60,7 @@ class Entries:
         """Whether it has left the job, so that later entries are not repaired in place."""
         self.worker_ids: Sequence[int] = ()
         """Worker ids of the world when it left; empty before."""
-        self.description: dict[str, Any] = {}
+        self.trainer_state: dict[str, Any] = {}
         """For an entry that is passed: the state of this rank's trainer at its end, other than tensors."""
         self.resumed_from = ""
         """Checkpoint from which the present entry was restarted; empty if it was not."""
@@ -90,15 +90,15 @@ class Entries:
                 f"call {self.number} of the program was `{record.kind}` before, and is `{kind}` now. A program whose "
                 "processes are replaced must make the same calls in the same order each time that it runs."
             )
-        self.is_inside, self.is_passing = True, record is not None
-        group_health.allow()
+        self.is_inside, self.is_skipping = True, record is not None
+        group_health.allow_collectives()
         try:
             yield record
         finally:
-            self.is_inside = self.is_passing = False
-            group_health.allow()
+            self.is_inside = self.is_skipping = False
+            group_health.allow_collectives()
             if group_health.phase is Phase.DETACHED:
-                group_health.forbid(_APART, self._request_restart)
+                group_health.forbid_collectives(_APART, self._request_restart)
 
     @property
     def is_joining(self) -> bool:
@@ -107,7 +107,7 @@ class Entries:
 
     def _request_restart(self) -> None:
         """Request a restart of all processes: a detached process cannot communicate between two entries."""
-        group_health.allow()
+        group_health.allow_collectives()
         job, job_store = self._job, self._job_store
         if job is None or job_store is None:
             return
@@ -122,7 +122,7 @@ class Entries:
         if not self._resumes or kind not in TRAINING or self.number < self._num_before:
             return ""
         self._resumes = False
-        if self._job is not None and not self.is_passing:
+        if self._job is not None and not self.is_skipping:
             self.resumed_from = self._job.resume_from
         return self.resumed_from
 
@@ -136,13 +136,13 @@ class Entries:
         assert self._job_store is not None
         record_end(self._job_store, EndedEntry(number=self.number, kind=kind, results=results))
 
-    def lose(self, why: object) -> None:
+    def mark_not_kept(self, why: object) -> None:
         """Continue without the state after the present entry, which a restart will run again."""
         log.warning("the state after call %d of the program is not kept: %s", self.number, why)
         self.is_complete = False
 
 
-def keep_of_rank(folder: Path, number: int, worker_id: int, values: dict[str, Any]) -> None:
+def save_rank_state(folder: Path, number: int, worker_id: int, values: dict[str, Any]) -> None:
     """Write this rank's values and the state of its random generators after an entry."""
     path = _path_of_rank(folder, number, worker_id)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,13 +151,13 @@ def keep_of_rank(folder: Path, number: int, worker_id: int, values: dict[str, An
     draft.replace(path)
 
 
-def unseen(folder: Path, number: int, worker_ids: Iterable[int]) -> list[int]:
+def invisible_workers(folder: Path, number: int, worker_ids: Iterable[int]) -> list[int]:
     """Worker ids whose values after an entry are not visible on this node, although all ranks have written them."""
     return [worker_id for worker_id in worker_ids if not _path_of_rank(folder, number, worker_id).exists()]
 
 
-def read_of_rank(folder: Path, number: int, worker_id: int) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Read the values that `keep_of_rank` wrote; also returns a function that restores the random generators.
+def load_rank_state(folder: Path, number: int, worker_id: int) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Read the values that `save_rank_state` wrote; also returns a function that restores the random generators.
 
     If this worker wrote none, use those of worker 0.
     """

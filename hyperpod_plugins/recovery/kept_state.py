@@ -10,7 +10,7 @@ So its step is part of the computation before the vote, and everything can be re
 its writes. A rank that has voted and does not know the result keeps its writes if another rank has committed the
 step, and restores the copy if none has. No rank ever has to repeat part of a collective.
 
-`is_elementwise` tells the two kinds apart, `KeptState` is the copy, and `FreshGradients` rejects gradients that a
+`is_elementwise` tells the two kinds apart, `OptimizerCopy` is the copy, and `FreshGradients` rejects gradients that a
 replacement would not have.
 """
 
@@ -87,17 +87,17 @@ def _is_foreign(hook: "Callable[..., Any]") -> bool:
     return hook.__module__.partition(".")[0] not in (_PACKAGE, "torch")
 
 
-def owned_by(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
+def parameters_of(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
     """The parameters of optimizers by `id`, without duplicates."""
     return {id(each): each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
 
 
-def memory_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a parameter. For a DTensor always the same object, whose version counts writes."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()  # pyright: ignore[reportPrivateUsage]
 
 
-class Stateful(Protocol):
+class HasState(Protocol):
     """An object that a step changes beside tensors, such as a scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Stateful(Protocol):
         ...
 
 
-class KeptState:
+class OptimizerCopy:
     """A copy of optimizers, with their parameters and state, as of the beginning of a step. Its memory is reused.
 
     Args:
@@ -117,7 +117,7 @@ class KeptState:
         others: other objects that a step changes; restored with the rest.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], others: Iterable[Stateful] = ()) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], others: Iterable[HasState] = ()) -> None:
         self._optimizers = list(optimizers)
         self._others = list(others)
         self._tensors: list[Tensor] = []
@@ -126,25 +126,25 @@ class KeptState:
         self._flags: list[tuple[Tensor, bool]] = []
         self._beside: tuple[list[_Groups], list[dict[str, Any]]] = ([], [])
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Copy the present state."""
-        parameters = list(owned_by(self._optimizers).values())
+        parameters = list(parameters_of(self._optimizers).values())
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._states = [{p: _own(state) for p, state in each.state.items()} for each in self._optimizers]
         tensors: list[Tensor] = [*parameters]
         for states in self._states:
             tensors += [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
-        local = list(map(memory_of, tensors))
+        local = list(map(local_tensor, tensors))
         if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
             self._tensors, self._copies = tensors, [torch.empty_like(each) for each in local]
         with torch.no_grad():
             _copy(local, self._copies)
         self._beside = self._take_beside()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore everything as of `keep`. Tensors keep their identity."""
         with torch.no_grad():
-            _copy(self._copies, list(map(memory_of, self._tensors)))
+            _copy(self._copies, list(map(local_tensor, self._tensors)))
         for optimizer, states in zip(self._optimizers, self._states, strict=True):
             optimizer.state.clear()
             optimizer.state.update({parameter: _own(state) for parameter, state in states.items()})
@@ -207,7 +207,7 @@ class FreshGradients:
 
     def begin(self) -> None:
         """Begin a step, which must not use the present gradients."""
-        owned = owned_by(self._optimizers).values()
+        owned = parameters_of(self._optimizers).values()
         self._old = {each: TensorWeakRef(each.grad) for each in owned if each.grad is not None}
 
     def put_back(self) -> None:

@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map_only
 
 from hyperpod_plugins.comm import Channel
-from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, PeerLost, few
+from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, PeerLost, format_list
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.packing import is_size, packed, unpacked
+from hyperpod_plugins.recovery.packing import is_size, pack, unpack
 from hyperpod_plugins.recovery.plan import buddies, sources_of
 from hyperpod_plugins.recovery.undo import as_integers
 
@@ -60,7 +60,7 @@ _SAME, _GIVES_AGAIN, _FOLLOWS = 1, 2, 4
 it is large and follows in a message of its own."""
 BUFFERS = "buffers"
 """Name under which the buffers of a model are registered."""
-OF_EPOCH = "of the epoch"
+EPOCH_SUFFIX = "of the epoch"
 """Suffix of the names of states that start from zero in each epoch."""
 
 
@@ -95,7 +95,7 @@ class ProgramState:
         """
         self._stateful = stateful
         try:
-            unpacked(packed(stateful.state_dict()))
+            unpack(pack(stateful.state_dict()))
         except pickle.UnpicklingError:
             raise ConfigError(
                 f"the state of {name!r} ({type(stateful).__name__}) holds Python objects that a replacement process "
@@ -137,7 +137,7 @@ class BufferStates:
         ]
         self._saved = {name for name, part, key in self._places if key not in part._non_persistent_buffers_set}
         self._first = {name: (tensor, tensor._version) for name, tensor in self._present().items()}
-        self._forms = Forms()
+        self._forms = TensorSpecCache()
 
     @property
     def is_empty(self) -> bool:
@@ -203,7 +203,7 @@ class BufferStates:
         }
 
 
-def packed_tensors(tensors: Mapping[_Name, torch.Tensor], known: "Forms | None" = None) -> dict[str, Any]:
+def packed_tensors(tensors: Mapping[_Name, torch.Tensor], known: "TensorSpecCache | None" = None) -> dict[str, Any]:
     """Names, dtypes and shapes as one JSON text, and values as bytes; an empty dict for no tensors.
 
     Args:
@@ -211,11 +211,11 @@ def packed_tensors(tensors: Mapping[_Name, torch.Tensor], known: "Forms | None" 
         known: cache of the JSON text: it is needed in each step and rarely changes.
     """
     forms = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-    known = Forms() if known is None else known
+    known = TensorSpecCache() if known is None else known
     return {"forms": known.text_of(forms), "data": bytes_of([*tensors.values()])} if forms else {}
 
 
-class Forms:
+class TensorSpecCache:
     """Caches names, dtypes and shapes of tensors as JSON."""
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class LocalStates:
         """Whether the last step changed the state."""
         self._is_written_after = False
         """Whether code after a commit was ever found to write rank-local state."""
-        self.forget()
+        self.reset()
 
     def register(self, name: str, state: RankLocalState, *, is_repeated: bool = False) -> None:
         """Keep the state of an object. All ranks register the same names.
@@ -331,11 +331,11 @@ class LocalStates:
             return None
         return tuple(step for step, data in sorted(self._kept.items()) if data)
 
-    def present(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, dict[str, Any]]:
         """The present state of this rank, by registered name."""
         return self._present()
 
-    def take(
+    def load(
         self, states: Mapping[str, dict[str, Any]], *, begins_epoch: bool, is_of_another_job: bool = False
     ) -> None:
         """Load states that `present` returned, in this process or its predecessor, into the registered objects.
@@ -346,11 +346,11 @@ class LocalStates:
             is_of_another_job: whether the states may be of another program; only parts that fit are loaded then.
         """
         for name, state in self._states.items():
-            if not (begins_epoch and name.endswith(OF_EPOCH)):
+            if not (begins_epoch and name.endswith(EPOCH_SUFFIX)):
                 values = states.get(name, {})
                 state.load_state_dict(state.fitting(values) if is_of_another_job else values)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard what was exchanged so far, as the ranks have assembled anew."""
         self._last: dict[str, dict[str, Any]] | None = None
         """State last sent to the buddy."""
@@ -358,7 +358,7 @@ class LocalStates:
         self._gives_at = self._gets_at = self._late_at = -1
         """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did."""
 
-    def share(self, step: int) -> None:
+    def exchange(self, step: int) -> None:
         """Send the buddy this rank's state as it will be after `step` commits, and receive the source rank's.
 
         Raises:
@@ -440,8 +440,8 @@ class LocalStates:
         """
         if not self._states:
             return
-        data, leave = self._hand_over(step, targets)
-        self.forget()
+        data, leave = self._send_kept_states(step, targets)
+        self.reset()
         if self._rank in targets:
             self._take(step, data, leave, targets, begins_epoch)
         if not self._is_active:
@@ -454,7 +454,7 @@ class LocalStates:
         received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
         self._own, self._kept = {step: data}, {step: _raw(received[self._ward][0])}
 
-    def pass_on(self, sources: Mapping[int, int], give: Callable[[], bytes]) -> bytes:
+    def send_to_joiners(self, sources: Mapping[int, int], give: Callable[[], bytes]) -> bytes:
         """Pass data from the ranks that give joiners their parameters to the joiners. All ranks call this.
 
         Args:
@@ -478,11 +478,11 @@ class LocalStates:
         self._grows = data[:1] == b"\1"
         return data[1:]
 
-    def _hand_over(self, step: int, targets: Sequence[int]) -> tuple[bytes, dict[str, list[str]]]:
+    def _send_kept_states(self, step: int, targets: Sequence[int]) -> tuple[bytes, dict[str, list[str]]]:
         """Pass states from buddies to joiners. A joiner gets its state and the parts that it must not load."""
         givers = {target: self._buddy_of[target] for target in targets if self._buddy_of[target] not in targets}
         sends = {
-            target: [self._kept.get(step, b""), packed(self._written_after(step))]
+            target: [self._kept.get(step, b""), pack(self._written_after(step))]
             for target, giver in givers.items()
             if giver == self._rank
         }
@@ -491,7 +491,7 @@ class LocalStates:
             return b"", {}
         received = self._channel.exchange("the state of lost ranks", sends=sends, receives=receives)
         data, leave = map(_raw, received[self._buddy]) if receives else (b"", b"")
-        return data, unpacked(leave) if leave else {}
+        return data, unpack(leave) if leave else {}
 
     def _take(
         self, step: int, data: bytes, leave: dict[str, list[str]], targets: Sequence[int], begins_epoch: bool
@@ -503,23 +503,23 @@ class LocalStates:
             lost = "was lost too" if self._buddy in targets else "does not have it"
             self._tell_lost(step, ", ".join(self._states), f"rank {self._buddy}, its buddy, {lost}")
             return
-        found = unpacked(data) if data else {}
+        found = unpack(data) if data else {}
         for name, state in self._states.items():
-            if begins_epoch and name.endswith(OF_EPOCH):
+            if begins_epoch and name.endswith(EPOCH_SUFFIX):
                 leave.pop(name, None)
             else:
                 state.load_state_dict(found.get(name, {}), leave.get(name, ()))
         lost = [f"{name} {part}" for name, parts in leave.items() if name not in self._repeated for part in parts]
         if lost:
             self._tell_lost(
-                step, few(lost, 3), "its predecessor was lost before it sent what was written after the step"
+                step, format_list(lost, 3), "its predecessor was lost before it sent what was written after the step"
             )
 
     def _written_after(self, step: int) -> dict[str, list[str]]:
         """Parts, by state, that hooks wrote here, and hence on the source rank, since that sent its state."""
         if self._late_at == step or not self._own.get(step):
             return {}
-        before = unpacked(self._own[step])
+        before = unpack(self._own[step])
         found = {name: sorted(state.written(before.get(name, {}))) for name, state in self._states.items()}
         return {name: parts for name, parts in found.items() if parts}
 
@@ -533,7 +533,7 @@ class LocalStates:
     def _hooks_have_written(self, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> bool:
         """Whether any state, except those registered with `is_repeated`, differs from what was sent last."""
         for name, state in self._states.items():
-            if name in self._repeated or (begins_epoch and name.endswith(OF_EPOCH)):
+            if name in self._repeated or (begins_epoch and name.endswith(EPOCH_SUFFIX)):
                 continue
             if not are_same(state.state_dict(), since.get(name, {})):
                 return True
@@ -541,7 +541,7 @@ class LocalStates:
 
     def _packed(self, present: Mapping[str, dict[str, Any]]) -> bytes:
         """The state as it is sent; empty if it is too large."""
-        data = packed({name: state for name, state in present.items() if state})
+        data = pack({name: state for name, state in present.items() if state})
         if len(data) <= LIMIT_BYTES:
             return data
         self._warn(f"its size is {len(data):,} bytes, more than {LIMIT_BYTES:,}")

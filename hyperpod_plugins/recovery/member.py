@@ -22,11 +22,11 @@ from torch._C._distributed_c10d import Store
 from hyperpod_plugins.comm import Reconfiguration, break_groups, current_wait, group_health, release_broken
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import await_turn, pending_world, publish_initial_world
-from hyperpod_plugins.elastic.membership.quorum import BETWEEN_CALLS, MembershipPolicy, RoundBudget
+from hyperpod_plugins.elastic.membership.quorum import BETWEEN_CALLS, GenerationBudget, MembershipPolicy
 from hyperpod_plugins.elastic.membership.reshard import poll_requests
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
-from hyperpod_plugins.elastic.store.records import IncidentKind
+from hyperpod_plugins.elastic.store.records import FailureKind
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, events_folder
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
@@ -45,16 +45,16 @@ from hyperpod_plugins.recovery.watchdog import (
     is_loading,
     look_every_s,
 )
-from hyperpod_plugins.recovery.world_view import Worlds
+from hyperpod_plugins.recovery.world_view import WorldView
 
 log = logging.getLogger(__name__)
-_REFORM_TIMEOUT_S = 20.0
+_RECONFIGURE_TIMEOUT_S = 20.0
 _MAX_FAILURES = 10
 """Consecutive failures to form groups after which a member gives up."""
 _FIRST_PAUSE_S = 0.005
-_BEAT_S = 1.0
-_APART_S = 0.01
-_LISTEN_S = 365 * 86400.0  # waiting costs nothing, while torch logs a warning for each wait that times out
+_HEARTBEAT_S = 1.0
+_STAGGER_S = 0.01
+_FOREVER_S = 365 * 86400.0  # waiting costs nothing, while torch logs a warning for each wait that times out
 
 
 class Member:
@@ -79,7 +79,7 @@ class Member:
         self.committed = NO_STATE
         self.is_joining = job.is_joining
         """Whether this process joined a running job; reset at the end of the first call in which it trains."""
-        self.is_torn = False
+        self.has_torn_state = False
         """Whether this process has no state because a commit was interrupted, not because it is a joiner."""
         self.activity = "setting up"
         """What the main thread is doing, in words; sent with each heartbeat, about once a second."""
@@ -88,13 +88,13 @@ class Member:
         self.job_store = JobStore.connect(job)
         self._reports = JobStore.connect(job)
         self._reporting = threading.Lock()
-        self._rounds = RoundBudget()
-        self._num_beats = 0
+        self._rounds = GenerationBudget()
+        self._num_heartbeats = 0
         self._ages = HeartbeatAges()
         self._next_look_s = 0.0
         self._entered_s: float | None = None  # when this process joined its present world
-        self._told: FailureRecord | None = None
-        self._worlds = Worlds(self.job_store, world)
+        self._own_failure: FailureRecord | None = None
+        self._worlds = WorldView(self.job_store, world)
         self.is_elastic = False
         """Whether the job may change its size; the heartbeat thread polls for new worlds only then."""
         self.wants_resize = False
@@ -119,7 +119,7 @@ class Member:
         self._changed = threading.Condition()
         self._is_leaving = self._is_joining = False
         self._attempt: Reconfiguration | None = None
-        self._meeting = JobStore.connect(job)
+        self._group_store = JobStore.connect(job)
         self._end_listening: Callable[[], None] = lambda: None
         self._threads = [
             threading.Thread(target=target, name=f"hyperpod{target.__name__}", daemon=True)
@@ -152,7 +152,7 @@ class Member:
         else:
             publish_initial_world(self.job_store, self.world)
             self._entered_s = time.monotonic()
-        group_health.when_broken(self._report)
+        group_health.add_listener(self._report)
         folder = events_folder()
         if folder is not None:
             self._end_listening = listen(EventFile(Path(folder, f"rank-{self.worker_id}.jsonl")))
@@ -165,7 +165,7 @@ class Member:
         with self._changed:
             self._is_leaving = True
             self._changed.notify_all()
-        group_health.forget(self._report)
+        group_health.remove_listener(self._report)
         end, self._end_listening = self._end_listening, lambda: None
         end()
 
@@ -177,16 +177,16 @@ class Member:
         """
         if has_trained:
             self.is_joining = False
-        self.committed, self.is_torn, self.in_step = NO_STATE, False, False
+        self.committed, self.has_torn_state, self.in_step = NO_STATE, False, False
         self.activity = BETWEEN_CALLS
 
-    def fail(self, kind: IncidentKind, cause: str) -> None:
+    def fail(self, kind: FailureKind, cause: str) -> None:
         """End the generation because of a failure of this rank, and break its groups."""
-        self._told = FailureRecord(
+        self._own_failure = FailureRecord(
             kind=kind, cause=cause, worker_id=self.worker_id, incarnation=self.job.incarnation, step=self.committed
         )
-        if not group_health.is_open:  # report the cause before a peer notices the break
-            self._end(self.generation, self._told)
+        if not group_health.is_unavailable:  # report the cause before a peer notices the break
+            self._end(self.generation, self._own_failure)
         break_groups(cause)
 
     def yield_to_next_world(self) -> None:
@@ -212,11 +212,11 @@ class Member:
         mine = FailureRecord(kind="exception", cause=cause, worker_id=self.worker_id, incarnation=self.job.incarnation)
         self.job_store.set_if_absent(GAVE_UP_KEY, mine.to_json().encode())
 
-    def follow(self, patience_s: float = 10.0) -> NoReturn:
+    def follow_final_save(self, patience_s: float = 10.0) -> NoReturn:
         """Exit after the process that gives up, waiting up to `patience_s` seconds for it; raises `RecoveryError`."""
         follow_final_save(self.job_store, patience_s)
 
-    def gather(self, number: int, group: str, ranks: Sequence[int]) -> None:
+    def connect_survivors(self, number: int, group: str, ranks: Sequence[int]) -> None:
         """Connect some members of one group for a final save; all other groups stay without connections.
 
         Args:
@@ -229,10 +229,10 @@ class Member:
         """
         Reconfiguration(
             number,
-            store=self.meeting_store(),
-            timeout_s=_REFORM_TIMEOUT_S,
+            store=self.group_store(),
+            timeout_s=_RECONFIGURE_TIMEOUT_S,
             members={group: ranks},
-            is_last=True,
+            only_listed_groups=True,
         ).run()
 
     def restart_all(self, lost: StateLost) -> NoReturn:
@@ -262,7 +262,7 @@ class Member:
             self._is_joining = True  # from here on, the end of an old generation does not break the groups
         while True:
             number = self.job_store.generation(at_least=self.generation)
-            why_not = self._rounds.refusal(self.committed, number, time.monotonic(), self.policy)
+            why_not = self._rounds.why_not_another(self.committed, number, time.monotonic(), self.policy)
             if why_not is not None:
                 self.restart_all(StateLost(why_not))
             stopped(number)
@@ -273,7 +273,7 @@ class Member:
             formed = self._quorum.join(number, arrival, began_s)
             if formed is None:
                 continue
-            attempt = Reconfiguration(number, store=self.meeting_store(), timeout_s=_REFORM_TIMEOUT_S)
+            attempt = Reconfiguration(number, store=self.group_store(), timeout_s=_RECONFIGURE_TIMEOUT_S)
             with self._changed:
                 self._watched, self._attempt = number, attempt
                 self._changed.notify_all()
@@ -283,13 +283,13 @@ class Member:
                 self.generation = number
                 self._report(group_health.cause or "")
                 if attempt.is_cancelled:  # its thread may still be using this connection to the store
-                    self._meeting = JobStore.connect(self.job)
+                    self._group_store = JobStore.connect(self.job)
                 num_failures += 1
                 self._refuse_more(num_failures, time.monotonic() - began_s)
                 continue
             with self._changed:
                 self.generation = number
-                self._told, self._is_joining, self._attempt = None, False, None
+                self._own_failure, self._is_joining, self._attempt = None, False, None
                 self._entered_s = self._entered_s or time.monotonic()
                 self._changed.notify_all()
             return formed
@@ -305,7 +305,7 @@ class Member:
             raise RecoveryError(f"{cause}. Check whether the ranks can reach each other over the network.")
         time.sleep(min(1.0, _FIRST_PAUSE_S * 2**num_failures))
 
-    def stop(self, number: int, *, in_step: bool, trainer: bytes, part: int = 0) -> None:
+    def publish_stop(self, number: int, *, in_step: bool, trainer: bytes, part: int = 0) -> None:
         """Publish this process's stop report for a generation: that it has stopped, and its trainer state.
 
         Joiners wait for a report from every survivor, even one without state or whose state cannot be captured. Only
@@ -347,9 +347,9 @@ class Member:
         except StateLost as lost:
             self.restart_all(lost)
 
-    def meeting_store(self) -> Store:
+    def group_store(self) -> Store:
         """The store in which members of a generation exchange addresses."""
-        return self._meeting.store("groups")
+        return self._group_store.sub_store("groups")
 
     def end_generation(self) -> FailureRecord:
         """End the present generation unless it has ended, and return what ended it."""
@@ -360,7 +360,7 @@ class Member:
             self.generation, FailureRecord(kind="collective", cause=group_health.cause or "", step=self.committed)
         )
 
-    def first_cause(self, failure: FailureRecord, lost: Iterable[int]) -> FailureRecord:
+    def root_cause(self, failure: FailureRecord, lost: Iterable[int]) -> FailureRecord:
         """Prefer an agent's record of how a lost process ended to a peer's report of a failed collective.
 
         Args:
@@ -377,7 +377,7 @@ class Member:
 
     def _report(self, cause: str) -> None:
         """Report a break to the other members; called in the thread that noticed it."""
-        told = self._told or FailureRecord(kind="collective", cause=cause, step=self.committed)
+        told = self._own_failure or FailureRecord(kind="collective", cause=cause, step=self.committed)
         with contextlib.suppress(dist.DistError):  # the store itself may be lost
             self._end(self.generation, told)
 
@@ -391,7 +391,7 @@ class Member:
             job_store = JobStore.connect(self.job)
             while not self._is_leaving:
                 generation = self._watched
-                failure = job_store.wait_ended(generation, timeout_s=_LISTEN_S)
+                failure = job_store.wait_ended(generation, timeout_s=_FOREVER_S)
                 if failure is not None:
                     self._on_generation_end(generation, failure)
         except dist.DistError as error:
@@ -405,7 +405,7 @@ class Member:
                 if self._attempt is not None:
                     self._attempt.cancel(str(failure))
                 elif not self._is_joining:
-                    self._told = self._told or failure
+                    self._own_failure = self._own_failure or failure
                     break_groups(str(failure))
             self._changed.wait_for(lambda: self._is_leaving or (self._watched, self._attempt) != heard)
 
@@ -418,7 +418,7 @@ class Member:
                 self._check_hangs(own)
                 if self.is_elastic:
                     self._poll_worlds()
-                time.sleep(_BEAT_S)
+                time.sleep(_HEARTBEAT_S)
         except dist.DistError as error:
             self._lost_store(error)
 
@@ -428,7 +428,7 @@ class Member:
 
     def _send_heartbeat(self) -> Heartbeat:
         wait, entered_s = current_wait(), self._entered_s
-        self._num_beats += 1
+        self._num_heartbeats += 1
         return Heartbeat(
             incarnation=self.job.incarnation,
             generation=self.generation,
@@ -439,8 +439,8 @@ class Member:
             waits_for="" if wait is None else wait[0].name,
             waited_s=0.0 if wait is None else wait[2],
             collective=0 if wait is None else wait[1],
-            number=self._num_beats,
-            world=self.world.number,
+            sequence=self._num_heartbeats,
+            world_number=self.world.number,
             in_world_s=0.0 if entered_s is None else time.monotonic() - entered_s,
         )
 
@@ -451,7 +451,7 @@ class Member:
         limit_s = self.step_times.limit_s(self.hangs)
         first_s, now_s = min(limit_s, self.hangs.outside_s), time.monotonic()
         is_late = (
-            own.waited_s > first_s + self.rank * _APART_S
+            own.waited_s > first_s + self.rank * _STAGGER_S
         )  # staggered by rank: the first rank to look ends the wait of all
         between_s = look_every_s(first_s, self.world.size)
         if not is_late and (own.waited_s < between_s or now_s < self._next_look_s):
@@ -459,7 +459,7 @@ class Member:
         self._next_look_s = now_s + between_s
         heard = self._reports.heartbeats(self.world.worker_ids)
         heartbeats = {worker_id: Heartbeat.from_dict(each) for worker_id, each in heard.items()}
-        silent_s = self._ages.look(heartbeats, time.monotonic())
+        silent_s = self._ages.update(heartbeats, time.monotonic())
         for suspect in diagnose(heartbeats, own, limit_s, self.hangs, silent_s) if is_late else ():
             failure = FailureRecord(
                 kind="hang",

@@ -23,8 +23,8 @@ class _NotPlainError(Exception):
     """The value must be written by `torch.save`."""
 
 
-def packed(value: Any) -> bytes:
-    """Serialize a value to bytes that `unpacked` reads without running code."""
+def pack(value: Any) -> bytes:
+    """Serialize a value to bytes that `unpack` reads without running code."""
     for pickler in (_PlainPickler, _Pickler):
         buffer = io.BytesIO()
         try:
@@ -37,7 +37,7 @@ def packed(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpacked(data: bytes, *, map_location: str | None = "cpu") -> Any:
+def unpack(data: bytes, *, map_location: str | None = "cpu") -> Any:
     """Inverse of `packed`. Reads only tensors, plain containers, numbers and strings.
 
     Args:

@@ -123,13 +123,13 @@ class Arrival:
     """Steps of which it has a snapshot of itself."""
     source_snapshots: tuple[int, ...] = ()
     """Steps of which it has a snapshot of its source rank."""
-    local_steps: tuple[int, ...] | None = None
+    rank_local_steps: tuple[int, ...] | None = None
     """Steps of which it keeps its source rank's rank-local state; None if it keeps none, or none so far."""
-    needs_local: bool = False
+    needs_rank_local_state: bool = False
     """Whether the job returns to a checkpoint rather than continue without a lost rank's rank-local state."""
     abort_reason: str = ""
     """Why the job must end, if this process says so; all ranks then save what they hold. Empty otherwise."""
-    starts_again: bool = False
+    restarts_all: bool = False
     """Whether `abort_reason` ends only this process, because all processes restart in a world of the survivors."""
     pending_checkpoint: str = ""
     """Path of a checkpoint of the committed step whose writing was interrupted; empty for none."""
@@ -158,7 +158,7 @@ class RecoveryPlan:
     """Number of steps that all members have committed afterwards."""
     roll_forward: tuple[int, ...]
     """Ranks that commit the step they voted for."""
-    sources: Mapping[int, int]
+    senders: Mapping[int, int]
     """For each rank that needs state or a snapshot, the rank that sends it."""
     steps_lost: int = 0
     """Committed steps that must be run again; above 0 only at the level SNAPSHOT."""
@@ -182,7 +182,7 @@ class RecoveryPlan:
             return RecoveryLevel.STOP
         if self.is_return:
             return RecoveryLevel.SNAPSHOT
-        return RecoveryLevel.REPLACE if self.sources else RecoveryLevel.RETRY
+        return RecoveryLevel.REPLACE if self.senders else RecoveryLevel.RETRY
 
 
 def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> RecoveryPlan:
@@ -207,10 +207,10 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
         source = min(candidates, key=lambda other: (other in roll_forward, load[other], other))
         load[source] += 1
         sources[rank] = source
-    lost = _lost_alone(arrivals, topology, step, sources)
-    if lost and newest_snapshot(arrivals, topology) != NO_STATE:
+    lost = _lost_rank_local(arrivals, topology, step, sources)
+    if lost and newest_restorable_step(arrivals, topology) != NO_STATE:
         return _return_to_snapshot(arrivals, topology, step, lost[0], ends)
-    if lost and any(each.needs_local for each in arrivals.values()):
+    if lost and any(each.needs_rank_local_state for each in arrivals.values()):
         raise StateLost(
             f"no rank has what the ranks {lost} had alone after step {step} (buffers, metrics, means of the epoch): "
             f"their buddies {[buddies(topology)[rank] for rank in lost]} were lost with them or could not keep it, and "
@@ -221,24 +221,24 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
     return RecoveryPlan(
         step=step,
         roll_forward=roll_forward,
-        sources=sources,
+        senders=sources,
         abort_reason=ends,
         pending_checkpoint=owes,
         hooks_first=hooks_first,
     )
 
 
-def _lost_alone(
+def _lost_rank_local(
     arrivals: Mapping[int, Arrival], topology: Topology, step: int, sources: Mapping[int, int]
 ) -> list[int]:
     """Ranks whose predecessors had rank-local state that their buddies do not keep as of `step`.
 
     If no rank keeps any, the ranks have no rank-local state, or they are new because the job grows.
     """
-    if step <= 0 or all(each.local_steps is None for each in arrivals.values()):
+    if step <= 0 or all(each.rank_local_steps is None for each in arrivals.values()):
         return []
     buddy_of = buddies(topology)
-    return [rank for rank in sorted(sources) if step not in (arrivals[buddy_of[rank]].local_steps or ())]
+    return [rank for rank in sorted(sources) if step not in (arrivals[buddy_of[rank]].rank_local_steps or ())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +260,7 @@ def plan_final_save(arrivals: Mapping[int, Arrival], topology: Topology) -> Fina
     return FinalSavePlan(step=step, roll_forward=roll_forward, savers=tuple(whole) if is_held else ())
 
 
-def newest_snapshot(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
+def newest_restorable_step(arrivals: Mapping[int, Arrival], topology: Topology) -> int:
     """The newest step to which all ranks can return with snapshots, or `NO_STATE`."""
     own = {rank: each.snapshots for rank, each in arrivals.items()}
     kept = {rank: each.source_snapshots for rank, each in arrivals.items()}
@@ -282,13 +282,13 @@ def _return_to_snapshot(
     arrivals: Mapping[int, Arrival], topology: Topology, step: int, lost: int, ends: str
 ) -> RecoveryPlan:
     """Plan the return of all ranks to the newest complete snapshot, since the state of rank `lost` is gone."""
-    newest, buddy_of = newest_snapshot(arrivals, topology), buddies(topology)
+    newest, buddy_of = newest_restorable_step(arrivals, topology), buddies(topology)
     if newest == NO_STATE:
         raise StateLost(_why_lost(arrivals, topology, step, lost, buddy_of))
     return RecoveryPlan(
         step=newest,
         roll_forward=(),
-        sources={rank: buddy_of[rank] for rank, each in sorted(arrivals.items()) if newest not in each.snapshots},
+        senders={rank: buddy_of[rank] for rank, each in sorted(arrivals.items()) if newest not in each.snapshots},
         steps_lost=max(0, step - newest),
         is_return=True,
         abort_reason=ends,

@@ -24,7 +24,7 @@ class RetryPolicy:
     """Attempts at one step that may end with the same rank's exception before it counts as a bug in the program."""
     max_losses: int = 8
     """Times that the same worker may be lost in one step before it counts as a bug in the program."""
-    needs_local: bool = False
+    needs_rank_local_state: bool = False
     """Whether to return to a checkpoint, rather than use a replica's, if a lost rank's rank-local state is gone."""
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Repair:
     """Whether this rank committed, during recovery, a step that it had only voted for."""
     noticed_s: float
     """From the failure report until this rank stopped computing; the clocks of two machines may differ."""
-    assembled_s: float
+    quorum_s: float
     """Until all members had arrived and connected; includes the start of new processes."""
     restored_s: float
     """Until all members had their state."""
@@ -60,9 +60,9 @@ class Repair:
     @property
     def total_s(self) -> float:
         """Seconds from the failure report until the step could begin again."""
-        return self.noticed_s + self.assembled_s + self.restored_s
+        return self.noticed_s + self.quorum_s + self.restored_s
 
-    def is_told_by(self, rank: int, world_size: int) -> bool:
+    def is_reported_by(self, rank: int, world_size: int) -> bool:
         """Whether `rank` is the one that reports this repair: the first rank that is not a joiner."""
         return rank == min(set(range(world_size)) - set(self.joiners), default=0)
 
@@ -79,7 +79,7 @@ class Repair:
                 "generation": self.generation,
                 "newcomers": " ".join(map(str, self.joiners)),
                 "noticed_s": self.noticed_s,
-                "assembled_s": self.assembled_s,
+                "assembled_s": self.quorum_s,
                 "restored_s": self.restored_s,
             },
         )
@@ -89,12 +89,12 @@ class Repair:
         done = "changed" if self.failure.kind == "resize" else "repaired"
         return (
             f"{self.failure}; {done} in {self.total_s:.2f} s (noticed {self.noticed_s:.2f}, assembled "
-            f"{self.assembled_s:.2f}, restored {self.restored_s:.2f}), {self.steps_lost} steps lost, "
+            f"{self.quorum_s:.2f}, restored {self.restored_s:.2f}), {self.steps_lost} steps lost, "
             f"going on after step {self.step}"
         )
 
 
-class Returned(PeerLost):
+class ReturnedToSnapshot(PeerLost):
     """All ranks have returned to a snapshot: their tensors are of an earlier step, the loop's position is not yet."""
 
     def __init__(self, plan: RecoveryPlan) -> None:
@@ -129,7 +129,7 @@ class TrainingLoop(Protocol):
         """Reset the modules' iteration state to that of a new process; called before state is sent or received."""
         ...
 
-    def share(self, step: int) -> None:
+    def share_rank_local_state(self, step: int) -> None:
         """Before a vote: give the buddy this rank's rank-local state as it will be when `step` steps are committed.
 
         Raises:

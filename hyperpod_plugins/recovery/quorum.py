@@ -28,7 +28,7 @@ from hyperpod_plugins.recovery.abort import follow_final_save
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival
 from hyperpod_plugins.recovery.polling import poll_interval_s, scan_interval_s
 from hyperpod_plugins.recovery.resume import Survivors, has_stopped, is_outside, members_before
-from hyperpod_plugins.recovery.world_view import Worlds
+from hyperpod_plugins.recovery.world_view import WorldView
 
 _FOREVER_S = 365 * 86400.0  # waiting costs nothing, while torch logs a warning for each wait that times out
 
@@ -43,7 +43,7 @@ class PlanWatcher:
         """Start the thread, with its own connection made by `connect`: early, since a busy server accepts slowly."""
         self._connect = connect
         self._changed = threading.Condition()
-        self._wanted = self._rung = self._awaited = 0
+        self._wanted = self._planned = self._awaited = 0
         self._turn = 0
         self._begin()
 
@@ -54,7 +54,7 @@ class PlanWatcher:
             if self._awaited not in (0, generation):  # the awaited generation ended without a plan
                 self._begin()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._rung == generation, timeout_s)
+            self._changed.wait_for(lambda: self._planned == generation, timeout_s)
 
     def _begin(self) -> None:
         self._turn, self._awaited = self._turn + 1, 0
@@ -65,7 +65,7 @@ class PlanWatcher:
             job_store = self._connect()
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._turn != turn or self._wanted != self._rung)
+                    self._changed.wait_for(lambda: self._turn != turn or self._wanted != self._planned)
                     if self._turn != turn:
                         return
                     generation = self._awaited = self._wanted
@@ -74,7 +74,7 @@ class PlanWatcher:
                 with self._changed:
                     if self._turn != turn:
                         return
-                    self._rung, self._awaited = generation, 0
+                    self._planned, self._awaited = generation, 0
                     self._changed.notify_all()
         except dist.DistError:
             return  # the main thread notices the lost store itself
@@ -91,11 +91,11 @@ class Generation:
 class ReplacementTimeout(RecoveryTimeout):
     """Survivors agree that the missing ranks will not be replaced."""
 
-    def __init__(self, formed: Generation, cause: str, *, starts_again: bool) -> None:
+    def __init__(self, formed: Generation, cause: str, *, restarts_all: bool) -> None:
         super().__init__(cause)
         self.formed = formed
         """The generation of the survivors only; its groups have no connections."""
-        self.starts_again = starts_again
+        self.starts_again = restarts_all
         """Whether all processes restart with the survivors; otherwise the job ends."""
 
 
@@ -124,7 +124,7 @@ class QuorumJoiner:
     def __init__(
         self,
         job_store: JobStore,
-        worlds: Worlds,
+        worlds: WorldView,
         watcher: PlanWatcher,
         *,
         worker_id: int,
@@ -134,7 +134,7 @@ class QuorumJoiner:
         """Use `job_store` and `survivors` only in the thread that calls `join`."""
         self._job_store = job_store
         self._worlds = worlds
-        self._doorbell = watcher
+        self._plan_watcher = watcher
         self._worker_id = worker_id
         self._policy = policy
         self._survivors = survivors
@@ -169,7 +169,7 @@ class QuorumJoiner:
                     look_s = now_s + scan_interval_s(rank, job_store.num_arrived(number))
             if plan is not None:
                 return self._accept(number, arrival, plan)
-            self._doorbell.wait(number, poll_interval_s(rank, size, now_s - began_s))
+            self._plan_watcher.wait(number, poll_interval_s(rank, size, now_s - began_s))
         job_store.void_plan(number)
         return None
 
@@ -214,12 +214,12 @@ class QuorumJoiner:
             case Action.WAIT:
                 missing = {worker_id: view.expected[worker_id] for worker_id in view.missing}
                 try:
-                    goes_on = self._worlds.go_on_without(number, missing, waited_s, f"rank {self._rank}")
+                    goes_on = self._worlds.shrink_without(number, missing, waited_s, f"rank {self._rank}")
                 except StateLost as lost:
                     return self._propose_end(number, view, said, str(lost), starts_again=True)
                 if not goes_on:
                     stuck = {worker_id: each for worker_id, each in survivors.items() if worker_id not in busy}
-                    self._survivors.end_stuck(number, stuck, waited_s)
+                    self._survivors.kill_stuck(number, stuck, waited_s)
                 return None
 
     def _propose_end(
@@ -228,7 +228,7 @@ class QuorumJoiner:
         """Propose a generation of the ranks that have arrived, which save their state and leave it."""
         there = {worker_id: each for worker_id, each in from_texts(said).items() if worker_id not in view.missing}
         ends = {
-            worker_id: replace(each, abort_reason=cause, starts_again=starts_again) for worker_id, each in there.items()
+            worker_id: replace(each, abort_reason=cause, restarts_all=starts_again) for worker_id, each in there.items()
         }
         return self._job_store.propose(number, {worker_id: to_text(each) for worker_id, each in ends.items()})
 
@@ -244,7 +244,7 @@ class QuorumJoiner:
             }
             formed = Generation(number=number, arrivals=arrivals)
             if len(arrivals) < world.size:
-                raise ReplacementTimeout(formed, mine.abort_reason, starts_again=mine.starts_again)
+                raise ReplacementTimeout(formed, mine.abort_reason, restarts_all=mine.restarts_all)
             self._look_for_losses(formed)
             return formed
         if mine.incarnation > arrival.incarnation:

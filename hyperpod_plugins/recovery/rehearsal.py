@@ -37,11 +37,11 @@ from typing_extensions import override
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.env import RehearsalEnv
-from hyperpod_plugins.errors import RecoveryError, few
+from hyperpod_plugins.errors import RecoveryError, format_list
 from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.kept_state import owned_by
-from hyperpod_plugins.recovery.packing import unpacked
+from hyperpod_plugins.recovery.kept_state import parameters_of
+from hyperpod_plugins.recovery.packing import unpack
 from hyperpod_plugins.recovery.replicas import ReplicasDiffer, compare_replicas
 from hyperpod_plugins.recovery.state import TrainingState
 
@@ -95,13 +95,14 @@ class Difference:
 
     def __str__(self) -> str:
         """The difference and its likely reason in one paragraph."""
-        return f"rank {self.rank}, step {self.step}, {self.what}: {few(self.names, 3)} differs. Likely {self.reason}."
+        names = format_list(self.names, 3)
+        return f"rank {self.rank}, step {self.step}, {self.what}: {names} differs. Likely {self.reason}."
 
 
 _ORDER = ("batch", "unowned", "gradient", "parameter", "buffer", "optimizer", "callback", "trainer")
 
 
-def rank_of_kind(kind: str) -> int:
+def order_of_kind(kind: str) -> int:
     """Position of a kind in the order of a step; unknown kinds come last."""
     return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
 
@@ -166,7 +167,7 @@ def gradient_digests(model: nn.Module) -> dict[str, int]:
 
 def unowned_digests(state: TrainingState) -> dict[str, int]:
     """Digests of the gradients of parameters that no optimizer owns."""
-    owned = owned_by(state.optimizers)
+    owned = parameters_of(state.optimizers)
     return {
         f"unowned gradient {name}": digest(local_part(parameter.grad))
         for name, parameter in state.model.named_parameters()
@@ -247,7 +248,7 @@ class Rehearsal:
         self._compare_every = compare_every
         self._hashed: tuple[int, _DigestsBeside] | None = None
         self._rank = dist.get_rank()
-        self._record = None if job is None else Record(Path(job.folder), self._rank)
+        self._record = None if job is None else DigestLog(Path(job.folder), self._rank)
         self._last_step = 0 if job is None else job.last_step
         self.faults = None if job is None else ScheduledFaults(Path(job.folder), job.faults, self._rank)
         self._batches: dict[str, int] = {}
@@ -263,7 +264,7 @@ class Rehearsal:
     _hook: ClassVar[RemovableHandle | None] = None  # of the rehearsal in use
 
     @classmethod
-    def wanted(
+    def create(
         cls,
         state: TrainingState,
         topology: Topology,
@@ -307,14 +308,14 @@ class Rehearsal:
             self._hashed[1].start()
         self.at("between", step)
 
-    def begun(self, step: int) -> None:
+    def before_compute(self, step: int) -> None:
         """Record the state before the step is computed, when everything that it may change has been saved."""
         held = state_digests(self._state) | unowned_digests(self._state) if self._looks_at(step) else {}
         if self._record is not None:
             self._record.write(step, "begun", held)
         self._begun = held
 
-    def undone(self, step: int, *, is_compared: bool = False) -> None:
+    def after_undo(self, step: int, *, is_compared: bool = False) -> None:
         """Record the state after the step was undone, before it is computed again.
 
         The trainer is left out: hooks of an earlier micro-step may have changed it, and do not run again.
@@ -344,7 +345,7 @@ class Rehearsal:
     def at(self, phase: str, step: int) -> None:
         """Announce that this process is in a phase of a step; a scheduled fault may kill it here."""
         if self.faults is not None:
-            self.faults.at(phase, step)
+            self.faults.reach(phase, step)
 
     @contextlib.contextmanager
     def computing(self, step: int) -> Generator[None]:
@@ -360,7 +361,7 @@ class Rehearsal:
             for hook in hooks:
                 hook.remove()
 
-    def computed(self, step: int, again: Callable[[], bool]) -> None:
+    def after_compute(self, step: int, again: Callable[[], bool]) -> None:
         """Check a step when its gradients are computed and no rank has voted.
 
         Args:
@@ -438,7 +439,7 @@ class Rehearsal:
             hashed[1].join()
             held = hashed[1].found
         held = held or _digests(self._alike())
-        with group_health.tolerant():
+        with group_health.tolerate_breaks():
             found = compare_replicas(held, self._topology, self._device)
             if found is not None:
                 found = compare_replicas(_digests(self._alike()), self._topology, self._device)
@@ -491,12 +492,12 @@ def _read(description: bytes) -> Any:
     """Read captured state of a trainer or loop. It may come from a peer, so no objects are unpickled."""
     try:
         with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
-            return unpacked(description, map_location=None)
+            return unpack(description, map_location=None)
     except (RuntimeError, pickle.UnpicklingError, EOFError):  # another format: compared as bytes
         return {"": description}
 
 
-class Record:
+class DigestLog:
     """Digest log of one rank, to which all processes of its worker slot append."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -532,7 +533,7 @@ class ScheduledFaults:
         """Whether a fault would happen here."""
         return self._due(phase, step) is not None
 
-    def at(self, phase: str, step: int) -> None:
+    def reach(self, phase: str, step: int) -> None:
         """Kill this process if a fault is due in this phase of a step."""
         fault = self._due(phase, step)
         if fault is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import ConfigError, RecoveryError
-from hyperpod_plugins.recovery.rehearsal import Difference, Digests, ScheduledFault, differing, rank_of_kind
+from hyperpod_plugins.recovery.rehearsal import Difference, Digests, ScheduledFault, differing, order_of_kind
 
 PHASES = (
     "setup",  # before the first step
@@ -40,7 +40,7 @@ _GRACE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RehearsalPlan:
     """What to rehearse, and how."""
 
     program: tuple[str, ...]
@@ -89,7 +89,7 @@ def _step_of(phase: str, number: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class PhaseResult:
     """The outcome of the fault in one phase."""
 
     phase: str
@@ -144,11 +144,11 @@ def first_difference(wanted: Records, found: Iterator[tuple[tuple[int, int, str]
             what = "computing it" if point == "gradients" else "at its beginning"
             found_here = Difference(rank=rank, step=step, what=what, names=names)
             # If the batch of one rank differs, the gradients of all ranks do.
-            differences.append(((step, _POINTS.index(point), rank_of_kind(found_here.kind)), found_here))
+            differences.append(((step, _POINTS.index(point), order_of_kind(found_here.kind)), found_here))
     return min(differences, key=lambda each: each[0])[1] if differences else None
 
 
-def rehearse(plan: Plan, say: Callable[[str], None]) -> list[Result]:
+def rehearse(plan: RehearsalPlan, say: Callable[[str], None]) -> list[PhaseResult]:
     """Run the jobs of a plan.
 
     Args:
@@ -173,7 +173,7 @@ def rehearse(plan: Plan, say: Callable[[str], None]) -> list[Result]:
                 "the program ran no step that can be recovered. It needs Trainer(strategy='hyperpod') without "
                 "CheckpointlessRecovery(enabled=False), or a Session."
             )
-        results: dict[str, Result] = {}
+        results: dict[str, PhaseResult] = {}
         left = list(plan.phases)
         while left:
             say(f"again, with a SIGKILL in: {', '.join(left)}")
@@ -189,7 +189,7 @@ def rehearse(plan: Plan, say: Callable[[str], None]) -> list[Result]:
 
 def judge(
     faults: Sequence[ScheduledFault], happened: Mapping[str, int], failure: str, difference: Difference | None
-) -> list[Result]:
+) -> list[PhaseResult]:
     """Derive results from a job with faults: for all phases, or for those up to the one that did not recover.
 
     Args:
@@ -205,20 +205,20 @@ def judge(
     if not culprits:  # no fault had happened yet: the program itself is not deterministic
         culprits = order[:1] or [faults[0].phase]
     culprit = culprits[-1]
-    results: list[Result] = []
+    results: list[PhaseResult] = []
     for fault in faults:
         if fault.phase == culprit:
             told = "" if difference is not None else f"the job ended: {failure.strip().splitlines()[-1][:300]}"
             place = {"rank": fault.rank, "step": happened.get(fault.phase)}
-            results.append(Result(phase=fault.phase, difference=difference, failure=told, **place))
+            results.append(PhaseResult(phase=fault.phase, difference=difference, failure=told, **place))
         elif fault.phase in culprits:
             results.append(_result(fault, happened))
     return results
 
 
-def _result(fault: ScheduledFault, happened: Mapping[str, int]) -> Result:
+def _result(fault: ScheduledFault, happened: Mapping[str, int]) -> PhaseResult:
     step = happened.get(fault.phase)
-    return Result(phase=fault.phase, rank=fault.rank if step is not None else None, step=step)
+    return PhaseResult(phase=fault.phase, rank=fault.rank if step is not None else None, step=step)
 
 
 def _happened(folder: Path) -> dict[str, int]:
@@ -227,7 +227,7 @@ def _happened(folder: Path) -> dict[str, int]:
     return {said["phase"]: said["at_step"] for said in map(json.loads, filter(None, texts))}
 
 
-def _run(plan: Plan, folder: Path, faults: Sequence[ScheduledFault]) -> str:
+def _run(plan: RehearsalPlan, folder: Path, faults: Sequence[ScheduledFault]) -> str:
     """Run one job. Returns the end of its output if it failed, else an empty string."""
     folder.mkdir()
     environ = RehearsalEnv(
@@ -239,7 +239,7 @@ def _run(plan: Plan, folder: Path, faults: Sequence[ScheduledFault]) -> str:
             [*command, *plan.launcher, *plan.program],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environ.added_to_environ(),
+            env=environ.merged_environ(),
             start_new_session=True,
         )
         try:
@@ -261,7 +261,7 @@ def _run(plan: Plan, folder: Path, faults: Sequence[ScheduledFault]) -> str:
     return "" if code == 0 else text[-6000:] or f"exit code {code}"
 
 
-def table(results: Sequence[Result]) -> list[str]:
+def format_table(results: Sequence[PhaseResult]) -> list[str]:
     """Lines of a table of results."""
     rows = [("phase", "rank", "step", "after a SIGKILL there"), *(result.cells() for result in results)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

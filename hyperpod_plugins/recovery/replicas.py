@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import group_health
-from hyperpod_plugins.errors import RecoveryError, few
+from hyperpod_plugins.errors import RecoveryError, format_list
 from hyperpod_plugins.parallel.topology import Topology
 
 _HOST_BYTES = 64
@@ -41,7 +41,7 @@ class Disagreement:
             who = f"rank {suspects} does not hold the same bits as its replicas, ranks {', '.join(map(str, others))}"
         else:
             who = f"the replicas on ranks {suspects} do not hold the same bits, and none has a majority"
-        return f"{who}: {few(self.names, 3)}" if self.names else f"{who}; see their messages for the tensors"
+        return f"{who}: {format_list(self.names, 3)}" if self.names else f"{who}; see their messages for the tensors"
 
 
 def suspects_of(digests: Mapping[int, int]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.polling import poll_interval_s, scan_interval_s
 from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.watchdog import HEARTBEATS_MISSED_S, Heartbeat, HeartbeatAges
-from hyperpod_plugins.recovery.world_view import Worlds
+from hyperpod_plugins.recovery.world_view import WorldView
 
 log = logging.getLogger(__name__)
 _OTHERS_S = 30.0
@@ -34,7 +34,7 @@ class ResumePoint:
     in_step: bool
     """Whether the process that provided `trainer` waits inside a step; if not, all processes were outside one."""
     trainer: bytes
-    """Trainer state of the process furthest ahead: one inside a step, if there is one; see `furthest`."""
+    """Trainer state of the process furthest ahead: one inside a step, if there is one; see `furthest_worker`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class StopReport:
     incarnation: int
     committed: int
     in_step: bool
-    is_described: bool
+    has_trainer_state: bool
     """Whether it has published its trainer state, too."""
     part: int = 0
     """Outside steps: index of the part of the program it was in, in the order of the parts that follow a step."""
@@ -83,7 +83,7 @@ class Survivors:
             worker_id: Heartbeat.from_dict(each)
             for worker_id, each in self._job_store.heartbeats(list(awaited)).items()
         }
-        silent_s = self._ages.look(heartbeats, time.monotonic())
+        silent_s = self._ages.update(heartbeats, time.monotonic())
         limit_s = max(self.patience_s(), HEARTBEATS_MISSED_S)
         return {
             worker_id
@@ -91,7 +91,7 @@ class Survivors:
             if heartbeat.is_outside and heartbeat.is_alive(awaited[worker_id], silent_s[worker_id], limit_s)
         }
 
-    def end_stuck(self, number: int, awaited: Mapping[int, int], waited_s: float) -> None:
+    def kill_stuck(self, number: int, awaited: Mapping[int, int], waited_s: float) -> None:
         """Ask the agents to kill workers that do not arrive, once each: they are stopped or stuck.
 
         Args:
@@ -119,7 +119,7 @@ class StopReports:
     def __init__(
         self,
         job_store: JobStore,
-        worlds: Worlds,
+        worlds: WorldView,
         *,
         worker_id: int,
         incarnation: int,
@@ -136,7 +136,7 @@ class StopReports:
         self._told: list[int] = []
 
     def tell(self, number: int, *, committed: int, in_step: bool, trainer: bytes, part: int = 0) -> None:
-        """Publish this process's report once, before it arrives in generation `number`; see `Member.stop`."""
+        """Publish this process's report once, before it arrives in generation `number`; see `Member.publish_stop`."""
         if number in self._told:
             return
         job_store, worker_id = self._job_store, self._worker_id
@@ -146,7 +146,7 @@ class StopReports:
             incarnation=self._incarnation,
             committed=committed,
             in_step=in_step,
-            is_described=bool(trainer),
+            has_trainer_state=bool(trainer),
             part=part,
         )
         job_store.set(_note(number, worker_id), json.dumps(asdict(note)).encode())
@@ -195,19 +195,19 @@ class StopReports:
             # As in `QuorumJoiner`, a count tells whether reading all reports may be worthwhile.
             news = here, job_store.count(f"stopped/{here}"), lost
             if is_last_look or waited_s >= look_s or (news != seen and news[1] + len(lost) >= len(worker_ids)):
-                resume_point = self._look(here, incarnations, lost, snapshots)
+                resume_point = self._scan(here, incarnations, lost, snapshots)
                 if resume_point is not None:
                     return resume_point
                 silent = self._silent(here, incarnations, lost)
                 try:
-                    self._worlds.go_on_without(here, silent, waited_s, f"rank {rank}")
+                    self._worlds.shrink_without(here, silent, waited_s, f"rank {rank}")
                 except StateLost:  # all processes restart; they save what they hold in the next generation
                     given_up |= set(silent)
                 busy = self._survivors.busy(silent, waited_s)
                 if busy:
                     limit_s, is_last_look = waited_s + self._policy.replacement_timeout_s, False
                 stuck = {worker_id: each for worker_id, each in silent.items() if worker_id not in busy}
-                self._survivors.end_stuck(here, stuck, waited_s)
+                self._survivors.kill_stuck(here, stuck, waited_s)
                 seen, look_s = news, waited_s + scan_interval_s(rank, news[1])
             time.sleep(poll_interval_s(rank, len(worker_ids), waited_s))
         raise RecoveryTimeout(
@@ -250,7 +250,7 @@ class StopReports:
             time.sleep(_POLL_S)
         raise StateLost(cause)
 
-    def _look(
+    def _scan(
         self, number: int, incarnations: Mapping[int, int], lost: AbstractSet[int], snapshots: Snapshots | None
     ) -> ResumePoint | None:
         """Determine the resume point; None unless all processes that are not lost have published their reports."""
@@ -271,21 +271,21 @@ class StopReports:
         if notes and all(note.committed == NO_STATE for note in notes.values()):
             cause = "the remaining processes are new, and all that held the training state were lost"
             return self._without_survivors(number, worker_ids, snapshots, cause)
-        worker_id = furthest(notes)
+        worker_id = furthest_worker(notes)
         trainer = None if worker_id is None else self.trainer_of(number, worker_id)
         if worker_id is None or trainer is None:
             return None
         return ResumePoint(step=notes[worker_id].committed, in_step=notes[worker_id].in_step, trainer=trainer)
 
 
-def furthest(notes: Mapping[int, StopReport]) -> int | None:
+def furthest_worker(notes: Mapping[int, StopReport]) -> int | None:
     """Worker whose trainer state the others resume from: of those with the most committed steps, one inside a step.
 
     If none is inside a step, one that has reached the last part: the parts it has completed cannot be run again. None
     if no worker with the most committed steps has published its trainer state.
     """
     step = max((note.committed for note in notes.values()), default=NO_STATE)
-    best = [worker_id for worker_id, note in notes.items() if note.committed == step and note.is_described]
+    best = [worker_id for worker_id, note in notes.items() if note.committed == step and note.has_trainer_state]
     return min(
         best, key=lambda worker_id: (not notes[worker_id].in_step, -notes[worker_id].part, worker_id), default=None
     )

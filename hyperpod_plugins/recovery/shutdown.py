@@ -1,6 +1,6 @@
 """Saving state before the job ends, or before all processes restart.
 
-`JobShutdown` saves what the ranks of a job hold before it ends. `reshard_if_asked` and `start_again_without` restart
+`JobShutdown` saves what the ranks of a job hold before it ends. `reshard_if_asked` and `restart_without_missing` restart
 all processes from a checkpoint: with other degrees that were requested, or with the survivors if lost ranks are not
 replaced.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from hyperpod_plugins.elastic import FailureRecord
-from hyperpod_plugins.elastic.membership.reshard import asked_degrees, forget_asked
+from hyperpod_plugins.elastic.membership.reshard import drop_request, requested_degrees
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
 from hyperpod_plugins.elastic.store.entries import from_present_entry
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
@@ -37,7 +37,7 @@ class JobShutdown:
         self._member = member
         self._subject = subject
 
-    def end(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> NoReturn:
+    def end_job(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> NoReturn:
         """Save the state of all ranks, which is complete again, and end.
 
         Args:
@@ -51,13 +51,13 @@ class JobShutdown:
         """
         path = self.save(plan.step, "") if plan.step and not plan.is_return else ""
         if not ends:
-            self._member.follow()
+            self._member.follow_final_save()
         self._give_up(ends, plan.step, path)
         if error is not None:
             raise error
         raise RecoveryError(f"{ends}. Check the logs of the lost ranks; the step itself may be killing them.")
 
-    def leave_others(self, late: ReplacementTimeout, plan: FinalSavePlan, error: Exception | None) -> NoReturn:
+    def end_without_missing(self, late: ReplacementTimeout, plan: FinalSavePlan, error: Exception | None) -> NoReturn:
         """End without the missing ranks, after the survivors have saved their state, if it is complete.
 
         Args:
@@ -70,7 +70,7 @@ class JobShutdown:
         """
         member, number = self._member, late.formed.number
         if plan.savers and member.rank not in plan.savers:
-            member.follow(SAVE_S)
+            member.follow_final_save(SAVE_S)
         path = self.save(plan.step, "", plan.savers, number) if plan.savers and plan.step > 0 else ""
         self._give_up(str(late), plan.step, path)
         raise late if error is None else error
@@ -100,7 +100,7 @@ class JobShutdown:
         """
         try:
             if among:
-                self._member.gather(number, self._subject.saving_group, among)
+                self._member.connect_survivors(number, self._subject.saving_group, among)
             return self._subject.save(path, is_alone=bool(among), snapshots=snapshots)
         except PeerLost:
             if not among:
@@ -136,7 +136,7 @@ def reshard_if_asked(member: Member, shutdown: JobShutdown, step: int) -> None:
         PeerLost: A rank was lost meanwhile. The ranks try again after the next step.
         RecoveryError: The agents did not restart the job.
     """
-    asked = asked_degrees(member.job_store)
+    asked = requested_degrees(member.job_store)
     if asked is None:
         return
     member.activity = f"writing the checkpoint of step {step}, to restart with other degrees"
@@ -148,7 +148,7 @@ def reshard_if_asked(member: Member, shutdown: JobShutdown, step: int) -> None:
             "rank %d: %s, but the checkpoint could not be written, so the job continues unchanged", member.rank, cause
         )
         if member.rank == 0:
-            forget_asked(member.job_store)
+            drop_request(member.job_store)
         return
     failure = FailureRecord(kind="request", cause=cause, step=step, reporter=f"rank {member.rank}")
     restart = JobRestart(failure=failure, resume_from=path, step=step, shard_degree=shard, tensor_degree=tensor)
@@ -158,7 +158,7 @@ def reshard_if_asked(member: Member, shutdown: JobShutdown, step: int) -> None:
     )
 
 
-def start_again_without(
+def restart_without_missing(
     late: ReplacementTimeout,
     plan: FinalSavePlan,
     member: Member,
@@ -190,14 +190,14 @@ def start_again_without(
         if salvage is not None and salvage.step > newest_checkpoint(known_checkpoints(member.job_store))[1]:
             writers, step = tuple(salvage.owners), salvage.step
             if snapshots is not None and member.rank in writers:
-                mine = {owner: snapshots.of(owner, step) for owner in salvage.owners[member.rank]}
+                mine = {owner: snapshots.find(owner, step) for owner in salvage.owners[member.rank]}
     path = ""
     if member.rank in writers:
         member.activity = f"writing what is left of step {step}, before all processes restart"
         path = shutdown.save(step, RESHARD, writers, late.formed.number, mine)
     elif writers:
         member.activity = f"waiting for the ranks that write what is left of step {step}"
-        _await_word(member)
+        _await_restart_request(member)
     if not path:
         member.restart_all(lost)
     failure = FailureRecord(kind="process", cause=str(late), step=step, reporter=f"rank {member.rank}")
@@ -212,7 +212,7 @@ def start_again_without(
     request_restart(member.job_store, member.rank, restart, RecoveryLevel.CHECKPOINT.event, lost)
 
 
-def _await_word(member: Member) -> None:
+def _await_restart_request(member: Member) -> None:
     """Wait until the ranks that write have published the checkpoint to restart from."""
     until_s = time.monotonic() + SAVE_S
     while member.job_store.try_get(RESTART_KEY) is None and time.monotonic() < until_s:

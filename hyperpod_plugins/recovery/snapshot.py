@@ -38,7 +38,7 @@ from hyperpod_plugins.recovery.state import TrainingState
 
 # The snapshot interval: as short as the cost limit allows. Each rank measures its own cost; all use one interval.
 
-COST = 0.005
+MAX_COST = 0.005
 """Largest fraction of the step time that snapshots may cost."""
 _NUM_STEPS = 20
 _NUM_BEFORE = 3
@@ -78,11 +78,11 @@ class SnapshotPace:
         return self.every_steps == 1 and (self._is_told or not self._is_measured)
 
     @property
-    def told_steps(self) -> int:
+    def adopted_steps(self) -> int:
         """The agreed interval that this rank uses; 0 if it has not adopted one yet."""
         return self.every_steps if self._is_told else 0
 
-    def tick(self, step: int, now_s: float) -> None:
+    def begin_step(self, step: int, now_s: float) -> None:
         """Measure the step time: step `step` begins at `now_s`."""
         last, self._last = self._last, (step, now_s)
         if last is not None and last[0] == step - 1:
@@ -91,11 +91,11 @@ class SnapshotPace:
             else:
                 self._steps_s.append(now_s - last[1])
 
-    def copied(self, duration_s: float) -> None:
+    def record_copy(self, duration_s: float) -> None:
         """Record how long training waited for a copy."""
         self._copies_s.append(duration_s)
 
-    def exchanged(self, duration_s: float, busy_s: float) -> None:
+    def record_exchange(self, duration_s: float, busy_s: float) -> None:
         """Record how long an exchange took, and the CPU time that its thread used."""
         self._exchanges_s.append(duration_s)
         self._busy_s.append(busy_s)
@@ -105,13 +105,13 @@ class SnapshotPace:
         if not (self._is_measured and self._steps_s and self._exchanges_s):
             return 0
         cost_s = median(self._copies_s) + median(self._busy_s)
-        return interval(cost_s, median(self._exchanges_s), median(self._steps_s))
+        return wanted_interval(cost_s, median(self._exchanges_s), median(self._steps_s))
 
-    def hear(self, wanted: Sequence[int]) -> None:
+    def agree_on(self, wanted: Sequence[int]) -> None:
         """Agree on an interval from what each rank wants, by rank; called when the exchange has ended."""
         if self._is_measured and any(wanted):
             self._is_known = True
-            self._agreed = agree(self.every_steps, wanted, is_first=self.every_steps == self._first)
+            self._agreed = agreed_interval(self.every_steps, wanted, is_first=self.every_steps == self._first)
 
     def adopt(self) -> bool:
         """Use the agreed interval from now on. Returns whether it is new."""
@@ -124,7 +124,7 @@ class SnapshotPace:
         """Choose the interval after a fault. All ranks pass the same `told`.
 
         Args:
-            told: `told_steps` of each rank. Joiners pass 0 and take over the interval of the others.
+            told: `adopted_steps` of each rank. Joiners pass 0 and take over the interval of the others.
         """
         known = set(told) - {0}
         self._is_known = self._is_told = len(known) == 1
@@ -136,23 +136,23 @@ class SnapshotPace:
             return f"buddy snapshots: every {self.every_steps} steps"
         cost_ms, step_ms = 1000 * (median(self._copies_s) + median(self._busy_s)), 1000 * median(self._steps_s)
         return (
-            f"buddy snapshots: every {self.every_steps} steps, to cost at most {100 * COST:g} % of the time (one takes "
-            f"{cost_ms:.1f} ms, a step {step_ms:.1f} ms); set snapshot_every_steps to choose another interval"
+            f"buddy snapshots: every {self.every_steps} steps, to cost at most {100 * MAX_COST:g} % of the time (one "
+            f"takes {cost_ms:.1f} ms, a step {step_ms:.1f} ms); set snapshot_every_steps to choose another interval"
         )
 
 
-def interval(cost_s: float, exchange_s: float, step_s: float) -> int:
-    """The smallest interval, in steps, at which snapshots cost at most `COST` and no exchange delays the next one.
+def wanted_interval(cost_s: float, exchange_s: float, step_s: float) -> int:
+    """The smallest interval, in steps, at which snapshots cost at most `MAX_COST` and no exchange delays the next one.
 
     Args:
         cost_s: training time that one snapshot costs.
         exchange_s: duration of its exchange in the background.
         step_s: duration of a step.
     """
-    return max(1, math.ceil(cost_s / (COST * step_s)), math.ceil(exchange_s / step_s))
+    return max(1, math.ceil(cost_s / (MAX_COST * step_s)), math.ceil(exchange_s / step_s))
 
 
-def agree(now: int, wanted: Sequence[int], *, is_first: bool) -> int:
+def agreed_interval(now: int, wanted: Sequence[int], *, is_first: bool) -> int:
     """The interval of all ranks: the longest that any rank wants; `now` if none does or it is within a factor of 2.
 
     Args:
@@ -227,7 +227,7 @@ class SnapshotBuffer:
         """The snapshot of a step, or None."""
         return self._snapshots.get(step)
 
-    def room(self, num_bytes: int, *, keep: int) -> torch.Tensor:
+    def allocate(self, num_bytes: int, *, keep: int) -> torch.Tensor:
         """Memory of `num_bytes` for the next snapshot. Drops all snapshots but that of step `keep`.
 
         Raises:
@@ -240,7 +240,7 @@ class SnapshotBuffer:
             return spare
         del spare
         if self._slots is not None:
-            shared = self._slots.room(num_bytes, [each.data for each in self._snapshots.values()], _refuse_broken)
+            shared = self._slots.allocate(num_bytes, [each.data for each in self._snapshots.values()], _refuse_broken)
             if shared is not None:
                 return shared
             self.is_short |= num_bytes > 0
@@ -267,7 +267,7 @@ class SnapshotBuffer:
         for other in [other for other in self._snapshots if other != step]:
             self._drop(other)
 
-    def take_over(self, *, is_good: bool) -> None:
+    def load_previous(self, *, is_good: bool) -> None:
         """Load the snapshots that the previous process left in shared memory if `is_good`, else delete them."""
         if self._slots is None:
             return
@@ -279,7 +279,7 @@ class SnapshotBuffer:
     def _drop(self, step: int) -> None:
         self._spare = self._snapshots.pop(step).data
         if self._slots is not None:
-            self._slots.forget(self._spare)
+            self._slots.invalidate(self._spare)
 
 
 class Snapshots:
@@ -311,12 +311,12 @@ class Snapshots:
         self._role = group.role if isinstance(group, ResilientProcessGroup) else WORLD
         self._channel = Channel(group, "snapshots", patience_s=_PATIENCE_S)
         # A peer may still be receiving a snapshot from a third rank; only a closed connection means that it is lost.
-        self._way_back = Channel(group, "way back")
+        self._restore_channel = Channel(group, "way back")
         self._num_stalls = 0
         self._rank = dist.get_rank()
         buddy_of = buddies(topology)
-        self._ward_of = sources_of(buddy_of)
-        self.buddy, self.source_rank = buddy_of[self._rank], self._ward_of[self._rank]
+        self._source_of = sources_of(buddy_of)
+        self.buddy, self.source_rank = buddy_of[self._rank], self._source_of[self._rank]
         ranks_here = topology.ranks_per_node or topology.world_size
         self._limit_bytes = int(policy.memory_fraction * host_memory_bytes() / ranks_here)
         is_pinned = torch.cuda.is_available()
@@ -327,9 +327,9 @@ class Snapshots:
         )
         self._pace = SnapshotPace(policy.every_steps, is_measured=policy.is_measured)
         self._own = SnapshotBuffer(is_pinned=is_pinned, slots=own)
-        self._wards = SnapshotBuffer(is_pinned=is_pinned, slots=of_ward)
-        for shelf in (self._own, self._wards):
-            shelf.take_over(is_good=memory is not None and memory.is_replacement)
+        self._of_source = SnapshotBuffer(is_pinned=is_pinned, slots=of_ward)
+        for shelf in (self._own, self._of_source):
+            shelf.load_previous(is_good=memory is not None and memory.is_replacement)
         self._complete = NO_STATE
         self._returned: Snapshot | None = None
         self._thread: threading.Thread | None = None
@@ -344,16 +344,16 @@ class Snapshots:
     @property
     def source_steps(self) -> tuple[int, ...]:
         """Steps of this rank's snapshots of its source rank."""
-        return self._wards.steps
+        return self._of_source.steps
 
     @property
     def newest(self) -> Snapshot | None:
         """This rank's newest snapshot of itself, or None."""
         return self._own.find(max(self._own.steps, default=NO_STATE))
 
-    def of(self, rank: int, step: int) -> Snapshot:
+    def find(self, rank: int, step: int) -> Snapshot:
         """The snapshot of this rank or of its source rank at a step; it must exist."""
-        snapshot = (self._own if rank == self._rank else self._wards).find(step)
+        snapshot = (self._own if rank == self._rank else self._of_source).find(step)
         assert snapshot is not None
         return snapshot
 
@@ -372,11 +372,11 @@ class Snapshots:
             ConfigError: the snapshots exceed the memory limit, and the policy requires them.
             RecoveryError: see `settle`.
         """
-        self._pace.tick(step, time.perf_counter())
+        self._pace.begin_step(step, time.perf_counter())
         if self._is_off or not self._pace.is_due(step):
             return
-        self.settle()
-        if not group_health.is_open and self._pace.adopt() and self._rank == 0:
+        self.wait()
+        if not group_health.is_unavailable and self._pace.adopt() and self._rank == 0:
             log.warning("%s", self._pace)
         if not self._pace.is_due(step):
             return
@@ -390,10 +390,10 @@ class Snapshots:
                 self._rank,
                 MAX_STALLS,
             )
-        elif not group_health.is_open:
+        elif not group_health.is_unavailable:
             self._begin(step, describe)
 
-    def settle_before_commit(self) -> None:
+    def wait_before_commit(self) -> None:
         """With a snapshot of every step, wait for the exchange of the last one before this step is committed.
 
         A fault then loses at most one step. This applies only if the exchange is known to end well before the step
@@ -401,7 +401,7 @@ class Snapshots:
         would wait.
         """
         if self._pace.is_every_step:
-            self.settle()
+            self.wait()
 
     def _begin(self, step: int, describe: Callable[[], bytes]) -> None:
         began_s = time.perf_counter()
@@ -410,7 +410,7 @@ class Snapshots:
         except PeerLost as error:
             log.info("no snapshot of step %d: %s", step, error)
             return
-        self._pace.copied(time.perf_counter() - began_s)
+        self._pace.record_copy(time.perf_counter() - began_s)
         self._thread = threading.Thread(target=self._exchange, args=(step, own), name="hyperpod_snapshot", daemon=True)
         self._thread.start()
 
@@ -421,7 +421,7 @@ class Snapshots:
         if self._rank == 0:
             log.warning("%s", refusal)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until no exchange is running. An exchange over broken groups ends at once.
 
         Raises:
@@ -434,7 +434,7 @@ class Snapshots:
         with PeerWait(self._role):
             while thread.is_alive():
                 thread.join(_SLICE_S)
-                if group_health.is_open:
+                if group_health.is_unavailable:
                     broken_s = time.monotonic() if broken_s is None else broken_s
                     if time.monotonic() - broken_s > _WAKE_S:
                         raise RecoveryError(
@@ -447,7 +447,7 @@ class Snapshots:
         num_bytes = self._state.num_bytes()
         if COPIES * num_bytes > self._limit_bytes:
             return None
-        data = self._own.room(num_bytes, keep=self._complete)
+        data = self._own.allocate(num_bytes, keep=self._complete)
         self._state.copy_to(data)
         own = Snapshot(step=step, header=self._state.header(), trainer=describe(), data=data)
         self._own.put(own)
@@ -457,8 +457,8 @@ class Snapshots:
         began_s = time.perf_counter()
         try:
             self._own.record(step)
-            self._swap(step, own)
-            self._pace.exchanged(time.perf_counter() - began_s, time.thread_time())
+            self._exchange_all(step, own)
+            self._pace.record_exchange(time.perf_counter() - began_s, time.thread_time())
         except PeerLost as error:
             self._num_stalls += isinstance(error.__cause__, TimeoutError)
             log.info("the snapshot of step %d is incomplete; the one before it remains valid: %s", step, error)
@@ -466,7 +466,7 @@ class Snapshots:
             log.exception("the snapshot of step %d failed", step)
             break_groups(f"the snapshot of step {step} failed: {type(error).__name__}: {error}")
 
-    def _swap(self, step: int, own: Snapshot | None) -> None:
+    def _exchange_all(self, step: int, own: Snapshot | None) -> None:
         sizes = self._sizes(step, own)
         if any(size[0] != step for size in sizes):
             raise RuntimeError(f"the ranks are at different steps: {[size[0] for size in sizes]}")
@@ -478,12 +478,12 @@ class Snapshots:
             self._has_stalled = True
             return
         theirs = sizes[self.source_rank][1:4]
-        data = self._wards.room(theirs[2], keep=self._complete)
-        self._pass_on(own, [theirs[0], theirs[1], data], step)
-        self._wards.record(step)
+        data = self._of_source.allocate(theirs[2], keep=self._complete)
+        self._send_receive(own, [theirs[0], theirs[1], data], step)
+        self._of_source.record(step)
         dist.all_reduce(torch.zeros(1), group=self._group)
         self._num_stalls = 0
-        self._pace.hear([size[5] for size in sizes])
+        self._pace.agree_on([size[5] for size in sizes])
         num_short = sum(size[6] for size in sizes)
         if num_short and not self._has_warned and self._rank == 0:
             self._has_warned = True
@@ -499,18 +499,18 @@ class Snapshots:
         """
         num_bytes = self._state.num_bytes() if own is None else own.data.numel()
         texts = (0, 0) if own is None else (len(own.header), len(own.trainer))
-        is_short = self._own.is_short or self._wards.is_short
+        is_short = self._own.is_short or self._of_source.is_short
         mine = torch.tensor([step, *texts, num_bytes, self._num_stalls, self._pace.wanted_steps(), int(is_short)])
         all_ranks = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(all_ranks, mine, group=self._group)
         return [each.tolist() for each in all_ranks]
 
-    def _pass_on(self, own: Snapshot, places: list[torch.Tensor | int], step: int) -> None:
+    def _send_receive(self, own: Snapshot, places: list[torch.Tensor | int], step: int) -> None:
         """Send this rank's snapshot to its buddy while receiving that of its source rank."""
         parts = self._channel.exchange("snapshot", sends={self.buddy: _parts(own)}, receives={self.source_rank: places})
-        self._wards.put(_snapshot(step, parts[self.source_rank]))
+        self._of_source.put(_snapshot(step, parts[self.source_rank]))
 
-    def keep(self, step: int) -> None:
+    def resume_at(self, step: int) -> None:
         """Continue after a repair; `step` is that of the newest snapshot to which all ranks can return.
 
         All ranks call this, joiners included, and continue in the same way: a rank that had turned snapshots off
@@ -520,7 +520,7 @@ class Snapshots:
             PeerLost: a rank was lost meanwhile.
         """
         self._complete = step
-        mine = torch.tensor([self._pace.told_steps])
+        mine = torch.tensor([self._pace.adopted_steps])
         all_ranks = [torch.empty_like(mine) for _ in range(self._group.size())]
         with PeerWait(self._role):
             dist.all_gather(all_ranks, mine, group=self._group)
@@ -543,10 +543,10 @@ class Snapshots:
             PeerLost: a rank was lost meanwhile. No training state has been changed.
         """
         to = self.source_rank if sources.get(self.source_rank) == self._rank else None
-        self._hand_over(step, self._wards, to, self._own, sources.get(self._rank))
+        self._hand_over(step, self._of_source, to, self._own, sources.get(self._rank))
         # Otherwise a rank whose buddy is new would have no second copy at the next fault.
         to, source = self.buddy if self.buddy in sources else None, self.source_rank if self._rank in sources else None
-        self._hand_over(step, self._own, to, self._wards, source)
+        self._hand_over(step, self._own, to, self._of_source, source)
         with PeerWait(self._role):  # waits in a background thread's group are not reported otherwise
             dist.all_reduce(torch.zeros(1), group=self._group)
 
@@ -559,12 +559,12 @@ class Snapshots:
         parts = {} if to is None or mine is None else {to: _parts(mine)}
         sizes = {rank: [torch.tensor([len(part) for part in each])] for rank, each in parts.items()}
         room = torch.empty(3, dtype=torch.int64)
-        self._way_back.exchange("sizes", sends=sizes, receives={} if source is None else {source: [room]})
+        self._restore_channel.exchange("sizes", sends=sizes, receives={} if source is None else {source: [room]})
         places: dict[int, list[torch.Tensor | int]] = {}
         if source is not None:
             header, trainer, data = room.tolist()
-            places = {source: [header, trainer, taken.room(data, keep=NO_STATE)]}
-        for received in self._way_back.exchange("snapshot", sends=parts, receives=places).values():
+            places = {source: [header, trainer, taken.allocate(data, keep=NO_STATE)]}
+        for received in self._restore_channel.exchange("snapshot", sends=parts, receives=places).values():
             taken.put(_snapshot(step, received))
             taken.record(step)
 
@@ -577,7 +577,7 @@ class Snapshots:
         assert snapshot is not None
         self._state.copy_from(snapshot.header, snapshot.data, f"the snapshot of step {step}")
         self._own.keep_only(step)
-        self._wards.keep_only(step)
+        self._of_source.keep_only(step)
         self._complete = step
         self._returned = snapshot
 

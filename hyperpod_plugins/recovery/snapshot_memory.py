@@ -59,14 +59,14 @@ class SharedMemory:
     """Folder of this node's agent, accessible to this user only."""
     worker_id: int
     """Worker slot of this process, whatever its rank."""
-    whose: Callable[[int], str]
+    identity_of: Callable[[int], str]
     """Identifies the state of a rank: job, world, layout and rank. Snapshots with another identity are not used."""
     is_replacement: bool
     """Whether this process replaces another one whose snapshots are valid."""
 
     def slots(self, name: str, rank: int) -> "SharedSlots":
         """Two slots for the snapshots of `rank`, in files that `name` tells apart."""
-        return SharedSlots(self.folder, f"{self.worker_id}-{name}", self.whose(rank))
+        return SharedSlots(self.folder, f"{self.worker_id}-{name}", self.identity_of(rank))
 
 
 def shared_memory(
@@ -89,7 +89,7 @@ def shared_memory(
     return SharedMemory(
         folder=folder,
         worker_id=worker_id,
-        whose=lambda rank: f"{layout} rank={rank}",
+        identity_of=lambda rank: f"{layout} rank={rank}",
         is_replacement=is_joining,
     )
 
@@ -107,7 +107,7 @@ class SharedSlots:
         # If memory is unmapped while registered with CUDA, the next mapping at its address cannot be registered.
         weakref.finalize(self, _unregister_all, self._registered).atexit = False
 
-    def room(
+    def allocate(
         self, num_bytes: int, in_use: Sequence[torch.Tensor], check: Callable[[], None] = _never
     ) -> torch.Tensor | None:
         """Shared memory for a snapshot, in a slot that no snapshot of `in_use` occupies; None if memory is short.
@@ -140,7 +140,7 @@ class SharedSlots:
         self._use(slot, torch.frombuffer(memory, dtype=torch.uint8))
         return self._memory[slot]
 
-    def forget(self, data: torch.Tensor) -> None:
+    def invalidate(self, data: torch.Tensor) -> None:
         """Invalidate a snapshot: its memory is about to change, or it is no longer needed."""
         slot = self._slot_of(data)
         if slot is not None:

@@ -6,7 +6,7 @@ messages: a large tensor is sent from its own memory into its destination, small
 precedes the tensors; reading it runs no code (see `packing`).
 
 Optimizer hyperparameters (learning rates and everything else in the parameter groups) are copied separately, by
-`hyperparameters` and `give_hyperparameters`. A scheduler's state does not hold them, and a scheduler continues from
+`hyperparameters` and `load_hyperparameters`. A scheduler's state does not hold them, and a scheduler continues from
 the values that it finds: a rank that was interrupted before or after a scheduler's step has other values than the
 rank from which all continue.
 """
@@ -24,21 +24,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hyperpod_plugins.comm import Channel
-from hyperpod_plugins.errors import ConfigError, RecoveryError, few
-from hyperpod_plugins.parallel.checkpoint.parts import AVERAGED, CURRENT, NUM_AVERAGED, StateParts, TensorPart, place_of
+from hyperpod_plugins.errors import ConfigError, RecoveryError, format_list
+from hyperpod_plugins.parallel.checkpoint.parts import (
+    AVERAGED,
+    CURRENT,
+    NUM_AVERAGED,
+    StateParts,
+    TensorPart,
+    shape_and_offset_of,
+)
 from hyperpod_plugins.parallel.checkpoint.state import (
-    count_device,
+    canonical_name,
     describe_optimizer,
     model_tensors,
     optimizer_tensors,
     parameters_of,
-    plain,
-    plain_name,
     set_optimizer,
+    step_count_device,
+    to_python_scalars,
 )
-from hyperpod_plugins.parallel.hsdp import laid_out_as, laid_out_like
-from hyperpod_plugins.recovery.kept_state import memory_of
-from hyperpod_plugins.recovery.packing import packed, unpacked
+from hyperpod_plugins.parallel.hsdp import from_local_like, from_local_with_layout
+from hyperpod_plugins.recovery.kept_state import local_tensor
+from hyperpod_plugins.recovery.packing import pack, unpack
 
 MESSAGE_BYTES = 64 * 2**20
 ALONE_BYTES = 2**18  # a tensor of this size or more is a message of its own
@@ -89,15 +96,15 @@ class TrainingState:
             "checksum": self.checksum() if self._verify else 0,
             "places": self._whole_tensors() | self._places_of_state(described),
         }
-        return packed(header)
+        return pack(header)
 
-    def make_room(self, header: bytes) -> None:
+    def preallocate(self, header: bytes) -> None:
         """Create the optimizer state tensors that a peer's `header` describes, and touch their memory in advance.
 
         Raises:
             RecoveryError: the peer has another model.
         """
-        tensors = self._make_room(unpacked(header, map_location=None), "a peer")
+        tensors = self._allocate_state(unpack(header, map_location=None), "a peer")
         for name, tensor in tensors.items():
             if _is_optimizer_state(name):
                 tensor.zero_()
@@ -115,12 +122,12 @@ class TrainingState:
             RecoveryError: the state is of another model, or its bits have changed; no values are loaded then.
         """
         described, parts = self._take_apart(header, data, whose)
-        tensors = self._make_room(described, whose)
+        tensors = self._allocate_state(described, whose)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(_typed(parts[name], tensor))
 
-    def parts_of(self, recorded: Sequence[tuple[bytes, torch.Tensor]], whose: str) -> StateParts:
+    def checkpoint_parts(self, recorded: Sequence[tuple[bytes, torch.Tensor]], whose: str) -> StateParts:
         """The recorded states of several ranks as parts of a checkpoint of this model, under its names.
 
         Args:
@@ -136,7 +143,7 @@ class TrainingState:
             described, parts = self._take_apart(header, data, whose)
             found.descriptions[:] = described["optimizers"]
             shapes = {name: (shape, _dtype(dtype)) for name, shape, dtype in described["tensors"]}
-            owners = {f"parameter.{plain_name(name)}": f"parameter.{name}" for name in _parameters_in(shapes)}
+            owners = {f"parameter.{canonical_name(name)}": f"parameter.{name}" for name in _parameters_in(shapes)}
             for full_name, (shape, dtype) in shapes.items():
                 kind, _, name = full_name.partition(".")
                 index, _, entry = name.partition(".")
@@ -149,24 +156,27 @@ class TrainingState:
                 size, offset = place
                 values = _typed(parts[full_name], torch.empty(shape, dtype=dtype, device="meta"))
                 part = TensorPart(
-                    name=entry if is_state else plain_name(name), size=tuple(size), offset=tuple(offset), values=values
+                    name=entry if is_state else canonical_name(name),
+                    size=tuple(size),
+                    offset=tuple(offset),
+                    values=values,
                 )
                 if is_state:
                     found.optimizers[int(index)].append(part)
                 elif part.name == f"{AVERAGED}n_averaged":
-                    found.beside.append(replace(part, name=NUM_AVERAGED))
+                    found.extra_parts.append(replace(part, name=NUM_AVERAGED))
                 elif part.name.startswith(AVERAGED):
                     averaged.append(replace(part, name=part.name.removeprefix(f"{AVERAGED}module.")))
                 elif part.name in persistent:
                     found.model.append(part)
         if self._average is not None:  # the average is saved as the model, the model itself beside it
-            found.beside.extend(replace(part, name=f"{CURRENT}{part.name}") for part in found.model)
+            found.extra_parts.extend(replace(part, name=f"{CURRENT}{part.name}") for part in found.model)
             found.model[:] = [part for part in averaged if part.name in persistent]
         return found
 
     def _take_apart(self, header: bytes, data: torch.Tensor, whose: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """The unpacked header, and the bytes of each tensor by name."""
-        described = unpacked(header, map_location=None)
+        described = unpack(header, map_location=None)
         names = [name for name, _, _ in described["tensors"]]
         sizes = [math.prod(shape) * _dtype(dtype).itemsize for _, shape, dtype in described["tensors"]]
         parts = dict(zip(names, data.split(sizes), strict=True))
@@ -177,7 +187,7 @@ class TrainingState:
     def _whole_tensors(self) -> dict[str, tuple[list[int], list[int]]]:
         """Size and offset of this rank's part of each parameter and buffer; these never change."""
         if not self._places:
-            self._places = {name: place_of(tensor) for name, tensor in self._named_tensors()}
+            self._places = {name: shape_and_offset_of(tensor) for name, tensor in self._named_tensors()}
         return self._places
 
     def _places_of_state(self, described: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[int]]]:
@@ -186,7 +196,10 @@ class TrainingState:
         for index, optimizer in enumerate(self.optimizers):
             if described[index]["layouts"]:
                 tensors = optimizer_tensors(self.model, optimizer)
-                found |= {f"optimizer.{index}.{name}": place_of(tensors[name]) for name in described[index]["layouts"]}
+                found |= {
+                    f"optimizer.{index}.{name}": shape_and_offset_of(tensors[name])
+                    for name in described[index]["layouts"]
+                }
         return found
 
     def share(self, sources: Mapping[int, int]) -> None:
@@ -222,8 +235,8 @@ class TrainingState:
             RecoveryError: the sender has another model, or bits changed in transit.
         """
         (header,) = self._channel.receive("header", [_HEADER_BYTES], rank)
-        described = unpacked(header.numpy().tobytes(), map_location=None)
-        batches = list(_batches(self._make_room(described, f"rank {rank}").values()))
+        described = unpack(header.numpy().tobytes(), map_location=None)
+        batches = list(_batches(self._allocate_state(described, f"rank {rank}").values()))
         with torch.no_grad():
             messages = [_room_for(batch) for batch in batches]
             self._channel.receive("tensors", messages, rank)
@@ -234,7 +247,7 @@ class TrainingState:
         if self._verify:
             _compare(self.checksum(), described, f"rank {rank}")
 
-    def _make_room(self, described: dict[str, Any], whose: str) -> dict[str, torch.Tensor]:
+    def _allocate_state(self, described: dict[str, Any], whose: str) -> dict[str, torch.Tensor]:
         """Create the optimizer state that the header describes, and return all tensors to be filled."""
         ours = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self.tensors().items()]
         theirs = [(name, tuple(shape), dtype) for name, shape, dtype in described["tensors"]]
@@ -242,8 +255,9 @@ class TrainingState:
         if theirs != ours:  # before anything is changed
             different = sorted({name for name, _, _ in set(theirs) ^ set(ours)})
             raise RecoveryError(
-                f"{whose} holds other tensors than this process built ({few(different) or 'their order'} differ; "
-                f"{len(theirs)} and {len(ours)} tensors). A replacement must run the same program with the same data."
+                f"{whose} holds other tensors than this process built ({format_list(different) or 'their order'} "
+                f"differ; {len(theirs)} and {len(ours)} tensors). A replacement must run the same program with "
+                "the same data."
             )
         groups = [_groups(describe_optimizer(self.model, optimizer)) for optimizer in self.optimizers]
         if groups != [_groups(each) for each in described["optimizers"]]:
@@ -284,10 +298,12 @@ class TrainingState:
                 state[entry] = there  # already allocated
                 continue
             parameter = parameters[entry.rpartition(".")[0]]
-            device = parameter.device if shape else count_device(parameter, groups[id(parameter)])
+            device = parameter.device if shape else step_count_device(parameter, groups[id(parameter)])
             local = torch.empty(shape, dtype=_dtype(dtype), device=device)
             layout = header["optimizers"][index]["layouts"].get(entry)
-            state[entry] = _like(parameter, local) if layout is None else laid_out_as(layout, parameter, local)
+            state[entry] = (
+                _like(parameter, local) if layout is None else from_local_with_layout(layout, parameter, local)
+            )
         set_optimizer(self.model, optimizer, state, header["optimizers"][index])
 
 
@@ -322,13 +338,13 @@ def _groups(described: dict[str, Any]) -> list[list[str]]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor. Like `local_part`, but without DTensor's slow way through the dispatcher."""
-    return memory_of(tensor).detach()
+    return local_tensor(tensor).detach()
 
 
 def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A state tensor: sharded like its parameter if it has the parameter's shape, otherwise plain (a step count)."""
     is_part = local.dim() > 0 and local.shape == _local(parameter).shape
-    return laid_out_like(parameter, local) if is_part else local
+    return from_local_like(parameter, local) if is_part else local
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -372,7 +388,7 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> int:
     return value
 
 
-def make_plain(optimizers: Iterable[Optimizer]) -> None:
+def to_python_numbers(optimizers: Iterable[Optimizer]) -> None:
     """Convert NumPy hyperparameters to Python numbers, as replacements and checkpoints cannot read NumPy ones.
 
     Raises:
@@ -393,12 +409,12 @@ def make_plain(optimizers: Iterable[Optimizer]) -> None:
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The parameter groups of an optimizer without their parameters."""
     return [
-        {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        {key: to_python_scalars(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
 
 
-def give_hyperparameters(groups: Sequence[list[dict[str, Any]]], optimizers: Sequence[Optimizer]) -> None:
+def load_hyperparameters(groups: Sequence[list[dict[str, Any]]], optimizers: Sequence[Optimizer]) -> None:
     """Load `hyperparameters` into several optimizers. Tensors are filled in place: compiled code refers to them."""
     for optimizer, saved in zip(optimizers, groups, strict=False):
         for group, values in zip(optimizer.param_groups, saved, strict=True):

@@ -18,16 +18,16 @@ class StateLayout:
         self._member = member
         self._state = state
         self._key = f"preview/{here.shard}/{here.tensor}"
-        self._is_left = here.replicate > 0  # only the first replica publishes it
+        self._is_published = here.replicate > 0  # only the first replica publishes it
 
     def publish(self) -> None:
         """Publish the layout once; call this after the first step, which creates the optimizer state."""
-        if not self._is_left:
+        if not self._is_published:
             self._member.job_store.set(self._key, self._state.header())
-            self._is_left = True
+            self._is_published = True
 
     def preallocate(self) -> None:
         """In a joiner, allocate memory for the published layout, if there is one."""
         header = self._member.job_store.try_get(self._key) if self._member.committed == NO_STATE else None
         if header is not None:
-            self._state.make_room(header)
+            self._state.preallocate(header)

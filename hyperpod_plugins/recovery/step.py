@@ -28,21 +28,21 @@ from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY
 from hyperpod_plugins.errors import DeviceHung, HyperPodError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.abort import refuse_older
+from hyperpod_plugins.recovery.abort import check_no_newer_checkpoint
 from hyperpod_plugins.recovery.device_sync import synchronize_or_raise
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import (
     NO_STATE,
     Arrival,
     RecoveryPlan,
-    newest_snapshot,
+    newest_restorable_step,
     plan_final_save,
     plan_recovery,
 )
-from hyperpod_plugins.recovery.protocols import Repair, RetryPolicy, Returned, StepFailed, TrainingLoop
+from hyperpod_plugins.recovery.protocols import Repair, RetryPolicy, ReturnedToSnapshot, StepFailed, TrainingLoop
 from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop, ReplacementTimeout
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
-from hyperpod_plugins.recovery.shutdown import JobShutdown, reshard_if_asked, start_again_without
+from hyperpod_plugins.recovery.shutdown import JobShutdown, reshard_if_asked, restart_without_missing
 from hyperpod_plugins.recovery.snapshot import Snapshots
 
 # If the same step keeps failing, the fault is the program's, not the machine's, and the job ends.
@@ -64,7 +64,7 @@ class Attempts:
         """Reset the counts after a commit."""
         self._failures.clear()
 
-    def why_end(self, failure: FailureRecord, error: Exception | None, step: int) -> str:
+    def abort_reason(self, failure: FailureRecord, error: Exception | None, step: int) -> str:
         """Count the failure that ended a generation, and return why the job must end, or an empty string.
 
         Args:
@@ -87,14 +87,14 @@ class Attempts:
 # Return to a snapshot: each rank gets its own snapshot, then re-enters the loops where it was taken.
 
 
-def take_snapshots_back(plan: RecoveryPlan, snapshots: Snapshots, member: Member, generation: int) -> None:
+def return_to_snapshot(plan: RecoveryPlan, snapshots: Snapshots, member: Member, generation: int) -> None:
     """Redistribute the snapshots so that each rank has its own, and load it.
 
     Raises:
         PeerLost: A rank was lost before all ranks had their snapshots.
     """
     try:
-        snapshots.redistribute(plan.step, plan.sources)
+        snapshots.redistribute(plan.step, plan.senders)
     except PeerLost:
         # A rank that ends the generation for this return knows that all ranks have their snapshots.
         ended = member.job_store.ended(generation)
@@ -103,7 +103,7 @@ def take_snapshots_back(plan: RecoveryPlan, snapshots: Snapshots, member: Member
     snapshots.load(plan.step)
 
 
-def end_for_return(plan: RecoveryPlan, member: Member, max_losses: int) -> None:
+def end_generation_for_return(plan: RecoveryPlan, member: Member, max_losses: int) -> None:
     """End the generation so that all ranks re-enter the loops.
 
     Raises:
@@ -150,26 +150,26 @@ class StepTransaction:
     ) -> None:
         self._rehearsal = rehearsal
         self._member = member
-        self._subject = subject
+        self._training_loop = subject
         self._topology = topology
         self._policy = policy
         self._device = device
         self._on_repair = on_repair
         self._snapshots = snapshots
-        self._ending = JobShutdown(member, subject)
-        self._prepared = NO_STATE
-        self._has_begun = self._has_told = self._must_resize = False
+        self._shutdown = JobShutdown(member, subject)
+        self._voted_step = NO_STATE
+        self._has_begun = self._has_reported_begin = self._must_resize = False
         self._attempts = Attempts(policy, member.worker_id)
         self._has_reentered = member.committed != NO_STATE
-        self.left_with: bytes | None = None
+        self.state_on_leaving_step: bytes | None = None
         """Trainer state captured in the step, if this rank left its step because other ranks were outside one."""
         self.entered_at: int | None = None
         """Step at which this rank entered the loops; None once it has joined the other ranks."""
         self.entered_part: int | None = None
         """Part of the program at which this rank entered the loops; see `StopReport.part`."""
-        self.owes = ""
+        self.pending_checkpoint = ""
         """Path of an interrupted checkpoint of this step, to be written once all ranks are back."""
-        if member.committed == NO_STATE and not (member.is_joining or member.is_torn):
+        if member.committed == NO_STATE and not (member.is_joining or member.has_torn_state):
             member.committed = 0
 
     @property
@@ -182,25 +182,25 @@ class StepTransaction:
 
         This is where a joiner joins, a fault between steps is repaired, and a world of another size takes over.
         """
-        if self._rehearsal is not None and not self._has_told:
+        if self._rehearsal is not None and not self._has_reported_begin:
             self._rehearsal.at("setup", self.step)
-        if self._must_resize and not group_health.is_open:
+        if self._must_resize and not group_health.is_unavailable:
             self._yield_to_next_world()
-        has_recovered = group_health.is_open
+        has_recovered = group_health.is_unavailable
         if has_recovered:
             self._recover(None)
-        if not self._has_told:
+        if not self._has_reported_begin:
             self._member.job_store.set(BEGUN_KEY, b"1")
-            self._has_told = True
+            self._has_reported_begin = True
         if self._rehearsal is not None:
             self._begin_rehearsal(self._rehearsal, is_compared=not has_recovered)
         self._maybe_snapshot()
-        self._subject.begin(self.step)
+        self._training_loop.begin(self.step)
         if self._rehearsal is not None:
-            self._rehearsal.begun(self.step)
+            self._rehearsal.before_compute(self.step)
         self._has_begun = True
 
-    def advance(self, part: Callable[[], object]) -> None:
+    def compute_part(self, part: Callable[[], object]) -> None:
         """Compute a part of the step before `run`; after a fault, compute all parts so far again.
 
         For gradient accumulation, where the loop needs the result of each micro-step before it provides the next.
@@ -225,22 +225,22 @@ class StepTransaction:
         Raises:
             PeerLost: This rank had joined already, and a rank was lost just now. Re-enter the loops to recover.
         """
-        if not group_health.is_open:
+        if not group_health.is_unavailable:
             return
         if self._member.committed != NO_STATE and not self._has_reentered:
             raise PeerLost(f"a rank was lost outside a step: {group_health.cause}")
         self._recover(None)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait outside a step until all ranks have called this: a barrier.
 
         Raises:
             PeerLost: A rank was lost before or in the barrier. Other ranks may have passed it.
         """
-        if group_health.is_open:
+        if group_health.is_unavailable:
             self.join()  # safe: this rank has not communicated since it entered the loops
         self._member.activity = f"waiting for the other ranks between steps {self.step - 1} and {self.step}"
-        with group_health.tolerant():
+        with group_health.tolerate_breaks():
             commit_vote(0)
         if group_health.cause is not None:
             raise PeerLost(f"a rank was lost outside a step: {group_health.cause}")
@@ -278,19 +278,19 @@ class StepTransaction:
     def _restart_step(self) -> None:
         """Prepare to compute the step again after it was undone."""
         if self._rehearsal is not None:
-            self._rehearsal.undone(self.step)
+            self._rehearsal.after_undo(self.step)
         self._maybe_snapshot()
 
     def _maybe_snapshot(self) -> None:
         """Take a snapshot if one is due; on a retry too, so that survivors take one wherever a joiner does."""
         if self._snapshots is not None:
-            self._snapshots.maybe_snapshot(self.step, self._subject.capture_own_state)
+            self._snapshots.maybe_snapshot(self.step, self._training_loop.capture_own_state)
 
     def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Compute in tolerant mode. An exception while the groups are healthy is this rank's own."""
         self._member.activity, self._member.in_step = f"computing step {self.step}", True
         try:
-            with group_health.tolerant(), self._computing():
+            with group_health.tolerate_breaks(), self._computing():
                 result = compute()
                 self._synchronize()
         except DeviceHung:
@@ -299,7 +299,7 @@ class StepTransaction:
             is_own = group_health.cause is None
             if is_own:
                 self._member.fail("exception", f"{type(error).__name__}: {error}".splitlines()[0])
-            if not self._subject.can_undo_exceptions:
+            if not self._training_loop.can_undo_exceptions:
                 if isinstance(error, HyperPodError):
                     raise  # it would be raised again
                 raise self._failure(error, is_own=is_own) from error
@@ -318,7 +318,7 @@ class StepTransaction:
         """Compare the state at the start of a step between ranks, except after a fault: some are in the step then."""
         while True:
             try:
-                rehearsal.begin(self.step, self._subject.capture_state, is_compared=is_compared)
+                rehearsal.begin(self.step, self._training_loop.capture_state, is_compared=is_compared)
             except PeerLost:
                 self._recover(None)
                 is_compared = False
@@ -332,14 +332,14 @@ class StepTransaction:
         outcome: list[tuple[T | None, Exception | None]] = [(result, None)]
 
         def again() -> bool:
-            self._subject.undo_step()
-            self._subject.end_iteration()
-            rehearsal.undone(self.step, is_compared=True)
+            self._training_loop.undo_step()
+            self._training_loop.end_iteration()
+            rehearsal.after_undo(self.step, is_compared=True)
             outcome.append(self._attempt(compute))
             return outcome[-1][1] is None and group_health.cause is None
 
         try:
-            rehearsal.computed(self.step, again)
+            rehearsal.after_compute(self.step, again)
         except PeerLost:
             return None, None  # the vote fails, and the step is undone like any other
         return outcome[-1]
@@ -353,25 +353,25 @@ class StepTransaction:
         self._member.activity = f"voting for step {step}"
         if self._rehearsal is not None:
             self._rehearsal.at("vote", step)
-        if group_health.is_open:
+        if group_health.is_unavailable:
             return False
         if self._snapshots is not None:
-            self._snapshots.settle_before_commit()
-            if group_health.is_open:
+            self._snapshots.wait_before_commit()
+            if group_health.is_unavailable:
                 return False
         try:
-            self._subject.share(step + 1)
+            self._training_loop.share_rank_local_state(step + 1)
         except PeerLost:
             return False
-        self._prepared = step + 1
-        with group_health.tolerant():
-            wish = commit_vote(int(self._member.wants_resize), self._exchange_told)
+        self._voted_step = step + 1
+        with group_health.tolerate_breaks():
+            wish = commit_vote(int(self._member.wants_resize), self._on_vote_passed)
         if group_health.cause is not None:
             return False
         self._must_resize = self._member.is_elastic and bool(wish)
         return True
 
-    def _exchange_told(self) -> None:
+    def _on_vote_passed(self) -> None:
         """Called once another rank knows that the vote passed."""
         if self._rehearsal is not None:
             self._rehearsal.at("vote_result", self.step)
@@ -382,7 +382,7 @@ class StepTransaction:
         with contextlib.suppress(PeerLost):
             dist.all_reduce(torch.zeros(1, device=self._device))  # all ranks have left the hooks of the previous step
             self._synchronize()
-            reshard_if_asked(self._member, self._ending, self.step)
+            reshard_if_asked(self._member, self._shutdown, self.step)
             self._member.yield_to_next_world()
 
     def _finish(self, commit: Callable[[], R]) -> R:
@@ -399,19 +399,19 @@ class StepTransaction:
             result = commit()
             self._synchronize()
         except PeerLost as error:
-            raise self.tear(f"its optimizer was interrupted: {error}") from error
-        self._member.committed, self._prepared = step + 1, NO_STATE
+            raise self.mark_state_lost(f"its optimizer was interrupted: {error}") from error
+        self._member.committed, self._voted_step = step + 1, NO_STATE
         self._member.in_step = False
-        self._member.step_times.committed(time.monotonic())
+        self._member.step_times.record_commit(time.monotonic())
         self._attempts.succeeded()
         self._member.activity = f"between steps {step} and {step + 1}"
         return result
 
-    def tear(self, why: str) -> PeerLost:
+    def mark_state_lost(self, why: str) -> PeerLost:
         """Mark this rank's state as lost, since it is inconsistent and must not be sent to other ranks."""
         cause = f"rank {self._member.rank} holds only part of step {self.step}: {why}"
         log.warning("%s", cause)
-        self._member.committed, self._member.is_torn, self._prepared = NO_STATE, True, NO_STATE
+        self._member.committed, self._member.has_torn_state, self._voted_step = NO_STATE, True, NO_STATE
         return PeerLost(f"{cause}. Another rank's state takes its place.")
 
     def _recover(self, error: Exception | None, commit: Callable[[], R] | None = None) -> tuple[R] | None:
@@ -430,15 +430,15 @@ class StepTransaction:
         """
         if error is not None:
             self._attempts.failed()
-        if commit is not None and not self._subject.can_undo:
-            raise error or self.tear(
+        if commit is not None and not self._training_loop.can_undo:
+            raise error or self.mark_state_lost(
                 "it cannot be undone, because the program wrote to parameters for the first time or communicates "
                 "between micro-steps"
             )
         while True:
             began_s = time.time()
             failure = self._member.end_generation()
-            ends = self._attempts.why_end(failure, error, self.step)
+            ends = self._attempts.abort_reason(failure, error, self.step)
             formed = self._join(self._arrival(commit, ends), error, commit)
             if formed is None:
                 continue
@@ -446,37 +446,37 @@ class StepTransaction:
                 return formed
             assembled_s = time.time()
             plan = self._plan(formed)
-            failure = self._member.first_cause(failure, plan.sources)
+            failure = self._member.root_cause(failure, plan.senders)
             outcome = self._adopt(plan, formed, commit)
             commit = None
             try:
                 self._restore(plan, formed)
-                self._settle(plan, ends, error)
+                self._finish_recovery(plan, ends, error)
             except PeerLost:
                 if outcome is not None:
                     return outcome
                 continue
             break
-        self._member.committed, self._member.is_torn = plan.step, False
-        self._has_reentered, self._must_resize, self.owes = False, False, ""
+        self._member.committed, self._member.has_torn_state = plan.step, False
+        self._has_reentered, self._must_resize, self.pending_checkpoint = False, False, ""
         self.entered_at = self.entered_part = None
         repair = Repair(
             failure=failure,
             step=plan.step,
             generation=formed.number,
             level=plan.level,
-            joiners=tuple(plan.sources),
+            joiners=tuple(plan.senders),
             rolled_forward=outcome is not None,
             noticed_s=max(0.0, began_s - failure.at_s),
-            assembled_s=assembled_s - began_s,
+            quorum_s=assembled_s - began_s,
             restored_s=time.time() - assembled_s,
             steps_lost=plan.steps_lost,
         )
         record(repair.event())
         self._on_repair(repair)
         if plan.is_return:
-            end_for_return(plan, self._member, self._policy.max_losses)
-            raise Returned(plan)
+            end_generation_for_return(plan, self._member, self._policy.max_losses)
+            raise ReturnedToSnapshot(plan)
         return outcome
 
     def _arrival(self, commit: Callable[[], object] | None, ends: str) -> Arrival:
@@ -484,20 +484,20 @@ class StepTransaction:
         snapshots = self._snapshots
         if snapshots is not None:
             self._member.activity = "waiting for a snapshot exchange to end"
-            snapshots.settle()
+            snapshots.wait()
             self._member.activity = f"waiting for the members of the next generation, at step {self.step}"
         return Arrival(
             incarnation=self._member.job.incarnation,
             committed=self._member.committed,
-            voted_step=NO_STATE if commit is None else self._prepared,
+            voted_step=NO_STATE if commit is None else self._voted_step,
             in_step=not self._has_reentered,
             entered_part=self.entered_part,
             snapshots=() if snapshots is None else snapshots.own_steps,
             source_snapshots=() if snapshots is None else snapshots.source_steps,
-            local_steps=self._subject.local_steps,
-            needs_local=self._policy.needs_local,
+            rank_local_steps=self._training_loop.local_steps,
+            needs_rank_local_state=self._policy.needs_rank_local_state,
             abort_reason=ends,
-            pending_checkpoint=self.owes,
+            pending_checkpoint=self.pending_checkpoint,
         )
 
     def _adopt(self, plan: RecoveryPlan, formed: Generation, commit: Callable[[], R] | None) -> tuple[R] | None:
@@ -510,8 +510,8 @@ class StepTransaction:
             assert commit is not None
             outcome = (self._finish(commit),)
         elif commit is not None:
-            self._subject.undo_step()
-        self._prepared = NO_STATE
+            self._training_loop.undo_step()
+        self._voted_step = NO_STATE
         return outcome
 
     def _join(
@@ -523,22 +523,22 @@ class StepTransaction:
         it must run what follows the step (hooks) before it is outside a step as well.
         """
         self._member.activity = f"waiting for the members of the next generation, at step {self.step}"
-        description = self._subject.capture_state() if arrival.has_state else b""
+        description = self._training_loop.capture_state() if arrival.has_state else b""
         try:
-            return self._member.join_next(arrival, lambda number: self._tell(number, description))
+            return self._member.join_next(arrival, lambda number: self._publish_stop_report(number, description))
         except MustReenterLoop as outside:
             try:
                 resume_point = self._member.wait_for_stops(outside.number)
             except PeerLost:
                 return None  # in the next generation, perhaps all ranks are inside a step
-            if commit is not None and resume_point.step == self._prepared:
+            if commit is not None and resume_point.step == self._voted_step:
                 return (self._finish(commit),)
-            self.left_with = description
+            self.state_on_leaving_step = description
             if commit is not None:
-                self._subject.undo_step()
+                self._training_loop.undo_step()
             raise
         except ReplacementTimeout as late:
-            self._part(late, error, commit)
+            self._end_without_missing(late, error, commit)
 
     def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
         """Bring this rank to the plan's step. On `PeerLost`, its state is unchanged."""
@@ -549,9 +549,9 @@ class StepTransaction:
             break_groups(str(wish))
             raise PeerLost(cause)
         snapshots = self._snapshots
-        self._subject.end_iteration()
+        self._training_loop.end_iteration()
         if not plan.is_return:
-            self._subject.restore(plan, self._member.rank)
+            self._training_loop.restore(plan, self._member.rank)
         # A barrier: no rank continues before all have their state. Ranks wait here outside a step: limits are long.
         dist.all_reduce(torch.zeros(1, device=self._device))
         self._synchronize()
@@ -559,9 +559,9 @@ class StepTransaction:
             raise PeerLost(group_health.cause)
         if snapshots is None:
             return
-        snapshots.keep(newest_snapshot(formed.arrivals, self._topology))
+        snapshots.resume_at(newest_restorable_step(formed.arrivals, self._topology))
         if plan.is_return:
-            take_snapshots_back(plan, snapshots, self._member, formed.number)
+            return_to_snapshot(plan, snapshots, self._member, formed.number)
 
     def _check_entry(self, plan: RecoveryPlan, formed: Generation) -> None:
         """Check that this rank entered the loops where the plan resumes.
@@ -588,37 +588,41 @@ class StepTransaction:
             raise RecoveryError(f"{cause}; its replacement will enter them there")
         raise PeerLost(cause)
 
-    def _tell(self, number: int, description: bytes) -> None:
+    def _publish_stop_report(self, number: int, description: bytes) -> None:
         # Report even without a description: joiners wait for a report from every survivor.
-        self._member.stop(number, in_step=not self._has_reentered, trainer=description, part=self.entered_part or 0)
+        self._member.publish_stop(
+            number, in_step=not self._has_reentered, trainer=description, part=self.entered_part or 0
+        )
 
     def _plan(self, formed: Generation) -> RecoveryPlan:
         try:
             plan = plan_recovery(formed.arrivals, self._topology)
             if plan.is_return and not any(each.has_state for each in formed.arrivals.values()):
-                refuse_older(plan.step, self._member.job_store)
+                check_no_newer_checkpoint(plan.step, self._member.job_store)
             return plan
         except StateLost as lost:
             self._member.restart_all(lost)
 
-    def _part(self, late: ReplacementTimeout, error: Exception | None, commit: Callable[[], R] | None) -> NoReturn:
+    def _end_without_missing(
+        self, late: ReplacementTimeout, error: Exception | None, commit: Callable[[], R] | None
+    ) -> NoReturn:
         """End because lost ranks were not replaced in time; the survivors first reach their common step."""
         plan = plan_final_save(late.formed.arrivals, self._topology)
         if self._member.rank in plan.roll_forward:
             assert commit is not None
             self._finish(commit)
         elif commit is not None:
-            self._subject.undo_step()
+            self._training_loop.undo_step()
         if late.starts_again:
-            start_again_without(late, plan, self._member, self._ending, self._topology, self._snapshots)
-        self._ending.leave_others(late, plan, error)
+            restart_without_missing(late, plan, self._member, self._shutdown, self._topology, self._snapshots)
+        self._shutdown.end_without_missing(late, plan, error)
 
-    def _settle(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> None:
+    def _finish_recovery(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> None:
         """Write the interrupted checkpoint, if any, and end if the job must not continue."""
         if plan.pending_checkpoint and not plan.is_return:
-            self._ending.save(plan.step, plan.pending_checkpoint)
+            self._shutdown.save(plan.step, plan.pending_checkpoint)
         if plan.abort_reason:
-            self._ending.end(plan, ends, error)
+            self._shutdown.end_job(plan, ends, error)
 
     def _computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._rehearsal is None else self._rehearsal.computing(self.step)

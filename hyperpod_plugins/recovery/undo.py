@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hyperpod_plugins.parallel.hsdp import reshard
-from hyperpod_plugins.parallel.unit_watch import check_next_step, forget_step
-from hyperpod_plugins.recovery.kept_state import KeptState, memory_of, owned_by
+from hyperpod_plugins.parallel.unit_watch import check_next_step, clear_trace
+from hyperpod_plugins.recovery.kept_state import OptimizerCopy, local_tensor, parameters_of
 
 CAN_RESET = "reset_iter_state" in vars(FSDPModule)
 """Whether this torch (2.13 and later) can reset FSDP2's modules after an exception."""
@@ -83,7 +83,7 @@ class Batches:
         """Forget the previous step, when a step begins or is committed."""
         self._tensors, self._known = [], set()
 
-    def note(self, batch: Any) -> None:
+    def remember(self, batch: Any) -> None:
         """Remember a batch before it is computed on, for the first time or again."""
         is_copied = self._are_written or self._num_ended < _FIRST_STEPS
         for each in _tensors_in(batch):
@@ -111,7 +111,7 @@ class Batches:
                     each.data = saved.clone()
 
 
-class Beginning:
+class StepStart:
     """What the computation of a step may change beside gradients, as it was when the step began.
 
     This covers buffers, metrics that are modules, tensors of batches, and parameters that the program itself writes
@@ -130,7 +130,7 @@ class Beginning:
         kept: if the optimizers step before the vote, the copy of what they write.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], kept: KeptState | None = None) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], kept: OptimizerCopy | None = None) -> None:
         self._model = model
         self._optimizers = optimizers
         self.kept = kept
@@ -150,7 +150,7 @@ class Beginning:
         self._counters: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._sums: list[int] = []
-        self._piece: Piece | None = None
+        self._piece: SampledPiece | None = None
         self._num_begun = 0
         self._sums_until = _FIRST_STEPS
         """Step of this process up to which bit sums of all parameters are compared."""
@@ -167,21 +167,21 @@ class Beginning:
         """
         self.is_open = True
         self.batches.begin()
-        self._look()
+        self._collect()
         self._buffers.keep()
         self._counts = [_counts(part) for part in self._counting]
         self._drop_unowned()
         if self.kept is not None:
-            self.kept.keep()
-        memories = {key: memory_of(parameter) for key, parameter in self.written.items()}
+            self.kept.save()
+        memories = {key: local_tensor(parameter) for key, parameter in self.written.items()}
         self._copies = {key: (memory, memory.clone()) for key, memory in memories.items()}
         self._versions = [*map(_version_of, self._counters)]
         self._num_begun += 1
         is_summed = self._num_begun <= self._sums_until or self._num_begun & (self._num_begun - 1) == 0
         self._sums = _sums_of_bits(self._watched) if is_summed else []
-        self._piece = None if is_summed or not self._watched else Piece(self._watched, self._num_begun)
+        self._piece = None if is_summed or not self._watched else SampledPiece(self._watched, self._num_begun)
 
-    def _look(self) -> None:
+    def _collect(self) -> None:
         """Collect modules and parameters again if they have changed, and all that depends on them."""
         num_owned = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
         present = chain.from_iterable(map(_values_of, self._tables))
@@ -189,12 +189,12 @@ class Beginning:
         if is_known and num_owned == self._num_owned:
             return
         reshard(self._model)  # parameters that an evaluation left gathered are not those of the optimizers
-        self.parts, self._num_owned = parts_of(self._model), num_owned
+        self.parts, self._num_owned = modules_of(self._model), num_owned
         self._buffers = Buffers(self.parts)
         self._tables = [table for part in self.parts for table in (part._modules, part._parameters)]
         self._known = [each for table in self._tables for each in table.values()]
         parameters = {id(each): each for part in self.parts for each in part._parameters.values() if each is not None}
-        owned = owned_by(self._optimizers)
+        owned = parameters_of(self._optimizers)
         self._unowned = [each for key, each in parameters.items() if key not in owned]
         self._watched = [*([] if self.kept is not None else owned.values()), *self._unowned]
         self._counters = [*self._watched, *(each._local_tensor for each in self._watched if isinstance(each, DTensor))]
@@ -218,7 +218,7 @@ class Beginning:
         self.is_open = False
         self.batches.begin()
 
-    def as_it_began(self) -> AbstractContextManager[None]:
+    def at_step_start(self) -> AbstractContextManager[None]:
         """Context in which all state but tensors is as when the step began, so it can be captured after an update."""
         return self.kept.as_it_began() if self.kept is not None and self.is_open else nullcontext()
 
@@ -231,14 +231,14 @@ class Beginning:
         """Restore everything as of `begin`, except gradients of the optimizers' parameters."""
         self._drop_unowned()
         if self.kept is not None:
-            self.kept.put_back()
+            self.kept.restore()
         self._buffers.put_back()
         self.batches.put_back()
         with torch.no_grad():
             for memory, saved in self._copies.values():
                 memory.copy_(saved)
         for metric, counts in zip(self._counting, self._counts, strict=True):
-            vars(metric).update({key: own(value) for key, value in counts.items()})
+            vars(metric).update({key: copied_value(value) for key, value in counts.items()})
 
     def _drop_unowned(self) -> None:
         for parameter in self._unowned:
@@ -262,14 +262,14 @@ class Beginning:
         return found
 
 
-class Piece:
+class SampledPiece:
     """A small piece of this rank's part of one of several tensors, and a copy of the piece."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], index: int) -> None:
         """Choose a tensor by `index` in round-robin order, and in each round another piece of it."""
         turn, place = divmod(index, len(tensors))
         self.owner = tensors[place]
-        memory = memory_of(self.owner)
+        memory = local_tensor(self.owner)
         flat = memory.view(-1) if memory.is_contiguous() else memory.new_empty(0)
         num_pieces = max(1, -(-flat.numel() // _PIECE_SIZE))
         begin = turn % num_pieces * _PIECE_SIZE
@@ -304,7 +304,7 @@ def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Sum of the bits, read as integers, of this rank's part of each tensor."""
     if not tensors:
         return []
-    sums = [as_integers(each).sum(dtype=torch.int64) for each in map(memory_of, tensors)]
+    sums = [as_integers(each).sum(dtype=torch.int64) for each in map(local_tensor, tensors)]
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
 
 
@@ -322,10 +322,10 @@ def _counts(part: nn.Module) -> dict[str, Any]:
     attributes = vars(part)
     if "_update_count" not in attributes or "_defaults" not in attributes:
         return {}
-    return {key: own(attributes[key]) for key in (*attributes["_defaults"], "_computed", "_update_count")}
+    return {key: copied_value(attributes[key]) for key in (*attributes["_defaults"], "_computed", "_update_count")}
 
 
-def own(value: Any) -> Any:
+def copied_value(value: Any) -> Any:
     """A copy of a metric's value that its updates do not change."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
@@ -353,7 +353,7 @@ def forget_iteration(model: nn.Module) -> None:
     backward prefetches, and may leave parameters gathered. The next step then runs one all-gather more or less than a
     process that has replaced a lost one since, and both would wait for each other forever.
     """
-    forget_step(model)
+    clear_trace(model)
     for part in model.modules():
         if not isinstance(part, FSDPModule):
             continue
@@ -374,7 +374,7 @@ def _forget_forward(part: FSDPModule, state: Any) -> None:
         state._fsdp_param_group._partial_reduce_output = None  # from micro-steps that will run again
 
 
-def parts_of(model: nn.Module) -> list[nn.Module]:
+def modules_of(model: nn.Module) -> list[nn.Module]:
     """`model.modules()` in another order, and ten times faster, as each step needs them."""
     parts, known = [model], {model}
     for part in parts:

@@ -69,9 +69,9 @@ class Heartbeat:
     """Seconds it has waited in this collective."""
     collective: int = 0
     """Number of this collective in its group, counted within the generation; 0 if unknown."""
-    number: int
+    sequence: int
     """Counts the heartbeats of this process; if it is unchanged, there is no new heartbeat."""
-    world: int = 0
+    world_number: int = 0
     """Number of the world it is in."""
     in_world_s: float = 0.0
     """Seconds since it became a member of that world."""
@@ -101,7 +101,7 @@ class HeartbeatAges:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}
 
-    def look(self, heartbeats: Mapping[int, Heartbeat], now_s: float) -> dict[int, float]:
+    def update(self, heartbeats: Mapping[int, Heartbeat], now_s: float) -> dict[int, float]:
         """Compare the present heartbeats with those at the last look.
 
         Args:
@@ -113,14 +113,14 @@ class HeartbeatAges:
             just after the last look, and may already be old at the first.
         """
         for rank, heartbeat in heartbeats.items():
-            said = heartbeat.incarnation, heartbeat.number
+            said = heartbeat.incarnation, heartbeat.sequence
             if rank not in self._seen or self._seen[rank][0] != said:
                 self._seen[rank] = said, now_s
         return {rank: now_s - self._seen[rank][1] for rank in heartbeats}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspicion:
+class HangSuspect:
     """A rank that is suspected of hanging."""
 
     rank: int
@@ -137,7 +137,7 @@ class StepTimes:
         self._before = num_before
         self._last_s: float | None = None
 
-    def committed(self, now_s: float) -> None:
+    def record_commit(self, now_s: float) -> None:
         """Note that a step was committed."""
         if self._last_s is not None:
             if self._before > 0:
@@ -201,7 +201,7 @@ def diagnose(
     limit_s: float,
     policy: HangPolicy,
     silent_s: Mapping[int, float],
-) -> list[Suspicion]:
+) -> list[HangSuspect]:
     """Ranks to be replaced, if this rank has waited too long.
 
     Args:
@@ -215,7 +215,7 @@ def diagnose(
     if not own.waits_for or own.waited_s <= limit_s:
         return []
     behind = furthest_behind(heartbeats, own, silent_s, limit_s)
-    found: list[Suspicion] = []
+    found: list[HangSuspect] = []
     for rank, heartbeat in sorted(heartbeats.items()):
         silence_s = silent_s.get(rank, 0.0)
         is_granted_more = not (heartbeat.in_step or heartbeat.is_loading) and own.waited_s <= policy.outside_s
@@ -234,5 +234,5 @@ def diagnose(
             )
         else:
             continue
-        found.append(Suspicion(rank=rank, incarnation=heartbeat.incarnation, cause=cause))
+        found.append(HangSuspect(rank=rank, incarnation=heartbeat.incarnation, cause=cause))
     return found

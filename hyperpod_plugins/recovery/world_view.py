@@ -6,21 +6,21 @@ from collections.abc import Callable, Mapping
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import world_without
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of, what_would_fit
-from hyperpod_plugins.elastic.membership.reshard import layout_without, num_survivors
+from hyperpod_plugins.elastic.membership.reshard import num_survivors, restart_layout
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import RecoveryError, StateLost
 from hyperpod_plugins.recovery.watchdog import Heartbeat, HeartbeatAges
 
 
-class Worlds:
+class WorldView:
     """The present world of this process, and the worlds that follow it."""
 
-    def __init__(self, job_store: JobStore, now: WorldPlan, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, job_store: JobStore, current: WorldPlan, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with the world `now`; `job_store` is the calling thread's connection, and `clock` returns seconds."""
         self._job_store = job_store
         self._clock = clock
         self._ages = HeartbeatAges()
-        self.now = now
+        self.now = current
         """The world for which this process has been set up."""
         self._terms: ElasticSpec | None = None
 
@@ -46,7 +46,7 @@ class Worlds:
             )
         return world
 
-    def go_on_without(self, generation: int, missing: Mapping[int, int], waited_s: float, reporter: str) -> bool:
+    def shrink_without(self, generation: int, missing: Mapping[int, int], waited_s: float, reporter: str) -> bool:
         """End a generation that is being formed, if the job can continue in a world without the missing workers.
 
         If the survivors cannot make up a world, all processes must restart, with degrees that fit.
@@ -66,13 +66,13 @@ class Worlds:
         if not missing or not self.may_change:
             return False
         assert self._terms is not None
-        present, gone = self.at(generation), self._gone(missing)
+        present, gone = self.at(generation), self._silent_workers(missing)
         try:
             world = world_without(self._job_store, self._terms, present, missing, waited_s)
         except StateLost:  # only replacements can continue, from a snapshot
             world = None
         if world is None:
-            layout = layout_without(self._job_store, self._terms, present, gone, waited_s) if gone else None
+            layout = restart_layout(self._job_store, self._terms, present, gone, waited_s) if gone else None
             if layout is None:
                 return False
             raise StateLost(
@@ -84,13 +84,13 @@ class Worlds:
         self._job_store.end(generation, failure)
         return True
 
-    def _gone(self, missing: Mapping[int, int]) -> dict[int, int]:
+    def _silent_workers(self, missing: Mapping[int, int]) -> dict[int, int]:
         """Missing workers whose expected process sends no heartbeats; a process that does is still setting up."""
         heartbeats = {
             worker_id: Heartbeat.from_dict(each)
             for worker_id, each in self._job_store.heartbeats(list(missing)).items()
         }
-        silent_s = self._ages.look(heartbeats, self._clock())
+        silent_s = self._ages.update(heartbeats, self._clock())
         return {
             worker_id: number
             for worker_id, number in missing.items()

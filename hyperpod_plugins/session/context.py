@@ -15,7 +15,7 @@ from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_data_group, build_mesh
-from hyperpod_plugins.parallel.mesh import move_groups
+from hyperpod_plugins.parallel.mesh import update_group_members
 from hyperpod_plugins.recovery import SAVING_GROUP, Member, RecoveryOptions
 
 
@@ -66,7 +66,7 @@ class LoopContext:
         if torch.cuda.is_available():
             self.device = torch.device("cuda", env.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        self.rank, self.world_size = self._place()
+        self.rank, self.world_size = self._rank_and_world_size()
         if not dist.is_initialized():
             join_world(comm, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
         self.topology: Topology
@@ -76,20 +76,20 @@ class LoopContext:
         self.snapshot_group: dist.ProcessGroup | None = None
         self.when_moved: list[Callable[[], object]] = []
         """Called after the groups have been given the members of another world."""
-        self.lay_out(has_moved=False)
+        self.build_groups(has_moved=False)
 
-    def lay_out(self, *, has_moved: bool) -> None:
+    def build_groups(self, *, has_moved: bool) -> None:
         """Create the groups; with `has_moved`, give the existing groups the members of another world instead.
 
         Raises:
             DegreeError: the world does not consist of whole replicas.
         """
-        self.rank, self.world_size = self._place()
+        self.rank, self.world_size = self._rank_and_world_size()
         first = self._config.topology(self.replica_size or self.world_size, ranks_per_node=self._env.local_world_size)
         self.topology = replace(first, world_size=self.world_size)
         self.replica_size = self.topology.shard_degree * self.topology.tensor_degree
         if has_moved:
-            move_groups(self.topology, self.rank)
+            update_group_members(self.topology, self.rank)
         self.mesh = build_mesh(self.topology, self.device.type)
         self.data_group = build_data_group(self.topology)
         if self._member is not None:  # a group that is created later would be missing in a joiner
@@ -101,7 +101,7 @@ class LoopContext:
             for listener in self.when_moved:
                 listener()
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_world_size(self) -> tuple[int, int]:
         if self._member is None:
             return self._env.global_rank, self._env.world_size
         return self._member.rank, self._member.world.size

@@ -57,7 +57,7 @@ class LoopData:
         """Number of samples per epoch."""
         return len(self._loader.dataset)  # type: ignore[arg-type]
 
-    def spread(self, split: BatchSplit, data_rank: int) -> StatefulLoader:
+    def build_loader(self, split: BatchSplit, data_rank: int) -> StatefulLoader:
         """Build the loader of one data-parallel rank in a world."""
         theirs = self._loader
         sampler = ElasticSampler(
@@ -81,7 +81,7 @@ class LoopData:
         return StatefulLoader(theirs.dataset, sampler, **options)
 
 
-def steps_of(loader: StatefulLoader, num_epochs: int) -> Iterator[StepBatches]:
+def iterate_steps(loader: StatefulLoader, num_epochs: int) -> Iterator[StepBatches]:
     """Yield the steps from the loader's position to the end of the last epoch."""
     sampler = loader.batch_sampler
     while sampler.cursor.epoch < num_epochs:

@@ -21,19 +21,19 @@ from hyperpod_plugins.errors import DeviceHung, LoopError, PeerLost, RecoveryErr
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, loss_parallel_context
 from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
-from hyperpod_plugins.parallel.unit_watch import settle_gradients
+from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 from hyperpod_plugins.recovery import seed_micro_step
 from hyperpod_plugins.session.context import LoopContext
-from hyperpod_plugins.session.loader import steps_of
+from hyperpod_plugins.session.loader import iterate_steps
 from hyperpod_plugins.session.state import Position, TrainedState, refuse_unreadable
-from hyperpod_plugins.session.step import BETWEEN, Guard, Step
-from hyperpod_plugins.session.transaction import Transactions, ends_alone
+from hyperpod_plugins.session.step import BETWEEN, LoopGuard, Step
+from hyperpod_plugins.session.transaction import Transactions, ends_only_this_process
 
 # One attempt at a step: forward and backward of each micro-batch, clipping, and the mean loss.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Computed:
+class AttemptResult:
     """Results of one attempt at a step."""
 
     result: Any
@@ -50,7 +50,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Computation:
+class StepComputation:
     """Computes the steps of a loop."""
 
     model: nn.Module
@@ -76,7 +76,7 @@ class Computation:
         step: int,
         context: LoopContext,
         num_micro_steps: int,
-    ) -> Computed:
+    ) -> AttemptResult:
         """Compute the gradients of a step, and average what `compute_loss` returned over the global batch.
 
         Args:
@@ -102,9 +102,9 @@ class Computation:
                 self.backward(loss if weight == 1.0 else loss * weight)
             part = tree_map(lambda value, weight=weight: _detached(value) * (weight / num_micro_steps), returned)
             total = part if total is None else tree_map(torch.add, total, part)
-        settle_gradients(self.model)
+        reconcile_gradients(self.model)
         norm = clip_grad_norm_(self.model.parameters(), self.max_grad_norm) if self.max_grad_norm else None
-        return Computed(result=_mean(total, context.data_group), norm=norm, losses=losses)
+        return AttemptResult(result=_mean(total, context.data_group), norm=norm, losses=losses)
 
 
 def _loss_of(returned: Any) -> Tensor:
@@ -131,7 +131,7 @@ def _mean(total: Any, group: dist.ProcessGroup) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
+class LoopLimits:
     """How long a loop runs."""
 
     num_epochs: int
@@ -147,10 +147,10 @@ class Loop:
         self,
         context: LoopContext,
         trained: TrainedState,
-        computation: Computation,
+        computation: StepComputation,
         transactions: Transactions,
         spread: Callable[[], StatefulLoader],
-        extent: Extent,
+        extent: LoopLimits,
         finite: FiniteCheck,
     ) -> None:
         """Set up the loop without running a step.
@@ -165,20 +165,20 @@ class Loop:
             finite: checks each step before it is committed.
         """
         self._finite = finite
-        self.guard = Guard(trained.optimizers)
+        self.guard = LoopGuard(trained.optimizers)
         self._context = context
         self._trained = trained
         self._computation = computation
         self._transactions = transactions
-        self._spread = spread
+        self._build_loader = spread
         self._extent = extent
         self._loader = spread()
-        self._stands = Position()
+        self._position = Position()
         self._step: Step | None = None
-        trained.where = lambda: self._stands
+        trained.get_position = lambda: self._position
 
     @property
-    def is_repaired(self) -> bool:
+    def has_recovery(self) -> bool:
         """Whether the loop continues after a fault outside a step."""
         return self._transactions.member is not None
 
@@ -194,11 +194,11 @@ class Loop:
             yield from self._run(begins_at, resumed_from)
         except GeneratorExit:  # the program has left the loop, or its body has raised
             error = None if self._step is None else self._step.error
-            is_over = not ends_alone(error)
+            is_over = not ends_only_this_process(error)
             raised = error if is_over and not isinstance(error, PeerLost) else None
             raise
         except (RecoveryError, DeviceHung, SystemExit) as error:
-            is_over = not ends_alone(error)
+            is_over = not ends_only_this_process(error)
             raise
         finally:
             self.guard.close()
@@ -207,10 +207,10 @@ class Loop:
     def _run(self, begins_at: Position, resumed_from: str) -> Iterator[Step]:
         transactions = self._transactions
         if transactions.is_joining:
-            position = self._go_to(transactions.state_of_peers())
+            position = self._move_to(transactions.await_peers_position())
         else:
             transactions.begin_at(begins_at.committed, resumed_from)
-            position = self._go_to(begins_at)
+            position = self._move_to(begins_at)
             refuse_unreadable(self._trained.position())
         transactions.arm()
         while True:
@@ -223,13 +223,13 @@ class Loop:
                     dist.barrier()  # no rank leaves before all have reached the end
                     return
             except PeerLost:
-                if not self.is_repaired:
+                if not self.has_recovery:
                     raise
-            position = self._go_to(transactions.reenter())
+            position = self._move_to(transactions.reenter())
 
     def _steps(self, position: Position) -> Generator[Step, None, bool]:
         """Yield the steps from a position on; return whether the body of one was interrupted."""
-        for step in self._from(position):
+        for step in self._steps_from(position):
             self.guard.forbid(BETWEEN)
             self._step = step
             yield step
@@ -237,10 +237,10 @@ class Loop:
             step.check()
             if step.was_interrupted:
                 return True
-            self._stands = replace(self._stands, after_commit=False, result=None)
+            self._position = replace(self._position, after_commit=False, result=None)
         return False
 
-    def _from(self, position: Position) -> Iterator[Step]:
+    def _steps_from(self, position: Position) -> Iterator[Step]:
         """Yield the step whose body was interrupted after its commit, if there is one, and then those that follow."""
         if position.after_commit:
             yield Step(
@@ -251,7 +251,7 @@ class Loop:
                 is_replay=True,
                 result=position.result,
             )
-        for index, found in enumerate(steps_of(self._loader, self._extent.num_epochs), position.committed):
+        for index, found in enumerate(iterate_steps(self._loader, self._extent.num_epochs), position.committed):
             if self._extent.max_steps and index >= self._extent.max_steps:
                 return
             yield Step(
@@ -266,14 +266,14 @@ class Loop:
     def _to_device(self, leaf: Any) -> Any:
         return leaf.to(self._context.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
-    def _go_to(self, position: Position) -> Position:
+    def _move_to(self, position: Position) -> Position:
         """Move the loop to a position, in the present world."""
-        self._loader = self._spread()
+        self._loader = self._build_loader()
         if position.loader:
             self._loader.load_state_dict(position.loader)
         if position.groups:
-            self._trained.take(position)
-        self._stands = position
+            self._trained.load_position(position)
+        self._position = position
         return position
 
     def seed(self, step: Step, part: str) -> None:
@@ -288,7 +288,7 @@ class Loop:
             for index, batch in enumerate(step.batches):
                 self._transactions.rehearsal.note_batch(index, batch)
 
-        def compute() -> Computed:
+        def compute() -> AttemptResult:
             self._trained.note_batches(step.batches)
             done = self._computation.attempt(
                 compute_loss,
@@ -303,21 +303,21 @@ class Loop:
                 update(done)
             return done
 
-        def update(done: Computed) -> None:
+        def update(done: AttemptResult) -> None:
             may_update = self._finite.allows_update(
                 done.loss, done.norm, step=step.index, epoch=step.epoch, losses=done.losses
             )
-            with self.guard.committing():
+            with self.guard.allow_optimizer_steps():
                 if may_update:
                     self._trained.update()
                 else:
                     self._trained.skip()
 
-        def commit(done: Computed) -> Any:
+        def commit(done: AttemptResult) -> Any:
             if not self._trained.steps_before_vote:
                 update(done)
             self._trained.advance()
-            self._stands = Position(
+            self._position = Position(
                 committed=step.index + 1,
                 after_commit=True,
                 epoch=step.epoch,

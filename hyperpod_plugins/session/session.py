@@ -26,16 +26,16 @@ from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
-from hyperpod_plugins.parallel.former_parameters import give_shards
-from hyperpod_plugins.parallel.hsdp import sharded_parts
+from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters
+from hyperpod_plugins.parallel.hsdp import fsdp_units
 from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.recovery import RecoveryOptions, Repair
-from hyperpod_plugins.recovery.entries import Entries, keep_of_rank, read_of_rank, state_folder
+from hyperpod_plugins.recovery.entries import Entries, load_rank_state, save_rank_state, state_folder
 from hyperpod_plugins.recovery.local_state import ProgramState
-from hyperpod_plugins.recovery.rng import END, seed_micro_step
+from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.session.context import LoopContext, become_member
 from hyperpod_plugins.session.loader import LoopData
-from hyperpod_plugins.session.loop import Computation, Extent, Loop
+from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
 from hyperpod_plugins.session.state import Position, TrainedState
 from hyperpod_plugins.session.step import Step
 from hyperpod_plugins.session.transaction import Transactions
@@ -108,13 +108,13 @@ class Session:
         self._global_batch_size = global_batch_size
         self._folder = Path(checkpoint_folder)
         self._trained: TrainedState | None = None
-        self._computation: Computation | None = None
+        self._computation: StepComputation | None = None
         self._finite: FiniteCheck | None = None
         self._transactions: Transactions | None = None
         self._begins_at = Position()
         self._num_agreed = 0
         self._entries = Entries()
-        self._place = env.global_rank
+        self._worker_id = env.global_rank
         self.state: dict[str, Any] = {}
         self.repairs: list[Repair] = []
 
@@ -186,12 +186,12 @@ class Session:
         """
         waits_anyway = self._member is not None or self.device.type == "cpu"
         self._finite = FiniteCheck(non_finite, waits_anyway=waits_anyway)
-        if self.world_size > 1 and not any(True for _ in sharded_parts(model)):
+        if self.world_size > 1 and not any(True for _ in fsdp_units(model)):
             raise ConfigError(
                 f"the model {type(model).__name__} is not sharded, so each of the {self.world_size} ranks would "
                 "train its own copy. Call model = session.parallelize(model) first."
             )
-        give_shards(_listed(optimizers), model, num_ranks=self.world_size)
+        replace_stale_parameters(_listed(optimizers), model, num_ranks=self.world_size)
         watch_units(model)
         self._trained = TrainedState(
             model,
@@ -202,7 +202,7 @@ class Session:
             folder=self._folder,
             tensor_degree=self._context.topology.tensor_degree,
         )
-        self._computation = Computation(
+        self._computation = StepComputation(
             model=model,
             config=self.config,
             backward=backward,
@@ -228,7 +228,7 @@ class Session:
             ConfigError: the state holds other Python objects.
             LoopError: `train` was not called.
         """
-        trained, _ = self._trains()
+        trained, _ = self._require_train()
         trained.register(name, ProgramState(name, stateful))
 
     def agree(self, value: Any) -> Any:
@@ -240,7 +240,7 @@ class Session:
         member, name = self._member, f"agreed/{self._num_agreed}"
         self._num_agreed += 1
         data = b""
-        if group_health.is_open and member is not None:
+        if group_health.is_unavailable and member is not None:
             data = member.job_store.try_get(name) or _packed(value)
             return _unpacked(data)
         size = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -268,7 +268,7 @@ class Session:
         Raises:
             CheckpointError: it could not be written.
         """
-        trained, transactions = self._trains()
+        trained, transactions = self._require_train()
         position = replace(trained.position(), after_commit=False, result=None)
         trained.write(path, position)
         if transactions.saved is not None:
@@ -283,7 +283,7 @@ class Session:
             CheckpointDamaged: there is no checkpoint, or it is incomplete or of a foreign format.
             CheckpointMismatch: the checkpoint is of another model or of other optimizers.
         """
-        trained, transactions = self._trains()
+        trained, transactions = self._require_train()
         if not transactions.is_joining:
             self._begins_at = trained.read(path, is_of_another_job=True)
 
@@ -295,20 +295,20 @@ class Session:
             trained.write(
                 state_folder(folder, entries.number), replace(trained.position(), after_commit=False, result=None)
             )
-            keep_of_rank(folder, entries.number, self._place, {})
+            save_rank_state(folder, entries.number, self._worker_id, {})
         except (CheckpointError, ConfigError, OSError) as error:
-            entries.lose(error)
+            entries.mark_not_kept(error)
         if any_rank(not entries.is_complete, default_group()):
             if entries.is_complete:
-                entries.lose("another rank could not keep its part; see its log")
+                entries.mark_not_kept("another rank could not keep its part; see its log")
         else:
             entries.record("steps", None)
 
-    def _pass(self, trained: TrainedState) -> None:
+    def _restore_ended(self, trained: TrainedState) -> None:
         """Restore the state after a loop that has already ended."""
         folder = self._entries.folder(self._folder)
         trained.read(state_folder(folder, self._entries.number))
-        _, set_random_state = read_of_rank(folder, self._entries.number, self._place)
+        _, set_random_state = load_rank_state(folder, self._entries.number, self._worker_id)
         set_random_state()
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class Session:
             LoopError: `train` was not called, or the body does not use its step.
             ConfigError: another process could not continue the loader, or the batch cannot be split over the ranks.
         """
-        trained, transactions = self._trains()
+        trained, transactions = self._require_train()
         assert self._computation is not None
         data = LoopData(loader, seed=self.config.random_seed)
         batch = StepBatch(
@@ -339,14 +339,14 @@ class Session:
             micro_batch_size=data.micro_batch_size,
         )
         if self._elastic is not None:
-            self._open(batch, self._elastic)
+            self._publish_elastic_spec(batch, self._elastic)
 
         def spread() -> StatefulLoader:
             topology = self.topology
             split = batch.split(topology.replicate_degree, topology.shard_degree)
-            return data.spread(split, topology.data_rank(self.rank))
+            return data.build_loader(split, topology.data_rank(self.rank))
 
-        extent = Extent(num_epochs=epochs, max_steps=max_steps)
+        extent = LoopLimits(num_epochs=epochs, max_steps=max_steps)
         assert self._finite is not None
         loop = Loop(self._context, trained, self._computation, transactions, spread, extent, self._finite)
         return self._run(loop, trained, transactions)
@@ -363,7 +363,7 @@ class Session:
         with entries.enter(job, "steps") as record:
             resumed_from = entries.resume_from("steps")
             if record is not None:
-                self._pass(trained)
+                self._restore_ended(trained)
                 return
             if resumed_from and not transactions.is_joining:
                 begins_at = trained.read(resumed_from)
@@ -371,7 +371,9 @@ class Session:
             try:
                 yield from loop.run(begins_at, resumed_from)
                 if self._recovery.step_keyed_random:
-                    seed_micro_step(self.config.random_seed, 0, entries.number, self.topology.data_rank(self.rank), END)
+                    seed_micro_step(
+                        self.config.random_seed, 0, entries.number, self.topology.data_rank(self.rank), TRAINING_END
+                    )
                 if member is None or member.is_elastic or job.agent_pid:
                     entries.is_complete = False
                 else:
@@ -379,16 +381,16 @@ class Session:
                 is_over = True
             finally:
                 if not is_over:
-                    entries.lose("its loop was left early")
+                    entries.mark_not_kept("its loop was left early")
 
-    def _open(self, batch: StepBatch, policy: ElasticPolicy) -> None:
+    def _publish_elastic_spec(self, batch: StepBatch, policy: ElasticPolicy) -> None:
         """Publish the elastic spec, so that the job can grow and shrink from now on.
 
         Raises:
             ConfigError: `policy` or the batch does not allow the present number of replicas.
         """
         assert self._member is not None
-        sizes = batch.serving(policy, self.topology.shard_degree)
+        sizes = batch.feasible_sizes(policy, self.topology.shard_degree)
         if self.topology.replicate_degree not in sizes:
             raise ConfigError(
                 f"the job has {self.topology.replicate_degree} replicas of {self._context.replica_size} ranks, but "
@@ -399,7 +401,7 @@ class Session:
                 self._member.job_store, ElasticSpec(policy=policy, replica_size=self._context.replica_size, sizes=sizes)
             )
 
-    def _trains(self) -> tuple[TrainedState, Transactions]:
+    def _require_train(self) -> tuple[TrainedState, Transactions]:
         if self._trained is None or self._transactions is None:
             raise LoopError("say what is trained first: session.train(model, optimizer, scheduler)")
         return self._trained, self._transactions

@@ -13,17 +13,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hyperpod_plugins.errors import ConfigError, few
+from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.rank_state import load_rank_state, saved_ranks
-from hyperpod_plugins.parallel.checkpoint.state import plain
-from hyperpod_plugins.parallel.collective_errors import agreeing, default_group
-from hyperpod_plugins.parallel.local_optimizer import closure_of, refuse_closures, step_locally
+from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
+from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
+from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
-from hyperpod_plugins.recovery.kept_state import KeptState, is_elementwise
+from hyperpod_plugins.recovery.kept_state import OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates, ProgramState
-from hyperpod_plugins.recovery.state import give_hyperparameters, hyperparameters, make_plain
-from hyperpod_plugins.recovery.undo import CAN_RESET, Beginning, drop_gradients, end_iteration
+from hyperpod_plugins.recovery.state import hyperparameters, load_hyperparameters, to_python_numbers
+from hyperpod_plugins.recovery.undo import CAN_RESET, StepStart, drop_gradients, end_iteration
 
 # The loop's position: what a joiner needs besides the tensors of model and optimizers.
 
@@ -76,7 +76,7 @@ def refuse_unreadable(position: Position) -> None:
     bad = [name for name, value in values.items() if not _is_readable(value)]
     if bad:
         raise ConfigError(
-            f"{few(bad)} holds Python objects that a replacement process would have to unpickle, which can run "
+            f"{format_list(bad)} holds Python objects that a replacement process would have to unpickle, which can run "
             "arbitrary code. Keep only tensors, plain containers, numbers and strings there."
         )
 
@@ -123,46 +123,46 @@ class TrainedState:
         Raises:
             ConfigError: an optimizer computes gradients itself, or has hyperparameters that cannot be passed on.
         """
-        refuse_closures(optimizers)
-        make_plain(optimizers)
+        check_no_required_closure(optimizers)
+        to_python_numbers(optimizers)
         self.model = model
         self.optimizers = list(optimizers)
         self.schedulers = list(schedulers)
         self.tensors = TrainingState(model, optimizers, verify=verify)
         self.saving: dist.ProcessGroup | None = None
         """Group of all ranks, used only for checkpoints; if None, one is created when it is needed."""
-        self.where: Callable[[], Position] = Position
+        self.get_position: Callable[[], Position] = Position
         """Returns the loop's position: committed steps, epoch and loader."""
         self.local: LocalStates | None = None
         """Rank-local state of buffers and registered objects; None without recovery."""
         self.rank_local: dict[str, ProgramState] = {}
         """Objects that the program has registered, by name."""
-        self.entered_with: Position | None = None
+        self.entry_position: Position | None = None
         """Position at which the loop was entered; None once this rank has joined the other ranks."""
         self._state = state
         self._folder = folder
         self._tensor_degree = tensor_degree
         self._loaded: dict[str, dict[str, Any]] = {}
         writes = not all(map(is_elementwise, self.optimizers))
-        self._beginning = Beginning(model, self.optimizers, KeptState(self.optimizers) if writes else None)
+        self._beginning = StepStart(model, self.optimizers, OptimizerCopy(self.optimizers) if writes else None)
         self._modes: list[tuple[nn.Module, bool]] = []
         self._writer: CheckpointWriter | None = None
 
     def position(self) -> Position:
         """The loop's position, with everything that a joiner needs there."""
         return replace(
-            self.where(),
-            schedulers=tuple(plain(scheduler.state_dict()) for scheduler in self.schedulers),
+            self.get_position(),
+            schedulers=tuple(to_python_scalars(scheduler.state_dict()) for scheduler in self.schedulers),
             groups=tuple(hyperparameters(optimizer) for optimizer in self.optimizers),
             state=dict(self._state),
         )
 
-    def take(self, position: Position) -> None:
+    def load_position(self, position: Position) -> None:
         """Load the state of schedulers, hyperparameters and the program's own state from a position."""
         self._beginning.close()
         for scheduler, state in zip(self.schedulers, position.schedulers, strict=True):
             scheduler.load_state_dict(state)
-        give_hyperparameters(position.groups, self.optimizers)
+        load_hyperparameters(position.groups, self.optimizers)
         self._state.clear()
         self._state.update(position.state)
 
@@ -174,12 +174,12 @@ class TrainedState:
     def update(self) -> None:
         """Step each optimizer once, and drop the gradients."""
         for optimizer in self.optimizers:
-            step_locally(optimizer, closure_of(optimizer, None))
+            step_locally(optimizer, single_use_closure(optimizer, None))
             optimizer.zero_grad(set_to_none=True)
 
     def note_batches(self, batches: Sequence[Any]) -> None:
         """Remember the batches that a step is about to compute on."""
-        self._beginning.batches.note(batches)
+        self._beginning.batches.remember(batches)
 
     def computed(self) -> None:
         """Detect what a step has written, after it was computed and before the vote."""
@@ -195,7 +195,7 @@ class TrainedState:
         """Skip the optimizers' step: drop the gradients."""
         drop_gradients(self.model, self.optimizers)
 
-    def train_again(self) -> None:
+    def restore_training_modes(self) -> None:
         """Restore the modules' training mode of the last step: a validation may have been interrupted."""
         for part, is_training in self._modes:
             part.training = is_training
@@ -226,28 +226,28 @@ class TrainedState:
         if self.local is not None:
             self.local.undo()
 
-    def share(self, step: int) -> None:
+    def share_rank_local_state(self, step: int) -> None:
         """Send this rank's rank-local state to its buddy."""
         if self.local is not None:
-            self.local.share(step)
+            self.local.exchange(step)
 
     @property
     def local_state(self) -> dict[str, dict[str, Any]]:
         """Rank-local state: buffers, and what the program has registered; empty without recovery."""
-        return {} if self.local is None else self.local.present()
+        return {} if self.local is None else self.local.state()
 
-    def _take_own(self, values: dict[str, dict[str, Any]], *, is_of_another_job: bool) -> None:
+    def load_rank_local(self, values: dict[str, dict[str, Any]], *, is_of_another_job: bool) -> None:
         """Load what `local_state` returned when a checkpoint was written."""
         buffers, saved = BufferStates(self.model), values.get(BUFFERS, {})
         buffers.load_state_dict(buffers.fitting(saved) if is_of_another_job else saved)
         self._loaded = values
         for name, state in self.rank_local.items():
-            state.load_state_dict(values.get(registered(name), {}))
+            state.load_state_dict(values.get(rank_local_name(name), {}))
 
     def register(self, name: str, state: ProgramState) -> None:
         """Register an object of the program, and load the state that a checkpoint held under its name."""
         self.rank_local[name] = state
-        state.load_state_dict(self._loaded.get(registered(name), {}))
+        state.load_state_dict(self._loaded.get(rank_local_name(name), {}))
 
     def end_iteration(self) -> None:
         """Reset FSDP2's modules to the beginning of an iteration."""
@@ -255,8 +255,8 @@ class TrainedState:
 
     def capture_state(self) -> bytes:
         """Capture the position at the beginning of this step, or that at which the loop was entered."""
-        with self._beginning.as_it_began():
-            return (self.entered_with or self.position()).to_bytes()
+        with self._beginning.at_step_start():
+            return (self.entry_position or self.position()).to_bytes()
 
     @property
     def local_steps(self) -> tuple[int, ...] | None:
@@ -267,22 +267,22 @@ class TrainedState:
         """Like `capture_state`, with this rank's rank-local state; call it between two steps."""
         if self.local is None:
             return self.capture_state()
-        with self._beginning.as_it_began():
-            return replace(self.entered_with or self.position(), local=self.local.present()).to_bytes()
+        with self._beginning.at_step_start():
+            return replace(self.entry_position or self.position(), local=self.local.state()).to_bytes()
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Copy tensors and rank-local state between ranks."""
-        self.tensors.share(plan.sources)
+        self.tensors.share(plan.senders)
         if self.local is not None:
-            self.local.pass_on(plan.sources, bytes)
-            self.local.restore(plan.step, sorted(plan.sources))
-        if self.entered_with is not None:
-            give_hyperparameters(self.entered_with.groups, self.optimizers)
+            self.local.send_to_joiners(plan.senders, bytes)
+            self.local.restore(plan.step, sorted(plan.senders))
+        if self.entry_position is not None:
+            load_hyperparameters(self.entry_position.groups, self.optimizers)
 
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
         """Write a checkpoint, or an emergency checkpoint if `path` is empty; return its path."""
         assert snapshots is None, "a custom loop keeps its degrees, so no rank writes snapshots of other ranks"
-        position = self.entered_with or self.position()
+        position = self.entry_position or self.position()
         path = path or str(self._folder / f"emergency-step={position.committed}")
         self.write(path, position)
         return path
@@ -308,13 +308,13 @@ class TrainedState:
         """
         extra = load_checkpoint(path, model=self.model, optimizers=self.optimizers)
         position = Position(**extra["loop"])
-        self.take(position)
-        with agreeing(f"the rank-local state in {path} was not loaded", default_group()):
+        self.load_position(position)
+        with raise_on_all_ranks(f"the rank-local state in {path} was not loaded", default_group()):
             own, ranks, rank = extra.get("own", {}), saved_ranks(Path(path)), dist.get_rank()
             if ranks:
                 own = load_rank_state(Path(path), rank, weights_only=True) if rank in ranks else {}
             if own.get("layout") == self._layout:  # another layout has no corresponding rank
-                self._take_own(own.get("local", {}), is_of_another_job=is_of_another_job)
+                self.load_rank_local(own.get("local", {}), is_of_another_job=is_of_another_job)
         return position
 
     @property
@@ -323,6 +323,6 @@ class TrainedState:
         return [dist.get_world_size(), self._tensor_degree]
 
 
-def registered(name: str) -> str:
+def rank_local_name(name: str) -> str:
     """Name of a registered object's state among the rank-local states."""
     return f"registered {name!r}"

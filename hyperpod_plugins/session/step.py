@@ -1,4 +1,4 @@
-"""`Step`: one step of a custom loop, as its body sees it; `Guard` forbids what the loop must not do."""
+"""`Step`: one step of a custom loop, as its body sees it; `LoopGuard` forbids what the loop must not do."""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import LoopError, PeerLost
-from hyperpod_plugins.recovery.rng import AFTER, BATCH
+from hyperpod_plugins.recovery.rng import AFTER_COMMIT, BATCH
 
 # Messages for what a loop must not do: collectives and optimizer steps that recovery could not repair.
 
@@ -28,7 +28,7 @@ BY_HAND = (
 )
 
 
-class Guard:
+class LoopGuard:
     """Makes one loop's collectives and optimizer steps raise where recovery could not repair them."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
@@ -37,14 +37,14 @@ class Guard:
 
     def forbid(self, why: str) -> None:
         """Make the main thread's collectives raise `LoopError(why)` from now on."""
-        group_health.forbid(why)
+        group_health.forbid_collectives(why)
 
     def allow(self) -> None:
         """Let the main thread communicate again."""
-        group_health.allow()
+        group_health.allow_collectives()
 
     @contextmanager
-    def committing(self) -> Generator[None]:
+    def allow_optimizer_steps(self) -> Generator[None]:
         """Context in which optimizers may step."""
         self._is_open = True
         try:
@@ -63,13 +63,13 @@ class Guard:
             raise LoopError(BY_HAND)
 
 
-class RunsSteps(Protocol):
+class StepRunner(Protocol):
     """What a step needs from its loop."""
 
-    guard: Guard
+    guard: LoopGuard
 
     @property
-    def is_repaired(self) -> bool:
+    def has_recovery(self) -> bool:
         """Whether the loop continues after a fault outside a step."""
         ...
 
@@ -90,12 +90,12 @@ class Step:
         epoch: number of its epoch, from 0.
         ends_epoch: whether it is the last step of its epoch.
         batches: this rank's batches, one per micro-step; empty if the step was committed before.
-        is_again: whether the step was committed before, so that only the code after `run` is repeated.
+        is_replay: whether the step was committed before, so that only the code after `run` is repeated.
     """
 
     def __init__(
         self,
-        loop: RunsSteps,
+        loop: StepRunner,
         *,
         index: int,
         epoch: int,
@@ -110,7 +110,7 @@ class Step:
         self.ends_epoch = ends_epoch
         self.batches = batches
         self.weights = weights
-        self.is_again = is_replay
+        self.is_replay = is_replay
         self.was_interrupted = False
         """Whether a fault interrupted the body; the loop handles it."""
         self.error: BaseException | None = None
@@ -130,7 +130,7 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
         """End the body; after a fault, the loop repeats the body or resumes where the other ranks are."""
         self._loop.guard.forbid(BETWEEN)
-        self.was_interrupted = isinstance(error, PeerLost) and self._loop.is_repaired
+        self.was_interrupted = isinstance(error, PeerLost) and self._loop.has_recovery
         self.error = None if self.was_interrupted else error
         if error is None and not self._is_run:
             raise LoopError(f"the body of step {self.index} ended without step.run(...): nothing was trained.")
@@ -159,9 +159,9 @@ class Step:
                 + ("twice." if self._is_run else "outside.")
             )
         self._loop.guard.allow()
-        if not self.is_again:
+        if not self.is_replay:
             self.result = self._loop.run_step(self, compute_loss)
-        self._loop.seed(self, AFTER)  # what follows may be repeated by a process that has not computed the step
+        self._loop.seed(self, AFTER_COMMIT)  # what follows may be repeated by a process that has not computed the step
         self._is_run = True
         return self.result
 

@@ -26,14 +26,14 @@ from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 from hyperpod_plugins.recovery.state_layout import StateLayout
 from hyperpod_plugins.session.context import LoopContext
-from hyperpod_plugins.session.state import Position, TrainedState, registered
+from hyperpod_plugins.session.state import Position, TrainedState, rank_local_name
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def ends_alone(error: BaseException | None) -> bool:
+def ends_only_this_process(error: BaseException | None) -> bool:
     """Whether this error ends only this process: the job continues in a smaller world, or with a replacement.
 
     Any other error is a mistake of the program, and ends the job.
@@ -70,7 +70,7 @@ class Transactions:
         """Rehearsal of this process's steps; None if none are rehearsed."""
         self._snapshots: Snapshots | None = None
         self._transaction: StepTransaction | None = None
-        self._preview: StateLayout | None = None
+        self._state_layout: StateLayout | None = None
         self._has_moved, self._is_complete, self._entry = False, True, 0
         self._trained.saving = context.saving_group
         self.saved: SavedCheckpoints | None = None
@@ -95,7 +95,7 @@ class Transactions:
         self._entry = entry
         self.saved = SavedCheckpoints(JobStore.connect(member.job), entry) if keeps else None
         self._snapshots = None
-        self._renew(member)
+        self._create_transaction(member)
 
     def begin_at(self, committed: int, resumed_from: str) -> None:
         """Set the number of committed steps, and record the checkpoint that the loop was resumed from, if any."""
@@ -132,10 +132,10 @@ class Transactions:
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
         """Run one step."""
-        if self._transaction is None or self._preview is None:
+        if self._transaction is None or self._state_layout is None:
             return commit(compute())
         result = self._transaction.run(compute, commit)
-        self._preview.publish()
+        self._state_layout.publish()
         return result
 
     def join(self) -> None:
@@ -147,14 +147,14 @@ class Transactions:
         if self._transaction is not None:
             self._transaction.join()
 
-    def state_of_peers(self) -> Position:
+    def await_peers_position(self) -> Position:
         """Wait until the other ranks have stopped, and return the position at which this joiner begins."""
         assert self.member is not None
         self.member.activity = "waiting for the state of the loop"
-        assert self._preview is not None
-        self._preview.preallocate()
+        assert self._state_layout is not None
+        self._state_layout.preallocate()
         resume_point = self.member.wait_for_stops(snapshots=self._snapshots)
-        return self._entering(Position.from_bytes(resume_point.trainer), resume_point.step)
+        return self._set_entry(Position.from_bytes(resume_point.trainer), resume_point.step)
 
     def reenter(self) -> Position:
         """After a fault outside a step, leave the other ranks, and return the position at which all resume.
@@ -168,37 +168,37 @@ class Transactions:
         member.end_generation()
         member.activity = "waiting for the other ranks to stop, outside a step"
         returned = None if self._snapshots is None else self._snapshots.take_returned()
-        description = self._stopped_at(returned, transaction)
-        self._trained.train_again()
+        description = self._capture_stop_state(returned, transaction)
+        self._trained.restore_training_modes()
         group_health.leave_others()
         self._move(member)
-        self._renew(member)
+        self._create_transaction(member)
         resume_point = member.wait_for_stops(
-            stopped=lambda number: member.stop(number, in_step=False, trainer=description)
+            stopped=lambda number: member.publish_stop(number, in_step=False, trainer=description)
         )
         is_ours = returned is not None and resume_point.step == returned.step  # parts of it are rank-local
         position = Position.from_bytes(description if is_ours else resume_point.trainer)
         if is_ours and position.local and self._trained.local is not None:
-            self._trained.local.take(position.local, begins_epoch=False)
-        return self._entering(position, resume_point.step)
+            self._trained.local.load(position.local, begins_epoch=False)
+        return self._set_entry(position, resume_point.step)
 
-    def _stopped_at(self, returned: Snapshot | None, transaction: StepTransaction) -> bytes:
+    def _capture_stop_state(self, returned: Snapshot | None, transaction: StepTransaction) -> bytes:
         if returned is not None:
             return returned.trainer
-        if transaction.left_with is None and self._trained.is_within_step and not self._trained.can_undo:
-            transaction.tear("the program has written to parameters for the first time")
-        if self.member is not None and self.member.is_torn:
+        if transaction.state_on_leaving_step is None and self._trained.is_within_step and not self._trained.can_undo:
+            transaction.mark_state_lost("the program has written to parameters for the first time")
+        if self.member is not None and self.member.has_torn_state:
             self._trained.undo_step()  # as far as possible, gradients above all
             return b""
-        if transaction.left_with is not None:
-            return transaction.left_with  # captured when it left the step, and still valid
+        if transaction.state_on_leaving_step is not None:
+            return transaction.state_on_leaving_step  # captured when it left the step, and still valid
         if self._trained.is_within_step:
             self._trained.undo_step()  # drop what was computed of it so far
         return self._trained.capture_state()
 
-    def _entering(self, position: Position, step: int) -> Position:
+    def _set_entry(self, position: Position, step: int) -> Position:
         assert self._transaction is not None
-        self._trained.entered_with, self._transaction.entered_at = position, step
+        self._trained.entry_position, self._transaction.entered_at = position, step
         return position
 
     def _move(self, member: Member) -> None:
@@ -207,12 +207,12 @@ class Transactions:
             self._has_moved, self._snapshots, self._trained.local = True, None, None
         if self._has_moved:
             release_broken()
-            self._context.lay_out(has_moved=True)
+            self._context.build_groups(has_moved=True)
             self._trained.saving = self._context.saving_group
             if self._context.rank == 0 and self.saved is None and self._is_complete:
                 self.saved = SavedCheckpoints(JobStore.connect(member.job), self._entry)
 
-    def _renew(self, member: Member) -> None:
+    def _create_transaction(self, member: Member) -> None:
         """Create a transaction that begins outside a step."""
         context, policy = self._context, self._options.snapshots(self._context.topology)
         if self._snapshots is None and context.snapshot_group is not None:
@@ -225,8 +225,8 @@ class Transactions:
                 is_joining=member.is_joining,
             )
             self._snapshots = Snapshots(policy, self._trained.tensors, context.topology, context.snapshot_group, memory)
-        self._preview = StateLayout(member, self._trained.tensors, context.topology)
-        self.rehearsal = Rehearsal.wanted(
+        self._state_layout = StateLayout(member, self._trained.tensors, context.topology)
+        self.rehearsal = Rehearsal.create(
             self._trained.tensors,
             context.topology,
             context.device,
@@ -240,7 +240,7 @@ class Transactions:
             if not buffers.is_empty:  # the same on all ranks
                 self._trained.local.register(BUFFERS, buffers)
         for name, state in self._trained.rank_local.items():
-            self._trained.local.register(registered(name), state)
+            self._trained.local.register(rank_local_name(name), state)
         self._transaction = StepTransaction(
             member,
             self._trained,
@@ -254,7 +254,7 @@ class Transactions:
 
     def _repaired(self, repair: Repair) -> None:
         assert self.member is not None
-        self._trained.entered_with, self._has_moved = None, False
+        self._trained.entry_position, self._has_moved = None, False
         self._repairs.append(repair)
-        if repair.is_told_by(self.member.rank, self.member.world.size):
+        if repair.is_reported_by(self.member.rank, self.member.world.size):
             log.warning("%s", repair)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, few
+from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, format_list
 from hyperpod_plugins.parallel.checkpoint.storage import (
     CheckedWriter,
     SafePlanner,
@@ -21,7 +21,7 @@ from hyperpod_plugins.parallel.checkpoint.storage import (
     safe_planner,
     safe_reader,
 )
-from hyperpod_plugins.smp.job import note
+from hyperpod_plugins.smp.job import warn_once
 
 _writing: list[Future[Any]] = []
 _TUNING = ("coordinator_rank", "queue", "sharded_strategy", "wait_error_handling", "force_check_all_plans", "s3_region")
@@ -112,8 +112,8 @@ def load(
     missing = [name for name in flatten_state_dict(state_dict)[0] if name not in present]
     if missing and check_keys_matched:
         raise CheckpointMismatch(
-            f"the checkpoint {folder} lacks {few(missing)}. Load it into the model that it was written from, or pass "
-            "check_keys_matched=False to keep the present values of these entries."
+            f"the checkpoint {folder} lacks {format_list(missing)}. Load it into the model that it was written from, "
+            "or pass check_keys_matched=False to keep the present values of these entries."
         )
     try:
         state_dict_loader.load(state_dict, storage_reader=reader, planner=planner, **known)
@@ -134,7 +134,7 @@ def _folder(checkpoint_id: str | os.PathLike[str]) -> str:
 def _known(options: dict[str, Any]) -> dict[str, Any]:
     tuning = sorted(set(options) & set(_TUNING))
     if tuning:
-        note(f"{', '.join(tuning)}: options that tune how SMP writes checkpoints are ignored.")
+        warn_once(f"{', '.join(tuning)}: options that tune how SMP writes checkpoints are ignored.")
     known = {key: value for key, value in options.items() if key not in _TUNING and value is not None}
     unknown = sorted(set(known) - {"storage_writer", "storage_reader", "planner", "process_group"})
     if unknown:

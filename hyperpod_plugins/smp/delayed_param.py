@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from hyperpod_plugins.delayed_init.tape import own_tensors
-from hyperpod_plugins.errors import ConfigError, InitializationError, few
+from hyperpod_plugins.errors import ConfigError, InitializationError, format_list
 
 
 class ParamInit:
@@ -77,8 +77,8 @@ class DelayedParamIniter:
         waiting = _without_values(self._model)
         if waiting:
             raise InitializationError(
-                f"{few(waiting)} of {type(self._model).__name__} are still on the meta device. Wrap the model in "
-                "FullyShardedDataParallel inside this context."
+                f"{format_list(waiting)} of {type(self._model).__name__} are still on the meta device. Wrap the model "
+                "in FullyShardedDataParallel inside this context."
             )
 
 

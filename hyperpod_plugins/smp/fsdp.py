@@ -17,7 +17,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
 from hyperpod_plugins.smp.delayed_param import ParamInit
 from hyperpod_plugins.smp.fsdp_arguments import FsdpArguments, translate
-from hyperpod_plugins.smp.job import Job, current_job, lay_out, note
+from hyperpod_plugins.smp.job import Job, current_job, set_shard_degree, warn_once
 from hyperpod_plugins.smp.transform import take_transformed
 
 _ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -71,7 +71,7 @@ def wrap(
         raise ConfigError(f"FullyShardedDataParallel({name}, ...): {error}") from None
     translation = translate(job.config, arguments, module, job.ranks_per_node)
     if job.follows_fsdp:
-        job = lay_out(translation.config.hybrid_shard_degree)
+        job = set_shard_degree(translation.config.hybrid_shard_degree)
     _check_groups(job, process_group, device_mesh)
     is_transformed, from_first_rank = take_transformed(module)
     if job.topology.tensor_degree > 1 and not is_transformed:
@@ -81,14 +81,14 @@ def wrap(
         )
     sync = sync_module_states or from_first_rank
     if sync:
-        _make_room(module)
+        _allocate_meta(module)
     elif param_init_fn is not None and not isinstance(param_init_fn, ParamInit):
         _refuse_own_init(module)
     config = replace(translation.config, hybrid_shard_degree=job.topology.shard_degree)
     parallel.parallelize(module, job.mesh, config)
     vars(module)["clip_grad_norm_"] = partial(clip_grad_norm_, module)
     vars(module)["no_sync"] = partial(without_replica_sync, module)
-    note(
+    warn_once(
         f"FullyShardedDataParallel({name}) is done by FSDP2: {job.topology}, {config.precision}, units "
         f"{', '.join(config.block_classes) or 'in each chain of layers'}"
         + "".join(f"; {each}" for each in translation.notes)
@@ -126,7 +126,7 @@ def _check_groups(job: Job, process_group: _ProcessGroups | None, device_mesh: D
         )
 
 
-def _make_room(model: nn.Module) -> None:
+def _allocate_meta(model: nn.Module) -> None:
     """Allocate memory for tensors on the meta device, whose values come from rank 0.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
 
-from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, few
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, format_list
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.config import Precision
 
@@ -58,7 +58,7 @@ def translate(asked: ParallelConfig, arguments: FsdpArguments, model: nn.Module,
     for name in ("ignored_modules", "ignored_states"):
         ignored = list(getattr(arguments, name) or ())
         if ignored:
-            kinds = few(sorted({type(each).__name__ for each in ignored}))
+            kinds = format_list(sorted({type(each).__name__ for each in ignored}))
             raise ConfigError(
                 f"{name} leaves {kinds} out of sharding, and everything in the model is sharded here. Keep such "
                 "modules outside of the model that is wrapped, or leave the argument out."
@@ -128,22 +128,22 @@ def _block_classes(policy: Any, model: nn.Module, notes: list[str]) -> tuple[str
     if policy is None:
         notes.append("each layer of a chain in a ModuleList is a unit, as there is no auto_wrap_policy")
         return ()
-    wants = _chooser(policy)
+    wants = _unit_predicate(policy)
     chosen = {id(module) for module in model.modules() if module is not model and wants(module)}
     names = {type(module).__name__ for module in model.modules() if id(module) in chosen}
     if not names:
-        classes = few(sorted({type(module).__name__ for module in model.modules()}), at_most=12)
+        classes = format_list(sorted({type(module).__name__ for module in model.modules()}), at_most=12)
         raise ConfigError(
             f"auto_wrap_policy chooses no module of {type(model).__name__}, which contains {classes}. Name one of "
             "them, or leave the policy out."
         )
     others = {type(m).__name__ for m in model.modules() if id(m) not in chosen and m is not model} & names
     if others:
-        notes.append(f"all {few(sorted(others))} are units, though auto_wrap_policy chooses only some of them")
+        notes.append(f"all {format_list(sorted(others))} are units, though auto_wrap_policy chooses only some of them")
     return tuple(sorted(names))
 
 
-def _chooser(policy: Any) -> Callable[[nn.Module], bool]:
+def _unit_predicate(policy: Any) -> Callable[[nn.Module], bool]:
     if isinstance(policy, ModuleWrapPolicy):
         classes = tuple(policy._module_classes)  # pyright: ignore[reportPrivateUsage]
         return lambda module: isinstance(module, classes)

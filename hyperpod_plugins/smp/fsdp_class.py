@@ -28,7 +28,7 @@ def register(wrap: Callable[..., nn.Module], functions: Mapping[str, Callable[..
     _functions.update(functions)
 
 
-def translates(is_on: bool) -> None:
+def set_translation(is_on: bool) -> None:
     """Turn the translation on or off. Subclasses of `FullyShardedDataParallel` are not affected."""
     global _translates, _is_changed
     _translates = is_on
@@ -37,7 +37,7 @@ def translates(is_on: bool) -> None:
         FullyShardedDataParallel.__new__ = staticmethod(_make)
         replace_offload()
         for name, function in _functions.items():
-            setattr(FullyShardedDataParallel, name, staticmethod(_chooser(function, name)))
+            setattr(FullyShardedDataParallel, name, staticmethod(_dispatch(function, name)))
 
 
 def _make(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def _make(cls: type, *args: Any, **kwargs: Any) -> Any:
     return object.__new__(cls)
 
 
-def _chooser(ours: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _dispatch(ours: Callable[..., Any], name: str) -> Callable[..., Any]:
     torchs: Callable[..., Any] = getattr(FullyShardedDataParallel, name)
 
     def choose(*args: Any, **kwargs: Any) -> Any:

@@ -48,8 +48,8 @@ def uninstall() -> None:
     for name in [name for name in sys.modules if name == _ROOT or name.startswith(f"{_ROOT}.")]:
         del sys.modules[name]
     torch.__dict__.pop("sagemaker", None)
-    fsdp_class.translates(False)
-    job.forget()
+    fsdp_class.set_translation(False)
+    job.reset()
 
 
 def get_logger() -> logging.Logger:

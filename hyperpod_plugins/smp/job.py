@@ -22,7 +22,7 @@ from hyperpod_plugins.smp import fsdp_class
 
 
 @cache
-def note(text: str) -> None:
+def warn_once(text: str) -> None:
     """Warn once in this process, and on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(text, stacklevel=3)
@@ -77,7 +77,7 @@ def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) 
     _tell_of_offloading(source, asked)
     topology = asked.topology(dist.get_world_size(), ranks_per_node=env.local_world_size)
     _job = Job(config=asked, topology=topology, mesh=_mesh(topology), ranks_per_node=env.local_world_size)
-    fsdp_class.translates(True)
+    fsdp_class.set_translation(True)
 
 
 def is_initialized() -> bool:
@@ -96,7 +96,7 @@ def current_job() -> Job:
     return _job
 
 
-def lay_out(shard_degree: int) -> Job:
+def set_shard_degree(shard_degree: int) -> Job:
     """Set the shard degree that FSDP's sharding strategy asks for, and return the updated job; 0 for all ranks."""
     global _job
     job = current_job()
@@ -108,7 +108,7 @@ def lay_out(shard_degree: int) -> Job:
     return job
 
 
-def forget() -> None:
+def reset() -> None:
     """Return to the state before `init`; process groups remain."""
     global _job
     _job = None
@@ -242,7 +242,7 @@ def _mesh(topology: Topology) -> DeviceMesh:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(dist.group.WORLD, ResilientProcessGroup):
         return build_mesh(topology, device_type)
-    note(
+    warn_once(
         f"the script made its process group of the backend {dist.get_backend()!r}, so nothing repairs it when a rank "
         f"is lost. Leave the group to init(), or make it with init_process_group({BACKEND!r})."
     )
@@ -253,7 +253,7 @@ def _tell_of_offloading(source: Any, asked: ParallelConfig) -> None:
     try:
         ParallelConfig.of(source)
     except NotBuiltYetError:  # the same configuration without offloading has passed
-        note(
+        warn_once(
             "sm_activation_offloading: torch's own offload_wrapper does it. Saved activations go to the host, and come "
             f"back when backward asks for them; nothing is fetched ahead, so activation_loading_horizon="
             f"{asked.activation_loading_horizon} has no effect."

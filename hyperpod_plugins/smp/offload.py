@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadW
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hyperpod_plugins.parallel.hsdp import laid_out_like, local_part
+from hyperpod_plugins.parallel.hsdp import from_local_like, local_part
 
 _Packed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -55,5 +55,5 @@ def _from_host(packed: _Packed) -> torch.Tensor:
         return packed
     host, twin = packed
     if isinstance(twin, DTensor):
-        return laid_out_like(twin, host.to(twin.device_mesh.device_type, non_blocking=True))
+        return from_local_like(twin, host.to(twin.device_mesh.device_type, non_blocking=True))
     return host.to(twin.device, non_blocking=True)

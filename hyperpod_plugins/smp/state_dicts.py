@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.smp.job import note
+from hyperpod_plugins.smp.job import warn_once
 
 
 class SMStateDictType(enum.Enum):
@@ -37,7 +37,7 @@ class SMStateDictType(enum.Enum):
 
 _REPLACED = ("state_dict", "load_state_dict")
 
-_whole: WeakKeyDictionary[nn.Module, FullStateDictConfig] = WeakKeyDictionary()
+_full_configs: WeakKeyDictionary[nn.Module, FullStateDictConfig] = WeakKeyDictionary()
 """Models whose state dicts are full (not sharded) at present."""
 
 
@@ -53,12 +53,12 @@ def sm_state_dict_type(
     Raises:
         ConfigError: the type is torch's `LOCAL_STATE_DICT`, whose flat tensors FSDP2 does not have.
     """
-    before = _whole.get(module)
-    _choose(module, state_dict_type, state_dict_config)
+    before = _full_configs.get(module)
+    _set_type(module, state_dict_type, state_dict_config)
     try:
         yield
     finally:
-        _choose(module, StateDictType.SHARDED_STATE_DICT if before is None else StateDictType.FULL_STATE_DICT, before)
+        _set_type(module, StateDictType.SHARDED_STATE_DICT if before is None else StateDictType.FULL_STATE_DICT, before)
 
 
 def set_state_dict_type(
@@ -68,12 +68,12 @@ def set_state_dict_type(
     optim_state_dict_config: Any = None,
 ) -> None:
     """Like `sm_state_dict_type`, but until the next call."""
-    _choose(module, state_dict_type, state_dict_config)
+    _set_type(module, state_dict_type, state_dict_config)
 
 
 def optim_state_dict(model: nn.Module, optim: Optimizer, *_: Any, **__: Any) -> dict[str, Any]:
     """Return the state of an optimizer by parameter name: full tensors if that type was chosen, else sharded ones."""
-    config = _whole.get(model)
+    config = _full_configs.get(model)
     options = StateDictOptions(full_state_dict=config is not None, cpu_offload=bool(config and config.offload_to_cpu))
     with _as_sharded(model):
         return dict(get_optimizer_state_dict(model, optim, options=options))
@@ -84,28 +84,28 @@ def optim_state_dict_to_load(
 ) -> dict[str, Any]:
     """Load a state into an optimizer, and return its `state_dict()`: `optim.load_state_dict` then changes nothing."""
     with _as_sharded(model):
-        options = StateDictOptions(full_state_dict=model in _whole)
+        options = StateDictOptions(full_state_dict=model in _full_configs)
         set_optimizer_state_dict(model, optim, optim_state_dict, options=options)
     return optim.state_dict()
 
 
-def _choose(model: nn.Module, kind: StateDictType | SMStateDictType, config: Any) -> None:
+def _set_type(model: nn.Module, kind: StateDictType | SMStateDictType, config: Any) -> None:
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise ConfigError(
             "StateDictType.LOCAL_STATE_DICT holds the flat tensors of FSDP1, which this model does not have. Use "
             "SHARDED_STATE_DICT, which can be loaded with any degrees."
         )
     if kind is SMStateDictType.SM_LOCAL_STATE_DICT:
-        note("SM_LOCAL_STATE_DICT is a sharded state dict here: it can be loaded with any degrees.")
+        warn_once("SM_LOCAL_STATE_DICT is a sharded state dict here: it can be loaded with any degrees.")
     for name in _REPLACED:
         vars(model).pop(name, None)
-    _whole.pop(model, None)
+    _full_configs.pop(model, None)
     if kind is not StateDictType.FULL_STATE_DICT:
         return
     config = config if isinstance(config, FullStateDictConfig) else FullStateDictConfig()
-    _whole[model] = config
+    _full_configs[model] = config
     vars(model)["state_dict"] = lambda *args, **kwargs: _gather(type(model).state_dict(model, *args, **kwargs), config)
-    vars(model)["load_state_dict"] = lambda state, *_, **__: _spread(model, state)
+    vars(model)["load_state_dict"] = lambda state, *_, **__: _load_full(model, state)
 
 
 def _gather(sharded: Mapping[str, Any], config: FullStateDictConfig) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _gather(sharded: Mapping[str, Any], config: FullStateDictConfig) -> dict[str
     return whole
 
 
-def _spread(model: nn.Module, whole: dict[str, Any]) -> Any:
+def _load_full(model: nn.Module, whole: dict[str, Any]) -> Any:
     with _as_sharded(model):
         return set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
 

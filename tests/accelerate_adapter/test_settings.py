@@ -79,9 +79,9 @@ def test_settings_that_make_no_sense_are_refused(values):
 
 
 def test_only_accelerate_can_do_some_things():
-    assert AccelerateSettings(activation_checkpointing=True).of_accelerate == ()
+    assert AccelerateSettings(activation_checkpointing=True).needs_accelerate_fsdp2 == ()
     asked = AccelerateSettings(activation_checkpointing=True, activation_checkpointing_offload=True, fp8="te")
-    assert asked.of_accelerate == ("activation_checkpointing_offload", "fp8")
+    assert asked.needs_accelerate_fsdp2 == ("activation_checkpointing_offload", "fp8")
 
 
 LAYOUTS = {

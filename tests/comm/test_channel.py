@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from hyperpod_plugins.comm.channel import Channel, Links
+from hyperpod_plugins.comm.channel import Channel, ChannelConnections
 from hyperpod_plugins.errors import CommError, PeerLost
 
 MIB = 2**20
@@ -36,7 +36,7 @@ def in_threads(*calls):
 
 def links(size):
     store = dist.HashStore()
-    return [Links(store, rank, "127.0.0.1") for rank in range(size)]
+    return [ChannelConnections(store, rank, "127.0.0.1") for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -113,7 +113,7 @@ def test_limits():
         sender.exchange("state", {1: [b"many" * MIB]}, {}, **limits)
 
     store = dist.HashStore()
-    receiver, began = Links(store, 1, "127.0.0.1"), threading.Event()
+    receiver, began = ChannelConnections(store, 1, "127.0.0.1"), threading.Event()
 
     def stand_still():
         store.wait(["1"])
@@ -164,7 +164,7 @@ def test_few_bytes_that_do_not_come_and_those_that_are_not_awaited():
 
 def test_strangers_are_refused_and_delay_nobody():
     store = dist.HashStore()
-    sender, receiver = Links(store, 0, "127.0.0.1"), Links(store, 1, "127.0.0.1")
+    sender, receiver = ChannelConnections(store, 0, "127.0.0.1"), ChannelConnections(store, 1, "127.0.0.1")
     result = []
     thread = threading.Thread(target=lambda: result.append(receiver.exchange("state", {}, {0: [10]}, **PATIENCE)))
     thread.start()

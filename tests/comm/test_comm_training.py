@@ -88,7 +88,7 @@ def replace_every_inner_group(generation):
     former = []
     for group in comm.live_groups().values():
         ranks = dist.get_process_group_ranks(group)
-        spec = comm.inner_spec(group, generation=generation, rank=group.rank(), global_ranks=ranks)
+        spec = comm.spec_for_generation(group, generation=generation, rank=group.rank(), global_ranks=ranks)
         inner = comm.connect(spec, group.options, dist.get_world_size(), group.role)
         former.append(group.replace_inner(inner, generation=generation, global_ranks=ranks))
     dist.barrier()
@@ -301,7 +301,7 @@ def grown_from_two():
     replica, index = divmod(rank, 2)
     members = {world: [0, 1, 2, 3], groups[0]: REPLICATE_RANKS[index], groups[1]: SHARD_RANKS[replica]}
     for group, ranks in members.items():
-        spec = comm.inner_spec(group, generation=1, rank=ranks.index(rank), global_ranks=ranks)
+        spec = comm.spec_for_generation(group, generation=1, rank=ranks.index(rank), global_ranks=ranks)
         spec = dataclasses.replace(spec, store=dist.PrefixStore(group.role.store_prefix(1), store))
         group.replace_inner(comm.connect(spec, group.options, 4, group.role), generation=1, global_ranks=ranks)
     assert (dist.get_rank(), dist.get_world_size()) == (rank, 4)

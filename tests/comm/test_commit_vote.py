@@ -71,7 +71,7 @@ def vote_until_one_is_gone():
 
     dist.init_process_group("hyperpod")
     rank = dist.get_rank()
-    with group_health.tolerant():
+    with group_health.tolerate_breaks():
         results = [commit_vote(rank * (step % 2)) for step in range(4)]
         if rank == 3:
             time.sleep(0.3)

@@ -38,10 +38,10 @@ def test_phases(phase, is_broken, is_quiet, is_open):
     def check():
         if is_broken:
             breaker.mark_broken("a test", cut_nothing)
-        assert (breaker.phase, breaker.suppresses_collectives, breaker.is_open) == (phase, is_quiet, is_open)
+        assert (breaker.phase, breaker.suppresses_collectives, breaker.is_unavailable) == (phase, is_quiet, is_open)
 
     if phase is Phase.TOLERANT:
-        with breaker.tolerant():
+        with breaker.tolerate_breaks():
             check()
         assert breaker.phase is Phase.STRICT
     else:
@@ -50,19 +50,19 @@ def test_phases(phase, is_broken, is_quiet, is_open):
 
 def test_a_break_outlasts_the_step():
     breaker = GroupHealth()
-    with breaker.tolerant():
+    with breaker.tolerate_breaks():
         breaker.mark_broken("first", cut_nothing)
         breaker.mark_broken("second", cut_nothing)
     assert breaker.cause == "first"
     assert not breaker.suppresses_collectives
     breaker.reset()
     assert breaker.cause is None
-    assert not breaker.is_open
+    assert not breaker.is_unavailable
 
 
 def test_an_exception_ends_the_tolerance():
     breaker = GroupHealth()
-    with pytest.raises(ZeroDivisionError), breaker.tolerant():
+    with pytest.raises(ZeroDivisionError), breaker.tolerate_breaks():
         raise ZeroDivisionError
     assert breaker.phase is Phase.STRICT
 
@@ -70,7 +70,7 @@ def test_an_exception_ends_the_tolerance():
 def test_a_process_that_is_apart_stays_so_in_a_step():
     breaker = GroupHealth()
     breaker.detach()
-    with breaker.tolerant():
+    with breaker.tolerate_breaks():
         assert breaker.phase is Phase.DETACHED
     assert breaker.phase is Phase.DETACHED
     breaker.reset()
@@ -79,7 +79,7 @@ def test_a_process_that_is_apart_stays_so_in_a_step():
 
 def test_parting_in_a_step_outlasts_it():
     breaker = broken(Phase.STRICT)
-    with breaker.tolerant():
+    with breaker.tolerate_breaks():
         breaker.leave_others()
     assert breaker.phase is Phase.DETACHED
     assert breaker.suppresses_collectives
@@ -87,7 +87,7 @@ def test_parting_in_a_step_outlasts_it():
 
 def test_mending_in_a_step_ends_its_tolerance():
     breaker = GroupHealth()
-    with breaker.tolerant():
+    with breaker.tolerate_breaks():
         breaker.mark_broken("a test", cut_nothing)
         breaker.reset()
         assert breaker.phase is Phase.STRICT
@@ -101,19 +101,19 @@ def test_listeners_hear_of_each_break_once_and_after_the_cut():
     def listen(cause):
         heard.append(cause)
 
-    breaker.when_broken(listen)
+    breaker.add_listener(listen)
     assert breaker.mark_broken("one", lambda: heard.append("cut"))
     assert not breaker.mark_broken("two", lambda: heard.append("cut"))
     assert heard == ["cut", "one"]
     breaker.reset()
-    breaker.forget(listen)
+    breaker.remove_listener(listen)
     assert breaker.mark_broken("three", cut_nothing)
     assert heard == ["cut", "one"]
 
 
 def test_many_threads_break_it_once():
     breaker, heard, results = GroupHealth(), [], []
-    breaker.when_broken(heard.append)
+    breaker.add_listener(heard.append)
     barrier = threading.Barrier(16)
 
     def trip(number):

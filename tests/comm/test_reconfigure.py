@@ -96,7 +96,7 @@ def compiled_training():
 
     for step in range(5):
         if step == 2:
-            with comm.group_health.tolerant():
+            with comm.group_health.tolerate_breaks():
                 compute(step, breaks=True)
                 dist.all_reduce(torch.zeros(1))  # the vote
                 assert comm.group_health.cause is not None
@@ -172,7 +172,7 @@ def waits_that_end():
         lambda: dist.all_to_all_single(torch.empty(4), x, async_op=True),
         lambda: dist.barrier(async_op=True),
     ):
-        with comm.group_health.tolerant():
+        with comm.group_health.tolerate_breaks():
             work = begin()
             threading.Timer(0.1, comm.group_health.mark_broken, ["a test", lambda: None]).start()
             work.wait()
@@ -292,7 +292,7 @@ def abandoned_attempt():
         with pytest.raises(PeerLost, match="generation 1 ended while it was formed: a test says so"):
             attempt.run()
         assert attempt.is_cancelled
-        assert comm.group_health.is_open
+        assert comm.group_health.is_unavailable
     else:
         with pytest.raises(PeerLost):
             dist.barrier()
@@ -330,7 +330,7 @@ def attempts_that_fail(transport):
     for generation in range(1, 8, 2):
         store = dist.distributed_c10d._get_default_store()
         value = torch.ones(1)
-        with comm.group_health.tolerant():
+        with comm.group_health.tolerate_breaks():
             if rank == 1:
                 dist.all_reduce(value, group=second, async_op=True)  # rank 0 does not come
             store.set(f"{generation}/{rank}", "")
@@ -364,7 +364,7 @@ def pinned_to_a_generation():
     """A thread that began in one generation does not meet those who came later."""
     start()
     group = dist.group.WORLD
-    with comm.pinned(group, comm.generation_of(group)):
+    with comm.pin_generation(group, comm.generation_of(group)):
         dist.barrier()
         break_and_reform(1)
         with pytest.raises(PeerLost, match="formed again, in generation 1"):

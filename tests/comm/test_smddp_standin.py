@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hyperpod_plugins import comm
 from hyperpod_plugins.comm import CommOptions, GroupKey, smddp
-from hyperpod_plugins.comm.smddp import SumForMean
+from hyperpod_plugins.comm.smddp import MeanBySumGroup
 from hyperpod_plugins.errors import BackendUnavailable
 
 
@@ -62,7 +62,7 @@ def direct_on_another_instance(folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dist.init_process_group("smddp")
-    assert not isinstance(dist.group.WORLD.inner, SumForMean)
+    assert not isinstance(dist.group.WORLD.inner, MeanBySumGroup)
     return sum("this is ml.g5.xlarge" in str(each.message) for each in caught), mean_of_ranks()
 
 
@@ -120,7 +120,7 @@ def through_hyperpod(folder):
     dist.init_process_group("hyperpod", pg_options=CommOptions(transport="smddp", strict=True))
     rank = dist.get_rank()
     world = dist.group.WORLD
-    assert isinstance(world.inner, SumForMean)
+    assert isinstance(world.inner, MeanBySumGroup)
     assert type(world.inner.inner).__name__ == "SMDDPGroup"
     assert mean_of_ranks() == 0.5
     assert bare_mean(world) == named_mean(world) == coalesced_mean() == 0.5
@@ -128,9 +128,9 @@ def through_hyperpod(folder):
     assert future.wait()[0].item() == 1.5
 
     alone = comm.new_axis_group(GroupKey("tensor", (("shard", rank),)), [rank])
-    assert not isinstance(alone.inner, SumForMean)
+    assert not isinstance(alone.inner, MeanBySumGroup)
     everybody = comm.new_axis_group(GroupKey("shard"), [0, 1])
-    assert isinstance(everybody.inner, SumForMean)
+    assert isinstance(everybody.inner, MeanBySumGroup)
     ours = parameters_after_training(everybody)
     gloo = parameters_after_training(dist.new_group(backend="gloo"))
     assert all(torch.equal(a, b) for a, b in zip(ours, gloo, strict=True))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperpod_plugins.comm import WORLD, GroupKey, reset_traffic, traffic, wire_bytes
-from hyperpod_plugins.comm.api import without_key
+from hyperpod_plugins.comm.api import key_of_unnamed_group
 from hyperpod_plugins.comm.process_group import num_bytes
 from hyperpod_plugins.comm.traffic import counters
 
@@ -14,7 +14,7 @@ from hyperpod_plugins.comm.traffic import counters
 def test_roles_have_readable_names():
     assert WORLD.name == "world"
     assert GroupKey("shard", (("replicate", 1), ("tensor", 0))).name == "shard[replicate=1,tensor=0]"
-    assert without_key("3").name == "other#3"
+    assert key_of_unnamed_group("3").name == "other#3"
 
 
 AXES = st.sampled_from(["replicate", "shard", "tensor", "expert"])
@@ -78,7 +78,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(payload, size):
 @pytest.mark.parametrize("generation", [0, 7, 99, 9999])
 def test_short_names_stay_short_and_tell_roles_apart(generation):
     """Longer ones cost a step 15 % on gloo: see [Note: short names]."""
-    roles = [WORLD, without_key("3"), without_key("a" * 40)]
+    roles = [WORLD, key_of_unnamed_group("3"), key_of_unnamed_group("a" * 40)]
     roles += [GroupKey(a, (("replicate", r), ("of_shards", 2))) for a in ("shard", "tensor") for r in range(64)]
     names = {role.short_name(generation) for role in roles}
     assert len(names) == len(roles)

@@ -7,7 +7,7 @@ import pytest
 
 from hyperpod_plugins.comm import CommOptions, choose_transport
 from hyperpod_plugins.comm.groups import TRANSPORTS, transport_for_group
-from hyperpod_plugins.comm.smddp import Smddp, instance_refusal
+from hyperpod_plugins.comm.smddp import Smddp, unsupported_instance_reason
 from hyperpod_plugins.comm.transport import Gloo, Nccl
 from hyperpod_plugins.errors import BackendUnavailable, ConfigError
 
@@ -23,7 +23,7 @@ from hyperpod_plugins.errors import BackendUnavailable, ConfigError
     ],
 )
 def test_smddp_names_the_instance_it_refuses(instance_type, reason):
-    refusal = instance_refusal(instance_type)
+    refusal = unsupported_instance_reason(instance_type)
     assert (refusal is None) if reason is None else (reason in refusal)
 
 
@@ -31,21 +31,21 @@ def test_smddp_names_the_instance_it_refuses(instance_type, reason):
     ("group_size", "world_size", "serves"), [(8, 8, True), (1, 1, True), (4, 8, False), (1, 8, False)]
 )
 def test_smddp_serves_groups_that_span_the_world(group_size, world_size, serves):
-    refusal = Smddp().why_not_group(group_size, world_size)
+    refusal = Smddp().unsupported_group_reason(group_size, world_size)
     assert (refusal is None) == serves
     if not serves:
         assert f"{group_size} of {world_size} ranks" in refusal
 
 
 def test_every_other_transport_serves_every_group():
-    assert [t.why_not_group(2, 8) for t in (Gloo(), Nccl())] == [None, None]
+    assert [t.unsupported_group_reason(2, 8) for t in (Gloo(), Nccl())] == [None, None]
 
 
 def test_gloo_serves_the_cpu_and_nccl_says_why_not():
     assert choose_transport("cpu").name == "gloo"
     assert choose_transport("cpu", "gloo").name == "gloo"
-    assert Nccl().why_not("cpu") == "it serves cuda tensors only, not cpu"
-    assert "not mps" in Gloo().why_not("mps")
+    assert Nccl().unsupported_reason("cpu") == "it serves cuda tensors only, not cpu"
+    assert "not mps" in Gloo().unsupported_reason("mps")
 
 
 def test_an_explicit_request_that_cannot_be_met_is_an_error_with_every_reason():

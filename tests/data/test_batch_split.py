@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hyperpod_plugins.data import BatchSplit, Cursor, ElasticSampler, sample_weight, share
+from hyperpod_plugins.data import BatchSplit, Cursor, ElasticSampler, rank_positions, sample_weight
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError
@@ -47,7 +47,7 @@ def test_shares_are_even_never_empty_and_never_too_large(global_batch, micro_bat
     split = split_or_skip(global_batch, micro_batch, world)
     totals = [0] * world
     for micro_step in split.walk(Cursor(), global_batch, drop_last=True):
-        shares = [share(micro_step, rank=rank, world_size=world) for rank in range(world)]
+        shares = [rank_positions(micro_step, rank=rank, world_size=world) for rank in range(world)]
         positions = [position for part in shares for position in part]
         first = micro_step.before.position
         assert positions == list(range(first, first + micro_step.size))
@@ -180,7 +180,7 @@ def test_a_last_step_that_cannot_be_shared_out_is_refused_where_nobody_weights_l
 def test_every_size_that_a_job_is_told_it_may_have_can_share_out_the_last_step(batch, micro, shards, num_samples):
     step = StepBatch(global_batch_size=batch, micro_batch_size=micro)
     try:
-        sizes = step.serving(ElasticPolicy(max_replicas=8), shards)
+        sizes = step.feasible_sizes(ElasticPolicy(max_replicas=8), shards)
     except ConfigError:
         assume(False)
         raise

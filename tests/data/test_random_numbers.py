@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler, get_worker_info
 
 from hyperpod_plugins.data import BatchSplit, ElasticSampler, StatefulLoader
-from hyperpod_plugins.data.random_numbers import KeyedItems, LoaderKey, key_random_numbers
+from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 
 
 def draw():
@@ -43,7 +43,7 @@ def shift(worker_id):
 
 def keyed(dataset, epoch=lambda: 0, seed=3, number=0, **options):
     loader = DataLoader(dataset, collate_fn=collate, **({"batch_size": 2} | options))
-    key_random_numbers(loader, LoaderKey(seed=seed, epoch=epoch, data_rank=1, number=number))
+    key_random_numbers(loader, LoaderKey(seed=seed, epoch=epoch, data_rank=1, loader_index=number))
     return loader
 
 
@@ -110,7 +110,8 @@ def test_loaders_of_one_trainer_draw_different_numbers_for_the_same_samples(kind
 
 def test_items_of_two_iterables_of_one_trainer_differ():
     items = [
-        list(islice(KeyedItems(iter(draw, None), LoaderKey(seed=1, epoch=lambda: 0, number=n)), 4)) for n in (0, 1)
+        list(islice(SeededIterable(iter(draw, None), LoaderKey(seed=1, epoch=lambda: 0, loader_index=n)), 4))
+        for n in (0, 1)
     ]
     assert not set(items[0]) & set(items[1])
 
@@ -123,7 +124,7 @@ def test_reading_leaves_the_readers_numbers_alone():
     list(keyed(Noisy(), shuffle=True))
     disturbed.append(draw())
     list(keyed(Noisy(), num_workers=1))
-    list(islice(KeyedItems([draw, draw], LoaderKey(seed=1, epoch=lambda: 0)), 1))
+    list(islice(SeededIterable([draw, draw], LoaderKey(seed=1, epoch=lambda: 0)), 1))
     disturbed.append(draw())
     assert disturbed == undisturbed
 
@@ -138,7 +139,7 @@ def test_items_of_any_iterable_are_keyed_by_their_number():
         def __iter__(self):
             return iter(draw, None)
 
-    take = lambda epoch: list(islice(KeyedItems(Items(), LoaderKey(seed=1, epoch=lambda: epoch)), 4))  # noqa: E731
+    take = lambda epoch: list(islice(SeededIterable(Items(), LoaderKey(seed=1, epoch=lambda: epoch)), 4))  # noqa: E731
     assert take(0) == take(0) != take(1)
 
 

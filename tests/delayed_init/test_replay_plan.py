@@ -12,8 +12,8 @@ def op(*, reads=(), writes=(), makes=(), number=None):
         args=(),
         kwargs={},
         outputs=(),
-        touched=frozenset((*reads, *writes)),
-        changed=frozenset((*writes, *makes)),
+        used=frozenset((*reads, *writes)),
+        written=frozenset((*writes, *makes)),
         default_dtype=torch.float32,
         draw=None if number is None else Draw(0, number, None),
     )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState, GradientNoise, Noise
+from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState, GradientNoise, NoiseEstimate
 from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState
 
 REFERENCE = 8
@@ -27,7 +27,7 @@ def spread_of(gradients, sizes):
 
 
 def gain_of(gradient_noise, scale):
-    return AdaScaleState().measured(gradient_noise.noise(int(scale * REFERENCE), REFERENCE), scale).gain
+    return AdaScaleState().measured(gradient_noise.estimate(int(scale * REFERENCE), REFERENCE), scale).gain
 
 
 @pytest.mark.parametrize("scale", [2, 3, 8])
@@ -38,7 +38,7 @@ def test_the_paper_s_formula(scale):
     variance = (gradients - mean).square().sum() / (scale - 1)
     signal = mean.square().sum() - variance / scale
     gradient_noise = spread_of(gradients, [REFERENCE] * scale)
-    noise = gradient_noise.noise(scale * REFERENCE, REFERENCE)
+    noise = gradient_noise.estimate(scale * REFERENCE, REFERENCE)
     assert noise.variance == pytest.approx(float(variance))
     assert noise.signal == pytest.approx(float(signal))
     assert gain_of(gradient_noise, scale) == pytest.approx(float((variance + signal) / (variance / scale + signal)))
@@ -75,7 +75,7 @@ def test_any_values_give_a_gain_between_the_limits(parts, of_mean, num_samples):
     norms, shares = zip(*parts, strict=True) if parts else ((), ())
     gradient_noise = GradientNoise(squared_norms=norms, shares=shares, mean_squared_norm=of_mean)
     scale = num_samples / REFERENCE
-    lr_state = LRState.beginning(REFERENCE, ADASCALE).measured(gradient_noise, num_samples).after(num_samples)
+    lr_state = LRState.initial(REFERENCE, ADASCALE).with_gain(gradient_noise, num_samples).after(num_samples)
     assert min(1.0, scale) <= lr_state.factor <= max(1.0, scale)
     assert lr_state.schedule_step == int(lr_state.factor)
 
@@ -89,7 +89,7 @@ def test_estimates_are_right_in_the_mean(sizes):
     found = []
     for _ in range(num_draws):
         draws = torch.randn(len(sizes), width, generator=generator, dtype=torch.float64)
-        found.append(spread_of(true + deviations[:, None] * draws, sizes).noise(sum(sizes), REFERENCE))
+        found.append(spread_of(true + deviations[:, None] * draws, sizes).estimate(sum(sizes), REFERENCE))
     variance = sum(noise.variance for noise in found) / num_draws
     assert variance == pytest.approx(width * per_sample**2 / REFERENCE, rel=0.05)
     assert sum(noise.signal for noise in found) / num_draws == pytest.approx(float(true.square().sum()), rel=0.05)
@@ -99,7 +99,7 @@ def test_averages_are_means_first_and_then_forget():
     gains, variances = AdaScaleState(), [float(number % 7) for number in range(1, 400)]
     for count, variance in enumerate(variances, 1):
         before = gains
-        gains = gains.measured(Noise(variance=variance, signal=1.0), 4.0)
+        gains = gains.measured(NoiseEstimate(variance=variance, signal=1.0), 4.0)
         if count <= 250:  # 1 / (1 - theta), with theta = 1 - 4 / 1000
             assert gains.variance == pytest.approx(sum(variances[:count]) / count)
         else:
@@ -108,7 +108,7 @@ def test_averages_are_means_first_and_then_forget():
 
 
 def test_a_step_that_tells_nothing_goes_by_what_is_known():
-    gains = AdaScaleState().measured(Noise(variance=9.0, signal=1.0), 2.0)
+    gains = AdaScaleState().measured(NoiseEstimate(variance=9.0, signal=1.0), 2.0)
     alone = gains.measured(None, 3.0)
     assert alone.gain == pytest.approx(10.0 / (9.0 / 3.0 + 1.0))
     assert (alone.variance, alone.signal, alone.num_estimates) == (9.0, 1.0, 1)
@@ -119,11 +119,11 @@ def test_a_step_that_tells_nothing_goes_by_what_is_known():
 
 
 def test_the_clock_counts_what_steps_are_worth():
-    lr_state, worth = LRState.beginning(REFERENCE, ADASCALE), 0.0
+    lr_state, worth = LRState.initial(REFERENCE, ADASCALE), 0.0
     for number in range(50):
         before = lr_state
         gradient_noise = GradientNoise(squared_norms=(3.0 + number, 3.0), shares=(0.5, 0.5), mean_squared_norm=2.0)
-        lr_state = lr_state.toward(2 * REFERENCE, ADASCALE).measured(gradient_noise, 2 * REFERENCE)
+        lr_state = lr_state.with_batch(2 * REFERENCE, ADASCALE).with_gain(gradient_noise, 2 * REFERENCE)
         assert lr_state.schedule_step == before.schedule_step  # a step counts when it is committed
         lr_state = lr_state.after(2 * REFERENCE)
         worth += lr_state.factor
@@ -134,9 +134,9 @@ def test_the_clock_counts_what_steps_are_worth():
 
 
 def test_a_course_from_before_there_was_adascale():
-    state = LRState.beginning(REFERENCE, LRScalingRule()).to_dict()
+    state = LRState.initial(REFERENCE, LRScalingRule()).to_dict()
     del state["gains"]
-    assert LRState.of(state) == LRState.beginning(REFERENCE, LRScalingRule())
+    assert LRState.of(state) == LRState.initial(REFERENCE, LRScalingRule())
 
 
 # -- what it is for ---------------------------------------------------------------------------------------------------
@@ -153,14 +153,14 @@ def logistic(scale, scaling, seed):
     optimizer = torch.optim.SGD([weights], lr=0.2, momentum=0.5, foreach=False)
     (group,) = optimizer.param_groups
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
-    lr_state, num_steps = LRState.beginning(REFERENCE, rule), 0
+    lr_state, num_steps = LRState.initial(REFERENCE, rule), 0
     while lr_state.schedule_step < NUM_STEPS:
         x = torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)
         y = torch.rand(size, generator=generator, dtype=torch.float64) < torch.sigmoid(x @ true)
         gradients = (torch.sigmoid(x @ weights.detach()) - y.double())[:, None] * x
         gradients = gradients.view(scale, REFERENCE, WIDTH).mean(1)  # of each part
-        before, lr_state = lr_state.schedule_step, lr_state.toward(size, rule)
-        lr_state = lr_state.measured(spread_of(gradients, [REFERENCE] * scale), size)
+        before, lr_state = lr_state.schedule_step, lr_state.with_batch(size, rule)
+        lr_state = lr_state.with_gain(spread_of(gradients, [REFERENCE] * scale), size)
         weights.grad = gradients.mean(0)
         rate, group["lr"] = group["lr"], group["lr"] * lr_state.factor
         optimizer.step()

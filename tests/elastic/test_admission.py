@@ -11,15 +11,15 @@ from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import (
     add_candidate,
     announce_preemption,
-    ask_for,
     await_turn,
-    describe,
     find_world,
+    is_in_world,
+    job_status,
     pending_world,
     plan_scale_down,
     present_world,
     publish_initial_world,
-    takes_part,
+    request_replicas,
     turn_poll_s,
     world_or_none,
     world_without,
@@ -37,7 +37,7 @@ TERMS = ElasticSpec(policy=POLICY, replica_size=2, sizes=(1, 2, 4))
 @pytest.fixture
 def job_store():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return JobStore.of("job", server)
+    return JobStore.from_store("job", server)
 
 
 def begin(job_store, world_size):
@@ -57,15 +57,15 @@ def wait_as_candidate(job_store, worker_id):
 
 def test_the_world_is_that_of_the_last_change(job_store):
     assert world_or_none(job_store) is None
-    assert takes_part(job_store, 9)  # nobody knows better
+    assert is_in_world(job_store, 9)  # nobody knows better
     assert begin(job_store, 4) == present_world(job_store) == WorldPlan.initial(4)
-    assert not takes_part(job_store, 9)
+    assert not is_in_world(job_store, 9)
     job_store.end(0, FailureRecord(kind="process", cause="a test"))
     planned = job_store.propose_world(WorldPlan(worker_ids=(0, 1), number=1, cause="smaller"))
     assert present_world(job_store).number == 0  # planned, and not begun
     change(job_store, planned)
     assert present_world(job_store) == planned
-    assert not takes_part(job_store, 3)
+    assert not is_in_world(job_store, 3)
 
 
 def test_worlds_are_counted_from_what_has_ended(job_store):
@@ -181,11 +181,11 @@ def test_a_newcomer_that_is_late_does_not_bring_back_a_plan_that_was_superseded(
 
 def test_what_somebody_asked_for_outlives_a_start_of_all_processes():
     store = dist.HashStore()
-    rounds = [JobStore.of(name_of_round("job", number), store) for number in range(3)]
-    ask_for(rounds[0], 2)
-    assert [describe(job_store)["asked"] for job_store in rounds] == [2, 2, 2]
-    ask_for(rounds[1], 3)
-    assert describe(rounds[2])["asked"] == 3
+    rounds = [JobStore.from_store(name_of_round("job", number), store) for number in range(3)]
+    request_replicas(rounds[0], 2)
+    assert [job_status(job_store)["asked"] for job_store in rounds] == [2, 2, 2]
+    request_replicas(rounds[1], 3)
+    assert job_status(rounds[2])["asked"] == 3
 
 
 @pytest.mark.parametrize(("num_others", "most"), [(0, 25), (63, 25)])
@@ -271,8 +271,8 @@ def test_the_job_is_stable_for_a_while_before_it_grows_again(job_store, monkeypa
     begin(job_store, 1)
     job_store.arm()
     job_store.propose_world(WorldPlan(worker_ids=(0, 5, 6), number=1))  # never begun
-    change(job_store, job_store.propose_world(WorldPlan(worker_ids=(0, 5), number=2, lasted_s=99.0)))
-    change(job_store, job_store.propose_world(WorldPlan(worker_ids=(0,), number=3, num_lost=1, lasted_s=1.0)))
+    change(job_store, job_store.propose_world(WorldPlan(worker_ids=(0, 5), number=2, previous_lasted_s=99.0)))
+    change(job_store, job_store.propose_world(WorldPlan(worker_ids=(0,), number=3, num_lost=1, previous_lasted_s=1.0)))
     age_s = [2.0]
 
     def sleep(seconds):
@@ -283,7 +283,7 @@ def test_the_job_is_stable_for_a_while_before_it_grows_again(job_store, monkeypa
     monkeypatch.setattr(time, "sleep", sleep)
     planned = find_world(job_store, 7, job_store.next_incarnation(7))
     assert planned.worker_ids == (0, 7)
-    assert planned.lasted_s == 15.0  # since the change, for 10 s are doubled, and bounded
+    assert planned.previous_lasted_s == 15.0  # since the change, for 10 s are doubled, and bounded
 
 
 def test_a_part_of_the_state_that_is_lost_is_said(job_store):

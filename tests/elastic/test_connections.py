@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from hyperpod_plugins.elastic.process import OPEN_FILES, allow_connections
+from hyperpod_plugins.elastic.process import OPEN_FILES, raise_open_file_limit
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +20,11 @@ def soft_limit():
 
 def test_a_low_limit_is_raised_as_far_as_allowed(hard):
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-    allow_connections()
+    raise_open_file_limit()
     assert soft_limit() == (OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES))
 
 
 def test_a_limit_is_never_lowered(hard):
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    allow_connections()
+    raise_open_file_limit()
     assert soft_limit() == hard

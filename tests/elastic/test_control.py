@@ -11,9 +11,9 @@ import torch.distributed as dist
 from elastic.stores import Cut, Lost
 
 from hyperpod_plugins.cli import main
-from hyperpod_plugins.elastic.membership.admission import describe, publish_initial_world
+from hyperpod_plugins.elastic.membership.admission import job_status, publish_initial_world
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, publish_elastic_spec
-from hyperpod_plugins.elastic.membership.reshard import asked_degrees
+from hyperpod_plugins.elastic.membership.reshard import requested_degrees
 from hyperpod_plugins.elastic.rendezvous.control import Controller, Request, Ticket, send
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
@@ -62,8 +62,8 @@ def test_sizes_that_are_possible_are_taken(job):
         send(job_store, ticket.token, Request(kind="scale", value=3))
     assert "goes to 4 replicas" in send(job_store, ticket.token, Request(kind="scale", value=4))
     size = {"ranks": 4, "replicas": 2, "shard_degree": 2, "tensor_degree": 1}
-    assert describe(job_store) == {**size, "waiting": 0, "asked": 4, "generation": 0}
-    assert json.loads(send(job_store, ticket.token, Request(kind="status"))) == describe(job_store)
+    assert job_status(job_store) == {**size, "waiting": 0, "asked": 4, "generation": 0}
+    assert json.loads(send(job_store, ticket.token, Request(kind="status"))) == job_status(job_store)
 
 
 def test_one_who_is_interrupted_while_asking_stands_in_nobodys_way(job):
@@ -84,19 +84,19 @@ def test_other_degrees(job):
     publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(), replica_size=2, sizes=(1, 2), layouts=layouts))
     with pytest.raises(ConfigError, match="shard degree 3 with tensor degree 1 is not possible"):
         send(job_store, ticket.token, Request(kind="scale", shard_degree=3))
-    assert asked_degrees(job_store) is None
+    assert requested_degrees(job_store) is None
     changed = replace(Request(kind="scale", shard_degree=4).signed(ticket.token, 2), shard_degree=2)
     assert not changed.is_genuine(ticket.token, 2)
     said = send(job_store, ticket.token, Request(kind="scale", shard_degree=4))
     assert said == "all ranks save the next step, and start again with shard degree 4 and tensor degree 1"
-    assert asked_degrees(job_store) == (4, 1)
+    assert requested_degrees(job_store) == (4, 1)
 
 
 def test_requests_without_the_token_are_refused_and_none_can_be_repeated(job):
     _, ticket, job_store = job
     with pytest.raises(ConfigError, match="not made with this job's ticket"):
         send(job_store, "guessed", Request(kind="status"))
-    [seen] = job_store.listed("control/request")
+    [seen] = job_store.read_list("control/request")
     genuine = Request(kind="status").signed(ticket.token, 2)
     assert genuine.is_genuine(ticket.token, 2)
     assert not genuine.is_genuine(ticket.token, 3)
@@ -127,7 +127,7 @@ def test_whatever_is_asked_the_answer_is_a_refusal(job, text):
     _, ticket, job_store = job
     number = job_store.append("control/request", lambda _: text)
     assert b"refused" in job_store.wait_get(f"control/answer/{number}", timeout_s=5.0)
-    job_store.store("list").set(f"control/request/{number + 1}", b"\xff \xff")
+    job_store.sub_store("list").set(f"control/request/{number + 1}", b"\xff \xff")
     assert b"refused" in job_store.wait_get(f"control/answer/{number + 1}", timeout_s=5.0)
     assert send(job_store, ticket.token, Request(kind="status"))
 

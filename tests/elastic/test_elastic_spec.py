@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpod_plugins.elastic.membership.elastic_spec import Layout, choose, first_that_fits, in_order
+from hyperpod_plugins.elastic.membership.elastic_spec import Layout, choose, first_that_fits, sort_layouts
 from hyperpod_plugins.errors import DegreeError
 
 SIZES = (1, 2, 3, 4)
@@ -28,7 +28,7 @@ def layouts(*degrees, sizes=SIZES):
     ],
 )
 def test_the_order(degrees, wanted, order):
-    assert [each.degrees for each in in_order(layouts(*degrees), wanted=wanted)] == order
+    assert [each.degrees for each in sort_layouts(layouts(*degrees), wanted=wanted)] == order
 
 
 @pytest.mark.parametrize(

@@ -376,7 +376,7 @@ def test_founders_share_a_store_of_torch_and_newcomers_need_none_of_others(etcd)
             assert JobEnv.from_environ() == replace(handlers[0].job, agent_pid=os.getpid())
             job_store = JobStore.connect(handlers[0].job)
             job_store.arm()
-            handlers[0]._keeper.stop()  # as if its machine had been unplugged
+            handlers[0]._keep_alive.stop()  # as if its machine had been unplugged
             info = pool.submit(begin, handlers[2]).result(PATIENCE_S)
             assert info.rank == infos[0].rank
             assert job_store.incarnations(range(2)) == [int(rank == info.rank) for rank in range(2)]
@@ -390,7 +390,7 @@ def test_founders_share_a_store_of_torch_and_newcomers_need_none_of_others(etcd)
             assert keys.num_keys() == 0
         finally:
             for handler in handlers:
-                handler._keeper.stop()
+                handler._keep_alive.stop()
 
 
 def test_nobody_answers_there(capfd, monkeypatch):

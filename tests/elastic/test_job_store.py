@@ -139,7 +139,7 @@ def test_many_write_one_list_at_once(job):
     with ThreadPoolExecutor(8) as pool:
         numbers = list(pool.map(append, range(8)))
     assert sorted(itertools.chain(*numbers)) == list(range(1, 161))
-    entries = JobStore.connect(job).listed("list")
+    entries = JobStore.connect(job).read_list("list")
     assert [int(text.rpartition(" ")[2]) for text in entries] == list(range(1, 161))
     assert [text for text in entries if text.startswith("3 at")] == [f"3 at {number}" for number in numbers[3]]
 
@@ -147,7 +147,7 @@ def test_many_write_one_list_at_once(job):
 def test_equal_entries_are_two(job, job_store):
     for writer in (job_store, JobStore.connect(job)):
         writer.append("list", lambda _: "the same")
-    assert job_store.listed("list") == ["the same", "the same"]
+    assert job_store.read_list("list") == ["the same", "the same"]
 
 
 def test_looks_at_what_has_not_changed_take_one_request_however_many_ranks_there_are(job, job_store):

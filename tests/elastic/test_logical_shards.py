@@ -22,7 +22,7 @@ from hyperpod_plugins.errors import ConfigError
 def test_parts(global_batch, micro_batch, shards, policy, parts, serving):
     limits = ElasticPolicy(**policy)
     batch = StepBatch(global_batch_size=global_batch, micro_batch_size=micro_batch).in_logical_shards(limits, shards)
-    assert (batch.num_logical_shards, batch.serving(limits, shards)) == (parts, serving)
+    assert (batch.num_logical_shards, batch.feasible_sizes(limits, shards)) == (parts, serving)
     for size in serving:
         split = batch.split(size, shards)
         assert (split.num_replicas, split.replica_size, split.micro_steps) == (size, shards, parts // size)

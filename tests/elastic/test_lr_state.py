@@ -45,9 +45,9 @@ def test_rules_that_make_no_sense(options, words):
 )
 def test_factors_of_the_learning_rate(scaling, warmup, batches, factors):
     rule, found = LRScalingRule(scaling=scaling, warmup_samples=warmup), []
-    lr_state = LRState.beginning(REFERENCE, rule)
+    lr_state = LRState.initial(REFERENCE, rule)
     for batch in batches:
-        lr_state = lr_state.toward(batch, rule)
+        lr_state = lr_state.with_batch(batch, rule)
         found.append(lr_state.factor)
         lr_state = lr_state.after(batch)
     assert found == pytest.approx(factors)
@@ -55,7 +55,7 @@ def test_factors_of_the_learning_rate(scaling, warmup, batches, factors):
 
 def test_a_reference_other_than_the_first_batch():
     rule = LRScalingRule(scaling="linear", reference_batch_size=50, warmup_samples=200)
-    lr_state = LRState.beginning(50, rule).toward(100, rule)
+    lr_state = LRState.initial(50, rule).with_batch(100, rule)
     assert lr_state.factor == 1.0
     assert lr_state.after(200).factor == 2.0
 
@@ -63,11 +63,11 @@ def test_a_reference_other_than_the_first_batch():
 @given(st.lists(st.tuples(st.integers(1, 900), st.booleans()), max_size=30), st.sampled_from([0, 150, 1000]))
 def test_whoever_is_given_the_course_goes_on_as_those_who_gave_it(steps, warmup):
     rule = LRScalingRule(scaling="sqrt", warmup_samples=warmup)
-    old = new = LRState.beginning(REFERENCE, rule)
+    old = new = LRState.initial(REFERENCE, rule)
     for batch, is_passed_on in steps:
         if is_passed_on:
             new = LRState.of(json.loads(json.dumps(old.to_dict())))
-        old, new = old.toward(batch, rule), new.toward(batch, rule)
+        old, new = old.with_batch(batch, rule), new.with_batch(batch, rule)
         assert old == new
         assert 0.0 < old.factor <= math.sqrt(900 / REFERENCE)
         old, new = old.after(batch), new.after(batch)

@@ -8,9 +8,9 @@ from hyperpod_plugins.elastic.membership.quorum import (
     BETWEEN_CALLS,
     Action,
     ExitWait,
+    GenerationBudget,
     MembershipPolicy,
     QuorumView,
-    RoundBudget,
     next_action,
 )
 from hyperpod_plugins.errors import ConfigError
@@ -67,8 +67,8 @@ def test_a_wait_must_be_positive(timeout_s):
     ],
 )
 def test_a_job_does_not_come_together_for_ever(rounds, is_refused):
-    budget = RoundBudget()
-    assert [budget.refusal(*each, MembershipPolicy()) is not None for each in rounds][-1] == is_refused
+    budget = GenerationBudget()
+    assert [budget.why_not_another(*each, MembershipPolicy()) is not None for each in rounds][-1] == is_refused
 
 
 def heartbeat(number, worker_id=BETWEEN_CALLS):

@@ -79,11 +79,11 @@ class Nodes:
     @staticmethod
     def vanish(handler):
         """As if its machine had been unplugged."""
-        handler._keeper.stop()
+        handler._keep_alive.stop()
 
     def close(self):
         for handler in self.handlers:
-            handler._keeper.stop()
+            handler._keep_alive.stop()
         self.pool.shutdown(cancel_futures=True)
 
 
@@ -102,7 +102,7 @@ def begin(handler, size):
 
 
 def ledger_of(store, run_id="job"):
-    return JobStore.of(run_id, store)
+    return JobStore.from_store(run_id, store)
 
 
 def await_(condition):
@@ -211,12 +211,12 @@ def test_successors_are_newer_than_all_that_were_there(nodes, pair):
 
 def test_a_node_that_was_only_slow_loses_nothing_but_a_step(nodes, pair):
     (_, slow), job_store = pair
-    lease = slow._keeper.assignment.lease
-    look = slow._keeper._look
-    slow._keeper._look = lambda: None
+    lease = slow._keep_alive.assignment.lease
+    look = slow._keep_alive._look
+    slow._keep_alive._look = lambda: None
     await_(lambda: job_store.ended(0) is not None)
-    slow._keeper._look = look
-    rdzv_store = slow._application.rdzv_store
+    slow._keep_alive._look = look
+    rdzv_store = slow._joiner.rdzv_store
     await_(lambda: rdzv_store.leases(0)[1] == lease)
     time.sleep(0.1)
     assert slow.num_nodes_waiting() == 0
@@ -225,10 +225,10 @@ def test_a_node_that_was_only_slow_loses_nothing_but_a_step(nodes, pair):
 
 def test_a_node_that_was_replaced_ends_its_workers(nodes, pair):
     (_, slow), job_store = pair
-    look = slow._keeper._look
-    slow._keeper._look = lambda: None
+    look = slow._keep_alive._look
+    slow._keep_alive._look = lambda: None
     assert nodes.enter(nodes.node()) == [(1, 2, 2, 4)]
-    slow._keeper._look = look
+    slow._keep_alive._look = look
     await_(lambda: slow.num_nodes_waiting() == 1)
     again = nodes.submit(slow)
     time.sleep(0.3)
@@ -248,7 +248,7 @@ def test_programs_that_do_not_recover_begin_again_together(nodes):
     assert {handler.round_number for handler in handlers} == {1}
     assert {handler.job.run_id for handler in handlers} == {"job.1"}
     assert {handler.job.incarnation for handler in handlers} == {0}
-    ports = {handler._application.rdzv_store.port(number) for handler in handlers for number in (0, 1)}
+    ports = {handler._joiner.rdzv_store.port(number) for handler in handlers for number in (0, 1)}
     assert len(ports) == 2
     assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0]
 
@@ -289,7 +289,7 @@ def test_nobody_begins_again_once_a_member_has_something_to_recover(nodes):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, handlers[0])
-    job_store.arm_again()  # nothing has come of it
+    job_store.void_restart_all()  # nothing has come of it
     assert arm(job_store)
 
 
@@ -365,7 +365,7 @@ def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes, tmp_pat
     waiting = nodes.node(1, 3)
     assert nodes.enter(waiting) == [(2, 3, 4, 6)]
     nodes.vanish(trained[0])
-    await_(lambda: LeaseState.VACANT in [lease.state for lease in waiting._application.rdzv_store.leases(0)])
+    await_(lambda: LeaseState.VACANT in [lease.state for lease in waiting._joiner.rdzv_store.leases(0)])
     time.sleep(0.2)
     assert waiting.num_nodes_waiting() == 0  # one is left that can take it in
     for step in (3, 7):
@@ -406,7 +406,7 @@ def test_an_unequal_newcomer_does_not_harm_the_others(nodes, pair):
 def test_the_end_of_a_job(nodes, pair):
     handlers, _ = pair
     spare = nodes.submit(nodes.node())
-    infos = [handler._application.rdzv_store.leases(0) for handler in handlers]
+    infos = [handler._joiner.rdzv_store.leases(0) for handler in handlers]
     assert infos[0] == infos[1]
     for handler in handlers:
         handler.finish()
@@ -454,7 +454,7 @@ def test_the_last_meeting_of_torch_agents_is_overheard(nodes):
     info = handler.next_rendezvous()
     info.store.set("torchelastic/role_info/0", json.dumps({"local_world_size": 1}).encode())
     barrier(info.store, 1, "torchelastic/agent/terminal_state", PATIENCE_S)
-    assert [lease.state for lease in handler._application.rdzv_store.leases(0)] == [LeaseState.DONE]
+    assert [lease.state for lease in handler._joiner.rdzv_store.leases(0)] == [LeaseState.DONE]
 
 
 def test_an_endpoint_serves_one_job(nodes):
@@ -480,7 +480,7 @@ def test_torchrun_finds_it_and_a_node_serves_the_store(monkeypatch):
         store.set("a worker", "is here")
         assert info.store.check(["a worker"]) is False
     finally:
-        handler._keeper.stop()
+        handler._keep_alive.stop()
 
 
 def test_a_store_for_this_machine_alone_listens_nowhere_else():
@@ -503,9 +503,9 @@ def test_a_store_is_gone_when_connections_are_refused_and_late_otherwise(host, s
 
 def test_nodes_of_a_host_share_one_store():
     handlers = [create_rendezvous(parameters("localhost:0", nodes=2))]
-    endpoint = f"localhost:{handlers[0]._endpoint.port}"
+    endpoint = f"localhost:{handlers[0]._backend.port}"
     handlers += [create_rendezvous(parameters(endpoint, nodes=2)) for _ in range(2)]
-    assert [handler._endpoint.server is not None for handler in handlers] == [True, False, False]
+    assert [handler._backend.server is not None for handler in handlers] == [True, False, False]
     with ThreadPoolExecutor() as pool:
         try:
             found = [pool.submit(begin, handler, 1) for handler in handlers[:2]]
@@ -520,7 +520,7 @@ def test_nodes_of_a_host_share_one_store():
             assert all(each.result(PATIENCE_S) for each in ended)
         finally:
             for handler in handlers:
-                handler._keeper.stop()
+                handler._keep_alive.stop()
 
 
 @pytest.mark.parametrize("wrong", [{"join_timeout": "soon"}, {"keep_alive_interval": "0"}])
@@ -531,7 +531,9 @@ def test_wrong_options_are_refused(wrong):
 
 def test_the_workers_of_torchrun_are_watched():
     """The handler's process is their parent; torchrun learns from the kernel itself."""
-    assignment = NodeAssignment(number=0, slot=0, num_slots=1, lease=SlotLease(node="a"), ranks=range(4), incarnation=3)
+    assignment = NodeAssignment(
+        round_number=0, slot=0, num_slots=1, lease=SlotLease(node="a"), worker_ids=range(4), incarnation=3
+    )
     brood = WorkerMonitor()
     program = "import sys, time; print(flush=True); sys.stdin.read(); sys.exit({})"
     workers = []

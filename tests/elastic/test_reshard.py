@@ -9,13 +9,13 @@ from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import add_candidate, announce_preemption, publish_initial_world
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, elastic_spec_of, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.reshard import (
-    ask_for_degrees,
-    asked_degrees,
-    forget_asked,
-    layout_without,
+    drop_request,
+    exit_surplus,
     poll_requests,
-    refusal,
-    stand_aside,
+    request_degrees,
+    requested_degrees,
+    restart_layout,
+    why_not_reshard,
 )
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED, JobRestart
 from hyperpod_plugins.elastic.rendezvous.store import RoundEnd
@@ -50,7 +50,7 @@ def job_store():
 def test_when_a_world_cannot_go_on(job_store, world_size, missing, waited_s, spec, degree):
     world = WorldPlan.initial(world_size)
     publish_initial_world(job_store, world)
-    layout = layout_without(job_store, spec, world, dict.fromkeys(missing, 0), waited_s)
+    layout = restart_layout(job_store, spec, world, dict.fromkeys(missing, 0), waited_s)
     assert (None if layout is None else layout.shard_degree) == degree
 
 
@@ -59,7 +59,7 @@ def test_nobody_waits_for_those_that_have_left(job_store):
     publish_initial_world(job_store, world)
     for worker_id in (2, 3):
         announce_preemption(job_store, worker_id, incarnation=0)
-    assert layout_without(job_store, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).shard_degree == 2
+    assert restart_layout(job_store, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).shard_degree == 2
 
 
 def test_those_that_wait_take_part_in_a_start_of_all(job_store):
@@ -67,7 +67,7 @@ def test_those_that_wait_take_part_in_a_start_of_all(job_store):
     publish_initial_world(job_store, world)
     for worker_id in (4, 5):
         add_candidate(job_store, worker_id, job_store.next_incarnation(worker_id), world)
-    assert layout_without(job_store, TERMS, world, {2: 0, 3: 0}, waited_s=30.0).shard_degree == 4
+    assert restart_layout(job_store, TERMS, world, {2: 0, 3: 0}, waited_s=30.0).shard_degree == 4
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_may_be_asked_for(job_store, asked, words):
     world = WorldPlan.initial(4)
     publish_initial_world(job_store, world)
     spec = replace(TERMS, layouts=(*LAYOUTS, Layout(shard_degree=8, sizes=(1,))))
-    why_not = refusal(job_store, spec, world, *asked)
+    why_not = why_not_reshard(job_store, spec, world, *asked)
     assert why_not is None if words is None else words in why_not
 
 
@@ -93,14 +93,14 @@ def test_the_first_request_of_a_round_counts(job_store):
     publish_initial_world(job_store, world)
     publish_elastic_spec(job_store, TERMS)
     assert not poll_requests(job_store, world)
-    ask_for_degrees(job_store, (2, 1))
-    ask_for_degrees(job_store, (1, 1))
-    assert asked_degrees(job_store) == (2, 1)
+    request_degrees(job_store, (2, 1))
+    request_degrees(job_store, (1, 1))
+    assert requested_degrees(job_store) == (2, 1)
     assert poll_requests(job_store, world)
-    assert refusal(job_store, TERMS, world, 2, 0) is None
-    assert "about to start again with shard degree 2" in refusal(job_store, TERMS, world, 1, 0)
-    forget_asked(job_store)
-    assert refusal(job_store, TERMS, world, 1, 0) is None
+    assert why_not_reshard(job_store, TERMS, world, 2, 0) is None
+    assert "about to start again with shard degree 2" in why_not_reshard(job_store, TERMS, world, 1, 0)
+    drop_request(job_store)
+    assert why_not_reshard(job_store, TERMS, world, 1, 0) is None
 
 
 def test_terms_travel(job_store):
@@ -125,5 +125,5 @@ def test_a_founder_that_is_one_too_many(job_store, is_replaced):
     if is_replaced:
         job_store.arm()
     with pytest.raises(SystemExit) as ended:
-        stand_aside(job_store, 2, is_replaced=is_replaced)
+        exit_surplus(job_store, 2, is_replaced=is_replaced)
     assert ended.value.code == (NOT_NEEDED if is_replaced else 0)

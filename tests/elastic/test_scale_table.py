@@ -50,10 +50,10 @@ def settled(recipe, per_node=8, per_replica=8, tensor=1):
     """Allowed sizes, and the batch, on nodes of that many ranks."""
     found = read_policy(recipe)
     ranks = {"ranks_per_node": per_node, "ranks_per_replica": per_replica}
-    found = replace(found, scales=found.scales.on(**ranks, tensor_degree=tensor))
+    found = replace(found, scales=found.scales.feasible_on(**ranks, tensor_degree=tensor))
     policy = found.in_replicas(**ranks, data_ranks_per_replica=per_replica // tensor)
     batch = found.scales.batch(**ranks)
-    return batch.serving(policy, per_replica // tensor), batch
+    return batch.feasible_sizes(policy, per_replica // tensor), batch
 
 
 def test_a_table_from_nodes_to_batches():
@@ -72,7 +72,7 @@ def test_nodes_become_replicas():
     assert sizes == (4, 6, 8)
     assert [batch.split(size, 4).micro_batch_size for size in sizes] == [8, 4, 4]
     assert settled(RECIPE, per_replica=16)[0] == (1, 2)
-    [dropped] = read_scales(RECIPE).on(ranks_per_node=8, ranks_per_replica=16, tensor_degree=1).dropped
+    [dropped] = read_scales(RECIPE).feasible_on(ranks_per_node=8, ranks_per_replica=16, tensor_degree=1).dropped
     assert "3 nodes are left out: scale_config of 3 nodes of 8 ranks is no whole number of replicas" in dropped
     with pytest.raises(ConfigError, match=r"no number of nodes that can be trained as it says\. 3 nodes are left out"):
         settled(RECIPE | {"scale_config": {3: arguments(train_batch_size=128)}}, per_replica=16)
@@ -111,20 +111,20 @@ def test_uneven_scales_that_leave_the_micro_batch_out():
         samplers = [ElasticSampler(512, batch.split(size, 8), data_rank=rank) for rank in range(size * 8)]
         used = [i for each in samplers for n, ids in enumerate(each) for i in (ids if each.weight(n) else ())]
         assert sorted(used) == list(range(512)), size
-    assert batch.refused(ElasticPolicy(max_replicas=6), 8) == ()
+    assert batch.infeasible_reasons(ElasticPolicy(max_replicas=6), 8) == ()
 
 
 def test_scales_that_other_ranks_cannot_train_are_dropped_and_said():
     sizes, _ = settled(as_rendered(), per_node=4, per_replica=4)
     assert sizes == (1, 2, 4)
-    dropped = read_scales(as_rendered()).on(ranks_per_node=4, ranks_per_replica=4, tensor_degree=1).dropped
+    dropped = read_scales(as_rendered()).feasible_on(ranks_per_node=4, ranks_per_replica=4, tensor_degree=1).dropped
     assert [text[:22] for text in dropped] == ["3 nodes are left out: ", "6 nodes are left out: "]
     assert "gives 16 ranks the small batch, but there are 12" in dropped[0]
     recipe = as_rendered()
     recipe["scale_config"][3] = arguments(train_batch_size=128, uneven_batch={"use_uneven_batch": False})
     sizes, batch = settled(recipe)
     assert sizes == (1, 2, 4, 6)
-    [why] = batch.refused(ElasticPolicy(max_replicas=6), 8)
+    [why] = batch.infeasible_reasons(ElasticPolicy(max_replicas=6), 8)
     assert "3 replicas are left out" in why
     assert "use_uneven_batch: false" in why
 
@@ -165,9 +165,9 @@ def test_shares_that_must_be_even():
 def test_batches_that_differ_follow_the_world():
     sizes, batch = settled(changed(4, train_batch_size=256))
     assert batch.follows_world
-    assert [batch.at(size) for size in sizes] == [128, 128, 256]
+    assert [batch.global_batch_at(size) for size in sizes] == [128, 128, 256]
     with pytest.raises(ConfigError, match="known for 2, 3, 4, 6 replicas"):
-        batch.at(5)
+        batch.global_batch_at(5)
 
 
 def test_the_same_bits_for_every_size():
@@ -175,14 +175,14 @@ def test_the_same_bits_for_every_size():
     _, batch = settled(recipe)
     policy = read_policy(recipe).in_replicas(ranks_per_node=8, ranks_per_replica=8, data_ranks_per_replica=8)
     cut = batch.in_logical_shards(policy, 8)
-    assert cut.serving(policy, 8) == (1, 2, 4)
+    assert cut.feasible_sizes(policy, 8) == (1, 2, 4)
     assert cut.num_logical_shards == 4
 
 
 def test_sizes_that_were_given_beside_the_recipe():
     bare = {"elastic_policy": RECIPE["elastic_policy"], "scale_config": {1: {}, 2: {}}}
     filled = read_policy(bare).scales.fill(32, 4)
-    assert filled.batch(ranks_per_node=8, ranks_per_replica=8).at(2) == 32
+    assert filled.batch(ranks_per_node=8, ranks_per_replica=8).global_batch_at(2) == 32
     assert read_scales(RECIPE).fill(128, 0).nodes == (2, 3, 4, 6)
     assert read_policy({"elastic_policy": RECIPE["elastic_policy"]}).scales is None
 
@@ -230,7 +230,7 @@ def test_what_cannot_be_honoured(recipe, error, words):
 def test_shares_that_are_not_ours(wrong):
     recipe = changed(3, uneven_batch=UNEVEN | wrong)
     assert settled(recipe)[0] == (2, 4)
-    [why] = read_scales(recipe).on(ranks_per_node=8, ranks_per_replica=8, tensor_degree=1).dropped
+    [why] = read_scales(recipe).feasible_on(ranks_per_node=8, ranks_per_replica=8, tensor_degree=1).dropped
     assert "it is shared out as 16 x 5 + 8 x 6" in why
 
 

@@ -6,13 +6,13 @@ import signal
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from hyperpod_plugins.elastic.launcher.signal_queue import SignalInbox
+from hyperpod_plugins.elastic.launcher.signal_queue import SignalQueue
 
 
 @pytest.fixture
 def inbox():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
-    inbox = SignalInbox((signal.SIGTERM,))
+    inbox = SignalQueue((signal.SIGTERM,))
     yield inbox
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -15,7 +15,7 @@ from hyperpod_plugins.elastic.rendezvous.slots import (
     initial_nodes,
     next_step,
     policy_from,
-    watched,
+    watched_peers,
 )
 from hyperpod_plugins.errors import ConfigError
 
@@ -64,24 +64,30 @@ ALL = held("a", "b", "c")
     ("node", "leases", "has_entered", "can_absorb", "decision"),
     [
         pytest.param("b", ALL, False, False, Decision(JoinStep.ENTER, 1), id="founder"),
-        pytest.param("b", ALL, True, True, Decision(JoinStep.CLAIM, 1), id="its workers were lost"),
-        pytest.param("b", ALL, True, False, Decision(JoinStep.RENEW, 1), id="its workers were lost, nobody recovers"),
+        pytest.param("b", ALL, True, True, Decision(JoinStep.TAKE_OVER, 1), id="its workers were lost"),
+        pytest.param(
+            "b", ALL, True, False, Decision(JoinStep.NEW_ROUND, 1), id="its workers were lost, nobody recovers"
+        ),
         pytest.param(
             "b", done(ALL, 0), True, True, Decision(JoinStep.REFUSE, 1), id="its workers were lost at the end"
         ),
         pytest.param("b", done(ALL, 0), True, False, Decision(JoinStep.REFUSE, 1), id="the same, nobody recovers"),
         pytest.param("d", ALL, False, True, Decision(JoinStep.WAIT), id="spare"),
         pytest.param("d", ALL, False, False, Decision(JoinStep.WAIT), id="spare, nobody recovers"),
-        pytest.param("d", vacant(ALL, 1, 2), False, True, Decision(JoinStep.CLAIM, 1), id="vacancies"),
-        pytest.param("d", vacant(ALL, 2), False, False, Decision(JoinStep.RENEW, 2), id="a vacancy, nobody recovers"),
+        pytest.param("d", vacant(ALL, 1, 2), False, True, Decision(JoinStep.TAKE_OVER, 1), id="vacancies"),
+        pytest.param(
+            "d", vacant(ALL, 2), False, False, Decision(JoinStep.NEW_ROUND, 2), id="a vacancy, nobody recovers"
+        ),
         pytest.param(
             "d", vacant(done(ALL, 0), 2), False, True, Decision(JoinStep.REFUSE, 2), id="a vacancy at the end"
         ),
         pytest.param("d", done(ALL, 0, 1, 2), False, True, Decision(JoinStep.WAIT), id="all is done"),
         pytest.param("d", held("a", "b"), False, True, Decision(JoinStep.WAIT), id="the job may grow, but not yet"),
-        pytest.param("d", held("a", "b"), False, False, Decision(JoinStep.RENEW, -1), id="all begin again with more"),
+        pytest.param(
+            "d", held("a", "b"), False, False, Decision(JoinStep.NEW_ROUND, -1), id="all begin again with more"
+        ),
         pytest.param("d", done(held("a", "b"), 0), False, False, Decision(JoinStep.WAIT), id="too late for that"),
-        pytest.param("c", vacant(ALL, 2), True, True, Decision(JoinStep.CLAIM, 2), id="it was taken for lost"),
+        pytest.param("c", vacant(ALL, 2), True, True, Decision(JoinStep.TAKE_OVER, 2), id="it was taken for lost"),
         pytest.param("c", held("a", "b", "d"), True, True, Decision(JoinStep.WAIT), id="and replaced"),
     ],
 )
@@ -89,16 +95,16 @@ def test_a_running_round(node, leases, has_entered, can_absorb, decision):
     view = RendezvousView(node=node, leases=leases, has_entered=has_entered, can_absorb=can_absorb)
     found = next_step(view, POLICY)
     assert found.step is decision.step
-    assert found.slot == decision.slot or decision.step is JoinStep.RENEW
+    assert found.slot == decision.slot or decision.step is JoinStep.NEW_ROUND
 
 
 @pytest.mark.parametrize(
     ("leases", "can_absorb", "decision"),
     [
         pytest.param(held("a", "b"), True, Decision(JoinStep.ADD, 2), id="a new slot"),
-        pytest.param(vacant(held("a", "b"), 1), True, Decision(JoinStep.CLAIM, 1), id="a vacant one first"),
+        pytest.param(vacant(held("a", "b"), 1), True, Decision(JoinStep.TAKE_OVER, 1), id="a vacant one first"),
         pytest.param(ALL, True, Decision(JoinStep.WAIT), id="no more nodes are wanted"),
-        pytest.param(held("a", "b"), False, Decision(JoinStep.RENEW), id="not yet, or no more"),
+        pytest.param(held("a", "b"), False, Decision(JoinStep.NEW_ROUND), id="not yet, or no more"),
         pytest.param(done(held("a", "b"), 0), True, Decision(JoinStep.WAIT), id="at the end"),
     ],
 )
@@ -110,7 +116,9 @@ def test_a_round_that_grows(leases, can_absorb, decision):
     ("leases", "decision"),
     [
         pytest.param(held("a", "b"), Decision(JoinStep.WAIT), id="what has ended is not run again for one more"),
-        pytest.param(vacant(ALL, 2), Decision(JoinStep.RENEW, 2), id="without the one that was lost nobody goes on"),
+        pytest.param(
+            vacant(ALL, 2), Decision(JoinStep.NEW_ROUND, 2), id="without the one that was lost nobody goes on"
+        ),
     ],
 )
 def test_a_round_that_has_trained(leases, decision):
@@ -124,8 +132,8 @@ def test_a_round_that_has_trained(leases, decision):
 @pytest.mark.parametrize("node", ["a", "d"])
 def test_all_begin_again_where_a_member_wants_it_those_that_are_done_too(leases, node):
     for has_entered in (False, True):
-        view = RendezvousView(node=node, leases=leases, has_entered=has_entered, is_ending=True)
-        assert next_step(view, POLICY).step is JoinStep.RENEW
+        view = RendezvousView(node=node, leases=leases, has_entered=has_entered, restart_requested=True)
+        assert next_step(view, POLICY).step is JoinStep.NEW_ROUND
 
 
 HOLDINGS = st.sampled_from(LeaseState)
@@ -137,7 +145,7 @@ def test_no_slot_is_taken_from_a_living_node(slots, has_entered, can_absorb):
     decision = next_step(
         RendezvousView(node="a", leases=leases, has_entered=has_entered, can_absorb=can_absorb), POLICY
     )
-    if decision.step in (JoinStep.ENTER, JoinStep.CLAIM):
+    if decision.step in (JoinStep.ENTER, JoinStep.TAKE_OVER):
         lease = leases[decision.slot]
         assert lease.node == "a" or lease.state is LeaseState.VACANT
         assert lease.state is not LeaseState.DONE
@@ -170,7 +178,7 @@ def test_founders_are_those_who_came_first_in_the_order_of_their_hosts():
     ],
 )
 def test_whom_a_node_listens_to(nodes, node, found):
-    assert watched(list(nodes), node) == list(found)
+    assert watched_peers(list(nodes), node) == list(found)
 
 
 @given(st.integers(2, 12), st.data())
@@ -179,7 +187,7 @@ def test_every_lost_node_is_found_out_by_one_that_is_left(num_nodes, data):
     lost = data.draw(st.sets(st.sampled_from(nodes), max_size=num_nodes - 1))
     left = list(nodes)
     for _ in nodes:
-        heard = {each for node in nodes if node not in lost for each in watched(left, node)}
+        heard = {each for node in nodes if node not in lost for each in watched_peers(left, node)}
         left = [node for node in left if not (node in lost and node in heard)]
     assert set(left) == set(nodes) - lost
 

@@ -2,7 +2,7 @@
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from hyperpod_plugins.elastic.launcher.local_workers import causes, story
+from hyperpod_plugins.elastic.launcher.local_workers import failure_report, root_failures
 
 
 def failure(pid, message):
@@ -19,18 +19,18 @@ OWN = {"message": "RuntimeError: fault", "extraInfo": {"py_callstack": "callstac
 
 def test_a_worker_that_failed_because_another_ended_is_not_told_of():
     failures = {0: failure(10, LOST), 1: failure(11, OWN)}
-    assert [*causes(failures)] == [1]
-    told = story(ChildFailedError("train.py", failures))
+    assert [*root_failures(failures)] == [1]
+    told = failure_report(ChildFailedError("train.py", failures))
     assert told.startswith("Rank 1 failed first:\n\ncallstack 1\n")
     assert "PeerLost" not in told
 
 
 def test_where_all_failed_with_a_peer_all_are_told_of():
     failures = {0: failure(10, LOST), 1: failure(11, LOST)}
-    assert [*causes(failures)] == [0, 1]
-    assert story(ChildFailedError("train.py", failures)).startswith("Rank 0 failed first:\n\ncallstack 0\n")
+    assert [*root_failures(failures)] == [0, 1]
+    assert failure_report(ChildFailedError("train.py", failures)).startswith("Rank 0 failed first:\n\ncallstack 0\n")
 
 
 def test_a_message_without_an_exception_is_one_of_its_own():
     failures = {0: failure(10, LOST), 1: failure(11, "Signal 9 (SIGKILL) received by PID 11")}
-    assert [*causes(failures)] == [1]
+    assert [*root_failures(failures)] == [1]

@@ -53,7 +53,7 @@ def test_regroup(world, healthy, joining, num_replicas, replica_size, worker_ids
 
 def world_of(size, lasted_s=math.inf, num_lost=0):
     """A world, and how long the one before it had lasted."""
-    return WorldPlan(worker_ids=tuple(range(size)), num_lost=num_lost, lasted_s=lasted_s)
+    return WorldPlan(worker_ids=tuple(range(size)), num_lost=num_lost, previous_lasted_s=lasted_s)
 
 
 @pytest.mark.parametrize(

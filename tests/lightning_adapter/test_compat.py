@@ -46,7 +46,7 @@ def test_an_old_lightning_is_named_with_what_is_needed(monkeypatch, version):
         load_anew()
     assert str(caught.value) == (
         f"hyperpod_plugins.lightning needs lightning >=2.6, but version {version} is installed here. "
-        "Install one that fits with: pip install --upgrade 'lightning>=2.6'"
+        "Install a suitable version with: pip install --upgrade 'lightning>=2.6'"
     )
 
 

@@ -15,8 +15,8 @@ from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.datamodule import TrainerLoader, batch_split
-from hyperpod_plugins.lightning.elastic_training import Elasticity
-from hyperpod_plugins.lightning.module_checks import refuse_own_micro_steps, refuse_validation_within_windows
+from hyperpod_plugins.lightning.elastic_training import ElasticState
+from hyperpod_plugins.lightning.module_checks import check_validation_interval, refuse_own_micro_steps
 from hyperpod_plugins.parallel import ParallelConfig
 
 
@@ -78,15 +78,15 @@ def lay_out(job_store, world_size, **options):
     if "samples_per_replica" not in options and "policy" not in options:
         options["global_batch_size"] = 8
     options = {"micro_batch_size": 2} | options
-    elasticity = Elasticity(ElasticTraining(**options), job_store)
+    elasticity = ElasticState(ElasticTraining(**options), job_store)
     config = ParallelConfig(hybrid_shard_degree=2)
-    _, topology = elasticity.lay_out(config, world_size, ranks_per_node=world_size, trainer=trainer)
+    _, topology = elasticity.setup_world(config, world_size, ranks_per_node=world_size, trainer=trainer)
     return elasticity, topology, trainer
 
 
 def open_with(elasticity, trainer, *loaders):
     trainer.fit_loop._combined_loader = SimpleNamespace(flattened=list(loaders), _mode="max_size_cycle")
-    elasticity.open(trainer)
+    elasticity.publish_spec(trainer)
 
 
 def test_the_batch_is_shared_out_over_the_ranks_that_there_are(job_store):
@@ -107,7 +107,7 @@ def test_a_batch_that_no_allowed_size_can_share(job_store):
 
 
 def loader(global_batch_size, pads=False):
-    split = BatchSplit(global_batch_size=global_batch_size, micro_batch_size=2, data_world_size=4, pads=pads)
+    split = BatchSplit(global_batch_size=global_batch_size, micro_batch_size=2, data_world_size=4, pads_last_step=pads)
     return TrainerLoader(SimpleNamespace(), list(range(64)), ElasticSampler(64, split, drop_last=not pads))
 
 
@@ -145,9 +145,9 @@ def test_what_fits_lets_others_come_in(job_store):
 )
 def test_validation_within_a_step_of_a_smaller_world(job_store, interval, limit, refused):
     elasticity, _, trainer = lay_out(job_store, 4)
-    assert elasticity.options.counts == {1, 2}
+    assert elasticity.options.possible_micro_steps == {1, 2}
     open_with(elasticity, trainer, loader(8))
-    worlds = elasticity.worlds(trainer)
+    worlds = elasticity.epoch_lengths(trainer)
     assert worlds[1] == (2, 16)
     assert worlds[2] == (1, 8)
     here = limit if isinstance(limit, int) else 8
@@ -161,7 +161,7 @@ def test_validation_within_a_step_of_a_smaller_world(job_store, interval, limit,
         limit_train_batches=limit,
     )
     with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
-        refuse_validation_within_windows(trainer, worlds)
+        check_validation_interval(trainer, worlds)
 
 
 def test_validation_counted_over_sizes_with_different_numbers_of_micro_steps(job_store):
@@ -177,8 +177,8 @@ def test_validation_counted_over_sizes_with_different_numbers_of_micro_steps(job
         limit_train_batches=1.0,
     )
     with pytest.raises(ConfigError, match="sizes at which a step has 1, 2 of them"):
-        refuse_validation_within_windows(trainer, elasticity.worlds(trainer))
-    refuse_validation_within_windows(trainer, {1: (2, 16), 2: (2, 16)})
+        check_validation_interval(trainer, elasticity.epoch_lengths(trainer))
+    check_validation_interval(trainer, {1: (2, 16), 2: (2, 16)})
 
 
 @pytest.mark.parametrize(("mode", "length"), [("max_size_cycle", 8), ("max_size", 8), ("min_size", 4)])
@@ -187,7 +187,7 @@ def test_the_epoch_of_several_loaders(job_store, mode, length):
     split = BatchSplit(global_batch_size=8, micro_batch_size=2, data_world_size=4)
     short = TrainerLoader(SimpleNamespace(), list(range(32)), ElasticSampler(32, split, drop_last=True))
     trainer.fit_loop._combined_loader = SimpleNamespace(flattened=[loader(8), short], _mode=mode)
-    assert elasticity.worlds(trainer)[2] == (1, length)
+    assert elasticity.epoch_lengths(trainer)[2] == (1, length)
 
 
 def test_sizes_that_cannot_share_the_parts_of_a_reproducible_batch(job_store):
@@ -229,7 +229,7 @@ def test_a_batch_that_follows_the_world(job_store):
         elasticity, _, trainer = lay_out(job_store, world_size, **FOLLOWS)
         assert trainer.accumulate_grad_batches == 1
         split = split_for(elasticity, world_size)
-        assert (split.global_batch_size, split.data_world_size, split.pads) == (batch, world_size, True)
+        assert (split.global_batch_size, split.data_world_size, split.pads_last_step) == (batch, world_size, True)
 
 
 def test_the_first_world_says_what_the_schedule_counts_in(job_store):
@@ -305,7 +305,7 @@ def test_a_recipe_says_the_sizes_by_nodes(job_store):
     recipe["scale_config"][2] = {"training": {"train_batch_size": 32}}
     elasticity, _, _ = lay_out(job_store, 4, policy=recipe, micro_batch_size=0, lr_scaling="linear")
     assert elasticity._sizes == (2, 4)  # of nodes of four ranks, in replicas of two
-    assert elasticity.options.batch.at(4) == 32
+    assert elasticity.options.batch.global_batch_at(4) == 32
     with pytest.raises(ConfigError, match="adascale"):
         ElasticTraining(policy=recipe, lr_scaling="adascale")
 

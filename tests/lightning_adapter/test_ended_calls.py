@@ -59,7 +59,7 @@ def test_no_call_is_passed_after_one_whose_end_is_not_kept(job):
         with entries.enter(job, "test") as record:
             passed.append(record is not None)
             if number == 1:
-                entries.lose("a test")
+                entries.mark_not_kept("a test")
     assert passed == [True, True, False]
 
 
@@ -130,7 +130,7 @@ def test_what_is_not_kept_is_run_again_with_all_that_follows(run_ranks, tmp_path
         job_store = JobStore.connect(JobEnv.from_environ(variables))
         records.hand_over(job_store, len(records.ended))
         rounds.append(run_ranks(predict_and_validate, str(root), case, world_size=2, environ=variables))
-        records = EntryRecords.of(job_store)
+        records = EntryRecords.read(job_store)
     is_kept = not told
     assert [entry.kind for entry in records.ended] == (["predict", "validate"] if is_kept else [])
     for first, second in zip(*rounds, strict=True):

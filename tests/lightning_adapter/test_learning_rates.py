@@ -77,7 +77,7 @@ def run(rates, optimizer, trainer, sizes):
             used.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
         for waiting in (False, True):
-            rates.tick(trainer, waiting_for_metric=waiting)
+            rates.step_schedulers(trainer, waiting_for_metric=waiting)
         left.append(optimizer.param_groups[0]["lr"])
     return used, left
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_with_another_reference():
         LearningRates(rule=LRScalingRule(reference_batch_size=20)).load_state_dict(state)
     rates = LearningRates(rule=LRScalingRule(reference_batch_size=10))
     rates.load_state_dict(state)
-    assert rates.lr_state == LRState.beginning(10, rates.rule)
+    assert rates.lr_state == LRState.initial(10, rates.rule)
 
 
 NOISE = GradientNoise(squared_norms=(4.0, 4.0), shares=(0.5, 0.5), mean_squared_norm=2.0)

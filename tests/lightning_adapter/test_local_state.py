@@ -10,7 +10,7 @@ from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.lightning.local_state import LoggedMeans, load_local_state
 from hyperpod_plugins.lightning.shown_values import ShownValues, put_tables, tables_of
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates
-from hyperpod_plugins.recovery.packing import packed, unpacked
+from hyperpod_plugins.recovery.packing import pack, unpack
 
 
 def test_buffers_and_metrics_are_put_back_where_there_are_any():
@@ -74,8 +74,8 @@ def shown_by(trainer):
 def replaced(lost, source):
     """A trainer that has what `source` describes, and then the state of `lost` as `source` has kept it for it."""
     trainer, state = trained()
-    state.give(unpacked(packed(source.described())))
-    state.load_state_dict(unpacked(packed(lost)))
+    state.load_described(unpack(pack(source.described())))
+    state.load_state_dict(unpack(pack(lost)))
     return trainer, state
 
 
@@ -157,7 +157,7 @@ def test_what_hooks_have_written_since_comes_from_the_source():
     given, before = of_lost.state_dict(), of_source.state_dict()
     assert of_source.written(before) == set()
     end_batch(source)
-    assert of_source.written(unpacked(packed(before))) == set()  # that the batch ends is known
+    assert of_source.written(unpack(pack(before))) == set()  # that the batch ends is known
     source._logger_connector._callback_metrics["val"] = torch.tensor(0.5)
     leave = of_source.written(before)
     assert leave == {"_callback_metrics val"}
@@ -238,6 +238,6 @@ def test_a_malformed_state_of_a_peer_is_refused(changes):
     described = state.described()
     for key, value in (("cached", {"key": ["no tensor", "a", "a", True, False]}), ("_callback_metrics", [1])):
         with pytest.raises(CheckpointMismatch):
-            state.give({**described, key: value})
+            state.load_described({**described, key: value})
     with pytest.raises(CheckpointMismatch):
-        state.give([1])
+        state.load_described([1])

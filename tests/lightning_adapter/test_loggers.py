@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.lightning.loggers import continue_runs, keep_rows, name_runs
+from hyperpod_plugins.lightning.loggers import append_to_csv, record_runs, restore_runs
 
 
 @pytest.fixture
@@ -22,15 +22,15 @@ def rows(logger):
 
 def test_a_replacement_adds_to_the_rows_of_the_run(job_store, tmp_path):
     lost = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    name_runs(job_store, 0, [lost])
+    record_runs(job_store, 0, [lost])
     lost.log_metrics({"loss": 3.0}, step=0)
     lost.log_metrics({"loss": 2.0}, step=1)
     with open(f"{lost.log_dir}/metrics.csv", "a") as file:
         file.write("1.5,")  # killed while it wrote
 
     replacement = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    continue_runs(job_store, 0, [replacement])
-    keep_rows([replacement])
+    restore_runs(job_store, 0, [replacement])
+    append_to_csv([replacement])
     assert replacement.log_dir == lost.log_dir
     replacement.log_metrics({"loss": 1.0}, step=2)
     replacement.log_metrics({"loss": 0.5, "val_loss": 0.7}, step=3)
@@ -44,23 +44,23 @@ def test_a_replacement_adds_to_the_rows_of_the_run(job_store, tmp_path):
 
 
 def test_a_run_without_rows_is_gone_on_with_too(job_store, tmp_path):
-    name_runs(job_store, 0, [CSVLogger(tmp_path)])
+    record_runs(job_store, 0, [CSVLogger(tmp_path)])
     replacement = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    continue_runs(job_store, 0, [replacement])
-    keep_rows([replacement])
+    restore_runs(job_store, 0, [replacement])
+    append_to_csv([replacement])
     replacement.log_metrics({"loss": 1.0}, step=0)
     assert rows(replacement) == [{"loss": 1.0, "step": 0.0}]
 
 
 def test_a_version_that_the_program_chose_stays(job_store, tmp_path):
-    name_runs(job_store, 0, [CSVLogger(tmp_path, version=7)])
+    record_runs(job_store, 0, [CSVLogger(tmp_path, version=7)])
     replacement = CSVLogger(tmp_path, version=8)
-    continue_runs(job_store, 0, [replacement])
+    restore_runs(job_store, 0, [replacement])
     assert replacement.version == 8
 
 
 def test_nothing_to_go_on_with(job_store, tmp_path):
     logger = CSVLogger(tmp_path)
-    continue_runs(job_store, 0, [logger])
-    keep_rows([logger])
+    restore_runs(job_store, 0, [logger])
+    append_to_csv([logger])
     assert logger.version == 0

@@ -9,7 +9,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.lightning.local_state import LoggedMeans
-from hyperpod_plugins.lightning.reentry import Reentry, forget_parts, watch_parts
+from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 
@@ -73,7 +73,7 @@ def trainer_with(*callbacks, **arguments):
 def test_parts_are_told_of_before_their_hooks_and_after_them():
     calls = []
     trainer = trainer_with(Calls(calls), max_epochs=2, num_sanity_val_steps=1)
-    watch_parts(trainer, calls.append, lambda part: calls.append(f"{part} has ended"))
+    install_part_hooks(trainer, calls.append, lambda part: calls.append(f"{part} has ended"))
     trainer.fit(Module())
     evaluation = [EVALUATION_BEGIN, "validation start", "validation end", f"{EVALUATION_BEGIN} has ended"]
     epoch = [EPOCH_BEGIN, "epoch start", *evaluation, EPOCH_END, "epoch end", f"{EPOCH_END} has ended"]
@@ -95,7 +95,7 @@ def test_a_fit_that_is_left_again_before_the_part_has_its_limits_and_functions(p
     trainer = trainer_with(max_steps=3, max_epochs=2)
     trainer.should_stop = True
     if is_watched:
-        watch_parts(trainer, print, print)
+        install_part_hooks(trainer, print, print)
     before, reentry = functions_of(trainer), Reentry()
     for _ in range(2):
         reentry.open(trainer, part, b"described")
@@ -129,9 +129,9 @@ def test_nothing_is_done_for_a_step_or_an_epoch():
 def test_a_fit_that_has_ended_is_not_watched():
     trainer = trainer_with(max_steps=3)
     before, evaluation = functions_of(trainer), {**vars(trainer.fit_loop.epoch_loop.val_loop)}
-    watch_parts(trainer, print, print)
+    install_part_hooks(trainer, print, print)
     assert functions_of(trainer) != before
-    forget_parts(trainer)
+    remove_part_hooks(trainer)
     assert functions_of(trainer) == before
     assert vars(trainer.fit_loop.epoch_loop.val_loop) == evaluation
 
@@ -293,7 +293,7 @@ def test_an_epoch_ends_with_all_that_was_logged_in_the_same_order(is_survivor, a
     assert passed_on(means.state_dict()) == state
     if again:
         logged(module, only=again, weight=2.0, trainer=trainer)
-    means.complete(module, reduced)
+    means.restore_missing(module, reduced)
     results = trainer.fit_loop.epoch_loop._results
     assert list(means_of(trainer)) == EPOCH_KEYS
     assert means_of(trainer) == means_of(wanted)
@@ -306,7 +306,7 @@ def test_an_epoch_ends_with_all_that_was_logged_in_the_same_order(is_survivor, a
     assert means.forms() == forms
     assert "update_metrics" not in vars(results)
 
-    means.complete(module, reduced)  # nothing is expected any more
+    means.restore_missing(module, reduced)  # nothing is expected any more
     results.reset()
     logged(module, only=["first"], trainer=trainer)
     assert means_of(trainer)["first"] == 6  # of the next epoch alone
@@ -320,7 +320,7 @@ def test_a_rank_whose_sums_are_lost_takes_part_in_the_reductions_of_the_others()
     means.load_state_dict({})
     means.expect(forms)
     logged(module, only=["last"], trainer=trainer)
-    means.complete(module, reduced)
+    means.restore_missing(module, reduced)
     results = trainer.fit_loop.epoch_loop._results
     assert list(means_of(trainer)) == EPOCH_KEYS
     assert [results[f"training_step.{name}"].value for name in ("first", "most", "sum")] == [0, -torch.inf, 0]
@@ -329,5 +329,5 @@ def test_a_rank_whose_sums_are_lost_takes_part_in_the_reductions_of_the_others()
 
 def test_nothing_is_put_in_its_place_where_nothing_is_expected():
     trainer = trainer_with(max_epochs=1)
-    LoggedMeans(trainer).complete(Module(), reduced)
+    LoggedMeans(trainer).restore_missing(Module(), reduced)
     assert means_of(trainer) == {}

@@ -77,7 +77,7 @@ def test_callbacks_with_hooks_of_a_part_are_put_back_to_where_it_began(part):
     trainer, hooks = trainer_with(*ours, *others), SavingHooks()
     for each in (*ours, *others):
         each.up()
-    hooks.begin(trainer, part)
+    hooks.begin_part(trainer, part)
     assert hooks.part == part
     for _ in range(2):  # the second time from the same state
         for each in (*ours, *others):
@@ -87,7 +87,7 @@ def test_callbacks_with_hooks_of_a_part_are_put_back_to_where_it_began(part):
         hooks.put_back(trainer)
         assert counts(*ours) == [1] * len(ours)
     assert counts(*others) == of(described, *others) == [3] * len(others)
-    hooks.end()
+    hooks.end_part()
     assert hooks.part == ""
     for each in ours:
         each.up()
@@ -102,11 +102,11 @@ def test_a_step_puts_back_its_computation_alone_unless_the_loops_are_left():
     )
     callbacks = both, epoch, batch, step
     trainer, hooks = trainer_with(*callbacks), SavingHooks()
-    hooks.begin(trainer, EPOCH_BEGIN)
+    hooks.begin_part(trainer, EPOCH_BEGIN)
     both.up(), epoch.up()
-    hooks.begin(trainer, BATCH)
+    hooks.begin_part(trainer, BATCH)
     batch.up()
-    hooks.compute(trainer)
+    hooks.begin_compute(trainer)
     assert hooks.part == EPOCH_BEGIN
     for _ in range(2):
         both.up(), step.up()
@@ -117,8 +117,8 @@ def test_a_step_puts_back_its_computation_alone_unless_the_loops_are_left():
     hooks.put_back(trainer)
     assert counts(*callbacks) == [0, 0, 0, 0]
 
-    hooks.end()
-    hooks.begin(trainer, BATCH)  # the second step of the epoch
+    hooks.end_part()
+    hooks.begin_part(trainer, BATCH)  # the second step of the epoch
     both.up(), epoch.up(), step.up()
     assert of(hooks.dump(trainer), *callbacks) == [0, 1, 0, 0]
 
@@ -126,10 +126,10 @@ def test_a_step_puts_back_its_computation_alone_unless_the_loops_are_left():
 def test_a_step_that_follows_anything_but_an_epochs_beginning_has_its_own_state():
     callback = counting("on_validation_end", "on_before_optimizer_step")
     trainer, hooks = trainer_with(callback), SavingHooks()
-    hooks.begin(trainer, EVALUATION_BEGIN)
+    hooks.begin_part(trainer, EVALUATION_BEGIN)
     callback.up()
     trainer.should_stop = True
-    hooks.begin(trainer, BATCH)
+    hooks.begin_part(trainer, BATCH)
     callback.up()
     hooks.put_back(trainer)
     assert counts(callback) == [1]
@@ -140,7 +140,7 @@ def test_a_step_that_follows_anything_but_an_epochs_beginning_has_its_own_state(
 def test_hooks_at_the_end_of_a_batch_belong_to_the_step_where_more_batches_follow(accumulate, wanted):
     callback = counting("on_train_batch_end")
     trainer, hooks = trainer_with(callback, accumulate_grad_batches=accumulate), SavingHooks()
-    hooks.begin(trainer, BATCH)
+    hooks.begin_part(trainer, BATCH)
     callback.up()
     hooks.put_back(trainer)
     assert counts(callback) == [wanted]
@@ -150,7 +150,7 @@ def test_hooks_at_the_end_of_a_batch_belong_to_the_step_where_more_batches_follo
 def test_what_a_part_asks_the_trainer_to_do_is_asked_again(part):
     trainer, hooks = trainer_with(), SavingHooks()
     assert not hooks.should_stop(trainer)
-    hooks.begin(trainer, part)
+    hooks.begin_part(trainer, part)
     trainer.should_stop = True
     assert not hooks.should_stop(trainer)
     hooks.put_back(trainer, is_inside=True)
@@ -158,7 +158,7 @@ def test_what_a_part_asks_the_trainer_to_do_is_asked_again(part):
     hooks.put_back(trainer)
     assert not trainer.should_stop
     trainer.should_stop = True
-    hooks.end()
+    hooks.end_part()
     assert hooks.should_stop(trainer)
     hooks.put_back(trainer)
     assert trainer.should_stop
@@ -166,8 +166,8 @@ def test_what_a_part_asks_the_trainer_to_do_is_asked_again(part):
 
 def gather():
     """What a group does with a collective; there is none here."""
-    if group_health.refusal:
-        raise LoopError(group_health.refusal)
+    if group_health.refusal_reason:
+        raise LoopError(group_health.refusal_reason)
 
 
 class Gathers(Count):
@@ -195,20 +195,20 @@ class Fails(Gathers):
 def test_callbacks_whose_state_communicates_keep_it():
     gathers, loses, count = Gathers(), Loses(), counting("on_validation_start")
     trainer, hooks = trainer_with(gathers, loses, count), SavingHooks()
-    hooks.begin(trainer, EVALUATION_BEGIN)
+    hooks.begin_part(trainer, EVALUATION_BEGIN)
     for each in (gathers, loses, count):
         each.up()
-    assert group_health.refusal == ""
+    assert group_health.refusal_reason == ""
     hooks.put_back(trainer)
     assert counts(gathers, loses, count) == [1, 1, 0]
     with pytest.raises(ConfigError, match=r"Gathers\.state_dict communicates"):
         hooks.dump(trainer)
     num_calls = gathers.num_calls
-    hooks.begin(trainer, EVALUATION_BEGIN)
+    hooks.begin_part(trainer, EVALUATION_BEGIN)
     assert gathers.num_calls == num_calls  # once is enough to know
     with pytest.raises(LoopError, match="of its own"):
-        SavingHooks().begin(trainer_with(Fails()), EVALUATION_BEGIN)
-    assert group_health.refusal == ""
+        SavingHooks().begin_part(trainer_with(Fails()), EVALUATION_BEGIN)
+    assert group_health.refusal_reason == ""
 
 
 def test_what_was_saved_and_averages_of_weights_are_never_put_back(tmp_path):
@@ -216,7 +216,7 @@ def test_what_was_saved_and_averages_of_weights_are_never_put_back(tmp_path):
     trainer, hooks = trainer_with(saving, average, stop), SavingHooks()
     average._average_model = SimpleNamespace(n_averaged=torch.zeros(()))
     for part in HOOKS:
-        hooks.begin(trainer, part)
+        hooks.begin_part(trainer, part)
         saving.best_model_path, average._latest_update_step, stop.wait_count = "best", 7, 5
         hooks.put_back(trainer)
         assert saving.best_model_path == "best"
@@ -230,7 +230,7 @@ def test_callbacks_without_state_are_never_put_back():
     callback = LambdaCallback(on_validation_start=calls.append)
     callback.load_state_dict = calls.append
     trainer = trainer_with(callback, EmptyState())
-    hooks.begin(trainer, EVALUATION_BEGIN)
+    hooks.begin_part(trainer, EVALUATION_BEGIN)
     hooks.put_back(trainer)
     assert calls == []
 
@@ -254,7 +254,7 @@ def test_callbacks_whose_hooks_take_turns_in_a_window_are_refused(around, inside
     refuse_interleaved_hooks(trainer_with(both))
     elastic = ElasticTraining(global_batch_size=8, micro_batch_size=2)
     refuse_interleaved_hooks(trainer_with(both, elastic))
-    elastic.counts = frozenset({1, 4})
+    elastic.possible_micro_steps = frozenset({1, 4})
     with pytest.raises(ConfigError, match="With 4 micro-steps in a step"):
         refuse_interleaved_hooks(trainer_with(both, elastic))
     refuse_interleaved_hooks(trainer_with(counting(around), counting(inside), stateless, accumulate_grad_batches=2))

@@ -48,9 +48,9 @@ def make_module():
 
 def library_of(group):
     """Name of the class that moves a group's bytes."""
-    from hyperpod_plugins.comm.smddp import SumForMean
+    from hyperpod_plugins.comm.smddp import MeanBySumGroup
 
-    return type(group.inner.inner if isinstance(group.inner, SumForMean) else group.inner).__name__
+    return type(group.inner.inner if isinstance(group.inner, MeanBySumGroup) else group.inner).__name__
 
 
 def fit(transport, shard_degree):

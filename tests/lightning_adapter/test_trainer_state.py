@@ -9,24 +9,24 @@ from device import ACCELERATOR
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, LoopError
-from hyperpod_plugins.lightning.reentry import watch_parts
+from hyperpod_plugins.lightning.reentry import install_part_hooks
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
-    as_part_begins,
     batches_done,
+    describe_part_start,
     describe_trainer,
     is_epoch_start,
-    keep_own,
     make_loaders_as_others,
-    order_of,
+    merge_own,
     part_of,
+    part_order,
     read_trainer,
     rewind,
     set_last_saves,
 )
 from hyperpod_plugins.recovery.rng import EPOCH_END, EVALUATION_BEGIN, FIT_END
-from hyperpod_plugins.recovery.state import give_hyperparameters
+from hyperpod_plugins.recovery.state import load_hyperparameters
 
 NUM_BATCHES = 7
 POSITION = ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.scheduler_progress", "epoch_loop.state_dict")
@@ -121,9 +121,9 @@ def fit(accumulate=1, validate_every=3, callbacks=(), **arguments):
     )
 
     def begin(part):
-        observer.begun = as_part_begins(trainer, part, {})
+        observer.begun = describe_part_start(trainer, part, {})
 
-    watch_parts(trainer, begin, lambda part: None)
+    install_part_hooks(trainer, begin, lambda part: None)
     trainer.fit(Module())
     return trainer, observer
 
@@ -185,7 +185,7 @@ def described(part="", started=1, completed=0):
 def test_the_order_of_parts_is_that_in_which_they_follow_a_step():
     first = [described(started=0), described(EVALUATION_BEGIN), described(), described(EPOCH_END)]
     second = [described(completed=1), described(started=2, completed=1), described(EPOCH_END, 2, 1)]
-    orders = [order_of(each) for each in (*first, *second, described(FIT_END, 2, 2))]
+    orders = [part_order(each) for each in (*first, *second, described(FIT_END, 2, 2))]
     assert orders == sorted(set(orders))
 
 
@@ -197,14 +197,14 @@ def test_a_description_carries_the_learning_rate():
     wanted = optimizer.param_groups[0]["lr"]
     assert wanted < 0.1
     optimizer.param_groups[0] |= {"lr": 0.7, "momentum": 0.9}
-    give_hyperparameters(described[GROUPS], trainer.optimizers)
+    load_hyperparameters(described[GROUPS], trainer.optimizers)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (wanted, 0)
 
 
 def gather():
     """What a group does with a collective; there is none here."""
-    if group_health.refusal:
-        raise LoopError(group_health.refusal)
+    if group_health.refusal_reason:
+        raise LoopError(group_health.refusal_reason)
 
 
 class Exports(pl.Callback):
@@ -239,14 +239,14 @@ def test_hooks_that_communicate_are_left_out_of_descriptions_or_refused():
         trainer.callbacks[-1] = callback
         with pytest.raises(ConfigError, match=f"{hook} communicates"):
             SavingHooks().dump(trainer)
-    assert group_health.refusal == ""
+    assert group_health.refusal_reason == ""
 
 
 def test_survivors_keep_what_is_of_one_rank_alone():
     one, other = torch.zeros(3), torch.ones(3)
     theirs = {"loops": 1, "callbacks": {"Ema": {"shards": [one]}, "Stopper": {"best": torch.ones(())}}, "ema": one}
     own = {"loops": 0, "callbacks": {"Ema": {"shards": [other]}, "Stopper": {"best": torch.zeros(())}}, "ema": other}
-    kept = keep_own(theirs, own)
+    kept = merge_own(theirs, own)
     assert kept == {"loops": 1, "callbacks": {"Stopper": {"best": torch.ones(())}}, "ema": other}
 
 

@@ -74,8 +74,11 @@ def test_a_checkpoint_of_snapshots_has_the_average_as_the_model():
     state = TrainingState(model, [optimizer], average=average)
     data = torch.empty(state.num_bytes(), dtype=torch.uint8)
     state.copy_to(data)
-    parts = state.parts_of([(state.header(), data)], "a snapshot")
-    means, beside = {each.name: each.values for each in parts.model}, {each.name: each.values for each in parts.beside}
+    parts = state.checkpoint_parts([(state.header(), data)], "a snapshot")
+    means, beside = (
+        {each.name: each.values for each in parts.model},
+        {each.name: each.values for each in parts.extra_parts},
+    )
     assert torch.equal(means["0.weight"], average.module.get_parameter("0.weight"))
     assert torch.equal(beside["current.0.weight"], model[0].weight)
     assert int(beside["num_averaged"]) == 4

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from hyperpod_plugins.parallel.chains import chains_of
+from hyperpod_plugins.parallel.chains import find_chains
 
 
 class Layers(nn.Module):
@@ -251,12 +251,12 @@ NOT_CHAINS = [
 
 @pytest.mark.parametrize("kind", CHAINS)
 def test_a_loop_that_runs_each_element_makes_a_chain(kind):
-    assert chains_of(kind()) == {"layers"}
+    assert find_chains(kind()) == {"layers"}
 
 
 @pytest.mark.parametrize("kind", NOT_CHAINS)
 def test_what_may_leave_out_an_element_is_no_chain(kind):
-    assert chains_of(kind()) == set()
+    assert find_chains(kind()) == set()
 
 
 class Nano(nn.Module):
@@ -286,17 +286,17 @@ class Tasks(nn.Module):
 
 
 def test_a_list_is_read_where_it_is_run_and_counts_only_where_its_module_always_runs():
-    assert chains_of(Nano()) == {"transformer.h", "transformer.h.1.layers"}
-    assert chains_of(Tasks()) == {"body.layers"}
+    assert find_chains(Nano()) == {"transformer.h", "transformer.h.1.layers"}
+    assert find_chains(Tasks()) == {"body.layers"}
 
 
 def test_models_of_others():
-    assert chains_of(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 2)) == {"layers"}
+    assert find_chains(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 2)) == {"layers"}
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     small = {**sizes, "num_key_value_heads": 2, "vocab_size": 8}
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
-    assert chains_of(llama) == {"model.layers"}
+    assert find_chains(llama) == {"model.layers"}
     opt = {"ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 8, "vocab_size": 8, **sizes}
     dropping = transformers.OPTModel(transformers.OPTConfig(**{k: v for k, v in opt.items() if k[0] != "i"}))
-    assert chains_of(dropping) == set()  # its loop may drop layers
+    assert find_chains(dropping) == set()  # its loop may drop layers

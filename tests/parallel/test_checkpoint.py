@@ -736,7 +736,7 @@ def save_where_one_rank_sees_a_file(folder):
             messages.append(str(error))
     with contextlib.suppress(CheckpointError):
         writer.wait()  # the writer tells of the save in the background too
-    checkpoint_storage.SHOWN_WITHIN_S = 0.3
+    checkpoint_storage.FILE_VISIBILITY_TIMEOUT_S = 0.3
     for background in (False, True):  # two disks
         with pytest.raises(CheckpointError, match=r"does not see __1_0\.distcp, which rank 1 wrote .* not shared"):
             writer.save("apart/c", model=model, background=background).wait(timeout_s=30)
@@ -800,7 +800,7 @@ def die_while_saving(path, moment):
     if dist.get_rank() == 0 and moment == "data":
         checkpoint.publish = die
     elif dist.get_rank() == 0:
-        part = checkpoint_files.part_of(path)
+        part = checkpoint_files.incomplete_path(path)
         rename = type(path).rename
         type(path).rename = lambda self, target: die() if self == part else rename(self, target)
     elif dist.get_rank() == 1 and moment == "write":

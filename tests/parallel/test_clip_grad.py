@@ -9,7 +9,7 @@ from device import DEVICE
 from torch import nn
 
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, clip_grad_value_, gradient_norm
-from hyperpod_plugins.parallel.unit_watch import settle_gradients
+from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
 
@@ -174,14 +174,14 @@ def clip_on_meshes():
             for max_norm in MAX_NORMS:
                 model.zero_grad()
                 model(batch).backward()
-                settle_gradients(model)
+                reconcile_gradients(model)
                 plain = nn.Parameter(torch.zeros(3))
                 plain.grad = torch.tensor([1.0, -2.0, 0.5])
                 norm = clip_grad_norm_([*model.parameters(), plain], max_norm, norm_type)
                 results[layout, norm_type, max_norm] = (norm, gradients_of(model) | {"plain": plain.grad})
         model.zero_grad()
         model(batch).backward()
-        settle_gradients(model)
+        reconcile_gradients(model)
         clip_grad_value_(model.parameters(), 0.02)
         results[layout, "value"] = (torch.tensor(0.0), gradients_of(model))
     return results

@@ -16,8 +16,8 @@ def outcome(policy, values, norm=None):
     check = FiniteCheck(policy, waits_anyway=True)
     losses = RankLosses(check)
     for batch, value in enumerate(values, 6):
-        losses.note(batch, torch.tensor(math.nan))
-        losses.note(batch, torch.tensor(value))  # it is computed again
+        losses.record(batch, torch.tensor(math.nan))
+        losses.record(batch, torch.tensor(value))  # it is computed again
     losses.settle(nn.Linear(1, 1))
     may_update = losses.allows_update(None if norm is None else torch.tensor(norm), step=3, epoch=1)
     if check.error is not None:
@@ -53,7 +53,7 @@ def test_a_finite_step_forgets_the_error_of_the_one_before():
     losses = RankLosses(check)
     for value in (math.nan, 1.0):
         losses.begin()
-        losses.note(0, torch.tensor(value))
+        losses.record(0, torch.tensor(value))
         losses.settle(nn.Linear(1, 1))
         losses.allows_update(None, step=0, epoch=0)
         if not math.isfinite(value):

@@ -7,11 +7,11 @@ from device import DEVICE
 from torch import nn
 
 from hyperpod_plugins.data import BatchSplit, sample_weight
-from hyperpod_plugins.data.batch_split import Cursor, share
+from hyperpod_plugins.data.batch_split import Cursor, rank_positions
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.grad_averaging import noise_of
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.parallel.replica_mean.noise import ComparedMean
+from hyperpod_plugins.parallel.replica_mean.noise import NoiseMeasuringMean
 
 LAYOUTS = {
     "2 replicas of 2 shards": {"hybrid_shard_degree": 2},
@@ -66,10 +66,12 @@ def gradients_of(model):
 def micro_steps_of(case, data_degree):
     """Of a step that begins an epoch of so many samples: size of the step, and each rank's ids in each micro-step."""
     batch, num_samples, micro = STEPS[case]
-    split = BatchSplit(global_batch_size=batch, micro_batch_size=micro, data_world_size=data_degree, pads=True)
+    split = BatchSplit(
+        global_batch_size=batch, micro_batch_size=micro, data_world_size=data_degree, pads_last_step=True
+    )
     found = list(split.walk(Cursor(), num_samples, drop_last=False))
     return num_samples, [
-        [share(each, rank=rank, world_size=data_degree) for rank in range(data_degree)] for each in found
+        [rank_positions(each, rank=rank, world_size=data_degree) for rank in range(data_degree)] for each in found
     ]
 
 
@@ -83,7 +85,7 @@ def compare_on_meshes():
         topology = config.topology(4)
         mesh = build_mesh(topology, DEVICE)
         model = parallelize(make_model(), mesh, config, averages_replicas=False)
-        mean, rank = ComparedMean(model, mesh), topology.data_rank(dist.get_rank())
+        mean, rank = NoiseMeasuringMean(model, mesh), topology.data_rank(dist.get_rank())
         for case in STEPS:
             step_size, micro_steps = micro_steps_of(case, topology.data_degree)
             for attempt in range(2):  # the first one is undone
@@ -148,7 +150,7 @@ def averaged_by_fsdp():
     mesh = build_mesh(config.topology(1), DEVICE)
     model = parallelize(make_model(), mesh, config)
     with pytest.raises(ConfigError, match=r"For lr_scaling='adascale' shard over the axis 'shard' alone"):
-        ComparedMean(model, mesh)
+        NoiseMeasuringMean(model, mesh)
 
 
 @pytest.mark.spawns

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyperpod_plugins.parallel.local_optimizer import LocalUpdate, step_locally
+from hyperpod_plugins.parallel.local_optimizer import LocalDispatchMode, step_locally
 
 SHAPES = ((6, 4), (5,), (3, 2, 2), (1,))
 OPTIMIZERS = [
@@ -123,7 +123,7 @@ def test_what_lies_differently_is_left_to_dtensor(mesh):
     ]
     for case in cases:
         wanted = case()
-        with LocalUpdate():
+        with LocalDispatchMode():
             found = case()
         assert found.placements == wanted.placements
         assert torch.equal(found.to_local(), wanted.to_local())
@@ -159,7 +159,7 @@ def test_adafactor_squares_norms_in_place(run_ranks):
 
 def test_results_keep_their_type_and_place(mesh):
     one = sharded(mesh, (5, 4), 0)
-    with LocalUpdate():
+    with LocalDispatchMode():
         root = one.abs().sqrt()
         half = torch.zeros_like(one, dtype=torch.bfloat16)
         same = one.add_(0)

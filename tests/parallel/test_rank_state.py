@@ -10,7 +10,7 @@ from torch import nn
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch
 from hyperpod_plugins.parallel import CheckpointWriter, Topology, load_checkpoint
-from hyperpod_plugins.parallel.checkpoint.rank_state import RankSource, load_rank_state, saved_ranks
+from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector, load_rank_state, saved_ranks
 
 
 def save(folder):
@@ -34,7 +34,9 @@ def test_states_are_written_for_each_rank_where_they_differ(tmp_path):
 def choose(saved, here, rank, ranks, sharded=("ema",), *, is_training=True):
     world, shard, tensor = here
     topology = Topology(world_size=world, shard_degree=shard, tensor_degree=tensor)
-    return RankSource(rank=rank, topology=topology, saved=saved, is_training=is_training).choose(ranks, sharded)
+    return RankStateSelector(rank=rank, topology=topology, saved_layout=saved, is_training=is_training).choose(
+        ranks, sharded
+    )
 
 
 def test_a_rank_takes_its_own_state_or_that_of_a_replica():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
 
-from hyperpod_plugins.parallel.replica_mean.reproducible import FixedOrderMean, nodes_of, total
+from hyperpod_plugins.parallel.replica_mean.reproducible import FixedOrderMean, nodes_of, tree_sum
 
 
 def shared(num_leaves, num_replicas):
@@ -34,9 +34,9 @@ def plus(left, right):
 
 @pytest.mark.parametrize("num_leaves", range(1, 25))
 def test_one_order_for_every_number_of_replicas(num_leaves):
-    alone = total({(0, leaf): f"{leaf}" for leaf in range(num_leaves)}, num_leaves, plus)
+    alone = tree_sum({(0, leaf): f"{leaf}" for leaf in range(num_leaves)}, num_leaves, plus)
     for num_replicas in (n for n in range(1, num_leaves + 1) if num_leaves % n == 0):
-        assert total(shared(num_leaves, num_replicas), num_leaves, plus) == alone
+        assert tree_sum(shared(num_leaves, num_replicas), num_leaves, plus) == alone
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from device import DEVICE
 from torch import nn
 
 from hyperpod_plugins.errors import UnitsDiffer
-from hyperpod_plugins.parallel.unit_watch import settle_gradients
+from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 
 WIDTH, NUM_STEPS, LATE = 4, 6, 5
 
@@ -169,6 +169,6 @@ def test_ranks_that_run_different_modules_get_the_result_of_one_process_or_are_t
 
 
 def test_a_plain_model_has_nothing_to_settle():
-    assert not settle_gradients(nn.Linear(2, 2))
-    assert not settle_gradients(nn.Linear(2, 2), torch.tensor(False))
-    assert settle_gradients(nn.Linear(2, 2), torch.tensor(True))
+    assert not reconcile_gradients(nn.Linear(2, 2))
+    assert not reconcile_gradients(nn.Linear(2, 2), torch.tensor(False))
+    assert reconcile_gradients(nn.Linear(2, 2), torch.tensor(True))

@@ -190,7 +190,7 @@ class Faults(pl.Callback):
 
 def die_in_votes(wanted, folder, trainer):
     """`vote:rank:place:epoch`: a rank that knows that all have ended a part dies before it tells others."""
-    meet, send, is_meeting = StepTransaction.meet, CommitVote._send, []
+    meet, send, is_meeting = StepTransaction.barrier, CommitVote._send, []
 
     def meet_or_die(transaction):
         is_meeting.append(True)
@@ -208,7 +208,7 @@ def die_in_votes(wanted, folder, trainer):
             os.kill(os.getpid(), signal.SIGKILL)
         send(vote, to, value)
 
-    StepTransaction.meet, CommitVote._send = meet_or_die, send_or_die
+    StepTransaction.barrier, CommitVote._send = meet_or_die, send_or_die
 
 
 def die_as_the_only_one_that_knows(folder, trainer):

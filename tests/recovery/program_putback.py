@@ -30,7 +30,7 @@ WIDTH = 8
 def optimizers_step_after_the_vote():
     """All optimizers step in the commit, and what a fault leaves there counts as whole."""
     trained.is_elementwise = lambda optimizer: True
-    StepTransaction.tear = lambda self, why: undo_error(why)
+    StepTransaction.mark_state_lost = lambda self, why: undo_error(why)
 
 
 def undo_error(why):
@@ -54,7 +54,7 @@ def callbacks_are_overwritten():
     """After a fault outside of a step, all survivors load the callback state of one rank."""
     import hyperpod_plugins.lightning.recovery as recovery
 
-    recovery.keep_own = lambda theirs, own: theirs
+    recovery.merge_own = lambda theirs, own: theirs
 
 
 def batch_hooks_draw_anything():
@@ -74,8 +74,8 @@ def closures_return_what_was_computed():
     """Optimizers that compute gradients several times in a step get the same ones each time."""
     import hyperpod_plugins.lightning.strategy as strategy
 
-    strategy.closure_of = lambda optimizer, result: lambda: result
-    strategy.refuse_closures = lambda optimizers: None
+    strategy.single_use_closure = lambda optimizer, result: lambda: result
+    strategy.check_no_required_closure = lambda optimizers: None
 
 
 def rank_local_state_is_lost():
@@ -85,7 +85,7 @@ def rank_local_state_is_lost():
 
 def gradients_without_optimizer_stay():
     """The gradients of parameters that no optimizer has add up over steps and attempts."""
-    undo.Beginning._drop_unowned = lambda self: None
+    undo.StepStart._drop_unowned = lambda self: None
 
 
 FAULTS = {

@@ -17,7 +17,7 @@ from unittest.mock import patch
 from recovery.faults import PRELOAD
 
 from hyperpod_plugins.errors import RecoveryError
-from hyperpod_plugins.recovery.rehearsal_jobs import PHASES, Plan, rehearse
+from hyperpod_plugins.recovery.rehearsal_jobs import PHASES, RehearsalPlan, rehearse
 
 PROGRAM = Path(__file__).with_name("program_putback.py")
 
@@ -54,7 +54,7 @@ CONTROLS = (
 
 def run(case: Case) -> tuple[str, bool]:
     """What the rehearsal of a case said, and whether that is right."""
-    plan = Plan(
+    plan = RehearsalPlan(
         program=(str(PROGRAM),),
         num_ranks=case.num_ranks,
         phases=tuple(case.phase.split(",")),

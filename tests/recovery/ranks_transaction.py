@@ -15,7 +15,7 @@ from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
 from hyperpod_plugins.parallel.hsdp import local_part
-from hyperpod_plugins.parallel.unit_watch import settle_gradients
+from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 from hyperpod_plugins.recovery import (
     HangPolicy,
     Member,
@@ -151,7 +151,7 @@ def main():
             loss = (model(data) - data).square().mean()
             loss.backward()
             faults.at("backward", step)
-            settle_gradients(model)  # a commit must not communicate
+            reconcile_gradients(model)  # a commit must not communicate
             clip_grad_norm_(model.parameters(), 0.5)
             faults.at("clip", step)
             return loss.detach()
@@ -192,7 +192,7 @@ def instrument():
         faults.at("vote", self.step)
         vote(self)
         faults.at("voted", self.step)
-        return group_health.cause is None and not group_health.is_open
+        return group_health.cause is None and not group_health.is_unavailable
 
     StepTransaction._vote = voting
 

@@ -21,7 +21,7 @@ faults = Faults()
 def instrument():
     """Ranks that meet a fault in a transfer take their time in it, so that the fault meets its payload under way."""
     channel._CHUNK_BYTES = 2**16
-    swap, restore, steps = Snapshots._swap, TrainedState.restore, {}
+    swap, restore, steps = Snapshots._exchange_all, TrainedState.restore, {}
 
     def swapping(self, step, own):
         steps["snapshot"] = step
@@ -43,7 +43,7 @@ def instrument():
 
         return advancing
 
-    Snapshots._swap, TrainedState.restore = swapping, restoring
+    Snapshots._exchange_all, TrainedState.restore = swapping, restoring
     for each in (channel._Sending, channel._Receiving):
         each.advance = slowly(each.advance)
 
@@ -81,7 +81,7 @@ def main():
 
             means = step.run(compute_loss)
             faults.at("committed", step.index)
-            kind = "again" if step.is_again else "step"
+            kind = "again" if step.is_replay else "step"
             faults.note(kind=kind, pid=os.getpid(), step=step.index, loss=float(means).hex())
     state = {name: local(tensor) for name, tensor in model.state_dict().items()}
     for number, each in optimizer.state_dict()["state"].items():

@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.local_optimizer import closure_of, refuse_closures
-from hyperpod_plugins.recovery.kept_state import FreshGradients, KeptState, is_elementwise
-from hyperpod_plugins.recovery.state import hyperparameters, make_plain
-from hyperpod_plugins.recovery.undo import Beginning
+from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure
+from hyperpod_plugins.recovery.kept_state import FreshGradients, OptimizerCopy, is_elementwise
+from hyperpod_plugins.recovery.state import hyperparameters, to_python_numbers
+from hyperpod_plugins.recovery.undo import StepStart
 
 
 class Net(nn.Module):
@@ -38,7 +38,7 @@ def state_of(model, *optimizers):
 
 def test_buffers_that_are_written_assigned_deleted_or_added():
     model = Net()
-    beginning = Beginning(model, ())
+    beginning = StepStart(model, ())
     model.mean.update(1.0)
     beginning.begin()
     before, buffers = state_of(model), dict(model.named_buffers())
@@ -61,7 +61,7 @@ def test_buffers_that_are_written_assigned_deleted_or_added():
 def test_parameters_that_the_program_writes_to_are_put_back_from_the_second_step_on(through_data):
     model = Net()
     optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
-    beginning = Beginning(model, [optimizer])
+    beginning = StepStart(model, [optimizer])
     for step in range(3):
         beginning.begin()
         before = state_of(model)
@@ -85,13 +85,13 @@ class Sample:
 @pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: x.unsqueeze_(0), lambda x: x[0].zero_()])
 @pytest.mark.parametrize("first", [0, 11])
 def test_batches_that_the_program_writes_to_are_put_back_unless_that_is_late_and_new(wrap, write, first):
-    beginning = Beginning(Net(), ())
+    beginning = StepStart(Net(), ())
     for step in range(13):
         beginning.begin()
         inputs = torch.arange(1.0, 5.0)
         batch = wrap(inputs)
         for _ in range(2):  # computed again
-            beginning.batches.note(batch)
+            beginning.batches.remember(batch)
             if step < first:
                 break
             write(inputs)
@@ -106,13 +106,13 @@ def test_batches_that_the_program_writes_to_are_put_back_unless_that_is_late_and
 
 
 def test_batches_that_nobody_writes_to_are_copied_in_the_first_steps_alone():
-    beginning = Beginning(Net(), ())
+    beginning = StepStart(Net(), ())
     with torch.inference_mode():
         batch = [torch.ones(2), 3]  # has no version
     copied = []
     for _ in range(10):
         beginning.begin()
-        beginning.batches.note([torch.ones(2), batch, Sample, "words"])
+        beginning.batches.remember([torch.ones(2), batch, Sample, "words"])
         ((_, _, saved),) = beginning.batches._tensors
         copied.append(saved is not None)
         beginning.end()
@@ -122,7 +122,7 @@ def test_batches_that_nobody_writes_to_are_copied_in_the_first_steps_alone():
 
 def test_gradients_of_parameters_in_no_optimizer_begin_anew():
     model = Net()
-    beginning = Beginning(model, [torch.optim.SGD(model.body.parameters(), lr=0.1)])
+    beginning = StepStart(model, [torch.optim.SGD(model.body.parameters(), lr=0.1)])
     model.head(model.body(torch.ones(1, 2))).sum().backward()
     beginning.begin()
     assert model.head.weight.grad is None
@@ -147,8 +147,8 @@ def test_a_step_of_an_optimizer_is_put_back(num_steps):
 
     for _ in range(num_steps):
         step()
-    kept = KeptState([optimizer], [scheduler])
-    kept.keep()
+    kept = OptimizerCopy([optimizer], [scheduler])
+    kept.save()
     before, rate, count = state_of(model, optimizer), optimizer.param_groups[0]["lr"], scheduler.last_epoch
     model.body.weight.requires_grad_(False)
     model.body.weight.requires_grad_(True)
@@ -158,7 +158,7 @@ def test_a_step_of_an_optimizer_is_put_back(num_steps):
         assert (float(rate), scheduler.last_epoch) == (pytest.approx(0.1 * 0.5**num_steps), count)
     assert (float(rate), scheduler.last_epoch) == (pytest.approx(0.05 * 0.5**num_steps), count + 1)
     for _ in range(2):
-        kept.put_back()
+        kept.restore()
         assert state_of(model, optimizer) == before
         assert optimizer.param_groups[0]["lr"] is rate
         assert ("found" in optimizer.param_groups[0]) == bool(num_steps)
@@ -180,11 +180,11 @@ def test_a_step_that_uses_gradients_of_the_step_before_is_refused():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     fresh = FreshGradients([optimizer])
-    for is_again in (False, True):
+    for is_replay in (False, True):
         weight.grad = None
         weight.sum().backward()
         fresh.begin()
-        if is_again:
+        if is_replay:
             optimizer.zero_grad()
             fresh.put_back()
         weight.sum().backward()
@@ -259,23 +259,23 @@ def test_hooks_and_steps_of_the_program_may_communicate():
 
 def test_optimizers_that_compute_gradients_are_refused():
     weight = nn.Parameter(torch.ones(2))
-    refuse_closures([torch.optim.AdamW([weight]), torch.optim.Adafactor([weight])])
+    check_no_required_closure([torch.optim.AdamW([weight]), torch.optim.Adafactor([weight])])
     with pytest.raises(ConfigError, match="LBFGS"):
-        refuse_closures([torch.optim.LBFGS([weight])])
+        check_no_required_closure([torch.optim.LBFGS([weight])])
     for kind in (Perturbing, Twice):
         optimizer = kind([weight], lr=0.1)
         with pytest.raises(ConfigError, match=kind.__name__):
-            optimizer.step(closure_of(optimizer, None))
+            optimizer.step(single_use_closure(optimizer, None))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    assert optimizer.step(closure_of(optimizer, 3)) == 3
+    assert optimizer.step(single_use_closure(optimizer, 3)) == 3
 
 
 def test_numbers_of_numpy_become_plain_ones_or_are_refused():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=np.float64(0.1), momentum=np.int64(0))
-    make_plain([optimizer])
+    to_python_numbers([optimizer])
     assert [type(optimizer.param_groups[0][key]) for key in ("lr", "momentum")] == [float, int]
     optimizer.param_groups[0]["lr"] = np.float64(0.2)  # of a schedule
     assert type(hyperparameters(optimizer)[0]["lr"]) is float
     with pytest.raises(ConfigError, match="float32"):
-        make_plain([torch.optim.SGD([weight], lr=np.float32(0.1))])
+        to_python_numbers([torch.optim.SGD([weight], lr=np.float32(0.1))])

@@ -12,7 +12,12 @@ from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.events import Event, EventFile, listen, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery import Arrival, RecoveryLevel, plan_recovery
-from hyperpod_plugins.recovery.abort import SavedCheckpoints, known_checkpoints, newest_checkpoint, refuse_older
+from hyperpod_plugins.recovery.abort import (
+    SavedCheckpoints,
+    check_no_newer_checkpoint,
+    known_checkpoints,
+    newest_checkpoint,
+)
 from hyperpod_plugins.recovery.protocols import RetryPolicy
 from hyperpod_plugins.recovery.step import Attempts
 
@@ -25,13 +30,13 @@ def restart(step, path="/ckpt"):
 
 def test_a_job_that_gets_further_may_begin_again_as_often_as_it_likes():
     budget = JobRestartBudget(max_restarts=2)
-    assert [budget.refusal(restart(step)) for step in (5, 5, 9, 9, 12)] == [None] * 5
+    assert [budget.why_not_restart(restart(step)) for step in (5, 5, 9, 9, 12)] == [None] * 5
 
 
 def test_a_job_that_gets_no_further_stops():
     budget = JobRestartBudget(max_restarts=2)
-    assert [budget.refusal(restart(5)) for _ in range(2)] == [None, None]
-    assert "2 times from step 5" in budget.refusal(restart(5))
+    assert [budget.why_not_restart(restart(5)) for _ in range(2)] == [None, None]
+    assert "2 times from step 5" in budget.why_not_restart(restart(5))
 
 
 @pytest.mark.parametrize(("path", "words"), [("/a/b.ckpt", "from /a/b.ckpt (step 7)"), ("", "from the beginning")])
@@ -80,17 +85,17 @@ def test_a_checkpoint_that_is_newer_than_all_snapshots_wins(tmp_path, saved, num
     for number in range(num_ended):
         record_end(job_store, EndedEntry(number=number, kind="fit"))
     if not is_refused:
-        refuse_older(5, job_store)
+        check_no_newer_checkpoint(5, job_store)
         return
     with pytest.raises(StateLost, match=f"checkpoint {tmp_path} is newer than the snapshots of step 5"):
-        refuse_older(5, job_store)
+        check_no_newer_checkpoint(5, job_store)
 
 
 def test_a_rank_that_is_lost_eight_times_in_one_step_ends_the_job():
     attempts = Attempts(RetryPolicy(), worker_id=0)
 
     def lose(rank, kind="process"):
-        return attempts.why_end(FailureRecord(kind=kind, cause="killed by SIGKILL", worker_id=rank), None, step=5)
+        return attempts.abort_reason(FailureRecord(kind=kind, cause="killed by SIGKILL", worker_id=rank), None, step=5)
 
     assert {lose(rank) for rank in (1, 2, 3) for _ in range(7)} == {""}  # each has its own budget
     assert {lose(1, kind="collective") for _ in range(20)} == {""}  # no rank was lost
@@ -108,7 +113,7 @@ def test_one_process_that_must_end_ends_the_job_after_all_have_their_state():
     arrivals[3] = Arrival(incarnation=1)
     arrivals[1] = Arrival(incarnation=0, committed=7, abort_reason="ValueError in step 7, 3 times")
     plan = plan_recovery({rank: Arrival.from_dict(each.to_dict()) for rank, each in arrivals.items()}, HSDP)
-    assert (plan.level, plan.step, dict(plan.sources)) == (RecoveryLevel.STOP, 7, {3: 1})
+    assert (plan.level, plan.step, dict(plan.senders)) == (RecoveryLevel.STOP, 7, {3: 1})
     assert plan.abort_reason == "ValueError in step 7, 3 times"
 
 

@@ -16,21 +16,21 @@ from recovery.test_in_place import PRELOAD
 from torch._C._distributed_c10d import HashStore
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.admission import is_known, publish_initial_world
+from hyperpod_plugins.elastic.membership.admission import publish_initial_world, uses_recovery
 from hyperpod_plugins.elastic.membership.restart_policy import (
     GAVE_UP,
     NOT_NEEDED,
     JobRestart,
     JobRestartBudget,
-    Loss,
     Remedy,
+    WorkerExit,
 )
 from hyperpod_plugins.elastic.store.entries import (
     EndedEntry,
     EntryRecords,
     ended_entries,
+    existing_folder,
     folder_for,
-    kept_folder,
     record_end,
     restart_from_newest,
 )
@@ -39,7 +39,7 @@ from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.recovery.abort import SavedCheckpoints
-from hyperpod_plugins.recovery.entries import keep_of_rank, unseen
+from hyperpod_plugins.recovery.entries import invisible_workers, save_rank_state
 
 TRAINER = """
     kill:1:script:0 kill:2:first-validate:1 kill:0:first-setup-TrainerFn.FITTING:0 raise:2:first-sanity:0
@@ -133,16 +133,16 @@ def test_a_mistake_outside_of_steps_ends_the_job_after_a_second_attempt(tmp_path
         pytest.param({"code": -9, "is_armed": True, "has_begun": True}, Remedy.REPLACE, id="in a step"),
         pytest.param({"code": -9, "is_armed": True}, Remedy.REPLACE, id="in the sanity check"),
         pytest.param({"code": 1, "is_armed": True, "has_begun": True}, Remedy.REPLACE, id="exception after a step"),
-        pytest.param({"code": 1, "is_armed": True}, Remedy.START_AGAIN, id="exception before the first step"),
-        pytest.param({"code": -9}, Remedy.START_AGAIN, id="outside of a fit"),
-        pytest.param({"code": -9, "is_known": False}, Remedy.END, id="killed in a program that takes no part"),
-        pytest.param({"code": -11, "is_known": False}, Remedy.END, id="crash of a program that takes no part"),
-        pytest.param({"code": 1, "is_known": False}, Remedy.END, id="exception of a program that takes no part"),
+        pytest.param({"code": 1, "is_armed": True}, Remedy.RESTART_ALL, id="exception before the first step"),
+        pytest.param({"code": -9}, Remedy.RESTART_ALL, id="outside of a fit"),
+        pytest.param({"code": -9, "uses_recovery": False}, Remedy.END, id="killed in a program that takes no part"),
+        pytest.param({"code": -11, "uses_recovery": False}, Remedy.END, id="crash of a program that takes no part"),
+        pytest.param({"code": 1, "uses_recovery": False}, Remedy.END, id="exception of a program that takes no part"),
         pytest.param({"code": 1, "error": "ConfigError: no"}, Remedy.END, id="refused"),
         pytest.param({"code": 1, "error": "DatasetChanged: no"}, Remedy.END, id="refuses the data"),
         pytest.param({"code": 1, "error": "NonFiniteError: no"}, Remedy.END, id="not finite"),
         pytest.param({"code": 1, "error": "RehearsalFailed: no"}, Remedy.END, id="rehearsal"),
-        pytest.param({"code": 1, "error": "ConfigErrors: no"}, Remedy.START_AGAIN, id="an error of the program"),
+        pytest.param({"code": 1, "error": "ConfigErrors: no"}, Remedy.RESTART_ALL, id="an error of the program"),
         pytest.param({"code": 1, "error": "KeyError: no", "is_final": True}, Remedy.END, id="raised in a loop's body"),
         pytest.param({"code": -9, "can_all_start": False}, Remedy.END, id="another node has ended"),
         pytest.param({"code": -9, "is_needed": False}, Remedy.END, id="one that waited"),
@@ -152,7 +152,7 @@ def test_a_mistake_outside_of_steps_ends_the_job_after_a_second_attempt(tmp_path
     ],
 )
 def test_remedies(loss, remedy):
-    assert Loss(**{"is_armed": False, "has_begun": False, "is_known": True, **loss}).remedy is remedy
+    assert WorkerExit(**{"is_armed": False, "has_begun": False, "uses_recovery": True, **loss}).remedy is remedy
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,9 @@ def test_remedies(loss, remedy):
     [(-9, "", False), (-11, "", True), (1, "ValueError: x", True), (1, "PeerLost: y", False), (1, "", True)],
 )
 def test_whose_fault_it_is(code, error, is_own):
-    assert Loss(code=code, error=error, is_armed=False, has_begun=False, is_known=True).is_own_fault is is_own
+    assert (
+        WorkerExit(code=code, error=error, is_armed=False, has_begun=False, uses_recovery=True).is_own_fault is is_own
+    )
 
 
 def test_restarts_are_counted_by_place():
@@ -176,12 +178,12 @@ def test_restarts_are_counted_by_place():
         (1, 5, False, True),
     ]:
         restart = JobRestart(failure=LOST, entry=entry, step=step, is_own_fault=is_own)
-        assert (budget.refusal(restart) is not None) is is_refused, (entry, step)
+        assert (budget.why_not_restart(restart) is not None) is is_refused, (entry, step)
 
 
 def test_a_restart_goes_on_past_what_has_ended(tmp_path):
     store = HashStore()
-    job_store = JobStore.of("first", store)
+    job_store = JobStore.from_store("first", store)
     paths = [tmp_path / name for name in ("a", "b")]
     for path in paths:
         path.mkdir()
@@ -199,25 +201,25 @@ def test_a_restart_goes_on_past_what_has_ended(tmp_path):
     restart = restart_from_newest(job_store, JOB, LOST)
     assert (restart.resume_from, restart.step, restart.entry) == (str(paths[1]), 2, 2)
 
-    again = JobStore.of("second", store)
-    EntryRecords.of(job_store).hand_over(again, restart.entry)
+    again = JobStore.from_store("second", store)
+    EntryRecords.read(job_store).hand_over(again, restart.entry)
     assert ended_entries(again) == ended_entries(job_store)
     assert restart_from_newest(again, replace(JOB, resume_from="user"), LOST).resume_from == "user"
-    assert kept_folder(again) is None
+    assert existing_folder(again) is None
     folder.mkdir()
-    assert kept_folder(again) == folder
+    assert existing_folder(again) == folder
 
 
 def test_only_programs_that_say_so_are_known():
     store = HashStore()
     silent, announced, refused, running = (
-        JobStore.of(name, store) for name in ("silent", "said", "refused", "running")
+        JobStore.from_store(name, store) for name in ("silent", "said", "refused", "running")
     )
     announced.set_if_absent("recovers", b"1")
     refused.set("recovers", b"0")
     refused.set_if_absent("recovers", b"1")
     publish_initial_world(running, WorldPlan.initial(2))
-    assert [is_known(each) for each in (silent, announced, refused, running)] == [False, True, False, True]
+    assert [uses_recovery(each) for each in (silent, announced, refused, running)] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("name", ["precious", "hyperpod-ended-", "hyperpod-ended-0123456789ab-more"])
@@ -226,7 +228,7 @@ def test_no_other_folder_is_removed(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match="names a folder"):
         folder_for(job_store, str(tmp_path / name))
-    assert kept_folder(job_store) is None
+    assert existing_folder(job_store) is None
 
 
 def test_the_folder_for_ends_is_this_users_alone(tmp_path):
@@ -244,9 +246,9 @@ def test_the_folder_for_ends_is_this_users_alone(tmp_path):
 
 def test_files_of_other_ranks_that_are_not_seen(tmp_path):
     for place in (0, 2):
-        keep_of_rank(tmp_path, 3, place, {})
-    assert unseen(tmp_path, 3, range(4)) == [1, 3]
-    assert unseen(tmp_path, 3, (0, 2)) == []
+        save_rank_state(tmp_path, 3, place, {})
+    assert invisible_workers(tmp_path, 3, range(4)) == [1, 3]
+    assert invisible_workers(tmp_path, 3, (0, 2)) == []
 
 
 @pytest.mark.parametrize(
@@ -256,5 +258,5 @@ def test_records_that_no_process_has_written_count_as_none(text):
     job_store = JobStore(HashStore())
     for name in ("entry/0", "checkpoints", "entries_before", "entries_folder"):
         job_store.set(name, text)
-    assert EntryRecords.of(job_store) == EntryRecords()
+    assert EntryRecords.read(job_store) == EntryRecords()
     assert restart_from_newest(job_store, JOB, LOST).entry == 0

@@ -11,7 +11,7 @@ from torch import nn
 from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _last_two, are_same, bytes_of
-from hyperpod_plugins.recovery.packing import unpacked
+from hyperpod_plugins.recovery.packing import unpack
 
 
 class Net(nn.Module):
@@ -167,7 +167,7 @@ def lose_rank_one(*, num_steps, is_followed, shared_at):
     states.register("buffers", BufferStates(model))
     for step in range(1, num_steps + 1):
         model.step()
-        states.share(step)
+        states.exchange(step)
         model.follow()
         if step < num_steps or is_followed:
             states.begin(step)
@@ -182,7 +182,7 @@ def lose_rank_one(*, num_steps, is_followed, shared_at):
     states.restore(shared_at, [1])
     found = model.values()
     states.restore(3, [])  # a return to a snapshot: everybody has the state of an earlier step
-    states.share(4)
+    states.exchange(4)
     return wanted, found, sorted(states._kept), sorted(states._own)
 
 
@@ -246,9 +246,9 @@ def share_states_of_all_sizes():
     found = []
     for step, sizes in enumerate(SIZES, start=1):
         sized.values = torch.full((sizes[rank],), rank, dtype=torch.uint8)
-        states.share(step)
+        states.exchange(step)
         found.append(states._kept[step])
-    return [unpacked(each)["sized"]["values"].tolist() if each else None for each in found]
+    return [unpack(each)["sized"]["values"].tolist() if each else None for each in found]
 
 
 @pytest.mark.spawns

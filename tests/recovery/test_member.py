@@ -20,8 +20,8 @@ from hyperpod_plugins.recovery.abort import SavedCheckpoints
 from hyperpod_plugins.recovery.plan import FinalSavePlan, RecoveryPlan
 from hyperpod_plugins.recovery.protocols import RetryPolicy
 from hyperpod_plugins.recovery.quorum import Generation, ReplacementTimeout
-from hyperpod_plugins.recovery.shutdown import JobShutdown, start_again_without
-from hyperpod_plugins.recovery.step import end_for_return
+from hyperpod_plugins.recovery.shutdown import JobShutdown, restart_without_missing
+from hyperpod_plugins.recovery.step import end_generation_for_return
 
 pytestmark = pytest.mark.slow_single
 
@@ -74,11 +74,11 @@ def test_a_job_that_gets_no_further_starts_again_from_a_checkpoint(monkeypatch):
 
 def all_return(member, times, lost_at):
     """To the snapshot of two steps before; one process stands for all ranks."""
-    plan = RecoveryPlan(step=lost_at - 2, roll_forward=(), sources={}, steps_lost=2, is_return=True)
+    plan = RecoveryPlan(step=lost_at - 2, roll_forward=(), senders={}, steps_lost=2, is_return=True)
     for _ in range(times):
         member.generation += 1
         for _ in range(member.world.size):
-            end_for_return(plan, member, RetryPolicy().max_losses)
+            end_generation_for_return(plan, member, RetryPolicy().max_losses)
 
 
 def test_eight_returns_from_one_step_end_the_job():
@@ -105,9 +105,9 @@ def subject_that_saves(path):
 
 def test_a_job_whose_rank_is_lost_too_often_saves_what_its_ranks_hold_and_ends():
     member, _store = member_of_one()
-    plan = RecoveryPlan(step=5, roll_forward=(), sources={}, abort_reason="rank 2 was lost 8 times in step 5")
+    plan = RecoveryPlan(step=5, roll_forward=(), senders={}, abort_reason="rank 2 was lost 8 times in step 5")
     with pytest.raises(RecoveryError, match="rank 2 was lost 8 times in step 5"):
-        JobShutdown(member, subject_that_saves("/saved")).end(plan, plan.abort_reason, error=None)
+        JobShutdown(member, subject_that_saves("/saved")).end_job(plan, plan.abort_reason, error=None)
     assert "step 5 was saved as /saved" in FailureRecord.from_json(member.job_store.try_get(GAVE_UP_KEY)).cause
 
 
@@ -120,12 +120,12 @@ def test_those_that_are_left_write_snapshots_unless_a_checkpoint_is_newer(monkey
     checkpoint.mkdir()
     SavedCheckpoints(member.job_store).add(str(checkpoint), saved_step)
     left = {0: Arrival(incarnation=0, snapshots=(10,), source_snapshots=(10,))}
-    late = ReplacementTimeout(Generation(number=1, arrivals=left), "rank 1 does not come back", starts_again=True)
+    late = ReplacementTimeout(Generation(number=1, arrivals=left), "rank 1 does not come back", restarts_all=True)
     snapshots = SimpleNamespace(of=lambda owner, step: (owner, step))
     shutdown = JobShutdown(member, subject_that_saves(str(rescued)))
     nothing = FinalSavePlan(roll_forward=(), savers=(), step=-1)
     topology = Topology(world_size=2, shard_degree=2, ranks_per_node=1)
     with pytest.raises(StateLost, match="rank 1 does not come back"):
-        start_again_without(late, nothing, member, shutdown, topology, snapshots)
+        restart_without_missing(late, nothing, member, shutdown, topology, snapshots)
     restart = JobRestart.from_json(member.job_store.try_get(RESTART_KEY))
     assert (restart.resume_from, restart.step) == (str(rescued if begins_at == 10 else checkpoint), begins_at)

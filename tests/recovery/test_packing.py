@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hyperpod_plugins.recovery.local_state import are_same
-from hyperpod_plugins.recovery.packing import packed, unpacked
+from hyperpod_plugins.recovery.packing import pack, unpack
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -19,29 +19,29 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 def test_tensors_come_back_to_the_last_bit(dtype, shape):
     values = torch.rand(shape).mul(100).to(dtype)
     state = {"values": values, "others": [values.clone(), {1: values.add(1)}]}
-    data = packed(state)
+    data = pack(state)
     assert not data.startswith(b"PK")
-    assert are_same(unpacked(data), state)
+    assert are_same(unpack(data), state)
 
 
 def test_tensors_come_back_laid_out_and_shared_as_they_were():
     whole = torch.arange(12.0).view(3, 4)
     turned, gaps, images = whole.t(), whole.view(-1)[1::2], torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
     state = {"whole": whole, "again": whole, "turned": turned, "gaps": gaps, "images": images}
-    found = unpacked(packed(state))
+    found = unpack(pack(state))
     assert are_same(found, state)
     assert [each.stride() for each in found.values()] == [each.stride() for each in state.values()]
     found["whole"][0, 1] = 100
     assert found["again"][0, 1] == found["turned"][1, 0] == found["gaps"][0] == 100
     for each in (turned, gaps, images):
-        assert unpacked(packed([each]))[0].stride() == each.stride()
+        assert unpack(pack([each]))[0].stride() == each.stride()
 
 
 def test_plain_values_come_back():
     state = {"a": [1, -(2**80), 0.1, float("inf"), None, True], 7: ("text", b"bytes", {"set", "of", "words"}), "": {}}
-    assert unpacked(packed(state)) == state
+    assert unpack(pack(state)) == state
     nan = torch.tensor([float("nan"), -0.0])
-    assert are_same(unpacked(packed([nan])), [nan])
+    assert are_same(unpack(pack([nan])), [nan])
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_plain_values_come_back():
     ],
 )
 def test_other_values_that_torch_reads_safely_come_back(value):
-    data = packed(value)
-    found = unpacked(data)
+    data = pack(value)
+    found = unpack(data)
     assert data.startswith(b"PK")
     assert str(found) == str(value)
     assert type(found) is type(value)
@@ -71,13 +71,13 @@ class Attack:
 def test_no_code_runs(protocol):
     for value in (Attack(), [Attack()], os.system, OrderedDict(a=1)):
         with pytest.raises(pickle.UnpicklingError, match="a packed state names"):
-            unpacked(pickle.dumps(value, protocol=protocol))
+            unpack(pickle.dumps(value, protocol=protocol))
     with pytest.raises(pickle.UnpicklingError):
-        unpacked(packed(Attack()) if protocol == 0 else packed({"deep": [Attack()]}))
+        unpack(pack(Attack()) if protocol == 0 else pack({"deep": [Attack()]}))
 
 
 def test_damaged_bytes_are_refused():
-    data = packed({"values": torch.arange(5), "names": ["a", ("b", 2.5)], "large": 2**70})
+    data = pack({"values": torch.arange(5), "names": ["a", ("b", 2.5)], "large": 2**70})
     draw = random.Random(0)
     damaged = [data[:length] for length in range(len(data))]
     for _ in range(300):
@@ -87,7 +87,7 @@ def test_damaged_bytes_are_refused():
     refused = 0
     for each in damaged:
         try:
-            unpacked(each)  # a changed number is a number
+            unpack(each)  # a changed number is a number
         except pickle.UnpicklingError:
             refused += 1
     assert refused > len(data)
@@ -113,4 +113,4 @@ def test_malformed_tensors_are_refused(pid, tmp_path):
     with open(tmp_path / "forged", "wb") as file:
         Forged(file, protocol=4).dump(["x", ("id", pid)])
     with pytest.raises(pickle.UnpicklingError, match="malformed tensor"):
-        unpacked((tmp_path / "forged").read_bytes())
+        unpack((tmp_path / "forged").read_bytes())

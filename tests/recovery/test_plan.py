@@ -36,13 +36,13 @@ NEW = arrived(NO_STATE, incarnation=1)
 def test_the_plan(arrivals, step, roll_forward, sources):
     plan = plan_recovery(dict(enumerate(arrivals)), HSDP)
     hooks_first = bool(set(roll_forward) & set(sources.values()))
-    assert plan == RecoveryPlan(step=step, roll_forward=roll_forward, sources=sources, hooks_first=hooks_first)
+    assert plan == RecoveryPlan(step=step, roll_forward=roll_forward, senders=sources, hooks_first=hooks_first)
 
 
 def test_state_comes_from_a_rank_that_has_the_hooks_of_the_step_behind_it():
     replicas = Topology(world_size=3, shard_degree=1)
     plan = plan_recovery(dict(enumerate([arrived(5, 6), NEW, arrived(6)])), replicas)
-    assert (plan.sources, plan.hooks_first) == ({1: 2}, False)
+    assert (plan.senders, plan.hooks_first) == ({1: 2}, False)
 
 
 def keeping(*local_steps, snapshots=(), needs_local=False):
@@ -51,8 +51,8 @@ def keeping(*local_steps, snapshots=(), needs_local=False):
         committed=5,
         snapshots=snapshots,
         source_snapshots=snapshots,
-        local_steps=local_steps,
-        needs_local=needs_local,
+        rank_local_steps=local_steps,
+        needs_rank_local_state=needs_local,
     )
 
 
@@ -130,19 +130,19 @@ def test_all_end_at_one_step_and_nobody_goes_back(case):
     plan = plan_recovery(arrivals, topology)
     assert plan.step == max(each.committed for each in arrivals.values())
     for rank, each in arrivals.items():
-        if rank in plan.sources:
-            source = plan.sources[rank]
+        if rank in plan.senders:
+            source = plan.senders[rank]
             assert source in topology.replicas_of(rank)
-            assert source not in plan.sources
+            assert source not in plan.senders
             assert not each.has_state  # a survivor of a commit never throws its state away
         elif rank in plan.roll_forward:
             assert each.voted_step == plan.step == each.committed + 1
         else:
             assert each.committed == plan.step
     for peers in covered:
-        holders = [rank for rank in peers if rank not in plan.sources]
+        holders = [rank for rank in peers if rank not in plan.senders]
         have_run_hooks = [rank for rank in holders if rank not in plan.roll_forward] or holders
-        load = [list(plan.sources.values()).count(rank) for rank in have_run_hooks]
+        load = [list(plan.senders.values()).count(rank) for rank in have_run_hooks]
         assert max(load) - min(load) <= 1
 
 

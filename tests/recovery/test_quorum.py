@@ -19,7 +19,7 @@ from hyperpod_plugins.recovery import NO_STATE, Arrival, MustReenterLoop
 from hyperpod_plugins.recovery.quorum import PlanWatcher, QuorumJoiner, from_texts, to_text
 from hyperpod_plugins.recovery.resume import StopReports, Survivors
 from hyperpod_plugins.recovery.watchdog import Heartbeat
-from hyperpod_plugins.recovery.world_view import Worlds
+from hyperpod_plugins.recovery.world_view import WorldView
 
 pytestmark = pytest.mark.slow_single  # threads that wait for each other
 
@@ -50,7 +50,7 @@ def play(connect):
             job_store = connect()
             joiner = QuorumJoiner(
                 job_store,
-                Worlds(job_store, WorldPlan.initial(world_size)),
+                WorldView(job_store, WorldPlan.initial(world_size)),
                 PlanWatcher(connect),
                 worker_id=rank,
                 policy=MembershipPolicy(replacement_timeout_s=timeout_s),
@@ -144,7 +144,7 @@ def test_survivors_in_a_step_come_again_where_one_is_outside(play, connect):
     waiting = [play(0), play(1)]
     job_store = connect()
     until(lambda: job_store.num_arrived(1) == 2)
-    worlds = Worlds(job_store, WorldPlan.initial(3))
+    worlds = WorldView(job_store, WorldPlan.initial(3))
     StopReports(
         job_store, worlds, worker_id=2, incarnation=0, policy=MembershipPolicy(), survivors=idle(job_store)
     ).tell(1, committed=7, in_step=False, trainer=b"")
@@ -215,7 +215,7 @@ def test_who_did_not_come_is_named(play, connect):
 def test_only_survivors_that_do_not_come_are_chased(play, connect):
     job_store = connect()
     policy = MembershipPolicy()
-    worlds = Worlds(job_store, WorldPlan.initial(4))
+    worlds = WorldView(job_store, WorldPlan.initial(4))
     stopped = StopReports(job_store, worlds, worker_id=1, incarnation=0, policy=policy, survivors=idle(job_store))
     stopped.tell(1, committed=7, in_step=True, trainer=b"")
     job_store.next_incarnation(2)
@@ -239,7 +239,7 @@ def test_a_survivor_that_is_busy_outside_of_a_step_is_waited_for(play, connect):
         is_loading=False,
         waits_for="",
         waited_s=0.0,
-        number=1,
+        sequence=1,
     )
     job_store.heartbeat(1, heartbeat.to_dict())
     began_s = time.monotonic()

@@ -23,7 +23,14 @@ from hyperpod_plugins.recovery.rehearsal import (
     parse_schedule,
     value_digests,
 )
-from hyperpod_plugins.recovery.rehearsal_jobs import Plan, Result, first_difference, judge, read_lines, table
+from hyperpod_plugins.recovery.rehearsal_jobs import (
+    PhaseResult,
+    RehearsalPlan,
+    first_difference,
+    format_table,
+    judge,
+    read_lines,
+)
 from hyperpod_plugins.recovery.replicas import Disagreement, suspects_of
 
 PROGRAM = Path(__file__).with_name("program_rehearsal.py")
@@ -106,7 +113,7 @@ def test_the_last_fault_before_a_difference_is_the_one_that_it_comes_from():
 
 
 def test_a_table_tells_all_phases():
-    lines = table([Result(phase="vote", rank=1, step=4), Result(phase="validation")])
+    lines = format_table([PhaseResult(phase="vote", rank=1, step=4), PhaseResult(phase="validation")])
     assert lines[1].split() == ["vote", "1", "4", "recovered,", "equal", "to", "the", "last", "bit"]
     assert lines[2].split() == ["validation", "not", "reached"]
 
@@ -124,7 +131,7 @@ def test_a_scheduled_fault_is_due_once_and_not_before_its_step(tmp_path):
 
 
 def test_plans_that_cannot_be_are_refused_by_name():
-    plan = Plan(program=(str(PROGRAM),))
+    plan = RehearsalPlan(program=(str(PROGRAM),))
     assert plan.schedule(("setup", "vote")) == (
         ScheduledFault(phase="setup", rank=1, step=0),
         ScheduledFault(phase="vote", rank=0, step=3),
@@ -249,7 +256,7 @@ def test_a_disagreement_names_rank_host_and_the_first_tensors():
     assert str(one) == "rank 2 (b) does not hold the same bits as its replicas, ranks 0, 4: parameter w"
     both = replace(one, replicas=(0, 2), suspects=(0, 2), hosts=("a", "b"), names=())
     assert "ranks 0 (a), 2 (b) do not hold the same bits, and none has a majority" in str(both)
-    with pytest.raises(ConfigError, match="was given -1"):
+    with pytest.raises(ConfigError, match="but is -1"):
         RecoveryOptions(compare_replicas_every=-1)
 
 

@@ -13,9 +13,16 @@ from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
-from hyperpod_plugins.recovery.resume import ResumePoint, StopReport, StopReports, Survivors, furthest, members_before
+from hyperpod_plugins.recovery.resume import (
+    ResumePoint,
+    StopReport,
+    StopReports,
+    Survivors,
+    furthest_worker,
+    members_before,
+)
 from hyperpod_plugins.recovery.watchdog import Heartbeat
-from hyperpod_plugins.recovery.world_view import Worlds
+from hyperpod_plugins.recovery.world_view import WorldView
 
 WORLD_SIZE = 3
 
@@ -37,7 +44,7 @@ def stops(store, rank, incarnation=0, timeout_s=60.0, patience_s=60.0, outside_s
     job_store = kind(store)
     return StopReports(
         job_store,
-        Worlds(job_store, WorldPlan.initial(WORLD_SIZE)),
+        WorldView(job_store, WorldPlan.initial(WORLD_SIZE)),
         worker_id=rank,
         incarnation=incarnation,
         policy=policy,
@@ -46,7 +53,7 @@ def stops(store, rank, incarnation=0, timeout_s=60.0, patience_s=60.0, outside_s
 
 
 def note(committed, *, in_step=True, is_described=True, part=0):
-    return StopReport(incarnation=0, committed=committed, in_step=in_step, is_described=is_described, part=part)
+    return StopReport(incarnation=0, committed=committed, in_step=in_step, has_trainer_state=is_described, part=part)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ def note(committed, *, in_step=True, is_described=True, part=0):
     ],
 )
 def test_furthest(notes, rank):
-    assert furthest(notes) == rank
+    assert furthest_worker(notes) == rank
 
 
 def test_a_newcomer_waits_for_all_survivors(store, job_store):
@@ -171,7 +178,7 @@ class Lively(JobStore):
             is_loading=False,
             waits_for="",
             waited_s=0.0,
-            number=self.num_asked,
+            sequence=self.num_asked,
         )
         return {rank: heartbeat.to_dict() for rank in ranks}
 

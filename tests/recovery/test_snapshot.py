@@ -24,7 +24,7 @@ from hyperpod_plugins.recovery import (
     TrainingState,
     plan_recovery,
 )
-from hyperpod_plugins.recovery.plan import buddies, newest_snapshot, restorable_steps, sources_of
+from hyperpod_plugins.recovery.plan import buddies, newest_restorable_step, restorable_steps, sources_of
 from hyperpod_plugins.recovery.snapshot import MAX_STALLS, SnapshotBuffer
 
 # -- who keeps whose --------------------------------------------------------------------------------------------------
@@ -104,24 +104,24 @@ def arrivals(committed, steps, lost):
 def test_one_lost_rank_of_a_full_sharding_returns_everybody_to_the_newest_snapshot():
     plan = plan_recovery(arrivals(13, (5, 10), {1}), FULL)
     assert (plan.level, plan.step, plan.steps_lost) == (RecoveryLevel.SNAPSHOT, 10, 3)
-    assert (dict(plan.sources), plan.roll_forward) == ({1: 2}, ())
+    assert (dict(plan.senders), plan.roll_forward) == ({1: 2}, ())
 
 
 def test_a_live_replica_is_preferred_to_a_snapshot():
     plan = plan_recovery(arrivals(13, (5, 10), {1}), HYBRID)
-    assert (plan.level, plan.step, plan.steps_lost, dict(plan.sources)) == (RecoveryLevel.REPLACE, 13, 0, {1: 3})
+    assert (plan.level, plan.step, plan.steps_lost, dict(plan.senders)) == (RecoveryLevel.REPLACE, 13, 0, {1: 3})
 
 
 def test_both_replicas_of_a_shard_come_from_their_buddies():
     plan = plan_recovery(arrivals(13, (5, 10), {1, 3}), HYBRID)
-    assert (plan.level, plan.step, dict(plan.sources)) == (RecoveryLevel.SNAPSHOT, 10, {1: 2, 3: 0})
+    assert (plan.level, plan.step, dict(plan.senders)) == (RecoveryLevel.SNAPSHOT, 10, {1: 2, 3: 0})
 
 
 def test_an_exchange_that_only_some_completed_does_not_count():
     given = arrivals(13, (5, 10), {1})
     given[2] = Arrival(incarnation=0, committed=13, snapshots=(5, 10), source_snapshots=(5,))
     assert plan_recovery(given, FULL).step == 5
-    assert newest_snapshot(given, FULL) == 5
+    assert newest_restorable_step(given, FULL) == 5
 
 
 def test_nobody_is_lost_and_nothing_is_returned_to():
@@ -159,7 +159,7 @@ def test_impossible_policies_are_refused(values):
 
 
 def taken(shelf, step, keep):
-    data = shelf.room(8, keep=keep)
+    data = shelf.allocate(8, keep=keep)
     data.fill_(step)
     shelf.put(Snapshot(step=step, header=b"", trainer=b"", data=data))
     return data
@@ -183,7 +183,7 @@ def test_the_complete_snapshot_is_not_overwritten_while_the_next_is_taken():
 def test_a_snapshot_of_another_size_gets_memory_of_its_own():
     shelf = SnapshotBuffer(is_pinned=False)
     taken(shelf, 5, keep=NO_STATE)
-    assert shelf.room(16, keep=NO_STATE).numel() == 16
+    assert shelf.allocate(16, keep=NO_STATE).numel() == 16
     assert shelf.steps == ()
 
 
@@ -207,12 +207,12 @@ def exchange(rank_that_breaks):
         snapshots.maybe_snapshot(step, lambda step=step: f"trainer {rank} at {step}".encode())
         model(torch.ones(4)).sum().backward()
         optimizer.step()
-    snapshots.settle()
+    snapshots.wait()
     after_ten = snapshots.own_steps, snapshots.source_steps
     if rank == rank_that_breaks:
         break_groups("a test")
     snapshots.maybe_snapshot(15, lambda: b"")
-    snapshots.settle()
+    snapshots.wait()
     interrupted = snapshots.own_steps, snapshots.source_steps
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -222,7 +222,7 @@ def exchange(rank_that_breaks):
         snapshots = make(SnapshotPolicy(every_steps=5))
         model.weight.data.zero_()
         optimizer.state.clear()
-    snapshots.keep(10)
+    snapshots.resume_at(10)
     snapshots.redistribute(10, {1: snapshots.buddy if rank == 1 else buddies(topology)[1]})
     snapshots.load(10)
     returned = snapshots.take_returned()

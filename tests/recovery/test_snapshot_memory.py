@@ -28,7 +28,7 @@ def any_room(monkeypatch):
 def left_by(folder, *steps, whose="rank 0"):
     slots, kept = SharedSlots(folder, "0-own", whose), []
     for step in steps:
-        data = slots.room(1000, kept[-1:])
+        data = slots.allocate(1000, kept[-1:])
         data.fill_(step)
         kept.append(data)
         slots.record(Snapshot(step=step, header=b"header", trainer=b"trainer %d" % step, data=data))
@@ -51,7 +51,7 @@ def test_what_is_damaged_or_of_others_is_not_used(tmp_path):
     assert SharedSlots(tmp_path, "0-own", "rank 1").load() == []
     assert list(tmp_path.iterdir()) == []  # nobody may use it, so it takes no memory
     slots = left_by(tmp_path, 1, 2)
-    slots.forget(slots.load()[0].data)
+    slots.invalidate(slots.load()[0].data)
     with (tmp_path / "0-own-1.data").open("r+b") as file:
         file.seek(500)
         file.write(b"x")
@@ -66,8 +66,8 @@ def test_what_is_damaged_or_of_others_is_not_used(tmp_path):
 
 @pytest.mark.usefixtures("any_room")
 def test_no_room_is_no_error(tmp_path):
-    assert SharedSlots(tmp_path, "0-own", "rank 0").room(2**60, []) is None
-    assert SharedSlots(tmp_path / "gone", "0-own", "rank 0").room(10, []) is None
+    assert SharedSlots(tmp_path, "0-own", "rank 0").allocate(2**60, []) is None
+    assert SharedSlots(tmp_path / "gone", "0-own", "rank 0").allocate(10, []) is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_half_of_it_and_a_gigabyte_stay_free_for_others(num_bytes, free, total, 
 
 def test_what_would_take_it_from_others_lies_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot_memory, "_MIN_FREE_BYTES", 2**60)
-    assert SharedSlots(tmp_path, "0-own", "rank 0").room(1000, []) is None
+    assert SharedSlots(tmp_path, "0-own", "rank 0").allocate(1000, []) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -118,7 +118,7 @@ def test_what_a_gpu_was_told_of_memory_is_taken_back(tmp_path, monkeypatch, code
     monkeypatch.setattr(snapshot_memory.torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(snapshot_memory, "_forget_error", runtime.forget)
     slots = left_by(tmp_path, 1, 2, 3)
-    assert slots.room(1000, []).eq(0).all()
+    assert slots.allocate(1000, []).eq(0).all()
     assert len(runtime.registered) == (0 if code else 2)
     assert runtime.num_forgotten == (4 if code else 0)
     del slots
@@ -142,9 +142,9 @@ class Broken:
 def test_broken_groups_end_what_takes_long(tmp_path, num_times):
     slots = SharedSlots(tmp_path, "0-own", "rank 0")
     with pytest.raises(PeerLost):
-        slots.room(1000, [], Broken(num_times))
+        slots.allocate(1000, [], Broken(num_times))
     assert list(tmp_path.iterdir()) == []
-    data = slots.room(1000, [])
+    data = slots.allocate(1000, [])
     data.fill_(7)
     snapshot = Snapshot(step=7, header=b"header", trainer=b"trainer", data=data)
     with pytest.raises(PeerLost):
@@ -166,9 +166,9 @@ def test_folders_of_agents_that_are_gone_are_removed(tmp_path):
 
 def test_a_folder_that_others_can_enter_is_not_used(tmp_path):
     tmp_path.chmod(0o755)
-    assert not snapshot_folder.is_ours(tmp_path)
+    assert not snapshot_folder.is_private(tmp_path)
     tmp_path.chmod(0o700)
-    assert snapshot_folder.is_ours(tmp_path)
+    assert snapshot_folder.is_private(tmp_path)
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
-    assert not snapshot_folder.is_ours(link)
+    assert not snapshot_folder.is_private(link)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpod_plugins.recovery.snapshot import SnapshotPace, agree, interval
+from hyperpod_plugins.recovery.snapshot import SnapshotPace, agreed_interval, wanted_interval
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from hyperpod_plugins.recovery.snapshot import SnapshotPace, agree, interval
     ],
 )
 def test_the_interval_keeps_the_cost_small(cost_s, exchange_s, step_s, expected):
-    assert interval(cost_s, exchange_s, step_s) == expected
+    assert wanted_interval(cost_s, exchange_s, step_s) == expected
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,16 @@ def test_the_interval_keeps_the_cost_small(cost_s, exchange_s, step_s, expected)
     ],
 )
 def test_all_ranks_agree(now, wanted, is_first, expected):
-    assert agree(now, wanted, is_first=is_first) == expected
+    assert agreed_interval(now, wanted, is_first=is_first) == expected
 
 
 def measured(pace):
     for step in range(30):
-        pace.tick(step, 0.1 * step)
+        pace.begin_step(step, 0.1 * step)
         if pace.is_due(step):
-            pace.copied(0.0012)
-            pace.exchanged(0.01, 0.0002)
-            pace.hear([pace.wanted_steps()])
+            pace.record_copy(0.0012)
+            pace.record_exchange(0.01, 0.0002)
+            pace.agree_on([pace.wanted_steps()])
             pace.adopt()
     return pace
 
@@ -56,11 +56,11 @@ def measured(pace):
 )
 def test_after_a_fault_it_goes_on_where_all_know_the_same(told, expected):
     paces = [measured(SnapshotPace(1, is_measured=True)), SnapshotPace(1, is_measured=True)]
-    assert [pace.told_steps for pace in paces] == [3, 0]
+    assert [pace.adopted_steps for pace in paces] == [3, 0]
     for pace in paces:
         pace.reset(told)
         assert pace.every_steps == expected
-        assert pace.told_steps == (0 if expected == 1 else expected)
+        assert pace.adopted_steps == (0 if expected == 1 else expected)
     assert [step for step in range(9) if measured(paces[0]).is_due(step)] == [0, 3, 6]
 
 

@@ -159,7 +159,7 @@ def test_room_that_was_made_before_is_filled():
     model, optimizer, giver = build(1)
     train(model, optimizer)
     other, its_optimizer, taker = build(2)
-    taker.make_room(giver.header())
+    taker.preallocate(giver.header())
     room = {key: value for state in its_optimizer.state.values() for key, value in state.items() if value.numel()}
     assert room
     assert not any(value.any() for value in room.values())

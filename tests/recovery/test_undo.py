@@ -12,7 +12,7 @@ from torch import nn
 
 from hyperpod_plugins.comm import reset_traffic, traffic
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
-from hyperpod_plugins.recovery.undo import Beginning, _sums_of_bits, end_iteration
+from hyperpod_plugins.recovery.undo import StepStart, _sums_of_bits, end_iteration
 
 
 def gathers_of_a_step(prepare, **options):
@@ -72,7 +72,7 @@ def give_up_a_parameter(model, optimizer):
 def test_parameters_without_an_optimizer_are_found_whenever_they_come(change):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    beginning = Beginning(model, [optimizer])
+    beginning = StepStart(model, [optimizer])
     for _ in range(2):
         beginning.begin()
         assert beginning.is_within_reach
@@ -126,7 +126,7 @@ def test_writes_that_no_counter_tells_of_are_found_long_after_the_first_steps(wr
     """At once where all parameters are written to, and within as many steps as there are pieces otherwise."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(200, 200), nn.Linear(3, 2))
-    beginning = Beginning(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    beginning = StepStart(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     for _ in range(70):  # past the first steps, and past one of those in which all is looked at
         beginning.begin()
         assert beginning.is_within_reach
@@ -157,7 +157,7 @@ def trained():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    beginning = Beginning(model, [optimizer])
+    beginning = StepStart(model, [optimizer])
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
 

@@ -10,10 +10,10 @@ import torch
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.recovery.watchdog import (
     HangPolicy,
+    HangSuspect,
     Heartbeat,
     HeartbeatAges,
     StepTimes,
-    Suspicion,
     diagnose,
     furthest_behind,
     is_loading,
@@ -31,7 +31,7 @@ COMPUTES = Heartbeat(
     is_loading=False,
     waits_for="",
     waited_s=0.0,
-    number=70,
+    sequence=70,
 )
 WAITS = replace(COMPUTES, waits_for="shard", waited_s=41.0)
 WAITS_OUTSIDE = replace(WAITS, in_step=False)
@@ -138,19 +138,21 @@ def test_a_short_limit_leaves_time_for_some_beats():
 def test_all_that_hang_are_named_with_their_incarnations():
     heartbeats = {5: replace(COMPUTES, incarnation=2), 3: WAITS, 1: WAITS, 0: WAITS}
     assert diagnose(heartbeats, WAITS, LIMIT_S, POLICY, {5: 0.0, 3: 50.0, 1: 0.5, 0: 0.5}) == [
-        Suspicion(rank=3, incarnation=0, cause="has not been heard of for 50 s; it was computing step 7"),
-        Suspicion(rank=5, incarnation=2, cause="did not come to the shard collective for 41 s; it is computing step 7"),
+        HangSuspect(rank=3, incarnation=0, cause="has not been heard of for 50 s; it was computing step 7"),
+        HangSuspect(
+            rank=5, incarnation=2, cause="did not come to the shard collective for 41 s; it is computing step 7"
+        ),
     ]
 
 
 def test_silence_is_measured_by_the_clock_of_the_one_that_reads():
     ages = HeartbeatAges()
-    assert ages.look({0: WAITS, 1: WAITS}, 1000.0) == {0: 0.0, 1: 0.0}  # however old they are
-    later = replace(WAITS, number=71)
-    assert ages.look({0: later, 1: WAITS}, 1030.0) == {0: 0.0, 1: 30.0}
-    assert ages.look({0: replace(later, waited_s=9.0), 1: replace(WAITS, incarnation=1)}, 1040.0) == {0: 10.0, 1: 0.0}
-    assert ages.look({1: replace(WAITS, incarnation=1), 2: WAITS}, 1041.0) == {1: 1.0, 2: 0.0}
-    assert ages.look({0: later}, 1050.0) == {0: 20.0}  # also if it was not read in between
+    assert ages.update({0: WAITS, 1: WAITS}, 1000.0) == {0: 0.0, 1: 0.0}  # however old they are
+    later = replace(WAITS, sequence=71)
+    assert ages.update({0: later, 1: WAITS}, 1030.0) == {0: 0.0, 1: 30.0}
+    assert ages.update({0: replace(later, waited_s=9.0), 1: replace(WAITS, incarnation=1)}, 1040.0) == {0: 10.0, 1: 0.0}
+    assert ages.update({1: replace(WAITS, incarnation=1), 2: WAITS}, 1041.0) == {1: 1.0, 2: 0.0}
+    assert ages.update({0: later}, 1050.0) == {0: 20.0}  # also if it was not read in between
 
 
 @pytest.mark.parametrize(
@@ -174,10 +176,10 @@ def test_some_looks_come_before_the_limit(limit_s, world_size, between_s):
 )
 def test_the_limit_follows_the_pace(durations_s, limit_s):
     times, now_s = StepTimes(num_steps=20, num_before=3), 100.0
-    times.committed(now_s)
+    times.record_commit(now_s)
     for duration_s in durations_s:
         now_s += duration_s
-        times.committed(now_s)
+        times.record_commit(now_s)
     assert times.limit_s(POLICY) == limit_s
 
 

@@ -12,7 +12,7 @@ from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.recovery.watchdog import Heartbeat
-from hyperpod_plugins.recovery.world_view import Worlds
+from hyperpod_plugins.recovery.world_view import WorldView
 
 now_s = [0.0]
 POLICY = ElasticPolicy(max_replicas=2, faulty_scale_down_timeout_s=30.0)
@@ -26,20 +26,20 @@ def worlds(*shard_degrees, world_size=4):
         publish_elastic_spec(
             job_store, ElasticSpec(policy=POLICY, replica_size=shard_degrees[0], sizes=(1, 2), layouts=layouts)
         )
-    return Worlds(job_store, world, clock=lambda: now_s[0]), job_store
+    return WorldView(job_store, world, clock=lambda: now_s[0]), job_store
 
 
 def test_whole_replicas_go_on_without_a_restart():
     found_worlds, job_store = worlds(2, 1)
-    assert found_worlds.go_on_without(0, {3: 0}, 31.0, "rank 0")
+    assert found_worlds.shrink_without(0, {3: 0}, 31.0, "rank 0")
     assert job_store.world(1).worker_ids == (0, 1)
 
 
 def test_where_no_replica_is_whole_all_start_again():
     found_worlds, job_store = worlds(4, 2, 1)
-    assert not found_worlds.go_on_without(0, {3: 0}, 29.0, "rank 0")
+    assert not found_worlds.shrink_without(0, {3: 0}, 29.0, "rank 0")
     with pytest.raises(StateLost, match=r"fewer replicas of shard degree 4 .*; what is there may have shard degree 2"):
-        found_worlds.go_on_without(0, {3: 0}, 31.0, "rank 0")
+        found_worlds.shrink_without(0, {3: 0}, 31.0, "rank 0")
     assert job_store.ended(0) is None
 
 
@@ -49,23 +49,23 @@ def test_where_no_replica_is_whole_all_start_again():
 def test_a_replacement_that_sets_itself_up_is_awaited(incarnation, is_speaking, is_awaited):
     found_worlds, job_store = worlds(4, 2, 1)
     said = {"generation": 1, "committed": -1, "activity": "", "in_step": False, "is_loading": False, "waits_for": ""}
-    heartbeat = Heartbeat(**said, incarnation=incarnation, waited_s=0.0, number=1)
+    heartbeat = Heartbeat(**said, incarnation=incarnation, waited_s=0.0, sequence=1)
     job_store.heartbeat(3, heartbeat.to_dict())
     now_s[0] = 100.0
-    assert not found_worlds.go_on_without(0, {3: 1}, 1.0, "rank 0")
+    assert not found_worlds.shrink_without(0, {3: 1}, 1.0, "rank 0")
     now_s[0] = 160.0
     if is_speaking:
-        job_store.heartbeat(3, replace(heartbeat, number=2).to_dict())
+        job_store.heartbeat(3, replace(heartbeat, sequence=2).to_dict())
     if is_awaited:
-        assert not found_worlds.go_on_without(0, {3: 1}, 61.0, "rank 0")
+        assert not found_worlds.shrink_without(0, {3: 1}, 61.0, "rank 0")
     else:
         with pytest.raises(StateLost):
-            found_worlds.go_on_without(0, {3: 1}, 61.0, "rank 0")
+            found_worlds.shrink_without(0, {3: 1}, 61.0, "rank 0")
 
 
 def test_a_job_that_allows_nothing_waits_and_says_what_would_fit():
     found_worlds, _ = worlds(4)
-    assert not found_worlds.go_on_without(0, {3: 0}, 31.0, "rank 0")
+    assert not found_worlds.shrink_without(0, {3: 0}, 31.0, "rank 0")
     said = found_worlds.what_would_fit(0, {3: 0})
     assert "3 ranks are left, and this job may have shard degree 4 with 4 ranks or more. Allow smaller degrees" in said
     rigid, _ = worlds()

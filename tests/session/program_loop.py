@@ -122,7 +122,7 @@ def main():
             means = step.run(compute_loss)
             faults.at("committed", step.index)
             faults.note(
-                kind="again" if step.is_again else "step",
+                kind="again" if step.is_replay else "step",
                 pid=os.getpid(),
                 step=step.index,
                 rank=session.rank,

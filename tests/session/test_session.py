@@ -11,7 +11,7 @@ from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError, DeviceHung, LoopError, NonFiniteError, RecoveryError
 from hyperpod_plugins.session import Session
-from hyperpod_plugins.session.transaction import ends_alone
+from hyperpod_plugins.session.transaction import ends_only_this_process
 
 NUM_SAMPLES, WIDTH = 20, 4
 pytestmark = pytest.mark.slow_single
@@ -22,7 +22,7 @@ def session(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "HYPERPOD_STORE"):
         monkeypatch.delenv(name, raising=False)
     yield Session()
-    group_health.refusal = ""
+    group_health.refusal_reason = ""
     dist.destroy_process_group()
 
 
@@ -336,4 +336,4 @@ def test_an_optimizer_that_has_trained_before_sharding_is_refused(session):
     ],
 )
 def test_whose_end_is_not_that_of_the_job(error, is_alone):
-    assert ends_alone(error) == is_alone
+    assert ends_only_this_process(error) == is_alone

@@ -36,28 +36,28 @@ from hyperpod_plugins.elastic.launcher.local_workers import (
     LocalWorkers,
     WorkerSlot,
     WorkerStatus,
-    cause,
+    describe_exit,
     error_of,
     process_failure,
 )
 from hyperpod_plugins.elastic.launcher.logs import Sink
-from hyperpod_plugins.elastic.launcher.round import AgentOptions, RoundCounter, worker_slots
-from hyperpod_plugins.elastic.launcher.signal_queue import SignalInbox
-from hyperpod_plugins.elastic.membership.admission import announce_preemption, is_known, takes_part, world_or_none
+from hyperpod_plugins.elastic.launcher.round import AgentOptions, RoundStarter, worker_slots
+from hyperpod_plugins.elastic.launcher.signal_queue import SignalQueue
+from hyperpod_plugins.elastic.membership.admission import announce_preemption, is_in_world, uses_recovery, world_or_none
 from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
 from hyperpod_plugins.elastic.membership.quorum import ExitWait
 from hyperpod_plugins.elastic.membership.restart_policy import (
     GAVE_UP,
     JobRestart,
     JobRestartBudget,
-    Loss,
     Remedy,
     RestartBudget,
+    WorkerExit,
 )
 from hyperpod_plugins.elastic.rendezvous.expiry import record_worker_exit
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
 from hyperpod_plugins.elastic.rendezvous.keep_alive import MALFORMED
-from hyperpod_plugins.elastic.store.entries import EntryRecords, kept_folder, restart_from_newest
+from hyperpod_plugins.elastic.store.entries import EntryRecords, existing_folder, restart_from_newest
 from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY, GAVE_UP_KEY, RAISED_KEY, RESTART_KEY, JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord
 
@@ -80,7 +80,7 @@ _END_S = 4.0
 """How long this process may live after a signal that ends it, once no worker runs here."""
 _STUCK_S = 2.0
 """How long the main thread may take to pass that signal on to the workers."""
-_NEWS_S = 0.5
+_STOP_LINGER_S = 0.5
 """How long the store outlives the decision to stop, so that the other nodes can read the reason."""
 _STOPPED = "agent/stopped"  # value: the FailureRecord for which the whole job ends
 _DONE = "agent/done"  # key .../NODE: all workers of that node have succeeded
@@ -112,11 +112,11 @@ class HyperPodAgent(SimpleElasticAgent):
         """
         super().__init__(spec)
         self._options = options
-        self._inbox = SignalInbox(options.ending_signals)
+        self._inbox = SignalQueue(options.ending_signals)
         self._inbox.on_ending(self._enforce_end)
         self._is_stopping = False
         self._workers = LocalWorkers(options.program, options.fork_server, dict(options.environ))
-        self._rounds = RoundCounter()
+        self._rounds = RoundStarter()
         self._budgets: dict[int, RestartBudget] = {}
         self._job_restarts = JobRestartBudget()
         self._restart: JobRestart | None = None
@@ -129,7 +129,7 @@ class HyperPodAgent(SimpleElasticAgent):
         self._next_signal, self._next_signal_s = signal.SIGTERM, 0.0
         self._is_needed = True
         self._stopped_s = 0.0
-        self._is_known = False
+        self._uses_recovery = False
         """Whether the program takes part in recovery; once known, this holds for later rounds."""
         self._is_proven = False
         """Whether a worker of this node ran past the time for early faults before it ended."""
@@ -154,7 +154,9 @@ class HyperPodAgent(SimpleElasticAgent):
         handler = worker_group.spec.rdzv_handler
         rendezvous = handler if isinstance(handler, HyperPodRendezvousHandler) else None
         job = self._round.job
-        self._job_store = JobStore.connect(job) if rendezvous is None else JobStore.of(job.run_id, rendezvous.connect())
+        self._job_store = (
+            JobStore.connect(job) if rendezvous is None else JobStore.from_store(job.run_id, rendezvous.connect())
+        )
         if records is not None:
             records.hand_over(self._job_store, num_before)
         self._has_job_store, self._generation = True, 0
@@ -212,7 +214,7 @@ class HyperPodAgent(SimpleElasticAgent):
                         self._record_exit(slot, code)  # the other nodes stay, and need not detect the loss themselves
         self._workers.close()
         if self.stopped is not None and (self._worker_group.group_world_size or 1) > 1:
-            time.sleep(max(0.0, self._stopped_s + _NEWS_S - time.monotonic()))
+            time.sleep(max(0.0, self._stopped_s + _STOP_LINGER_S - time.monotonic()))
 
     def _exit_barrier(self) -> None:
         """Wait until the workers of all nodes are done, as the stores are needed until then; then leave together."""
@@ -242,7 +244,7 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _kept_folder(self) -> Path | None:
         """Folder with the state after each entry of the program, if the program has succeeded."""
-        return kept_folder(self._job_store) if self.stopped is None else None
+        return existing_folder(self._job_store) if self.stopped is None else None
 
     def _remove(self, kept: Path | None) -> None:
         if kept is not None:
@@ -316,7 +318,7 @@ class HyperPodAgent(SimpleElasticAgent):
         """Record the exit of a worker in the job store, then replace it, restart all workers, or end the job."""
         try:
             if code == 0:
-                self._job_store.set(f"{_FINISHED}/{slot.global_rank}", b"1")
+                self._job_store.set(f"{_FINISHED}/{slot.worker_id}", b"1")
                 return
             if self._restart is not None or not self._is_needed or self._excluded is not None:
                 return
@@ -328,16 +330,16 @@ class HyperPodAgent(SimpleElasticAgent):
                 return
             failure = self._record_exit(slot, code)
             # Another node may have taken the slot over just now.
-            is_taken_over = self._job_store.incarnation(slot.global_rank) != failure.incarnation + 1
+            is_taken_over = self._job_store.incarnation(slot.worker_id) != failure.incarnation + 1
             if is_taken_over or self._leave_by_s is not None:
                 return
-            is_new, loss = self._is_on_trial(slot, code), self._loss(slot, code)
-            if not is_new and self._starts_all_again(slot, loss, failure):
+            is_new, loss = self._is_unproven_node(slot, code), self._loss(slot, code)
+            if not is_new and self._request_restart(slot, loss, failure):
                 return
             refusal = self._refusal(slot, loss)
             is_on_trial = refusal is not None and is_new
         except (DistError, *MALFORMED) as error:
-            self._fail(slot, code, error)
+            self._stop_on_store_error(slot, code, error)
             return
         if refusal is not None:
             self._record_failure(slot, code)
@@ -348,17 +350,17 @@ class HyperPodAgent(SimpleElasticAgent):
             return
         logger.warning(
             "rank %d (pid %d, incarnation %d) ended after %.1f s: %s; another takes its place",
-            *(slot.global_rank, slot.pid, slot.incarnation, slot.uptime_s, failure.cause),
+            *(slot.worker_id, slot.pid, slot.incarnation, slot.uptime_s, failure.cause),
         )
         self._workers.replace(slot, failure.incarnation + 1)
 
-    def _is_on_trial(self, slot: WorkerSlot, code: int) -> bool:
+    def _is_unproven_node(self, slot: WorkerSlot, code: int) -> bool:
         """Whether a failure is blamed on this node, not the job: the node joined later and has not proven itself."""
         if self._job_store.try_get(GAVE_UP_KEY) is not None or not self._job_store.is_armed:
             return False
         if not isinstance(self._worker_group.spec.rdzv_handler, HyperPodRendezvousHandler):
             return False
-        if not takes_part(self._job_store, slot.global_rank):
+        if not is_in_world(self._job_store, slot.worker_id):
             return True
         return self._round.job.incarnation > 0 and not self._is_proven and code != GAVE_UP
 
@@ -375,32 +377,32 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _is_void(self, slot: WorkerSlot) -> bool:
         """Whether another node considered this one lost and took over its slot."""
-        return self._job_store.incarnation(slot.global_rank) != slot.incarnation
+        return self._job_store.incarnation(slot.worker_id) != slot.incarnation
 
     def _record_exit(self, slot: WorkerSlot, code: int) -> FailureRecord:
         failure = FailureRecord(
             kind="process",
-            cause=cause(slot, code),
-            worker_id=slot.global_rank,
+            cause=describe_exit(slot, code),
+            worker_id=slot.worker_id,
             incarnation=slot.incarnation,
             reporter=self._reporter,
         )
         self._generation = record_worker_exit(self._job_store, failure, self._generation)
         return failure
 
-    def _loss(self, slot: WorkerSlot, code: int) -> Loss:
+    def _loss(self, slot: WorkerSlot, code: int) -> WorkerExit:
         job_store = self._job_store
         is_armed, error = job_store.is_armed, error_of(slot) if code > 0 else ""
-        raised = job_store.try_get(f"{RAISED_KEY}/{slot.global_rank}") if error else None
-        self._is_known |= is_known(job_store)
-        return Loss(
+        raised = job_store.try_get(f"{RAISED_KEY}/{slot.worker_id}") if error else None
+        self._uses_recovery |= uses_recovery(job_store)
+        return WorkerExit(
             code=code,
             error=error,
             is_final=raised is not None and raised.decode(errors="replace") == error,
             is_armed=is_armed,
             has_begun=job_store.try_get(BEGUN_KEY) is not None,
-            is_known=self._is_known,
-            is_needed=takes_part(job_store, slot.global_rank),
+            uses_recovery=self._uses_recovery,
+            is_needed=is_in_world(job_store, slot.worker_id),
             can_all_start=is_armed or not self._has_any_node_left(),
             may_restart=self._options.restarts.max_restarts > 0,
         )
@@ -412,13 +414,13 @@ class HyperPodAgent(SimpleElasticAgent):
             return handler.is_any_gone
         return bool(self._job_store.try_get_all([f"{_DONE}/{node}" for node in range(self._round.num_nodes)]))
 
-    def _starts_all_again(self, slot: WorkerSlot, loss: Loss, failure: FailureRecord) -> bool:
+    def _request_restart(self, slot: WorkerSlot, loss: WorkerExit, failure: FailureRecord) -> bool:
         """Request a restart of all workers if the others cannot take a replacement in and a restart may help.
 
         Returns:
             Whether the loss is handled: by that restart, or by the end of the job if restarts have not helped before.
         """
-        if loss.remedy is not Remedy.START_AGAIN or self._job_store.try_get(GAVE_UP_KEY) is not None:
+        if loss.remedy is not Remedy.RESTART_ALL or self._job_store.try_get(GAVE_UP_KEY) is not None:
             return False
         found = restart_from_newest(self._job_store, self._round.job, failure)
         wanted = replace(found, is_own_fault=loss.is_own_fault)
@@ -428,13 +430,13 @@ class HyperPodAgent(SimpleElasticAgent):
             self._record_failure(slot, loss.code)
         return True
 
-    def _refusal(self, slot: WorkerSlot, loss: Loss) -> str | None:
-        budget, code = self._budgets.setdefault(slot.global_rank, RestartBudget(self._options.restarts)), loss.code
-        refusal = budget.refusal(loss, slot.uptime_s, time.monotonic())
+    def _refusal(self, slot: WorkerSlot, loss: WorkerExit) -> str | None:
+        budget, code = self._budgets.setdefault(slot.worker_id, RestartBudget(self._options.restarts)), loss.code
+        refusal = budget.why_not_replace(loss, slot.uptime_s, time.monotonic())
         given_up = self._job_store.try_get(GAVE_UP_KEY)
         if given_up is not None:
             return f"the job has given up: {FailureRecord.from_json(given_up)}"
-        if loss.remedy is Remedy.END and code > 0 and loss.is_known:
+        if loss.remedy is Remedy.END and code > 0 and loss.uses_recovery:
             return "it failed on its own outside of the program's steps"
         if not loss.is_armed:
             return (
@@ -444,7 +446,7 @@ class HyperPodAgent(SimpleElasticAgent):
         if refusal is None:
             world = world_or_none(self._job_store)
             worker_ids = range(self._worker_group.workers[0].world_size) if world is None else world.worker_ids
-            others = set(worker_ids) - {slot.global_rank}
+            others = set(worker_ids) - {slot.worker_id}
             if others and all(self._job_store.try_get(f"{_FINISHED}/{rank}") is not None for rank in sorted(others)):
                 return "all others have finished, and a replacement would hang"
         return refusal
@@ -456,7 +458,7 @@ class HyperPodAgent(SimpleElasticAgent):
         self._next_poll_s = time.monotonic() + max(_POLL_S, self._round.num_nodes * _POLL_PER_NODE_S)
         try:
             for wanted in self._job_store.new_kills():
-                here = [slot for slot in self._workers.slots if (slot.global_rank, slot.incarnation) == wanted]
+                here = [slot for slot in self._workers.slots if (slot.worker_id, slot.incarnation) == wanted]
                 self._workers.send(here, signal.SIGKILL)
             stopped, restart = self._job_store.try_get(_STOPPED), self._job_store.try_get(RESTART_KEY)
             if self._leave_by_s is not None:
@@ -513,7 +515,7 @@ class HyperPodAgent(SimpleElasticAgent):
     def _leave_between_steps(self) -> None:
         """Wait for an elastic job to continue without this node; a timeout or another signal ends the wait."""
         handler = self._worker_group.spec.rdzv_handler
-        own = {slot.global_rank for slot in self._workers.slots if slot.status is WorkerStatus.RUNNING}
+        own = {slot.worker_id for slot in self._workers.slots if slot.status is WorkerStatus.RUNNING}
         if not own or not isinstance(handler, HyperPodRendezvousHandler) or handler.serves_store:
             return
         spec, world = elastic_spec_of(self._job_store), world_or_none(self._job_store)
@@ -531,7 +533,7 @@ class HyperPodAgent(SimpleElasticAgent):
     def _announce_preemption(self) -> None:
         for slot in self._workers.slots:  # none before the first round
             if slot.status is not WorkerStatus.DONE:
-                announce_preemption(self._job_store, slot.global_rank, slot.incarnation)
+                announce_preemption(self._job_store, slot.worker_id, slot.incarnation)
 
     def _end_superfluous_workers(self, leave_by_s: float) -> None:
         """End the workers of this node that are no longer part of the world.
@@ -545,7 +547,7 @@ class HyperPodAgent(SimpleElasticAgent):
         world = world_or_none(self._job_store)
         if world is None:
             return
-        aside = [slot for slot in self._workers.slots if slot.global_rank not in world.worker_ids]
+        aside = [slot for slot in self._workers.slots if slot.worker_id not in world.worker_ids]
         self._is_needed = len(aside) < len(self._workers.slots)
         if aside and time.monotonic() >= self._next_signal_s:
             self._workers.send(aside, self._next_signal, last=True)
@@ -555,13 +557,13 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _restart_all(self, restart: JobRestart) -> None:
         """Have torch's loop restart all workers; end the job if restarts have not helped before."""
-        refusal = self._job_restarts.refusal(restart)
+        refusal = self._job_restarts.why_not_restart(restart)
         if refusal is not None:
             self._stop_job(restart.failure, refusal)
             return
         logger.warning("%s", restart)
-        self._records = EntryRecords.of(self._job_store)
-        self._restart, self._is_known = restart, True  # only programs that take part in recovery request restarts
+        self._records = EntryRecords.read(self._job_store)
+        self._restart, self._uses_recovery = restart, True  # only programs that take part in recovery request restarts
 
     def _records_of_last_round(self, restart: JobRestart | None) -> tuple[EntryRecords | None, int]:
         """Records of ended entries to pass to the next round, and how many entries count as ended before it."""
@@ -570,7 +572,7 @@ class HyperPodAgent(SimpleElasticAgent):
         if restart is not None and self._records is not None:
             return self._records, restart.entry
         with contextlib.suppress(DistError):  # the round ended for another reason; its store may be gone
-            self._records = EntryRecords.of(self._job_store)
+            self._records = EntryRecords.read(self._job_store)
         records = self._records or EntryRecords()
         return records, len(records.ended)
 
@@ -586,7 +588,7 @@ class HyperPodAgent(SimpleElasticAgent):
         if any(slot.status not in final for slot in self._workers.slots):
             return None
         return RunResult(
-            state=WorkerState.SUCCEEDED, return_values={slot.global_rank: None for slot in self._workers.slots}
+            state=WorkerState.SUCCEEDED, return_values={slot.worker_id: None for slot in self._workers.slots}
         )
 
     def _outcome_without_workers(self) -> RunResult | None:
@@ -606,13 +608,13 @@ class HyperPodAgent(SimpleElasticAgent):
         with contextlib.suppress(DistError):
             self._job_store.set(_STOPPED, reason.to_json().encode())
 
-    def _fail(self, slot: WorkerSlot, code: int, error: Exception) -> None:
+    def _stop_on_store_error(self, slot: WorkerSlot, code: int, error: Exception) -> None:
         """End the job when the exit of a worker cannot be handled: the store is gone or holds malformed values."""
         if isinstance(error, DistError):
             self._lose_store(error)
         else:
             self._record_failure(slot, code)
-            failure = FailureRecord(kind="agent", cause=f"rank {slot.global_rank} has ended", reporter=self._reporter)
+            failure = FailureRecord(kind="agent", cause=f"rank {slot.worker_id} has ended", reporter=self._reporter)
             self._stop_job(failure, f"a value in the job's store is malformed ({error})")
 
     def _lose_store(self, error: Exception) -> None:
@@ -660,7 +662,7 @@ class HyperPodAgent(SimpleElasticAgent):
             return ended
 
     def _record_failure(self, slot: WorkerSlot, code: int) -> None:
-        self._failures[slot.global_rank] = process_failure(slot, code)
+        self._failures[slot.worker_id] = process_failure(slot, code)
 
     def _sinks(self, destination: LogsDest) -> list[Sink]:
         sinks = [Sink("stdout", sys.stdout), Sink("stderr", sys.stderr)]

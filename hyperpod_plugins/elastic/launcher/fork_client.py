@@ -25,7 +25,7 @@ ProgramKind = Literal[
 class SpawnRequest:
     """One process to start, with all that a fresh interpreter would inherit from its parent."""
 
-    ticket: int
+    request_id: int
     """Number by which the agent identifies this process; never reused."""
     kind: ProgramKind
     target: str
@@ -108,7 +108,7 @@ class ForkServerOptions:
 class Started:
     """A process has been started."""
 
-    ticket: int
+    request_id: int
     pid: int
 
 
@@ -116,7 +116,7 @@ class Started:
 class Ended:
     """A process has ended."""
 
-    ticket: int
+    request_id: int
     code: int
     """Exit code, or the negative number of the signal that killed it."""
 
@@ -163,7 +163,7 @@ class ForkServerProcess:
         """
         self._send({"signal": int(number), "ticket": ticket, "group": group, "last": last})
 
-    def news(self) -> list[Started | Ended]:
+    def poll_events(self) -> list[Started | Ended]:
         """Return the events since the last call; never blocks."""
         news: list[Started | Ended] = []
         for message in self._lines.receive():

@@ -53,7 +53,7 @@ def hide_lightning() -> None:
     """Hide the imported modules of `lightning` and of `hyperpod_plugins.lightning`."""
     lightning = take_out(_LIGHTNING)
     if lightning:
-        sys.meta_path.insert(0, PreloadedModules(lightning, take_out(_FLAVOURED)))
+        sys.meta_path.insert(0, PreloadedModuleFinder(lightning, take_out(_FLAVOURED)))
 
 
 def take_out(root: str) -> dict[str, ModuleType]:
@@ -67,7 +67,7 @@ def take_out(root: str) -> dict[str, ModuleType]:
     return taken
 
 
-class PreloadedModules(MetaPathFinder):
+class PreloadedModuleFinder(MetaPathFinder):
     """Meta path finder that restores hidden modules when the program first imports one of them."""
 
     def __init__(self, lightning: dict[str, ModuleType], flavoured: dict[str, ModuleType]) -> None:
@@ -89,10 +89,10 @@ class PreloadedModules(MetaPathFinder):
             sys.modules.update(flavoured)
         sys.modules.update(self._lightning)
         self._lightning = {}
-        return ModuleSpec(fullname, _Given(module), is_package=True)
+        return ModuleSpec(fullname, _LoadedModuleLoader(module), is_package=True)
 
 
-class _Given(Loader):
+class _LoadedModuleLoader(Loader):
     """Loader of a module that is loaded already."""
 
     def __init__(self, module: ModuleType) -> None:
@@ -127,11 +127,11 @@ class ForkServer:
         self._spares: dict[int, socket.socket] = {}  # pid of a spare -> socket that sends it its program
         self._leaving: set[int] = set()  # pids of running workers that were told to end
         self._dead: dict[int, float] = {}  # pid of an ended worker, not reaped -> when to kill the rest of its group
-        self._wakeup, self._bell = socket.socketpair()
+        self._wakeup, self._wakeup_writer = socket.socketpair()
         self._wakeup.setblocking(False)
-        self._bell.setblocking(False)
+        self._wakeup_writer.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> SpawnRequest:
         """Serve the agent until it is gone. Returns only in a forked child, with the request that the child runs."""
@@ -153,7 +153,7 @@ class ForkServer:
             if start is not None:
                 return start
             if not poll.poll(_IDLE_S * 1000 if self._dead else None):
-                self._bury()
+                self._reap_groups()
             with contextlib.suppress(BlockingIOError):
                 self._wakeup.recv(4096)
 
@@ -163,12 +163,12 @@ class ForkServer:
         except OSError as error:  # a temporary lack of processes or memory
             print(f"hyperpodrun: a worker could not be forked: {error}", file=sys.stderr, flush=True)  # noqa: T201
             time.sleep(_FORK_AGAIN_S)
-            self._tell({"ended": start.ticket, "code": -signal.SIGKILL})
+            self._tell({"ended": start.request_id, "code": -signal.SIGKILL})
             return None
         if pid == 0:
             return start
-        self._tickets[pid] = start.ticket
-        self._tell({"started": start.ticket, "pid": pid})
+        self._tickets[pid] = start.request_id
+        self._tell({"started": start.request_id, "pid": pid})
         return None
 
     def _start_spare(self, start: SpawnRequest) -> int | None:
@@ -209,7 +209,7 @@ class ForkServer:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for end in (self._agent, self._wakeup, self._bell, *self._spares.values()):
+            for end in (self._agent, self._wakeup, self._wakeup_writer, *self._spares.values()):
                 end.close()
         return pid
 
@@ -242,7 +242,7 @@ class ForkServer:
                     os.killpg(pid, signal.SIGTERM)
                 self._dead[pid] = time.monotonic() + _CLEAN_UP_S  # until it is reaped, its group id is not reused
 
-    def _bury(self) -> None:
+    def _reap_groups(self) -> None:
         groups = _process_groups() if self._dead else {}
         for pid, deadline in list(self._dead.items()):
             if groups.get(pid, 1) <= 1 or time.monotonic() > deadline:
@@ -300,7 +300,7 @@ def preload(modules: Sequence[str]) -> None:
                 "Remove it from --preload, or find what it does with the GPU on import."
             )
         if _num_threads() > 1:
-            _fork_idly()  # OpenBLAS starts threads on import, and ends them at a fork
+            _fork_once()  # OpenBLAS starts threads on import, and ends them at a fork
             if _num_threads() > 1:
                 warnings.warn(
                     f"importing {name!r} started a thread. A lock that it holds during a fork stays locked in the "
@@ -322,7 +322,7 @@ def _num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _fork_idly() -> None:
+def _fork_once() -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(0)

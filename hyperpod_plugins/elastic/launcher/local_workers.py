@@ -25,7 +25,7 @@ from hyperpod_plugins.elastic.launcher.fork_client import (
     wait_readable,
 )
 from hyperpod_plugins.elastic.launcher.logs import ProcessLogs, Sink, Tee
-from hyperpod_plugins.elastic.launcher.signal_queue import SignalInbox
+from hyperpod_plugins.elastic.launcher.signal_queue import SignalQueue
 from hyperpod_plugins.elastic.membership.restart_policy import is_of_peer
 from hyperpod_plugins.elastic.process import signal_name
 from hyperpod_plugins.errors import ConfigError
@@ -58,7 +58,7 @@ class WorkerSlot:
     """A worker slot of this node and the process that fills it; `global_rank` is its worker_id."""
 
     local_rank: int
-    global_rank: int
+    worker_id: int
     environ: dict[str, str]
     logs: ProcessLogs
     first_logs: ProcessLogs
@@ -68,7 +68,7 @@ class WorkerSlot:
     replacement_environ: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables that replacements get in addition to `environ`, or with another value."""
     incarnation: int = 0
-    ticket: int = -1
+    request_id: int = -1
     """Number of the process in requests to the fork server; -1 before the first start."""
     pid: int = -1
     """-1 until the fork server reports it."""
@@ -111,7 +111,7 @@ class LocalWorkers:
         slot.environ |= {"TORCHELASTIC_ERROR_FILE": slot.logs.error_file, **slot.replacement_environ}
         self._start(slot)
 
-    def wait_started(self, inbox: SignalInbox, is_over: Callable[[], bool]) -> list[tuple[WorkerSlot, int]]:
+    def wait_started(self, inbox: SignalQueue, is_over: Callable[[], bool]) -> list[tuple[WorkerSlot, int]]:
         """Wait until every running slot has a pid or the job is over; returns the slots that ended, as `wait` does.
 
         Raises:
@@ -132,7 +132,7 @@ class LocalWorkers:
                 )
         return ended
 
-    def wait(self, deadline_s: float, inbox: SignalInbox) -> list[tuple[WorkerSlot, int]]:
+    def wait(self, deadline_s: float, inbox: SignalQueue) -> list[tuple[WorkerSlot, int]]:
         """Wait for an event of the fork server, a signal or the deadline; returns the slots that ended, with codes.
 
         Args:
@@ -148,9 +148,9 @@ class LocalWorkers:
         descriptors = [inbox.fileno()] if self._fork_server.is_lost else [inbox.fileno(), self._fork_server.fileno()]
         wait_readable(descriptors, deadline_s)
         ended: list[tuple[WorkerSlot, int]] = []
-        slots = {slot.ticket: slot for slot in self.slots if slot.status is WorkerStatus.RUNNING}
-        for event in self._fork_server.news():
-            slot = slots.get(event.ticket)
+        slots = {slot.request_id: slot for slot in self.slots if slot.status is WorkerStatus.RUNNING}
+        for event in self._fork_server.poll_events():
+            slot = slots.get(event.request_id)
             if slot is None:
                 continue
             if isinstance(event, Started):
@@ -170,9 +170,9 @@ class LocalWorkers:
         group = number == signal.SIGKILL or self._program.kind == "executable"
         for slot in slots:
             if slot.status is WorkerStatus.RUNNING:
-                self._fork_server.send_signal(slot.ticket, number, group=group, last=last)
+                self._fork_server.send_signal(slot.request_id, number, group=group, last=last)
 
-    def stop(self, number: signal.Signals, timeout_s: float, inbox: SignalInbox) -> list[tuple[WorkerSlot, int]]:
+    def stop(self, number: signal.Signals, timeout_s: float, inbox: SignalQueue) -> list[tuple[WorkerSlot, int]]:
         """Signal all workers, wait up to `timeout_s`, kill the rest; returns the slots that ended, with codes."""
         if not self._fork_server.is_ready:  # it would read requests only after its imports; no worker runs yet
             self._fork_server.close()
@@ -190,7 +190,7 @@ class LocalWorkers:
         self._tee.close()
 
     def _wait_all(
-        self, deadline_s: float, inbox: SignalInbox, *, patient: bool = False
+        self, deadline_s: float, inbox: SignalQueue, *, patient: bool = False
     ) -> list[tuple[WorkerSlot, int]]:
         ended: list[tuple[WorkerSlot, int]] = []
         while any(slot.status is WorkerStatus.RUNNING for slot in self.slots) and time.monotonic() < deadline_s:
@@ -204,12 +204,12 @@ class LocalWorkers:
         if self._fork_server.is_lost:
             self._fork_server = ForkServerProcess(self._options, self._environ)
         self._num_tickets += 1
-        slot.ticket, slot.pid, slot.status = self._num_tickets, -1, WorkerStatus.RUNNING
+        slot.request_id, slot.pid, slot.status = self._num_tickets, -1, WorkerStatus.RUNNING
         slot.started_s = time.monotonic()
         slot.environ["HYPERPOD_INCARNATION"] = str(slot.incarnation)
         self._fork_server.start(
             SpawnRequest(
-                ticket=slot.ticket,
+                request_id=slot.request_id,
                 kind=self._program.kind,
                 target=self._program.target,
                 args=slot.args,
@@ -244,7 +244,7 @@ class LocalWorkers:
 _NUM_LINES = 20
 
 
-def cause(slot: WorkerSlot, code: int) -> str:
+def describe_exit(slot: WorkerSlot, code: int) -> str:
     """How the process of a slot ended, in one line; a negative code is the number of a signal."""
     if code < 0:
         return f"killed by {signal_name(-code)}"
@@ -273,15 +273,15 @@ def process_failure(slot: WorkerSlot, code: int) -> ProcessFailure:
     return record
 
 
-def causes(failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+def root_failures(failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
     """The failures that were not caused by the loss of a peer; all of them if there are none such."""
     own = {rank: each for rank, each in failures.items() if not is_of_peer(_first_line(each.message))}
     return own or failures
 
 
-def story(error: ChildFailedError) -> str:
+def failure_report(error: ChildFailedError) -> str:
     """The traceback of the worker that failed first, then torch's summary of all root failures."""
-    error = ChildFailedError(error.name, causes(error.failures))
+    error = ChildFailedError(error.name, root_failures(error.failures))
     rank, first = error.get_first_failure()
     told: Any = first.message
     if isinstance(told, dict):

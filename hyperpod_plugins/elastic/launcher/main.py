@@ -39,10 +39,10 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 
 from hyperpod_plugins.elastic.launcher.agent import HyperPodAgent
 from hyperpod_plugins.elastic.launcher.fork_client import ForkServerOptions
-from hyperpod_plugins.elastic.launcher.local_workers import Program, story
+from hyperpod_plugins.elastic.launcher.local_workers import Program, failure_report
 from hyperpod_plugins.elastic.launcher.round import AgentOptions
 from hyperpod_plugins.elastic.membership.restart_policy import RestartPolicy
-from hyperpod_plugins.elastic.process import RESOLVER, allow_connections
+from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS, raise_open_file_limit
 from hyperpod_plugins.elastic.rendezvous.backends import CONNECTING
 from hyperpod_plugins.elastic.rendezvous.handler import NAME as SLOTS
 from hyperpod_plugins.elastic.rendezvous.handler import create_rendezvous
@@ -52,7 +52,7 @@ from hyperpod_plugins.errors import ConfigError, HyperPodError, NotBuiltYetError
 
 logger = get_logger(__name__)
 
-_LOOP_S = 0.001
+_TORCH_LOOP_S = 0.001
 """Sleep of torch's loop between calls of `_monitor_workers`. Our agent waits inside that call: an exit wakes it."""
 
 _PRELOAD = (
@@ -249,7 +249,7 @@ def worker_spec(config: LaunchConfig, program: Program) -> WorkerSpec:
         args=program.args,
         rdzv_handler=handler,
         max_restarts=0,  # of all workers together; `HyperPodAgent` counts replacements itself
-        monitor_interval=_LOOP_S,
+        monitor_interval=_TORCH_LOOP_S,
         master_addr=host,
         master_port=port,
         local_addr=config.local_addr,
@@ -275,7 +275,7 @@ def run(args: argparse.Namespace) -> None:
     config, python = config_of(args)
     set_snapshot_folder()
     environ = dict(os.environ)  # noqa: TID251  (passed on to the workers, not read)
-    os.environ.setdefault("RES_OPTIONS", RESOLVER)  # noqa: TID251  (for the store that this process serves)
+    os.environ.setdefault("RES_OPTIONS", RESOLVER_OPTIONS)  # noqa: TID251  (for the store that this process serves)
     # If torch shared the rendezvous store with the workers, a joiner would get no address in the second round, and
     # the address of a dead master would stay in use.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # noqa: TID251  (written after `environ` was copied)
@@ -300,7 +300,7 @@ def run(args: argparse.Namespace) -> None:
         stderr_filters=tuple(fields.get("duplicate_stderr_filters") or ()),
         virtual_local_rank=fields.get("virtual_local_rank", False),
     )
-    allow_connections()
+    raise_open_file_limit()
     if config.rdzv_backend == "c10d":
         logger.warning(
             "--rdzv-backend=c10d selects torch's rendezvous, which unpickles what it reads: anyone who can reach %s "
@@ -353,7 +353,7 @@ def _run_job(args: argparse.Namespace) -> int:
         print(f"hyperpodrun: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except ChildFailedError as error:
-        print(story(error), file=sys.stderr)  # noqa: T201
+        print(failure_report(error), file=sys.stderr)  # noqa: T201
     except SignalException as error:
         return 128 + error.sigval
     except (HyperPodError, RendezvousError) as error:

@@ -19,7 +19,7 @@ from hyperpod_plugins.elastic.launcher.fork_client import ForkServerOptions
 from hyperpod_plugins.elastic.launcher.local_workers import Program, WorkerSlot
 from hyperpod_plugins.elastic.launcher.logs import ProcessLogs
 from hyperpod_plugins.elastic.membership.restart_policy import RestartPolicy
-from hyperpod_plugins.elastic.process import RESOLVER
+from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
@@ -100,7 +100,7 @@ def worker_environ(
         # torchrun sets 1: the NCCL watchdog then ends every process that loses a peer, but these must survive.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
         # torch's TCPStore resolves the name of each client; a lost DNS answer would block all of them for 5 s.
-        "RES_OPTIONS": inherited.get("RES_OPTIONS", RESOLVER),
+        "RES_OPTIONS": inherited.get("RES_OPTIONS", RESOLVER_OPTIONS),
         **job.to_environ(),
     }
     if virtual:
@@ -134,11 +134,11 @@ class RestartRound:
     num_nodes: int
     master: tuple[str, int] | None = None
     """Host and port of the workers' own store; None if they share the job store's."""
-    successors_master: tuple[str, int] | None = None
+    replacements_master: tuple[str, int] | None = None
     """The same for replacements of lost workers; None if it does not differ."""
 
 
-class RoundCounter:
+class RoundStarter:
     """Connects the nodes of each round to one store; node 0 serves it unless the rendezvous does."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class RoundCounter:
                 node=node,
                 num_nodes=group.group_world_size or 1,
                 master=(group.master_addr, group.master_port),
-                successors_master=handler.joiners_store,
+                replacements_master=handler.joiners_store,
             )
         store = PrefixStore("hyperpod", group.store)
         host, port = group.master_addr, group.master_port
@@ -207,7 +207,7 @@ def worker_slots(group: WorkerGroup, settled: RestartRound, options: AgentOption
         )
         for worker in group.workers
     }
-    host, port = settled.successors_master or ("", 0)
+    host, port = settled.replacements_master or ("", 0)
     successors = {"MASTER_ADDR": host, "MASTER_PORT": str(port)} if host else {}
     destination = options.logs.reify(environs)
     slots: list[WorkerSlot] = []
@@ -215,7 +215,7 @@ def worker_slots(group: WorkerGroup, settled: RestartRound, options: AgentOption
         logs = ProcessLogs.of(destination, worker.local_rank)
         slot = WorkerSlot(
             local_rank=worker.local_rank,
-            global_rank=worker.global_rank,
+            worker_id=worker.global_rank,
             args=tuple(macros.substitute(list(options.program.args), str(worker.local_rank))),
             environ=environs[worker.local_rank],
             replacement_environ=successors,

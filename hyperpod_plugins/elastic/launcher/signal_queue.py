@@ -43,7 +43,7 @@ def ended_by_sigterm() -> Generator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-class SignalInbox:
+class SignalQueue:
     """Receives signals that end the agent, and preemption notices.
 
     torch's handler raises in the middle of running code. This one does so only outside `deferred`, and only once;

@@ -28,22 +28,22 @@ from hyperpod_plugins.errors import RecoveryError
 log = logging.getLogger(__name__)
 
 _RECOVERS = "recovers"  # value: 1 while a program with recovery is being set up, 0 if recovery is switched off
-_FOUNDERS = "founders"  # value: size of the initial world
+_INITIAL_WORLD = "founders"  # value: size of the initial world
 _CANDIDATES = "candidates"  # list: worker_id and incarnation of a candidate, and the world it saw
 _LEAVING = "leaving"  # value per worker_id: incarnation of the process that got a preemption notice
 _NOTICES = "notices"  # number of preemption notices
 _SCALE = "scale"  # lasting value: number of replicas asked for
-_WANTED = "wanted_world"  # value: number of the planned world whose joiners are ready; only grows
+_PENDING_WORLD = "wanted_world"  # value: number of the planned world whose joiners are ready; only grows
 _POLL_S = 0.05
 _LONGEST_POLL_S = 1.0
 _PART_OF_WAIT = 0.05
 _POLLS_A_SECOND = 200.0
 """Polls per second of all candidates together; each poll makes about ten requests to the store."""
-_ENDED_S = 300.0
+_RESTART_WAIT_S = 300.0
 """How long a process waits for its agent to end it; longer than agents wait before they kill. If it has not been
 ended by then, the agent that decided to restart all workers was lost before it could say so, and no other node has
 come."""
-_SPARE_AFTER_S = 3.0
+_CANDIDATE_TAKEOVER_S = 3.0
 """An agent replaces a lost process faster than this; afterwards a candidate takes its place."""
 _SET_UP_S = 120.0
 """Time from a plan until all of its joiners must be ready; then those that are ready plan again."""
@@ -51,7 +51,7 @@ _SET_UP_S = 120.0
 
 def publish_initial_world(job_store: JobStore, world: WorldPlan) -> None:
     """Publish the size of the job's initial world; called by its ranks."""
-    job_store.set_if_absent(_FOUNDERS, str(world.size).encode())
+    job_store.set_if_absent(_INITIAL_WORLD, str(world.size).encode())
 
 
 def announce(job: JobEnv) -> None:
@@ -61,7 +61,7 @@ def announce(job: JobEnv) -> None:
             JobStore.connect(job).set_if_absent(_RECOVERS, b"1")
 
 
-def renounce(job: JobEnv) -> None:
+def withdraw_announcement(job: JobEnv) -> None:
     """Withdraw `announce`: the program takes no part in recovery."""
     with contextlib.suppress(DistError):
         JobStore.connect(job).set(_RECOVERS, b"0")
@@ -82,19 +82,21 @@ def arm(job_store: JobStore, is_ending: Callable[[], bool] = lambda: False) -> b
     """
     if job_store.arm():
         return True
-    until_s = time.monotonic() + _ENDED_S
+    until_s = time.monotonic() + _RESTART_WAIT_S
     with ended_by_sigterm():
         while not job_store.arm():
             if is_ending():
                 return False
             if time.monotonic() > until_s:
-                log.warning("all workers were to restart, but have not within %.0f s: the job continues", _ENDED_S)
-                job_store.arm_again()
+                log.warning(
+                    "all workers were to restart, but have not within %.0f s: the job continues", _RESTART_WAIT_S
+                )
+                job_store.void_restart_all()
             time.sleep(_POLL_S)
     return True
 
 
-def is_known(job_store: JobStore) -> bool:
+def uses_recovery(job_store: JobStore) -> bool:
     """Whether the program has announced that it takes part in recovery."""
     return job_store.try_get(_RECOVERS) == b"1" or world_or_none(job_store) is not None
 
@@ -111,7 +113,7 @@ def present_world(job_store: JobStore) -> WorldPlan:
     return world
 
 
-def takes_part(job_store: JobStore, worker_id: int) -> bool:
+def is_in_world(job_store: JobStore, worker_id: int) -> bool:
     """Whether the loss of this worker affects the job: it belongs to the present world, or no world is known."""
     world = world_or_none(job_store)
     return world is None or worker_id in world.worker_ids
@@ -120,7 +122,7 @@ def takes_part(job_store: JobStore, worker_id: int) -> bool:
 def world_or_none(job_store: JobStore) -> WorldPlan | None:
     """Like `present_world`, but None if the program takes no part in recovery."""
     number = job_store.world_number()
-    size = None if number else job_store.try_get(_FOUNDERS)
+    size = None if number else job_store.try_get(_INITIAL_WORLD)
     return job_store.world(number) if number else None if size is None else WorldPlan.initial(int(size))
 
 
@@ -208,13 +210,13 @@ def await_turn(job_store: JobStore, world: WorldPlan, worker_id: int, incarnatio
             log.warning("the plan of world %d is void: one of its joiners was lost", world.number)
             raise SystemExit(NOT_NEEDED)
         if pending_world(job_store) < world.number and _are_ready(job_store, world, before):
-            job_store.raise_to(_WANTED, world.number)
+            job_store.raise_to(_PENDING_WORLD, world.number)
         time.sleep(turn_poll_s(job_store, world, before, time.monotonic() - began_s))
 
 
 def pending_world(job_store: JobStore) -> int:
     """Number of the planned world whose joiners are all ready; 0 for none."""
-    return int(job_store.try_get(_WANTED) or 0)
+    return int(job_store.try_get(_PENDING_WORLD) or 0)
 
 
 def announce_preemption(job_store: JobStore, worker_id: int, incarnation: int) -> None:
@@ -228,7 +230,7 @@ def world_without(
 ) -> WorldPlan | None:
     """Plan the world that continues without the missing workers; None means: wait and call again.
 
-    Candidates take over the ranks of lost workers if the agents have not replaced those within `_SPARE_AFTER_S`.
+    Candidates take over the ranks of lost workers if the agents have not replaced those within `_CANDIDATE_TAKEOVER_S`.
     Otherwise the job shrinks as soon as the policy allows it, or at once if all missing workers had preemption
     notices.
 
@@ -242,8 +244,8 @@ def world_without(
     Raises:
         StateLost: no survivor holds a part of the state.
     """
-    are_leaving = have_left(job_store, missing)
-    if waited_s < _SPARE_AFTER_S and not are_leaving:
+    are_leaving = all_preempted(job_store, missing)
+    if waited_s < _CANDIDATE_TAKEOVER_S and not are_leaving:
         return None
     size, now = spec.replica_size, world.size // spec.replica_size
     healthy = set(world.worker_ids).difference(missing)
@@ -251,7 +253,7 @@ def world_without(
     if len(waiting) >= len(missing):
         target, cause = now, f"waiting processes replace {len(missing)} lost ones"
     else:
-        whole = num_whole(world, healthy, size)
+        whole = num_complete_replicas(world, healthy, size)
         view = ReplicaView(now=now, healthy=whole, since_loss_s=math.inf if are_leaving else waited_s)
         target = next_size(view, spec.policy, spec.sizes)
         cause = f"the job shrinks from {now} to {target} replicas"
@@ -260,13 +262,13 @@ def world_without(
     return _propose(job_store, spec, world, target, cause, healthy=healthy, joining=waiting)
 
 
-def have_left(job_store: JobStore, missing: Mapping[int, int]) -> bool:
+def all_preempted(job_store: JobStore, missing: Mapping[int, int]) -> bool:
     """Whether all missing workers had preemption notices, so that the job need not wait for replacements."""
     noticed = job_store.try_get_all([_leaving(worker_id) for worker_id in missing])
     return all(int(noticed.get(_leaving(worker_id), "-2")) >= number - 1 for worker_id, number in missing.items())
 
 
-def ask_for(job_store: JobStore, num_replicas: int) -> None:
+def request_replicas(job_store: JobStore, num_replicas: int) -> None:
     """Ask for a number of replicas, to which the job grows or shrinks.
 
     The request holds until another number is asked for, also across a restart of all workers.
@@ -279,15 +281,19 @@ def plan_scale_down(job_store: JobStore, world: WorldPlan) -> None:
 
     One member calls this about once a second.
     """
-    asked, leaving, spec = _asked(job_store), leaving_of(job_store, world.worker_ids), elastic_spec_of(job_store)
+    asked, leaving, spec = (
+        _requested_replicas(job_store),
+        preempted_workers(job_store, world.worker_ids),
+        elastic_spec_of(job_store),
+    )
     if spec is None or not (asked or leaving) or pending_world(job_store) > world.number:
         return
     now, staying = world.size // spec.replica_size, set(world.worker_ids) - leaving
     view = ReplicaView(
         now=now,
         healthy=now,
-        leaving=now - num_whole(world, staying, spec.replica_size),
-        wanted=asked,
+        leaving=now - num_complete_replicas(world, staying, spec.replica_size),
+        requested=asked,
     )
     target = next_size(view, spec.policy, spec.sizes)
     if target >= now:
@@ -296,10 +302,10 @@ def plan_scale_down(job_store: JobStore, world: WorldPlan) -> None:
     cause = f"{why}: the job shrinks from {now} to {target}"
     smaller = _propose(job_store, spec, world, target, cause, healthy=staying)
     if smaller is not None:
-        job_store.raise_to(_WANTED, smaller.number)
+        job_store.raise_to(_PENDING_WORLD, smaller.number)
 
 
-def describe(job_store: JobStore) -> dict[str, int]:
+def job_status(job_store: JobStore) -> dict[str, int]:
     """The size of the job, for status output."""
     world, spec = world_or_none(job_store), elastic_spec_of(job_store)
     size = 0 if world is None else world.size
@@ -309,12 +315,12 @@ def describe(job_store: JobStore) -> dict[str, int]:
         "shard_degree": spec.degrees[0] if spec is not None else 0,
         "tensor_degree": spec.degrees[1] if spec is not None else 0,
         "waiting": 0 if world is None else len(candidates(job_store, world)),
-        "asked": _asked(job_store),
+        "asked": _requested_replicas(job_store),
         "generation": job_store.generation(),
     }
 
 
-def _asked(job_store: JobStore) -> int:
+def _requested_replicas(job_store: JobStore) -> int:
     return int(job_store.try_get_lasting(_SCALE) or 0)
 
 
@@ -322,7 +328,7 @@ def _leaving(worker_id: int) -> str:
     return f"{_LEAVING}/{worker_id}"
 
 
-def leaving_of(job_store: JobStore, worker_ids: Sequence[int]) -> set[int]:
+def preempted_workers(job_store: JobStore, worker_ids: Sequence[int]) -> set[int]:
     """Return the `worker_ids` whose living process has a preemption notice."""
     if not job_store.count(_NOTICES):
         return set()
@@ -337,7 +343,7 @@ def leaving_of(job_store: JobStore, worker_ids: Sequence[int]) -> set[int]:
     }
 
 
-def num_whole(world: WorldPlan, staying: AbstractSet[int], replica_size: int) -> int:
+def num_complete_replicas(world: WorldPlan, staying: AbstractSet[int], replica_size: int) -> int:
     """How many complete replicas the workers in `staying` can form."""
     return min(
         sum(worker_id in staying for worker_id in world.worker_ids[index::replica_size])
@@ -355,21 +361,21 @@ def _plan(
     after: int,
 ) -> None:
     """Plan a larger world if the policy lets the job grow now, and no worker is about to leave."""
-    if leaving_of(job_store, world.worker_ids):
+    if preempted_workers(job_store, world.worker_ids):
         return
     now = world.size // spec.replica_size
     view = ReplicaView(
         now=now,
         healthy=now,
         waiting=len(waiting) // spec.replica_size,
-        wanted=_asked(job_store),
+        requested=_requested_replicas(job_store),
         since_arrival_s=since_arrival_s,
     )
     if next_size(view, spec.policy, spec.sizes) <= now:
         return
     history = job_store.history() if spec.policy.min_stable_s else []
     if history:
-        founders = WorldPlan.initial(int(job_store.try_get(_FOUNDERS) or 0))
+        founders = WorldPlan.initial(int(job_store.try_get(_INITIAL_WORLD) or 0))
         setbacks = num_setbacks([founders, *history], spec.policy.min_stable_s)
         view = replace(view, since_change_s=_age_s(job_store, world), num_setbacks=setbacks)
     target = next_size(view, spec.policy, spec.sizes)
@@ -413,7 +419,7 @@ def _propose(
         cause=cause,
     )
     age_s = _age_s(job_store, world) if spec.policy.min_stable_s else math.inf
-    planned = replace(planned, num_lost=world.size - len(staying), lasted_s=age_s)
+    planned = replace(planned, num_lost=world.size - len(staying), previous_lasted_s=age_s)
     if newest.number > world.number and replace(planned, number=newest.number) == newest:
         return newest
     return planned if job_store.propose_world(planned) == planned else None
@@ -440,12 +446,12 @@ def add_candidate(job_store: JobStore, worker_id: int, incarnation: int, world: 
 def candidates(job_store: JobStore, world: WorldPlan) -> list[int]:
     """worker_ids outside of the world whose living process is a candidate and has not been in a world since."""
     said: dict[tuple[int, int], int] = {}
-    for text in job_store.listed(_CANDIDATES):
+    for text in job_store.read_list(_CANDIDATES):
         worker_id, incarnation, since = map(int, text.split())
         said[worker_id, incarnation] = since
     worker_ids = sorted({worker_id for worker_id, _ in said} - set(world.worker_ids))
     living = job_store.incarnations(worker_ids)
-    leaving = leaving_of(job_store, worker_ids)
+    leaving = preempted_workers(job_store, worker_ids)
     waiting = [each for each in zip(worker_ids, living, strict=True) if each in said and each[0] not in leaving]
     first = min((said[each] for each in waiting), default=world.number)
     former = {n: known for n in range(first + 1, world.number) if (known := job_store.world(n)) is not None}

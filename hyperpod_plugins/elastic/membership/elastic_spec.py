@@ -45,7 +45,7 @@ class Layout:
         return f"shard degree {self.shard_degree}{tensor} with {fewest} rank{'s' * (fewest > 1)} or more"
 
 
-def in_order(layouts: Sequence[Layout], *, wanted: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
+def sort_layouts(layouts: Sequence[Layout], *, wanted: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
     """Sort layouts into the order in which they are tried: the wanted ones first, then the largest replicas.
 
     Among replicas of equal size, the tensor degree of the last wanted entry comes first, then the larger shard
@@ -90,7 +90,7 @@ def choose(layouts: Sequence[Layout], num_ranks: int) -> Layout:
     return layout
 
 
-_TERMS = "elastic"  # value: `ElasticSpec`
+_SPEC_KEY = "elastic"  # value: `ElasticSpec`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +127,10 @@ class ElasticSpec:
 
 def publish_elastic_spec(job_store: JobStore, spec: ElasticSpec) -> None:
     """Publish the spec, so that processes can join from now on; only the first call of a round has an effect."""
-    job_store.set_if_absent(_TERMS, spec.to_json())
+    job_store.set_if_absent(_SPEC_KEY, spec.to_json())
 
 
 def elastic_spec_of(job_store: JobStore) -> ElasticSpec | None:
     """The elastic spec of the job; None if the job does not change its size."""
-    text = job_store.try_get(_TERMS)
+    text = job_store.try_get(_SPEC_KEY)
     return None if text is None else ElasticSpec.from_json(text)

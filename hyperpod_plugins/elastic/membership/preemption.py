@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic.launcher.signal_queue import NOTICES
-from hyperpod_plugins.elastic.membership.admission import leaving_of, pending_world, world_or_none
+from hyperpod_plugins.elastic.membership.admission import pending_world, preempted_workers, world_or_none
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
@@ -37,9 +37,9 @@ class _Notices:
             raise ConfigError("call watch_elastic_events() in the main thread: Python handles signals only there.")
         self._pid = os.getpid()
         for number in (signal.SIGTERM, *NOTICES):
-            self._before[number] = signal.signal(number, self._hear)
+            self._before[number] = signal.signal(number, self._on_signal)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # forked by a data loader: such a process must exit
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -56,12 +56,12 @@ class _Notices:
             return self._is_planned
         self._asked_s = now_s
         try:
-            self._is_planned = self._ask()
+            self._is_planned = self._read_store()
         except dist.DistError:
             self._is_planned = True  # the agent that serves the store has exited, and the job with it
         return self._is_planned
 
-    def _ask(self) -> bool:
+    def _read_store(self) -> bool:
         if self._job_store is None:
             job = JobEnv.from_environ()
             if job is None:
@@ -70,7 +70,9 @@ class _Notices:
         world = world_or_none(self._job_store)
         if world is None:
             return False
-        return pending_world(self._job_store) > world.number or bool(leaving_of(self._job_store, world.worker_ids))
+        return pending_world(self._job_store) > world.number or bool(
+            preempted_workers(self._job_store, world.worker_ids)
+        )
 
 
 _notices = _Notices()

@@ -57,7 +57,7 @@ def next_action(view: QuorumView, policy: MembershipPolicy) -> Action:
     return Action.GIVE_UP if view.waited_s > policy.replacement_timeout_s else Action.WAIT
 
 
-class RoundBudget:
+class GenerationBudget:
     """Limit of consecutive generations that are formed without committing a step, as counted by one process.
 
     Each way in which a generation can fail has a limit of its own. This one covers all of them together: groups that
@@ -69,7 +69,7 @@ class RoundBudget:
         self._max_rounds = max_rounds
         self._began: tuple[int, int, float] | None = None
 
-    def refusal(self, committed: int, number: int, now_s: float, policy: MembershipPolicy) -> str | None:
+    def why_not_another(self, committed: int, number: int, now_s: float, policy: MembershipPolicy) -> str | None:
         """Return why no further generation should be tried; None to try this one.
 
         Args:

@@ -6,21 +6,26 @@ import time
 from collections.abc import Mapping
 from typing import NoReturn
 
-from hyperpod_plugins.elastic.membership.admission import candidates, have_left, num_whole, plan_scale_down
+from hyperpod_plugins.elastic.membership.admission import (
+    all_preempted,
+    candidates,
+    num_complete_replicas,
+    plan_scale_down,
+)
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, elastic_spec_of, first_that_fits
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.elastic.store.world import WorldPlan
 
 log = logging.getLogger(__name__)
-_ASKED = "degrees"  # value: requested shard and tensor degree; the first request of a round counts
+_DEGREES_KEY = "degrees"  # value: requested shard and tensor degree; the first request of a round counts
 _POLL_S = 0.05
 _IDLE_S = 1.0
-_FOUNDING_S = 1800.0
+_INITIAL_WORLD_WAIT_S = 1800.0
 """Longest wait of a surplus process for the initial world to begin, in seconds."""
 
 
-def layout_without(
+def restart_layout(
     job_store: JobStore, spec: ElasticSpec, world: WorldPlan, missing: Mapping[int, int], waited_s: float
 ) -> Layout | None:
     """Choose the layout with which all workers restart if the survivors cannot form a world with the present degrees.
@@ -29,9 +34,9 @@ def layout_without(
     fits.
     """
     healthy = set(world.worker_ids).difference(missing)
-    if num_whole(world, healthy, spec.replica_size) >= min(spec.sizes):
+    if num_complete_replicas(world, healthy, spec.replica_size) >= min(spec.sizes):
         return None
-    if waited_s < spec.policy.faulty_scale_down_timeout_s and not have_left(job_store, missing):
+    if waited_s < spec.policy.faulty_scale_down_timeout_s and not all_preempted(job_store, missing):
         return None
     return first_that_fits(spec.layouts, num_survivors(job_store, world, missing))
 
@@ -41,7 +46,7 @@ def num_survivors(job_store: JobStore, world: WorldPlan, missing: Mapping[int, i
     return world.size - len(missing) + len(candidates(job_store, world))
 
 
-def refusal(
+def why_not_reshard(
     job_store: JobStore, spec: ElasticSpec, world: WorldPlan, shard_degree: int, tensor_degree: int
 ) -> str | None:
     """Return why a running job cannot change to the requested degrees; None if it can.
@@ -53,7 +58,7 @@ def refusal(
         shard_degree: requested shard degree; 0 for the present one.
         tensor_degree: requested tensor degree; 0 for the present one.
     """
-    wanted = completed(spec, shard_degree, tensor_degree)
+    wanted = fill_degrees(spec, shard_degree, tensor_degree)
     name = f"shard degree {wanted[0]} with tensor degree {wanted[1]}"
     if wanted == spec.degrees:
         return f"the job has {name} already"
@@ -69,25 +74,25 @@ def refusal(
     num_ranks = num_survivors(job_store, world, {})
     if not layout.replicas_in(num_ranks):
         return f"the job may have {layout}: there are {num_ranks}"
-    asked = asked_degrees(job_store)
+    asked = requested_degrees(job_store)
     if asked in (None, wanted):
         return None
     return f"the job is about to start again with shard degree {asked[0]} and tensor degree {asked[1]}"
 
 
-def completed(spec: ElasticSpec, shard_degree: int, tensor_degree: int) -> tuple[int, int]:
+def fill_degrees(spec: ElasticSpec, shard_degree: int, tensor_degree: int) -> tuple[int, int]:
     """Return both degrees, with the present one in place of a 0."""
     return shard_degree or spec.degrees[0], tensor_degree or spec.degrees[1]
 
 
-def ask_for_degrees(job_store: JobStore, degrees: tuple[int, int]) -> None:
+def request_degrees(job_store: JobStore, degrees: tuple[int, int]) -> None:
     """Request that all ranks write a checkpoint at the next step and restart with these degrees."""
-    job_store.set_if_absent(_ASKED, json.dumps(degrees).encode())
+    job_store.set_if_absent(_DEGREES_KEY, json.dumps(degrees).encode())
 
 
-def asked_degrees(job_store: JobStore) -> tuple[int, int] | None:
+def requested_degrees(job_store: JobStore) -> tuple[int, int] | None:
     """The requested shard and tensor degree; None without a request."""
-    found = job_store.try_get(_ASKED)
+    found = job_store.try_get(_DEGREES_KEY)
     if found is None:
         return None
     shard, tensor = json.loads(found)
@@ -97,15 +102,15 @@ def asked_degrees(job_store: JobStore) -> tuple[int, int] | None:
 def poll_requests(job_store: JobStore, world: WorldPlan) -> bool:
     """Call `plan_scale_down`, then return whether other degrees were requested."""
     plan_scale_down(job_store, world)
-    return asked_degrees(job_store) is not None
+    return requested_degrees(job_store) is not None
 
 
-def forget_asked(job_store: JobStore) -> None:
+def drop_request(job_store: JobStore) -> None:
     """Drop the request for other degrees."""
-    job_store.delete(_ASKED)
+    job_store.delete(_DEGREES_KEY)
 
 
-def stand_aside(job_store: JobStore, worker_id: int, *, is_replaced: bool) -> NoReturn:
+def exit_surplus(job_store: JobStore, worker_id: int, *, is_replaced: bool) -> NoReturn:
     """End an initial process that is left over after whole replicas are formed, or keep it idle until the job ends.
 
     Waits first for the initial world to publish the elastic spec.
@@ -120,7 +125,7 @@ def stand_aside(job_store: JobStore, worker_id: int, *, is_replaced: bool) -> No
         SystemExit: always.
     """
     log.warning("worker %d is surplus: it completes no replica", worker_id)
-    until_s = time.monotonic() + _FOUNDING_S
+    until_s = time.monotonic() + _INITIAL_WORLD_WAIT_S
     while elastic_spec_of(job_store) is None and time.monotonic() < until_s:
         time.sleep(_POLL_S)
     if is_replaced and job_store.is_armed:

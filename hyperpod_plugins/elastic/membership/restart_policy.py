@@ -63,7 +63,7 @@ class RestartBudget:
     _restarts_s: deque[float] = field(default_factory=deque[float])
     _early_faults: int = 0
 
-    def refusal(self, loss: "Loss", uptime_s: float, now_s: float) -> str | None:
+    def why_not_replace(self, loss: "WorkerExit", uptime_s: float, now_s: float) -> str | None:
         """Return why a worker that ended is not to be replaced; None replaces it and counts the replacement.
 
         Args:
@@ -92,12 +92,12 @@ class Remedy(enum.Enum):
     """What to do when a worker ends before its work is done."""
 
     REPLACE = "another process replaces it, and the others continue"
-    START_AGAIN = "all workers restart, past the calls that have ended"
+    RESTART_ALL = "all workers restart, past the calls that have ended"
     END = "the job ends"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class WorkerExit:
     """A worker that has ended, with the state of the job at that time."""
 
     code: int
@@ -110,7 +110,7 @@ class Loss:
     """Whether the other members can take in a replacement."""
     has_begun: bool
     """Whether a first step has begun."""
-    is_known: bool
+    uses_recovery: bool
     """Whether the program has announced that it takes part in recovery, in this round or an earlier one."""
     is_needed: bool = True
     """Whether it is part of the present world, rather than waiting until the job grows."""
@@ -131,20 +131,20 @@ class Loss:
             return Remedy.REPLACE  # `RestartBudget` handles both codes
         if self.is_armed and (self.has_begun or self.code < 0):
             return Remedy.REPLACE
-        if not self.is_known:
+        if not self.uses_recovery:
             return Remedy.END  # without recovery the program would redo everything and overwrite its output
         if self.is_final or self.error.partition(":")[0] in _REFUSALS:
             return Remedy.END  # a restart would fail the same way
         can_start_again = self.is_needed and self.can_all_start and self.may_restart
-        return Remedy.START_AGAIN if can_start_again else Remedy.END
+        return Remedy.RESTART_ALL if can_start_again else Remedy.END
 
 
 def is_of_peer(error: str) -> bool:
     """Whether an exception (`Class: text`) was caused by the loss of another process."""
-    return error.startswith(_WITH_A_PEER)
+    return error.startswith(_PEER_ERRORS)
 
 
-_WITH_A_PEER = ("PeerLost", "RecoveryError", "RecoveryTimeout", "StateLost", "Dist")
+_PEER_ERRORS = ("PeerLost", "RecoveryError", "RecoveryTimeout", "StateLost", "Dist")
 """Beginnings of the names of exceptions that the loss of another process causes."""
 _REFUSALS = {
     "RehearsalFailed",  # defined in `recovery`, which this package must not import
@@ -190,8 +190,8 @@ class JobRestart(JsonRecord):
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Inverse of `to_json`."""
-        found = cls.checked(json.loads(text))
-        return replace(found, failure=FailureRecord.checked(found.failure))
+        found = cls.from_dict(json.loads(text))
+        return replace(found, failure=FailureRecord.from_dict(found.failure))
 
     def __str__(self) -> str:
         """Describe the restart in a clause, for messages."""
@@ -209,29 +209,29 @@ class JobRestartBudget:
     """Allowed restarts from the same position: an entry of the program and a step in it."""
     max_own_faults: int = 1
     """Allowed restarts from the same position after the program has failed by itself."""
-    _place: tuple[int, int] = (-1, -1)
+    _position: tuple[int, int] = (-1, -1)
     _count: int = 0
     _num_own_faults: int = 0
 
-    def refusal(self, restart: JobRestart) -> str | None:
+    def why_not_restart(self, restart: JobRestart) -> str | None:
         """Return why all workers should not be restarted; None allows and counts one restart."""
         place = restart.entry, restart.step
-        if place != self._place:
-            self._place, self._count, self._num_own_faults = place, 0, 0
+        if place != self._position:
+            self._position, self._count, self._num_own_faults = place, 0, 0
         self._count += 1
         self._num_own_faults += restart.is_own_fault
         if self._count > self.max_restarts:
-            return no_further(restart.step, self.max_restarts)
+            return no_progress_message(restart.step, self.max_restarts)
         if self._num_own_faults > self.max_own_faults:
-            return f"it failed by itself {self._num_own_faults} times at the same place, {_place_in_words(*place)}"
+            return f"it failed by itself {self._num_own_faults} times at the same place, {_describe_position(*place)}"
         return None
 
 
-def _place_in_words(entry: int, step: int) -> str:
+def _describe_position(entry: int, step: int) -> str:
     after = f"after {entry} calls that have ended" if entry else "before any of its calls had ended"
     return f"{after}, at step {step}" if step else f"{after} or made a checkpoint"
 
 
-def no_further(step: int, num_restarts: int) -> str:
+def no_progress_message(step: int, num_restarts: int) -> str:
     """The message that restarts have not helped."""
     return f"all processes were started again {num_restarts} times from step {step}"

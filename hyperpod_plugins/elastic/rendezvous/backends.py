@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.process import allow_connections
+from hyperpod_plugins.elastic.process import raise_open_file_limit
 from hyperpod_plugins.elastic.rendezvous.slots import NodeAssignment
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore
 from hyperpod_plugins.elastic.store.etcd import LEASE_S, EtcdStore, EtcdUrl
@@ -163,17 +163,17 @@ class ServedStoreBackend(StoreBackend):
         with self._lock:
             if number not in self._servers:
                 self._servers[number] = serve_store(self.host, 0)
-                rdzv_store.serve(number, self._servers[number].port)
+                rdzv_store.publish_port(number, self._servers[number].port)
                 self._servers.pop(number - 2, None)  # the last one's workers may still be ending
 
     def workers_store(self, assignment: NodeAssignment, rdzv_store: RendezvousStore) -> tuple[str, int]:
         """See `StoreBackend`."""
         deadline_s = time.monotonic() + _SERVED_S
-        while (port := rdzv_store.port(assignment.number)) is None:
+        while (port := rdzv_store.port(assignment.round_number)) is None:
             if time.monotonic() > deadline_s:
                 raise RendezvousTimeoutError(
-                    f"no agent on {self.host} has served a store for the workers of round {assignment.number} within "
-                    f"{_SERVED_S:.0f} s. Is that host overloaded?"
+                    f"no agent on {self.host} has served a store for the workers of round {assignment.round_number} "
+                    f"within {_SERVED_S:.0f} s. Is that host overloaded?"
                 )
             time.sleep(_POLL_S)
         return self.host, port
@@ -318,7 +318,7 @@ def open_served(parameters: RendezvousParameters, timeout_s: float, answer_s: fl
 
 
 def _serve(host: str, port: int, is_told: bool | None) -> TCPStore | None:
-    allow_connections()
+    raise_open_file_limit()
     try:
         return serve_store(host, port)
     except (DistError, OSError) as error:
@@ -391,17 +391,17 @@ class EtcdStoreBackend(StoreBackend):
 
     def workers_store(self, assignment: NodeAssignment, rdzv_store: RendezvousStore) -> tuple[str, int]:
         """See `StoreBackend`."""
-        host, port = self.joiners_store(assignment.number)
+        host, port = self.joiners_store(assignment.round_number)
         if assignment.lease.number > 0:
             return host, port
-        host, _, text = rdzv_store.first_master(assignment.number, f"{host}:{port}").rpartition(":")
+        host, _, text = rdzv_store.first_master(assignment.round_number, f"{host}:{port}").rpartition(":")
         return host, int(text)
 
     def joiners_store(self, number: int) -> tuple[str, int]:
         """See `StoreBackend`."""
         with self._lock:
             if number not in self._servers:
-                allow_connections()
+                raise_open_file_limit()
                 self._servers[number] = TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
                 self._servers.pop(number - 2, None)  # the last one's workers may still be ending
             return self.host, self._servers[number].port

@@ -22,9 +22,9 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.membership.admission import ask_for, describe, present_world
+from hyperpod_plugins.elastic.membership.admission import job_status, present_world, request_replicas
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of
-from hyperpod_plugins.elastic.membership.reshard import ask_for_degrees, completed, refusal
+from hyperpod_plugins.elastic.membership.reshard import fill_degrees, request_degrees, why_not_reshard
 from hyperpod_plugins.elastic.rendezvous.backends import connect_served
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore, name_of_round
 from hyperpod_plugins.elastic.store.job_store import JobStore, connect_store
@@ -123,7 +123,7 @@ class Ticket(JsonRecord):
         """
         try:
             store = self._connect()
-            return JobStore.of(name_of_round(self.run_id, RendezvousStore(store).round()), store)
+            return JobStore.from_store(name_of_round(self.run_id, RendezvousStore(store).round()), store)
         except (DistError, RendezvousConnectionError) as error:
             where = self.etcd_url or f"{self.host}:{self.port}"
             raise ConfigError(
@@ -214,7 +214,7 @@ class Controller:
         """Carry out and answer the requests since the last call; `name` is the job's name in the present round."""
         request, answer = _names(self._ticket.queue)
         first = self._seen.get(name, 0)
-        for number, text in enumerate(job_store.listed(request)[first:], first + 1):
+        for number, text in enumerate(job_store.read_list(request)[first:], first + 1):
             self._seen[name] = number
             job_store.set(f"{answer}/{number}", self._answer(number, text, job_store).encode())
 
@@ -229,7 +229,7 @@ class Controller:
         if request is None or not request.is_genuine(self._ticket.token, number):
             return "refused: the request was not made with this job's ticket"
         if request.kind == "status":
-            return json.dumps(describe(job_store))
+            return json.dumps(job_status(job_store))
         spec = elastic_spec_of(job_store)
         if spec is None:
             return "refused: the job cannot change its size, as it has no ElasticTraining, or has not started"
@@ -237,17 +237,17 @@ class Controller:
             return _reshard(job_store, spec, request)
         if request.value not in spec.sizes:
             return f"refused: {request.value} replicas are not possible in this job; {list(spec.sizes)} are"
-        ask_for(job_store, request.value)
+        request_replicas(job_store, request.value)
         return f"the job goes to {request.value} replicas, as soon as there are enough"
 
 
 def _reshard(job_store: JobStore, spec: ElasticSpec, request: Request) -> str:
     """Request a restart of all workers with other degrees, if they are possible; returns the answer."""
-    why_not = refusal(job_store, spec, present_world(job_store), request.shard_degree, request.tensor_degree)
+    why_not = why_not_reshard(job_store, spec, present_world(job_store), request.shard_degree, request.tensor_degree)
     if why_not is not None:
         return f"refused: {why_not}"
-    shard, tensor = completed(spec, request.shard_degree, request.tensor_degree)
-    ask_for_degrees(job_store, (shard, tensor))
+    shard, tensor = fill_degrees(spec, request.shard_degree, request.tensor_degree)
+    request_degrees(job_store, (shard, tensor))
     return f"all ranks save the next step, and start again with shard degree {shard} and tensor degree {tensor}"
 
 

@@ -7,21 +7,21 @@ a reader of an exit or of an ended generation already sees the lost process as v
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hyperpod_plugins.elastic.membership.admission import takes_part
-from hyperpod_plugins.elastic.membership.restart_policy import JobRestart, JobRestartBudget, no_further
+from hyperpod_plugins.elastic.membership.admission import is_in_world
+from hyperpod_plugins.elastic.membership.restart_policy import JobRestart, JobRestartBudget, no_progress_message
 from hyperpod_plugins.elastic.rendezvous.slots import LeaseState, NodeAssignment
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, RoundEnd
-from hyperpod_plugins.elastic.store.entries import next_beginning
+from hyperpod_plugins.elastic.store.entries import resume_point
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY, JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord
 
 
-def can_absorb(job_store: JobStore) -> bool:
+def can_take_joiners(job_store: JobStore) -> bool:
     """Whether the workers of a job can take joiners in: they are armed, and neither gave up nor request a restart."""
     return job_store.is_armed and not any(map(job_store.try_get, (GAVE_UP_KEY, RESTART_KEY)))
 
 
-def end_running(job_store: JobStore, failure: FailureRecord, at_least: int = 0) -> int:
+def end_running_generation(job_store: JobStore, failure: FailureRecord, at_least: int = 0) -> int:
     """End the running generation, unless it has ended; returns its number.
 
     A generation after 0 that is still being formed is not ended: the workers that form it know of the loss already.
@@ -50,7 +50,9 @@ def record_worker_exit(job_store: JobStore, failure: FailureRecord, at_least: in
     """
     job_store.next_incarnation(failure.worker_id)
     job_store.record_exit(failure)
-    return end_running(job_store, failure, at_least) if takes_part(job_store, failure.worker_id) else at_least
+    return (
+        end_running_generation(job_store, failure, at_least) if is_in_world(job_store, failure.worker_id) else at_least
+    )
 
 
 def record_node_exit(job_store: JobStore, ranks: Sequence[int], failure: FailureRecord) -> int:
@@ -72,8 +74,8 @@ def record_node_exit(job_store: JobStore, ranks: Sequence[int], failure: Failure
         for gone in range(incarnation, number):
             job_store.record_exit(replace(failure, worker_id=rank, incarnation=gone))
     first = ranks.index(failure.worker_id) if failure.worker_id in ranks else 0
-    if any(takes_part(job_store, worker_id) for worker_id in ranks):
-        end_running(job_store, replace(failure, worker_id=ranks[first], incarnation=before[first]))
+    if any(is_in_world(job_store, worker_id) for worker_id in ranks):
+        end_running_generation(job_store, replace(failure, worker_id=ranks[first], incarnation=before[first]))
     return number
 
 
@@ -86,21 +88,23 @@ def expire_slot(
     no more than the attempt at one step.
     """
     if not rdzv_store.swap(
-        assignment.number, assignment.slot, assignment.lease, assignment.lease.with_state(LeaseState.VACANT)
+        assignment.round_number, assignment.slot, assignment.lease, assignment.lease.with_state(LeaseState.VACANT)
     ):
         return False
-    size = rdzv_store.agreed_size(assignment.number) or 0
+    size = rdzv_store.workers_per_node(assignment.round_number) or 0
     worker_ids = range(assignment.slot * size, (assignment.slot + 1) * size)
-    if not can_absorb(job_store):
+    if not can_take_joiners(job_store):
         return True
-    if any(takes_part(job_store, worker_id) for worker_id in worker_ids):
-        end_running(job_store, FailureRecord(kind="agent", cause=cause, worker_id=worker_ids.start, reporter=reporter))
+    if any(is_in_world(job_store, worker_id) for worker_id in worker_ids):
+        end_running_generation(
+            job_store, FailureRecord(kind="agent", cause=cause, worker_id=worker_ids.start, reporter=reporter)
+        )
     else:
         register_workers(job_store, worker_ids)  # voids the waiting workers, so that no plan includes them
     return True
 
 
-def end_unasked(rdzv_store: RendezvousStore, job_store: JobStore, number: int, cause: str) -> None:
+def end_round_without_request(rdzv_store: RendezvousStore, job_store: JobStore, number: int, cause: str) -> None:
     """End a round without a worker's request; the next one resumes from the newest checkpoint.
 
     Args:
@@ -110,7 +114,7 @@ def end_unasked(rdzv_store: RendezvousStore, job_store: JobStore, number: int, c
         cause: why the round ends.
     """
     before = rdzv_store.round_end(number - 1) or RoundEnd(cause="")
-    path, _ = next_beginning(job_store, before.resume_from)
+    path, _ = resume_point(job_store, before.resume_from)
     end = RoundEnd(
         cause=f"{cause}; all processes start again from {path or 'the beginning'}",
         resume_from=path,
@@ -128,13 +132,13 @@ def request_new_round(rdzv_store: RendezvousStore, job_store: JobStore, number: 
     """
     wanted = job_store.try_get(RESTART_KEY)
     if wanted is None:
-        if job_store.try_get(GAVE_UP_KEY) is not None or job_store.end_unarmed():
-            end_unasked(rdzv_store, job_store, number, f"the agent {node} joins")
+        if job_store.try_get(GAVE_UP_KEY) is not None or job_store.claim_restart_all():
+            end_round_without_request(rdzv_store, job_store, number, f"the agent {node} joins")
         return
     restart, most = JobRestart.from_json(wanted), JobRestartBudget().max_restarts
     end = RoundEnd.of(restart, rdzv_store.round_end(number - 1))
     if end.count <= most:
         rdzv_store.end_round(number, end)
     else:
-        cause = f"{no_further(end.step, most)}; {restart.failure.cause}"
+        cause = f"{no_progress_message(end.step, most)}; {restart.failure.cause}"
         rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))

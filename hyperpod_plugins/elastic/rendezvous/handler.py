@@ -36,9 +36,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.membership.admission import takes_part, world_or_none
+from hyperpod_plugins.elastic.membership.admission import is_in_world, world_or_none
 from hyperpod_plugins.elastic.rendezvous.backends import ServedStoreBackend, StoreBackend, open_etcd, open_served
-from hyperpod_plugins.elastic.rendezvous.expiry import can_absorb, expire_slot, record_node_exit, register_workers
+from hyperpod_plugins.elastic.rendezvous.expiry import can_take_joiners, expire_slot, record_node_exit, register_workers
 from hyperpod_plugins.elastic.rendezvous.joiner import RendezvousJoiner
 from hyperpod_plugins.elastic.rendezvous.keep_alive import KeepAlive
 from hyperpod_plugins.elastic.rendezvous.slots import (
@@ -49,7 +49,7 @@ from hyperpod_plugins.elastic.rendezvous.slots import (
     policy_from,
 )
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, name_of_round
-from hyperpod_plugins.elastic.rendezvous.torchrun_workers import Failed, prepare, set_worker_environ
+from hyperpod_plugins.elastic.rendezvous.torchrun_workers import FailedWorker, prepare_agent_environ, set_worker_environ
 from hyperpod_plugins.elastic.resume import check_checkpoint
 from hyperpod_plugins.elastic.snapshot_folder import set_snapshot_folder
 from hyperpod_plugins.elastic.store.etcd import SCHEME
@@ -149,14 +149,14 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             policy: number of nodes, and timeouts.
             run_id: name of the job (`--rdzv-id`).
         """
-        self._endpoint = endpoint
+        self._backend = endpoint
         self._policy = policy
         self._run_id = run_id
         self._node = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex[:8]}"
-        self._keeper = KeepAlive(self._node, endpoint, policy, run_id)
-        self._application: RendezvousJoiner | None = None
-        self._is_done = self._stays = self._is_shut = False
-        self._failed: Failed | None = None
+        self._keep_alive = KeepAlive(self._node, endpoint, policy, run_id)
+        self._joiner: RendezvousJoiner | None = None
+        self._is_done = self._can_restart = self._is_shut = False
+        self._failed: FailedWorker | None = None
         self.job: JobEnv | None = None
         """Address of this round's job store, with the incarnation of this node's workers; None before they start."""
 
@@ -184,60 +184,66 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             SystemExit: the job is done, and this node was not needed.
             RendezvousConnectionError: the store cannot be reached, or serves another job.
         """
-        former, self._keeper.assignment = self._keeper.assignment, None
+        former, self._keep_alive.assignment = self._keep_alive.assignment, None
         self._is_done = False  # a restart of all workers includes those that were done
-        self._failed = None if former is None else self._keeper.failure(former)
+        self._failed = None if former is None else self._keep_alive.failure(former)
         try:
-            assignment = self._apply().acquire_slot(former)
-            host, port = self._endpoint.workers_store(assignment, self._apply().rdzv_store)
+            assignment = self._get_joiner().acquire_slot(former)
+            host, port = self._backend.workers_store(assignment, self._get_joiner().rdzv_store)
         except (DistError, RendezvousConnectionError) as error:
             self._report_unexpected_end()
             if isinstance(error, RendezvousConnectionError):
                 raise
-            raise self._endpoint.loss(error) from error
-        self._keeper.assignment = assignment
+            raise self._backend.loss(error) from error
+        self._keep_alive.assignment = assignment
         store = AgentStoreShim(
-            self._endpoint.connect(), assignment.number, assignment.num_slots, on_size=self._open, on_done=self.finish
+            self._backend.connect(),
+            assignment.round_number,
+            assignment.num_slots,
+            on_size=self._open,
+            on_done=self.finish,
         )
         return RendezvousInfo(store, assignment.slot, assignment.num_slots, RendezvousStoreInfo(host, port))
 
     def num_nodes_waiting(self) -> int:
         """1 if the workers of this node must restart; 0 while the running ones can take joiners in."""
-        return int(self._keeper.must_restart)
+        return int(self._keep_alive.must_restart)
 
     def is_closed(self) -> bool:
         """Whether the job has ended."""
-        return self._apply().rdzv_store.closing() is not None
+        return self._get_joiner().rdzv_store.closing() is not None
 
     def set_closed(self) -> None:
         """End the job."""
-        self._apply().rdzv_store.close(RendezvousClosing(cause=f"the agent {self._node} closed it", is_success=True))
+        self._get_joiner().rdzv_store.close(
+            RendezvousClosing(cause=f"the agent {self._node} closed it", is_success=True)
+        )
 
     def shutdown(self) -> bool:
         """Leave for good. This ends the job if the workers of all nodes are done, or if those of this node failed."""
         atexit.unregister(self._release)
-        if self._application is None or self._is_shut:
+        if self._joiner is None or self._is_shut:
             return True
         self._is_shut = True
         with contextlib.suppress(DistError):  # the agent that serves the store may have left first
-            assignment = self._keeper.assignment
-            if self._is_done and self._stays and assignment is not None and self.unfinished():
+            assignment = self._keep_alive.assignment
+            if self._is_done and self._can_restart and assignment is not None and self.unfinished():
                 self._swap_lease(assignment, LeaseState.DONE)  # others still train, or are about to restart
             elif self._is_done:
-                self._application.rdzv_store.close(RendezvousClosing(cause="its workers are done", is_success=True))
+                self._joiner.rdzv_store.close(RendezvousClosing(cause="its workers are done", is_success=True))
             elif assignment is not None:
-                job_store = self._application.job_store
+                job_store = self._joiner.job_store
                 if (
-                    can_absorb(job_store)
-                    and assignment.ranks
-                    and not any(takes_part(job_store, worker_id) for worker_id in assignment.ranks)
+                    can_take_joiners(job_store)
+                    and assignment.worker_ids
+                    and not any(is_in_world(job_store, worker_id) for worker_id in assignment.worker_ids)
                 ):
                     self.withdraw("its workers failed before the job had taken them in")
                 else:
                     self._give_up(assignment)
-            self._application.rdzv_store.leave(self._node)
+            self._joiner.rdzv_store.leave(self._node)
             self._await_others_leaving()
-        self._keeper.stop()
+        self._keep_alive.stop()
         return True
 
     # -- additional interface for `HyperPodAgent` -------------------------------------------------------------
@@ -250,7 +256,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: the store is no longer served.
         """
         try:
-            return self._endpoint.connect()
+            return self._backend.connect()
         except RendezvousConnectionError:
             self._report_unexpected_end()
             raise
@@ -258,12 +264,12 @@ class HyperPodRendezvousHandler(RendezvousHandler):
     @property
     def closing(self) -> RendezvousClosing | None:
         """Why the job has ended, as of the last look of the keep-alive thread; None while it lasts."""
-        return self._keeper.closing
+        return self._keep_alive.closing
 
     @property
     def is_over(self) -> bool:
         """Whether the job has ended or its store is lost, as of the last look of the keep-alive thread."""
-        return self._keeper.closing is not None or self._keeper.error is not None
+        return self._keep_alive.closing is not None or self._keep_alive.error is not None
 
     @property
     def is_done(self) -> bool:
@@ -272,24 +278,24 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     def _report_unexpected_end(self) -> None:
         """Exit with code 0 if the store is gone because the job has succeeded."""
-        if self._keeper.closing is not None and self._keeper.closing.is_success:
+        if self._keep_alive.closing is not None and self._keep_alive.closing.is_success:
             logger.warning("the job is done and its store is gone; this node was not needed")
             raise SystemExit(0)
 
     @property
     def round_number(self) -> int:
         """Number of the present round: how many rounds there were before."""
-        return self._apply().number
+        return self._get_joiner().round_number
 
     @property
     def serves_store(self) -> bool:
         """Whether this node serves the store that all agents and workers use."""
-        return self._endpoint.serves_store
+        return self._backend.serves_store
 
     @property
     def needs_server(self) -> bool:
         """Whether an agent serves the store, rather than etcd."""
-        return isinstance(self._endpoint, ServedStoreBackend)
+        return isinstance(self._backend, ServedStoreBackend)
 
     @property
     def closing_s(self) -> float:
@@ -299,13 +305,13 @@ class HyperPodRendezvousHandler(RendezvousHandler):
     @property
     def joiners_store(self) -> tuple[str, int] | None:
         """Host and port of torch's store for replacements; None if they use that of the initial workers."""
-        return self._endpoint.joiners_store(self.round_number)
+        return self._backend.joiners_store(self.round_number)
 
     def withdraw(self, cause: str) -> None:
         """Give the slot back: another node can take it, and the job continues without this one."""
-        assignment, self._keeper.assignment = self._keeper.assignment, None
+        assignment, self._keep_alive.assignment = self._keep_alive.assignment, None
         if assignment is not None:
-            application = self._apply()
+            application = self._get_joiner()
             expire_slot(application.rdzv_store, application.job_store, assignment, cause, assignment.reporter)
 
     def finish(self, *, stays: bool = False) -> None:
@@ -316,40 +322,40 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         Args:
             stays: whether this agent would restart its workers when all nodes restart; torchrun's does not.
         """
-        assignment, application = self._keeper.assignment, self._apply()
+        assignment, application = self._keep_alive.assignment, self._get_joiner()
         if assignment is None or self._is_done:
             return
-        self._is_done, self._stays = (
-            all(takes_part(application.job_store, worker_id) for worker_id in assignment.ranks),
+        self._is_done, self._can_restart = (
+            all(is_in_world(application.job_store, worker_id) for worker_id in assignment.worker_ids),
             stays,
         )
         if not self._is_done:
-            self._keeper.assignment = None
-        done = LeaseState.STAYS if stays else LeaseState.DONE
+            self._keep_alive.assignment = None
+        done = LeaseState.DONE_RESTARTABLE if stays else LeaseState.DONE
         self._swap_lease(assignment, done if self._is_done else LeaseState.VACANT)
 
     def _swap_lease(self, assignment: NodeAssignment, state: LeaseState) -> None:
         """Change the state of this node's lease, unless another node has taken the slot over."""
-        rdzv_store = self._apply().rdzv_store
-        leases = rdzv_store.leases(assignment.number)
+        rdzv_store = self._get_joiner().rdzv_store
+        leases = rdzv_store.leases(assignment.round_number)
         last = assignment.lease if leases is None else leases[assignment.slot]
         if (last.node, last.number) == (assignment.lease.node, assignment.lease.number):
-            rdzv_store.swap(assignment.number, assignment.slot, last, last.with_state(state))
+            rdzv_store.swap(assignment.round_number, assignment.slot, last, last.with_state(state))
 
     @property
     def is_any_gone(self) -> bool:
         """Whether a node whose workers are done has left, or would not restart them."""
-        leases = self._apply().rdzv_store.leases(self.round_number) or ()
+        leases = self._get_joiner().rdzv_store.leases(self.round_number) or ()
         return self.is_closed() or any(lease.state is LeaseState.DONE for lease in leases)
 
     def unfinished(self) -> set[int]:
         """Slots of the nodes that still train; {-1} if a new round runs without this node."""
         if self.has_new_round:
             return {-1}
-        application = self._apply()
+        application = self._get_joiner()
         leases, size = (
             application.rdzv_store.leases(self.round_number),
-            application.rdzv_store.agreed_size(self.round_number),
+            application.rdzv_store.workers_per_node(self.round_number),
         )
         held = {slot for slot, lease in enumerate(leases or ()) if lease.state is LeaseState.HELD}
         world = world_or_none(application.job_store)
@@ -362,8 +368,8 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
         Slot -1, which stands for nodes of a later round, has none.
         """
-        application = self._apply()
-        size = application.rdzv_store.agreed_size(self.round_number)
+        application = self._get_joiner()
+        size = application.rdzv_store.workers_per_node(self.round_number)
         if world_or_none(application.job_store) is None or not size:
             return None
         return application.job_store.heartbeats(
@@ -373,20 +379,20 @@ class HyperPodRendezvousHandler(RendezvousHandler):
     @property
     def has_new_round(self) -> bool:
         """Whether other nodes have started a new round without this one."""
-        return self._keeper.number > self.round_number
+        return self._keep_alive.round_number > self.round_number
 
     @property
     def ended_without_this_node(self) -> bool:
         """Whether the job has succeeded while the workers of this node waited to be taken in."""
-        return self._keeper.ended_without_this_node
+        return self._keep_alive.ended_without_this_node
 
     # -- joining ------------------------------------------------------------------------------------------------
 
-    def _apply(self) -> RendezvousJoiner:
-        if self._application is None:
-            self._application = RendezvousJoiner(self._keeper, self._endpoint, self._policy, self._run_id)
+    def _get_joiner(self) -> RendezvousJoiner:
+        if self._joiner is None:
+            self._joiner = RendezvousJoiner(self._keep_alive, self._backend, self._policy, self._run_id)
             atexit.register(self._release)
-        return self._application
+        return self._joiner
 
     def _open(self, num_workers: int) -> None:
         """Void the former workers of this slot, and set the environment of the workers that are about to start.
@@ -394,19 +400,19 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         Raises:
             ConfigError: other nodes start another number of workers, or the checkpoint to resume from is not trusted.
         """
-        assignment, application = self._keeper.assignment, self._apply()
+        assignment, application = self._keep_alive.assignment, self._get_joiner()
         assert assignment is not None
-        agreed = application.rdzv_store.size(assignment.number, num_workers)
+        agreed = application.rdzv_store.agree_workers_per_node(assignment.round_number, num_workers)
         if agreed != num_workers:
             cause = (
                 f"the agent {self._node} starts {num_workers} workers, but the others start {agreed} each. Ranks "
                 "follow from slots: give all nodes the same --nproc-per-node."
             )
-            if not can_absorb(application.job_store):
+            if not can_take_joiners(application.job_store):
                 application.rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))
             self._release()
             raise ConfigError(cause)
-        end = application.rdzv_store.round_end(assignment.number - 1)
+        end = application.rdzv_store.round_end(assignment.round_number - 1)
         resume_from = self._checked(end.resume_from) if end is not None and end.resume_from else ""
         first = assignment.slot * num_workers
         ranks, incarnation = range(first, first + num_workers), 0
@@ -417,13 +423,13 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             logger.warning("this node takes over slot %d from %s", assignment.slot, assignment.predecessor)
             incarnation = record_node_exit(application.job_store, ranks, self._loss(assignment))
         self.job = replace(
-            self._endpoint.job(name_of_round(self._run_id, assignment.number)),
+            self._backend.job(name_of_round(self._run_id, assignment.round_number)),
             incarnation=incarnation,
             resume_from=resume_from,
             shard_degree=0 if end is None else end.shard_degree,
             tensor_degree=0 if end is None else end.tensor_degree,
         )
-        self._keeper.assignment = replace(assignment, ranks=ranks, incarnation=incarnation)
+        self._keep_alive.assignment = replace(assignment, worker_ids=ranks, incarnation=incarnation)
         set_worker_environ(replace(self.job, agent_pid=os.getpid()))
         set_snapshot_folder()
 
@@ -436,7 +442,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         try:
             return check_checkpoint(checkpoint)
         except ConfigError as error:
-            self._apply().rdzv_store.close(RendezvousClosing(cause=str(error), is_success=False))
+            self._get_joiner().rdzv_store.close(RendezvousClosing(cause=str(error), is_success=False))
             self._release()
             raise
 
@@ -455,14 +461,14 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     def _give_up(self, assignment: NodeAssignment) -> None:
         """End the job: the workers of this node failed and are not restarted."""
-        application = self._apply()
+        application = self._get_joiner()
         cause = f"workers of node {assignment.slot} failed, and its agent does not restart them"
         application.rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))
-        if assignment.ranks:
+        if assignment.worker_ids:
             failure = FailureRecord(
                 kind="agent",
                 cause=cause,
-                worker_id=assignment.ranks[0],
+                worker_id=assignment.worker_ids[0],
                 incarnation=assignment.incarnation,
                 reporter=assignment.reporter,
             )
@@ -471,10 +477,10 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     def _await_others_leaving(self) -> None:
         """Wait until all users of the store have left, if this node must outlast them."""
-        is_over = self._apply().rdzv_store.closing() is not None
-        if not self._endpoint.must_outlast_others(job_is_over=is_over):
+        is_over = self._get_joiner().rdzv_store.closing() is not None
+        if not self._backend.must_outlast_others(job_is_over=is_over):
             return
-        store = self._endpoint.connect()
+        store = self._backend.connect()
         store.set_timeout(timedelta(seconds=self.closing_s))  # the keys may have been deleted by now
         rdzv_store, pulse, beat_s = (
             RendezvousStore(store),
@@ -490,11 +496,11 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             time.sleep(_POLL_S)
             nodes = {node for node in nodes.difference(rdzv_store.left()) if not pulse.is_lost(node)}
         if not nodes:
-            self._endpoint.clear()
+            self._backend.clear()
 
     def _others(self, rdzv_store: RendezvousStore) -> set[str]:
         """The other nodes that may still use the store."""
-        number = self._apply().number
+        number = self._get_joiner().round_number
         leases = rdzv_store.leases(number) or ()
         vacated = {lease.node for lease in leases if lease.state is LeaseState.VACANT}
         nodes = {*rdzv_store.candidates(number), *(lease.node for lease in leases)}
@@ -502,16 +508,14 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     def _release(self) -> None:
         """Give the slot up at once; called when this process ends without `shutdown`."""
-        assignment, self._keeper.assignment = self._keeper.assignment, None
-        if assignment is not None and not self._is_done and self._application is not None:
+        assignment, self._keep_alive.assignment = self._keep_alive.assignment, None
+        if assignment is not None and not self._is_done and self._joiner is not None:
             with contextlib.suppress(DistError):
-                rdzv_store = self._application.rdzv_store
-                expire_slot(
-                    rdzv_store, self._application.job_store, assignment, "its agent has left", assignment.reporter
-                )
+                rdzv_store = self._joiner.rdzv_store
+                expire_slot(rdzv_store, self._joiner.job_store, assignment, "its agent has left", assignment.reporter)
                 rdzv_store.leave(self._node)
                 if not self._others(rdzv_store):
-                    self._endpoint.clear()
+                    self._backend.clear()
 
 
 def create_rendezvous(parameters: RendezvousParameters) -> HyperPodRendezvousHandler:
@@ -521,7 +525,7 @@ def create_rendezvous(parameters: RendezvousParameters) -> HyperPodRendezvousHan
         ConfigError: `--rdzv-conf`, `--nnodes` or the etcd URL is invalid.
         RendezvousConnectionError: this node was told to serve the store and cannot, or etcd does not answer.
     """
-    prepare()
+    prepare_agent_environ()
     policy = policy_from(parameters.config, parameters.min_nodes, parameters.max_nodes)
     is_etcd = parameters.endpoint.startswith(SCHEME)
     endpoint = open_etcd(parameters) if is_etcd else open_served(parameters, policy.join_timeout_s, policy.answer_s)

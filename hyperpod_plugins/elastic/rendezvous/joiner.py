@@ -11,10 +11,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.membership.admission import takes_part
+from hyperpod_plugins.elastic.membership.admission import is_in_world
 from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
 from hyperpod_plugins.elastic.rendezvous.backends import StoreBackend
-from hyperpod_plugins.elastic.rendezvous.expiry import can_absorb, request_new_round
+from hyperpod_plugins.elastic.rendezvous.expiry import can_take_joiners, request_new_round
 from hyperpod_plugins.elastic.rendezvous.keep_alive import KeepAlive
 from hyperpod_plugins.elastic.rendezvous.slots import (
     Decision,
@@ -40,7 +40,7 @@ _POLL_PER_NODE_S = 0.001
 class RendezvousJoiner:
     """Gets slots for one node, in one round after the other."""
 
-    number: int
+    round_number: int
     """The round that the node wants to take part in."""
     job_store: JobStore
     """Job store of that round."""
@@ -53,7 +53,7 @@ class RendezvousJoiner:
             RendezvousClosedError: the job has failed.
             SystemExit: the job is done.
         """
-        self._keeper = keep_alive
+        self._keep_alive = keep_alive
         self._endpoint = endpoint
         self._policy = policy
         self._run_id = run_id
@@ -81,10 +81,10 @@ class RendezvousJoiner:
         """
         while True:
             self._check_open(former)
-            number = self.rdzv_store.round(at_least=self.number)
-            if number != self.number:
+            number = self.rdzv_store.round(at_least=self.round_number)
+            if number != self.round_number:
                 self._add_candidate(number)
-            view = self._view(has_entered=former is not None and former.number == number)
+            view = self._view(has_entered=former is not None and former.round_number == number)
             decision = next_step(view, self._policy)
             if decision.step is JoinStep.WAIT:
                 self._wait(view)
@@ -95,22 +95,22 @@ class RendezvousJoiner:
 
     def _add_candidate(self, number: int) -> None:
         """Switch to a round, and become a candidate."""
-        self.number = number
+        self.round_number = number
         self._stood_s, self._enough_s, self._is_spare = time.monotonic(), None, False
-        self.job_store = JobStore.of(name_of_round(self._run_id, number), self._endpoint.connect())
+        self.job_store = JobStore.from_store(name_of_round(self._run_id, number), self._endpoint.connect())
         self._endpoint.keep_alive(number, self.rdzv_store)
-        self.rdzv_store.add_candidate(number, self._keeper.node)
+        self.rdzv_store.add_candidate(number, self._keep_alive.node)
 
     def _view(self, *, has_entered: bool) -> RendezvousView:
-        leases = self.rdzv_store.leases(self.number)
+        leases = self.rdzv_store.leases(self.round_number)
         gone = set(self.rdzv_store.left()) if leases is None else set[str]()
-        candidates = self.rdzv_store.candidates(self.number) if leases is None else ()
-        here = tuple(name for name in candidates if not (name in gone or self._keeper.is_lost(name)))
+        candidates = self.rdzv_store.candidates(self.round_number) if leases is None else ()
+        here = tuple(name for name in candidates if not (name in gone or self._keep_alive.is_lost(name)))
         if self._enough_s is None and len(here) >= self._policy.min_nodes:
             self._enough_s = time.monotonic()
-        can_absorb_others = leases is not None and can_absorb(self.job_store)
+        can_absorb_others = leases is not None and can_take_joiners(self.job_store)
         return RendezvousView(
-            node=self._keeper.node,
+            node=self._keep_alive.node,
             candidates=here,
             called_s=0.0 if self._enough_s is None else time.monotonic() - self._enough_s,
             are_all_back=leases is None and self._are_all_back(here, gone),
@@ -119,15 +119,18 @@ class RendezvousJoiner:
             can_absorb=can_absorb_others,
             has_trained=leases is not None and not can_absorb_others and self.job_store.was_armed,
             can_grow=leases is not None and elastic_spec_of(self.job_store) is not None,
-            is_ending=leases is not None and self.job_store.try_get(RESTART_KEY) is not None,
+            restart_requested=leases is not None and self.job_store.try_get(RESTART_KEY) is not None,
         )
 
     def _are_all_back(self, here: Sequence[str], gone: AbstractSet[str]) -> bool:
         """Whether all nodes that restart together at a worker's request are present or have left."""
-        end = self.rdzv_store.round_end(self.number - 1)
+        end = self.rdzv_store.round_end(self.round_number - 1)
         if end is None or end.step < 0:
             return False
-        before, waited_for = self.rdzv_store.leases(self.number - 1) or (), (LeaseState.HELD, LeaseState.STAYS)
+        before, waited_for = (
+            self.rdzv_store.leases(self.round_number - 1) or (),
+            (LeaseState.HELD, LeaseState.DONE_RESTARTABLE),
+        )
         return all(lease.node in here or lease.node in gone for lease in before if lease.state in waited_for)
 
     def _act(self, decision: Decision, view: RendezvousView) -> NodeAssignment | None:
@@ -136,18 +139,20 @@ class RendezvousJoiner:
         match decision.step:
             case JoinStep.ENTER:
                 return self._assignment(slot, leases[slot], leases)
-            case JoinStep.CLAIM:
-                lease = leases[slot].next(self._keeper.node)
-                if self.rdzv_store.swap(self.number, slot, leases[slot], lease):
+            case JoinStep.TAKE_OVER:
+                lease = leases[slot].next(self._keep_alive.node)
+                if self.rdzv_store.swap(self.round_number, slot, leases[slot], lease):
                     return self._assignment(slot, lease, leases)  # no other node was faster
             case JoinStep.ADD:
-                lease = SlotLease(node=self._keeper.node, number=1)
-                if self.rdzv_store.add_slot(self.number, slot, lease):
-                    return NodeAssignment(number=self.number, slot=slot, num_slots=slot + 1, lease=lease, is_new=True)
+                lease = SlotLease(node=self._keep_alive.node, number=1)
+                if self.rdzv_store.add_slot(self.round_number, slot, lease):
+                    return NodeAssignment(
+                        round_number=self.round_number, slot=slot, num_slots=slot + 1, lease=lease, is_new=True
+                    )
             case JoinStep.PROPOSE:
-                self.rdzv_store.start_round(self.number, initial_nodes(view.candidates, self._policy))
-            case JoinStep.RENEW:
-                request_new_round(self.rdzv_store, self.job_store, self.number, self._keeper.node)
+                self.rdzv_store.start_round(self.round_number, initial_nodes(view.candidates, self._policy))
+            case JoinStep.NEW_ROUND:
+                request_new_round(self.rdzv_store, self.job_store, self.round_number, self._keep_alive.node)
             case _:
                 raise RendezvousClosedError("the workers of other nodes are done: a joiner would hang")
         return None
@@ -155,20 +160,20 @@ class RendezvousJoiner:
     def _assignment(self, slot: int, lease: SlotLease, leases: tuple[SlotLease, ...]) -> NodeAssignment:
         predecessor = leases[slot].node if lease.number > 0 else ""
         return NodeAssignment(
-            number=self.number, slot=slot, num_slots=len(leases), lease=lease, predecessor=predecessor
+            round_number=self.round_number, slot=slot, num_slots=len(leases), lease=lease, predecessor=predecessor
         )
 
     def _check_open(self, former: NodeAssignment | None) -> None:
-        if self._keeper.error is not None:
-            raise self._keeper.error
+        if self._keep_alive.error is not None:
+            raise self._keep_alive.error
         closing = self.rdzv_store.closing()
         if closing is None:
             return
-        leases = None if former is None else self.rdzv_store.leases(former.number)
-        is_needed = former is not None and leases is not None and leases[former.slot].node == self._keeper.node
-        if former is not None and former.ranks:
-            job_store = JobStore.of(name_of_round(self._run_id, former.number), self._endpoint.connect())
-            is_needed &= any(takes_part(job_store, worker_id) for worker_id in former.ranks)
+        leases = None if former is None else self.rdzv_store.leases(former.round_number)
+        is_needed = former is not None and leases is not None and leases[former.slot].node == self._keep_alive.node
+        if former is not None and former.worker_ids:
+            job_store = JobStore.from_store(name_of_round(self._run_id, former.round_number), self._endpoint.connect())
+            is_needed &= any(is_in_world(job_store, worker_id) for worker_id in former.worker_ids)
         if closing.is_success and not is_needed:
             logger.warning("the job is done, and this node was not needed")
             raise SystemExit(0)  # torch 2.13 has an error for this case, but then fails on the missing result

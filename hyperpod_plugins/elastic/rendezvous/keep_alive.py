@@ -10,20 +10,25 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.membership.admission import takes_part, world_or_none
+from hyperpod_plugins.elastic.membership.admission import is_in_world, world_or_none
 from hyperpod_plugins.elastic.rendezvous.backends import StoreBackend
 from hyperpod_plugins.elastic.rendezvous.control import Controller
-from hyperpod_plugins.elastic.rendezvous.expiry import can_absorb, end_unasked, expire_slot, request_new_round
+from hyperpod_plugins.elastic.rendezvous.expiry import (
+    can_take_joiners,
+    end_round_without_request,
+    expire_slot,
+    request_new_round,
+)
 from hyperpod_plugins.elastic.rendezvous.slots import (
     LeaseState,
     LivenessTracker,
     NodeAssignment,
     SlotLease,
     SlotPolicy,
-    watched,
+    watched_peers,
 )
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, name_of_round
-from hyperpod_plugins.elastic.rendezvous.torchrun_workers import Failed, WorkerMonitor
+from hyperpod_plugins.elastic.rendezvous.torchrun_workers import FailedWorker, WorkerMonitor
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY, JobStore
 
 logger = get_logger(__name__)
@@ -49,16 +54,16 @@ class KeepAlive:
         self._endpoint = endpoint
         self._policy = policy
         self._run_id = run_id
-        self._pulse = LivenessTracker(policy.max_missed_heartbeats)
-        self._dead_end: NodeAssignment | None = None
-        self._brood = WorkerMonitor()
-        self._failed: Failed | None = None
+        self._liveness = LivenessTracker(policy.max_missed_heartbeats)
+        self._ended_assignment: NodeAssignment | None = None
+        self._worker_monitor = WorkerMonitor()
+        self._failed: FailedWorker | None = None
         self._controller: Controller | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hyperpod-slots", daemon=True)
         self._num_looks = 0
         self._next_report_s = 0.0
-        self.number = 0
+        self.round_number = 0
         """The round that is running or about to start, as of the last look."""
         self.closing: RendezvousClosing | None = None
         """Why the job has ended, as of the last look."""
@@ -69,7 +74,7 @@ class KeepAlive:
         """Connect to the store and start the heartbeats."""
         self._rdzv_store = RendezvousStore(self._endpoint.connect())
         self._rdzv_store.heartbeat(self.node)
-        self._turn_to(self._rdzv_store.round())
+        self._switch_round(self._rdzv_store.round())
         if self._endpoint.takes_requests:
             try:
                 self._controller = Controller(self._endpoint.job(self._run_id))
@@ -82,7 +87,7 @@ class KeepAlive:
     def stop(self) -> None:
         """Stop the heartbeats and the thread."""
         self._end.set()
-        self._brood.wake()
+        self._worker_monitor.wake()
         if self._thread.is_alive():
             self._thread.join(2 * self._policy.heartbeat_s)
         if self._controller is not None:
@@ -90,16 +95,16 @@ class KeepAlive:
 
     def is_lost(self, node: str) -> bool:
         """Whether another node has fallen silent."""
-        return node != self.node and self._pulse.is_lost(node)
+        return node != self.node and self._liveness.is_lost(node)
 
-    def failure(self, assignment: NodeAssignment) -> Failed | None:
+    def failure(self, assignment: NodeAssignment) -> FailedWorker | None:
         """The first failed worker of an assignment; None if none is known."""
         return self._failed if self._failed is not None and self._failed.assignment is assignment else None
 
     @property
     def must_restart(self) -> bool:
         """Whether the workers of this node must end, and the node join the rendezvous again."""
-        return self.assignment is not None and (self.error is not None or self._dead_end is self.assignment)
+        return self.assignment is not None and (self.error is not None or self._ended_assignment is self.assignment)
 
     def _run(self) -> None:
         try:
@@ -142,89 +147,91 @@ class KeepAlive:
                 logger.error("the store has not answered for %d s: this node is cut off and ends", silent_s)
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._end.wait(_GRACE_S):  # the main thread is blocked by the store, too
-                    self._brood.kill_all()
+                    self._worker_monitor.kill_all()
                     os._exit(1)
 
     def _watch(self, until_s: float) -> None:
         """Watch torchrun's workers until `until_s`; without any, just wait."""
         while time.monotonic() < until_s and not self._end.is_set():
-            failed = self._brood.watch(until_s)
+            failed = self._worker_monitor.watch(until_s)
             if failed is None:
                 continue
             before = self.failure(failed.assignment)
-            if before is None and can_absorb(self._job_store):
-                self._brood.kill_after_grace()
+            if before is None and can_take_joiners(self._job_store):
+                self._worker_monitor.kill_after_grace()
             if before is None or not before.how:
                 self._failed = failed
 
     def _look(self) -> None:
         rdzv_store, assignment = self._rdzv_store, self.assignment
         rdzv_store.heartbeat(self.node)
-        number = rdzv_store.round(at_least=self.number)
-        if number != self.number:
-            self._turn_to(number)
+        number = rdzv_store.round(at_least=self.round_number)
+        if number != self.round_number:
+            self._switch_round(number)
         self._endpoint.keep_alive(number, rdzv_store)
         leases = rdzv_store.leases(number)
-        holders = [lease.node for lease in leases or () if lease.state in (LeaseState.HELD, LeaseState.STAYS)]
+        holders = [
+            lease.node for lease in leases or () if lease.state in (LeaseState.HELD, LeaseState.DONE_RESTARTABLE)
+        ]
         nodes = rdzv_store.candidates(number) if leases is None else holders
-        self._pulse.look(rdzv_store.heartbeats(watched(nodes, self.node)))
+        self._liveness.look(rdzv_store.heartbeats(watched_peers(nodes, self.node)))
         if leases is not None:
-            self._clear(number, leases)
+            self._expire_silent(number, leases)
         if self._controller is not None:
             self._controller.poll(name_of_round(self._run_id, number), self._job_store)
         self.closing = closing = rdzv_store.closing()
         if assignment is None:
             return
-        is_over = (number > assignment.number and self._is_overtaken(assignment)) or (
+        is_over = (number > assignment.round_number and self._is_overtaken(assignment)) or (
             closing is not None and not closing.is_success
         )
-        if closing is not None and closing.is_success and assignment.ranks:
+        if closing is not None and closing.is_success and assignment.worker_ids:
             self.ended_without_this_node = not any(
-                takes_part(self._job_store, worker_id) for worker_id in assignment.ranks
+                is_in_world(self._job_store, worker_id) for worker_id in assignment.worker_ids
             )
-            if self.ended_without_this_node and self._brood.adopt(assignment):
+            if self.ended_without_this_node and self._worker_monitor.adopt(assignment):
                 is_over = True
-                self._brood.kill_after_grace()
-        if leases is not None and closing is None and not is_over and self._waits_in_vain(assignment, leases):
+                self._worker_monitor.kill_after_grace()
+        if leases is not None and closing is None and not is_over and self._has_no_world_left(assignment, leases):
             cause = "all nodes that trained are lost, and the remaining nodes were only waiting"
             logger.warning("round %d ends: %s", number, cause)
-            end_unasked(rdzv_store, self._job_store, number, cause)
+            end_round_without_request(rdzv_store, self._job_store, number, cause)
         if is_over or (leases is not None and not self._renew(assignment, leases[assignment.slot])):
-            self._dead_end = assignment
-        elif assignment.ranks:
-            self._serve(assignment)
+            self._ended_assignment = assignment
+        elif assignment.worker_ids:
+            self._act_on_requests(assignment)
 
     def _is_overtaken(self, assignment: NodeAssignment) -> bool:
         """Whether the round has ended for this node: at a worker's request, or otherwise if no node is done yet."""
-        end = self._rdzv_store.round_end(assignment.number)
+        end = self._rdzv_store.round_end(assignment.round_number)
         if end is None or end.step >= 0:
             return end is not None
-        leases = self._rdzv_store.leases(assignment.number) or ()
+        leases = self._rdzv_store.leases(assignment.round_number) or ()
         return not any(lease.state.is_done for lease in leases)
 
-    def _turn_to(self, number: int) -> None:
-        self.number = number
-        self._job_store = JobStore.of(name_of_round(self._run_id, number), self._endpoint.connect())
+    def _switch_round(self, number: int) -> None:
+        self.round_number = number
+        self._job_store = JobStore.from_store(name_of_round(self._run_id, number), self._endpoint.connect())
 
-    def _clear(self, number: int, leases: tuple[SlotLease, ...]) -> None:
+    def _expire_silent(self, number: int, leases: tuple[SlotLease, ...]) -> None:
         """Expire the slots of silent nodes; if the workers of one were done, its slot becomes `DONE` instead."""
         for slot, lease in enumerate(leases):
-            if lease.state is LeaseState.STAYS and self.is_lost(lease.node):
+            if lease.state is LeaseState.DONE_RESTARTABLE and self.is_lost(lease.node):
                 self._rdzv_store.swap(number, slot, lease, lease.with_state(LeaseState.DONE))
             if lease.state is LeaseState.HELD and self.is_lost(lease.node):
-                assignment = NodeAssignment(number=number, slot=slot, num_slots=len(leases), lease=lease)
+                assignment = NodeAssignment(round_number=number, slot=slot, num_slots=len(leases), lease=lease)
                 cause = f"the agent {lease.node} is silent"
                 if expire_slot(self._rdzv_store, self._job_store, assignment, cause, f"agent {self.node}"):
                     logger.warning("slot %d is vacant: %s", slot, cause)
 
-    def _waits_in_vain(self, assignment: NodeAssignment, leases: tuple[SlotLease, ...]) -> bool:
+    def _has_no_world_left(self, assignment: NodeAssignment, leases: tuple[SlotLease, ...]) -> bool:
         """Whether the workers of this node wait to be taken in, but no node of the world is left to do so."""
         held = {slot for slot, lease in enumerate(leases) if lease.state is not LeaseState.VACANT}
-        if not assignment.ranks or len(held) == len(leases):
+        if not assignment.worker_ids or len(held) == len(leases):
             return False
         world = world_or_none(self._job_store)
         return world is not None and not any(
-            worker_id // len(assignment.ranks) in held for worker_id in world.worker_ids
+            worker_id // len(assignment.worker_ids) in held for worker_id in world.worker_ids
         )
 
     def _renew(self, assignment: NodeAssignment, last: SlotLease) -> bool:
@@ -234,16 +241,18 @@ class KeepAlive:
                 logger.warning("slot %d went to %s, as this node was silent for too long", assignment.slot, last.node)
             return False
         if last.state is LeaseState.VACANT and self.assignment is assignment:
-            return self._rdzv_store.swap(assignment.number, assignment.slot, last, last.with_state(LeaseState.HELD))
+            return self._rdzv_store.swap(
+                assignment.round_number, assignment.slot, last, last.with_state(LeaseState.HELD)
+            )
         return True
 
-    def _serve(self, assignment: NodeAssignment) -> None:
+    def _act_on_requests(self, assignment: NodeAssignment) -> None:
         """Act on requests to kill a worker or restart all, for torchrun's agent; `HyperPodAgent` does so itself."""
-        self._brood.adopt(assignment)
+        self._worker_monitor.adopt(assignment)
         for rank, incarnation in self._job_store.new_kills():
-            if rank in assignment.ranks and incarnation == assignment.incarnation:
-                self._brood.kill(assignment, rank)
-        if self._dead_end is not assignment and self._job_store.try_get(RESTART_KEY) is not None:
-            request_new_round(self._rdzv_store, self._job_store, assignment.number, self.node)
-            self._brood.kill_after_grace()
-            self._dead_end = assignment
+            if rank in assignment.worker_ids and incarnation == assignment.incarnation:
+                self._worker_monitor.kill(assignment, rank)
+        if self._ended_assignment is not assignment and self._job_store.try_get(RESTART_KEY) is not None:
+            request_new_round(self._rdzv_store, self._job_store, assignment.round_number, self.node)
+            self._worker_monitor.kill_after_grace()
+            self._ended_assignment = assignment

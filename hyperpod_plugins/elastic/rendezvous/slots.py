@@ -75,12 +75,12 @@ class LeaseState(enum.Enum):
     HELD = "its node is alive: no other node may take the slot"
     VACANT = "its node is lost or has left: any node may take the slot"
     DONE = "its workers have succeeded: the slot is no longer needed"
-    STAYS = "its workers have succeeded, and its agent restarts them if all nodes restart"
+    DONE_RESTARTABLE = "its workers have succeeded, and its agent restarts them if all nodes restart"
 
     @property
     def is_done(self) -> bool:
         """Whether the workers of the slot have succeeded."""
-        return self in (LeaseState.DONE, LeaseState.STAYS)
+        return self in (LeaseState.DONE, LeaseState.DONE_RESTARTABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class SlotLease:
 class NodeAssignment:
     """The slot of a node in a round."""
 
-    number: int
+    round_number: int
     """Number of the round."""
     slot: int
     num_slots: int
@@ -132,7 +132,7 @@ class NodeAssignment:
     """Node that held the slot before; empty for an initial node and for a new slot."""
     is_new: bool = False
     """Whether the slot was added to the running job."""
-    ranks: range = range(0)
+    worker_ids: range = range(0)
     """The worker_ids of its workers; empty until they are about to start."""
     incarnation: int = 0
     """Incarnation of these workers."""
@@ -149,9 +149,9 @@ class JoinStep(enum.Enum):
     WAIT = "look again in a moment"
     PROPOSE = "propose to start the round with the present nodes"
     ENTER = "start in its assigned slot"
-    CLAIM = "take over a vacant slot while the others keep running"
+    TAKE_OVER = "take over a vacant slot while the others keep running"
     ADD = "add a slot while the others keep running"
-    RENEW = "request a new round, as the running program cannot take joiners in"
+    NEW_ROUND = "request a new round, as the running program cannot take joiners in"
     REFUSE = "give up, as other nodes are done and would not notice a joiner"
 
 
@@ -177,7 +177,7 @@ class RendezvousView:
     """Whether it can also take in additional workers."""
     has_trained: bool = False
     """Whether the program trained in this round and that training has ended."""
-    is_ending: bool = False
+    restart_requested: bool = False
     """Whether a worker requests a restart of all nodes, including those whose workers are done."""
 
     @property
@@ -201,8 +201,8 @@ def next_step(view: RendezvousView, policy: SlotPolicy) -> Decision:
     """Decide the next step of a node that wants a slot; `tests/elastic/test_slots.py` has a table of the cases."""
     if view.leases is None:
         return Decision(JoinStep.PROPOSE if _is_time(view, policy) else JoinStep.WAIT)
-    if view.is_ending:
-        return Decision(JoinStep.RENEW)
+    if view.restart_requested:
+        return Decision(JoinStep.NEW_ROUND)
     slot = view.own_slot
     if slot is not None and not view.has_entered:
         return Decision(JoinStep.ENTER, slot)
@@ -213,11 +213,11 @@ def next_step(view: RendezvousView, policy: SlotPolicy) -> Decision:
         if len(view.leases) >= policy.max_nodes or _some_are_done(view.leases):
             return Decision(JoinStep.WAIT)
         if not view.can_absorb:  # one more node is no reason to repeat training that has ended
-            return Decision(JoinStep.WAIT if view.has_trained else JoinStep.RENEW)
+            return Decision(JoinStep.WAIT if view.has_trained else JoinStep.NEW_ROUND)
         return Decision(JoinStep.ADD, len(view.leases)) if view.can_grow else Decision(JoinStep.WAIT)
     if _some_are_done(view.leases):
         return Decision(JoinStep.REFUSE, slot)
-    return Decision(JoinStep.CLAIM if view.can_absorb else JoinStep.RENEW, slot)
+    return Decision(JoinStep.TAKE_OVER if view.can_absorb else JoinStep.NEW_ROUND, slot)
 
 
 def initial_nodes(candidates: Sequence[str], policy: SlotPolicy) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ def initial_nodes(candidates: Sequence[str], policy: SlotPolicy) -> tuple[str, .
     return tuple(sorted(candidates[: policy.max_nodes], key=lambda node: node.partition("/")[0]))
 
 
-def watched(nodes: Sequence[str], node: str, count: int = 3) -> list[str]:
+def watched_peers(nodes: Sequence[str], node: str, count: int = 3) -> list[str]:
     """The nodes whose heartbeats a node watches: its `count` successors on a ring.
 
     So several nodes watch each one, whatever the number of nodes. If a node is lost together with all its watchers,

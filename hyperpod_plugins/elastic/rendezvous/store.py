@@ -89,7 +89,7 @@ class RendezvousStore:
         """Use the keys of `store` under the rendezvous's prefix."""
         self._store = PrefixStore("hyperpod/rendezvous", store)
         self._lists: defaultdict[str, dict[int, str]] = defaultdict(dict)
-        self._claims: dict[int, list[SlotLease]] = {}
+        self._leases: dict[int, list[SlotLease]] = {}
         self._num_looks = 0
 
     def job(self, run_id: str) -> str:
@@ -159,13 +159,13 @@ class RendezvousStore:
 
     def leases(self, number: int) -> tuple[SlotLease, ...] | None:
         """The leases of a round, by slot; None before it has started. Reads what changed since the last call."""
-        if number not in self._claims:
+        if number not in self._leases:
             text = self._read(f"founders/{number}")
             if text is None:
                 return None
-            self._claims[number] = [SlotLease(node=node) for node in json.loads(text)]
-        leases = self._claims[number]
-        changed = {int(slot) for slot in self._news(f"changes/{number}")}
+            self._leases[number] = [SlotLease(node=node) for node in json.loads(text)]
+        leases = self._leases[number]
+        changed = {int(slot) for slot in self._new_entries(f"changes/{number}")}
         self._num_looks += 1
         if self._num_looks % _LOOKS_AT_ALL == 0:
             changed = set(range(len(leases) + 1))
@@ -192,16 +192,16 @@ class RendezvousStore:
         self._append(f"changes/{number}", str(slot))
         return is_mine
 
-    def size(self, number: int, num_workers: int) -> int:
+    def agree_workers_per_node(self, number: int, num_workers: int) -> int:
         """Agree on the number of workers per node; the first agent's `num_workers` is used."""
         return int(self._first(f"size/{number}", str(num_workers)))
 
-    def agreed_size(self, number: int) -> int | None:
+    def workers_per_node(self, number: int) -> int | None:
         """The agreed number of workers per node; None if no agent has set it."""
         text = self._read(f"size/{number}")
         return None if text is None else int(text)
 
-    def serve(self, number: int, port: int) -> None:
+    def publish_port(self, number: int, port: int) -> None:
         """Publish the port of the workers' store of a round."""
         self._store.set(f"port/{number}", str(port))
 
@@ -224,7 +224,7 @@ class RendezvousStore:
     def _append(self, name: str, value: str) -> None:
         self._store.set(f"{name}/{self._store.add(f'{name}/count', 1)}", value)
 
-    def _news(self, name: str) -> list[str]:
+    def _new_entries(self, name: str) -> list[str]:
         """Entries added to a list since the last call.
 
         An entry that is just being added comes with a later call, or never if its writer dies meanwhile.
@@ -237,6 +237,6 @@ class RendezvousStore:
 
     def _list(self, name: str) -> list[str]:
         """All entries of a list, in order."""
-        self._news(name)
+        self._new_entries(name)
         known = self._lists[name]
         return [known[number] for number in sorted(known)]

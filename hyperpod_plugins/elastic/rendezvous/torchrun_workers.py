@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hyperpod_plugins.elastic.process import RESOLVER, signal_name
+from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS, signal_name
 from hyperpod_plugins.elastic.rendezvous.slots import NodeAssignment
 from hyperpod_plugins.env import JobEnv
 
@@ -21,10 +21,10 @@ torchrun ends them too, but waits 30 s for a worker that catches SIGTERM and kee
 """
 
 
-def prepare() -> None:
+def prepare_agent_environ() -> None:
     """Set variables of the agent process; call it before the agent opens a store and assigns ranks."""
     environ = os.environ  # noqa: TID251  (written, not read)
-    environ.setdefault("RES_OPTIONS", RESOLVER)
+    environ.setdefault("RES_OPTIONS", RESOLVER_OPTIONS)
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)  # with it, torch's agent does not report its worker count
 
@@ -35,7 +35,7 @@ def set_worker_environ(job: JobEnv) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class FailedWorker:
     """A failed worker."""
 
     assignment: NodeAssignment
@@ -51,7 +51,7 @@ class WorkerMonitor:
     def __init__(self) -> None:
         """Create a monitor without workers."""
         self._workers: dict[int, tuple[int, int, NodeAssignment]] = {}  # pidfd -> (worker_id, pid, assignment)
-        self._doomed: set[int] = set()
+        self._to_kill: set[int] = set()
         self._doomed_s = math.inf
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
 
@@ -63,7 +63,7 @@ class WorkerMonitor:
         """Find workers that were started for an assignment since the last call; returns whether any are known."""
         known = {pid for _, pid, _ in self._workers.values()}
         for rank, pid in _children(assignment.incarnation):
-            if rank in assignment.ranks and pid not in known:
+            if rank in assignment.worker_ids and pid not in known:
                 with contextlib.suppress(ProcessLookupError):
                     self._workers[os.pidfd_open(pid)] = (rank, pid, assignment)
         return bool(self._workers)
@@ -76,7 +76,7 @@ class WorkerMonitor:
         """Kill all workers before this process exits at once, as torchrun would leave them behind."""
         _kill(pid for _, pid, _ in list(self._workers.values()))
 
-    def watch(self, until_s: float) -> Failed | None:
+    def watch(self, until_s: float) -> FailedWorker | None:
         """Wait until a worker fails, or until `until_s` of the monotonic clock; returns the failed worker, if any."""
         while (left_s := min(until_s, self._doomed_s) - time.monotonic()) > 0:
             for descriptor in self._ready(left_s):
@@ -87,9 +87,9 @@ class WorkerMonitor:
                 how = _how_it_failed(descriptor)
                 os.close(descriptor)
                 if how is not None:
-                    return Failed(assignment=assignment, rank=rank, how=how)
+                    return FailedWorker(assignment=assignment, rank=rank, how=how)
         if time.monotonic() >= self._doomed_s:
-            _kill(pid for _, pid, _ in self._workers.values() if pid in self._doomed)
+            _kill(pid for _, pid, _ in self._workers.values() if pid in self._to_kill)
             self._doomed_s = math.inf
         return None
 
@@ -101,7 +101,7 @@ class WorkerMonitor:
 
     def kill_after_grace(self) -> None:
         """Kill the present workers after a grace period of `_GRACE_S`, while `watch` is called."""
-        self._doomed = {pid for _, pid, _ in self._workers.values()}
+        self._to_kill = {pid for _, pid, _ in self._workers.values()}
         self._doomed_s = time.monotonic() + _GRACE_S
 
 

@@ -19,7 +19,7 @@ _MEMORY = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noise:
+class NoiseEstimate:
     """Variance and signal of the gradients, over all parameters together."""
 
     variance: float
@@ -39,7 +39,7 @@ class GradientNoise:
     mean_squared_norm: float
     """Squared norm of the gradient of the whole step."""
 
-    def noise(self, num_samples: int, reference_batch_size: int) -> Noise | None:
+    def estimate(self, num_samples: int, reference_batch_size: int) -> NoiseEstimate | None:
         """Estimate variance and signal from one step: unbiased, but clipped at zero.
 
         These are the paper's estimators if all parts are reference batches. A mean over n samples has 1/n of the
@@ -60,7 +60,7 @@ class GradientNoise:
         variance, signal = of_step * num_samples / reference_batch_size, self.mean_squared_norm - of_step
         if not (math.isfinite(variance) and math.isfinite(signal)):
             return None
-        return Noise(variance=max(0.0, variance), signal=max(0.0, signal))
+        return NoiseEstimate(variance=max(0.0, variance), signal=max(0.0, signal))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ class AdaScaleState:
     """Moving averages of the gradient statistics, and the number of reference steps that the steps were worth."""
 
     variance: float = 0.0
-    """Average of the steps' estimates; see `Noise`."""
+    """Average of the steps' estimates; see `NoiseEstimate`."""
     signal: float = 0.0
-    """Average of the steps' estimates; see `Noise`."""
+    """Average of the steps' estimates; see `NoiseEstimate`."""
     num_estimates: int = 0
     """Number of steps that gave an estimate."""
     gain: float = 1.0
@@ -78,7 +78,7 @@ class AdaScaleState:
     num_steps: float = 0.0
     """Sum of all gains: scale-invariant steps, by which the schedule advances."""
 
-    def measured(self, noise: Noise | None, scale: float) -> "AdaScaleState":
+    def measured(self, noise: NoiseEstimate | None, scale: float) -> "AdaScaleState":
         """Return the state with the next step's estimates averaged in, and with the gain of that step.
 
         The averages are the paper's (appendix B.3): plain means at first, then exponential moving averages that

@@ -9,7 +9,7 @@ from hyperpod_plugins.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeBatch:
+class ReplicaBatch:
     """Batch of an optimizer step for one number of replicas."""
 
     num_replicas: int
@@ -38,7 +38,7 @@ class StepBatch:
     """Largest number of samples per rank in one forward and backward pass."""
     num_logical_shards: int = 0
     """Number of parts of the step that are computed separately; 0 for none. See `in_logical_shards`."""
-    by_replicas: tuple[SizeBatch, ...] = ()
+    by_replicas: tuple[ReplicaBatch, ...] = ()
     """The only allowed numbers of replicas, each with its batch; empty if any number is allowed. If their global
     batches differ, `global_batch_size` is 0."""
     is_even: bool = False
@@ -66,7 +66,7 @@ class StepBatch:
         """Whether the global batch depends on the number of replicas."""
         return not self.global_batch_size
 
-    def at(self, num_replicas: int) -> int:
+    def global_batch_at(self, num_replicas: int) -> int:
         """Return the global batch size for a number of replicas.
 
         Raises:
@@ -101,14 +101,14 @@ class StepBatch:
                 data_world_size=num_replicas * ranks_per_replica,
                 num_logical_shards=self.num_logical_shards,
             )
-        row, size = self._row(num_replicas), self.at(num_replicas)
+        row, size = self._row(num_replicas), self.global_batch_at(num_replicas)
         may_idle = row is not None and not row.is_even
         plan = plan_batch(
             size, num_replicas * ranks_per_replica, self._micro_at(num_replicas), allows_idle_ranks=may_idle
         )
-        return replace(plan, pads=self.follows_world, allows_idle_ranks=True)
+        return replace(plan, pads_last_step=self.follows_world, allows_idle_ranks=True)
 
-    def serving(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[int, ...]:
+    def feasible_sizes(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[int, ...]:
         """Return the numbers of replicas that the policy allows and at which all ranks get samples.
 
         Raises:
@@ -132,7 +132,7 @@ class StepBatch:
             )
         return policy.sizes
 
-    def refused(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[str, ...]:
+    def infeasible_reasons(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[str, ...]:
         """Explain, one sentence each, why numbers of replicas that policy and table allow are not among `serving`."""
         if not self.by_replicas:
             return ()
@@ -186,7 +186,7 @@ class StepBatch:
         num_logical_shards = min(n for n in parts if served[n] == most)
         return replace(self, num_logical_shards=num_logical_shards, by_replicas=())
 
-    def _row(self, num_replicas: int) -> SizeBatch | None:
+    def _row(self, num_replicas: int) -> ReplicaBatch | None:
         return next((row for row in self.by_replicas if row.num_replicas == num_replicas), None)
 
     def _micro_at(self, num_replicas: int) -> int:
@@ -198,7 +198,10 @@ class StepBatch:
         sizes = [size for size in policy.sizes if size in known]
         serving = [size for size in sizes if self._can_share(size, size * ranks_per_replica)]
         if not serving:
-            batches = ", ".join(f"{self.at(size)} samples on {size} replicas" for size in sizes) or "nothing of them"
+            batches = (
+                ", ".join(f"{self.global_batch_at(size)} samples on {size} replicas" for size in sizes)
+                or "nothing of them"
+            )
             raise ConfigError(
                 f"none of {list(policy.sizes)} replicas of {ranks_per_replica} data-parallel ranks can share its "
                 f"batch: the recipe says {batches}. Change the batches, or set use_uneven_batch: true."
@@ -206,7 +209,7 @@ class StepBatch:
         return tuple(serving)
 
     def _can_share(self, num_replicas: int, data_degree: int) -> bool:
-        row, size = self._row(num_replicas), self.at(num_replicas)
+        row, size = self._row(num_replicas), self.global_batch_at(num_replicas)
         is_even = self.is_even if row is None else row.is_even
         may_idle = row is not None and not is_even  # a recipe sets the shares; ranks may idle in a micro-step
         is_possible = fits(size, data_degree, self._micro_at(num_replicas), allows_idle_ranks=may_idle)

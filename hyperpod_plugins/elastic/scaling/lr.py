@@ -162,7 +162,7 @@ class LRScalingRule:
                 f"reference_batch_size and warmup_samples must not be negative, but are {self.reference_batch_size} "
                 f"and {self.warmup_samples}."
             )
-        if self.is_measured and self.warmup_samples:
+        if self.is_adascale and self.warmup_samples:
             raise ConfigError(
                 "lr_scaling='adascale' measures the factor of each step from its gradients: leave "
                 "warmup_samples out. A warm-up for the reference batch belongs into the schedule."
@@ -173,7 +173,7 @@ class LRScalingRule:
             raise ConfigError("scale_adam goes with lr_scaling='sqrt': its betas and eps belong to that rule.")
 
     @property
-    def is_measured(self) -> bool:
+    def is_adascale(self) -> bool:
         """Whether the factor comes from the gradients of each step: AdaScale."""
         return self.scaling == "adascale"
 
@@ -200,9 +200,9 @@ class LRState:
     """State of AdaScale; None if the factor depends on the batch alone."""
 
     @classmethod
-    def beginning(cls, reference_batch_size: int, rule: LRScalingRule) -> "LRState":
+    def initial(cls, reference_batch_size: int, rule: LRScalingRule) -> "LRState":
         """Return the state before the first step."""
-        gains = AdaScaleState() if rule.is_measured else None
+        gains = AdaScaleState() if rule.is_adascale else None
         return cls(reference_batch_size=reference_batch_size, batch_size=reference_batch_size, gains=gains)
 
     @property
@@ -215,7 +215,7 @@ class LRState:
         """Completed steps of the schedule: reference steps by samples, or by AdaScale's gains."""
         return self._clock.schedule_step if self.gains is None else int(self.gains.num_steps)
 
-    def toward(self, batch_size: int, rule: LRScalingRule) -> "LRState":
+    def with_batch(self, batch_size: int, rule: LRScalingRule) -> "LRState":
         """Return the state for steps of `batch_size` from now on; the ramp starts at the present factor."""
         end = rule.factor(batch_size, self.reference_batch_size)
         if (batch_size, end) == (self.batch_size, self.ramp.end):
@@ -223,7 +223,7 @@ class LRState:
         ramp = Ramp(start=self.factor, end=end, num_samples=rule.warmup_samples)
         return replace(self, batch_size=batch_size, ramp=ramp, ramp_from=self.num_samples)
 
-    def measured(self, gradient_noise: GradientNoise | None, num_samples: int) -> "LRState":
+    def with_gain(self, gradient_noise: GradientNoise | None, num_samples: int) -> "LRState":
         """Return the state with AdaScale's gain for the next step, measured from its gradients.
 
         Args:
@@ -232,7 +232,7 @@ class LRState:
         """
         if self.gains is None:
             return self
-        noise = None if gradient_noise is None else gradient_noise.noise(num_samples, self.reference_batch_size)
+        noise = None if gradient_noise is None else gradient_noise.estimate(num_samples, self.reference_batch_size)
         return replace(self, gains=self.gains.measured(noise, num_samples / self.reference_batch_size))
 
     def after(self, num_samples: int) -> "LRState":

@@ -106,7 +106,7 @@ class ReplicaView:
     """Complete replicas that could join."""
     leaving: int = 0
     """Healthy replicas with a preemption notice."""
-    wanted: int = 0
+    requested: int = 0
     """Number of replicas requested with `hyperpod scale`; 0 without a request."""
     since_change_s: float = math.inf
     """Seconds since the number of replicas last changed."""
@@ -129,8 +129,8 @@ def next_size(view: ReplicaView, policy: ElasticPolicy, sizes: tuple[int, ...] |
     sizes = policy.sizes if sizes is None else sizes
     staying = view.healthy - view.leaving
     available = staying + view.waiting
-    if view.wanted:
-        available = min(available, view.wanted)
+    if view.requested:
+        available = min(available, view.requested)
     target = max((size for size in sizes if size <= available), default=0)
     if target == view.now and view.healthy == view.now and not view.leaving:
         return view.now

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from hyperpod_plugins.elastic.scaling.batch import SizeBatch, StepBatch
+from hyperpod_plugins.elastic.scaling.batch import ReplicaBatch, StepBatch
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
-from hyperpod_plugins.errors import ConfigError, MissingExtraError, UnknownKeyError, few
+from hyperpod_plugins.errors import ConfigError, MissingExtraError, UnknownKeyError, format_list
 
 # Elastic limits: HyperPod manifests and recipes, and DeepSpeed's `elasticity` block.
 
@@ -130,7 +130,7 @@ def recipe_at(recipe: Mapping[str, Any], num_nodes: int) -> dict[str, Any]:
     """Return the recipe for a number of nodes: `scale_config.<nodes>` merged into it, key by key."""
     scales = {int(nodes): overrides for nodes, overrides in recipe.get("scale_config", {}).items()}
     plain = {key: value for key, value in recipe.items() if key != "scale_config"}
-    return _laid_over(plain, scales.get(num_nodes, {}))
+    return _merge(plain, scales.get(num_nodes, {}))
 
 
 def uneven_batch_size(block: Mapping[str, Any], *, data_degree: int) -> int:
@@ -292,11 +292,11 @@ def _refuse_unknown(block: Mapping[str, Any], known: Iterable[str], name: str) -
         raise UnknownKeyError(f"{name} has no key {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
 
 
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
         inner = merged.get(key)
-        merged[key] = _laid_over(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = _merge(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
@@ -308,7 +308,7 @@ _UNEVEN_BATCH = "uneven_batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class NodeBatch:
     """The batch settings of a recipe for one number of nodes, or for all numbers without a `scale_config`."""
 
     num_nodes: int = 0
@@ -336,9 +336,9 @@ class ScaleTable:
         ConfigError: a batch size is set for some numbers of nodes only.
     """
 
-    base: Scale
+    base: NodeBatch
     """The recipe's settings outside of `scale_config`, which apply where a scale sets nothing else."""
-    scales: tuple[Scale, ...] = ()
+    scales: tuple[NodeBatch, ...] = ()
     """The settings by number of nodes, ascending; empty without `scale_config`."""
     dropped: tuple[str, ...] = ()
     """Why other entries of `scale_config` are impossible with the present ranks, one sentence each."""
@@ -350,7 +350,7 @@ class ScaleTable:
             if 0 < len(silent) < len(self.scales):
                 raise ConfigError(
                     f"scale_config says {_AS_WRITTEN[name]} for some numbers of nodes, and not for "
-                    f"{few(map(str, silent))}. Set it for all, or once outside of scale_config."
+                    f"{format_list(map(str, silent))}. Set it for all, or once outside of scale_config."
                 )
 
     @property
@@ -405,7 +405,7 @@ class ScaleTable:
             global_batch_size=sizes.pop() if len(sizes) == 1 else 0,
             micro_batch_size=max(row.micro_batch_size for row in rows),
             by_replicas=tuple(
-                SizeBatch(
+                ReplicaBatch(
                     num_replicas=replicas_of_nodes("scale_config", row.num_nodes, **ranks),
                     global_batch_size=row.global_batch_size,
                     micro_batch_size=row.micro_batch_size,
@@ -416,7 +416,7 @@ class ScaleTable:
             is_even=self.base.is_even,
         )
 
-    def on(self, *, ranks_per_node: int, ranks_per_replica: int, tensor_degree: int) -> "ScaleTable":
+    def feasible_on(self, *, ranks_per_node: int, ranks_per_replica: int, tensor_degree: int) -> "ScaleTable":
         """Return the table with only those numbers of nodes that can be trained with the present ranks.
 
         A number of nodes is dropped if it does not make up whole replicas, or if its `uneven_batch` describes other
@@ -425,7 +425,7 @@ class ScaleTable:
         Raises:
             ConfigError: there is a `scale_config`, but none of its numbers is left.
         """
-        kept: list[Scale] = []
+        kept: list[NodeBatch] = []
         dropped: list[str] = []
         for row in self.scales:
             try:
@@ -460,8 +460,10 @@ def read_scales(recipe: Mapping[str, Any]) -> ScaleTable | None:
     base = _scale(0, plain)
     odd = [key for key in scales if not str(key).isdecimal() or int(key) < 1]
     if odd:
-        raise ConfigError(f"the keys of scale_config must be numbers of nodes, but include {few(map(repr, odd))}.")
-    rows: list[Scale] = []
+        raise ConfigError(
+            f"the keys of scale_config must be numbers of nodes, but include {format_list(map(repr, odd))}."
+        )
+    rows: list[NodeBatch] = []
     for key in sorted(scales, key=int):
         _check_changes(int(key), dict(_leaves(scales[key])), dict(_leaves(plain)))
         rows.append(_scale(int(key), recipe_at(plain | {"scale_config": scales}, int(key))))
@@ -473,11 +475,11 @@ def read_scales(recipe: Mapping[str, Any]) -> ScaleTable | None:
     return ScaleTable(base=base, scales=tuple(rows))
 
 
-def _scale(num_nodes: int, recipe: Mapping[str, Any]) -> Scale:
+def _scale(num_nodes: int, recipe: Mapping[str, Any]) -> NodeBatch:
     uneven = _find(recipe, (_UNEVEN_BATCH,))
     if uneven is not None:
         uneven_batch_size({**uneven, "use_uneven_batch": False}, data_degree=1)  # only to check its keys
-    return Scale(
+    return NodeBatch(
         num_nodes=num_nodes,
         global_batch_size=int(_find(recipe, _BATCH) or 0),
         micro_batch_size=int(_find(recipe, _MICRO) or 0),
@@ -486,7 +488,7 @@ def _scale(num_nodes: int, recipe: Mapping[str, Any]) -> Scale:
     )
 
 
-def _check_shares(row: Scale, data_degree: int) -> None:
+def _check_shares(row: NodeBatch, data_degree: int) -> None:
     """Raise if `uneven_batch` describes other shares than ours."""
     if row.uneven is None or not row.uneven.get("use_uneven_batch", False):
         return
@@ -535,7 +537,7 @@ def _find(recipe: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     """
     found = [value for name, value in _entries(recipe) if name in names and value is not None]
     if any(value != found[0] for value in found):
-        raise ConfigError(f"the recipe says {names[0]} several times, differently: {few(map(str, found))}.")
+        raise ConfigError(f"the recipe says {names[0]} several times, differently: {format_list(map(str, found))}.")
     return found[0] if found else None
 
 
@@ -568,7 +570,7 @@ class PolicyFormat(enum.Enum):
     DEEPSPEED = "elasticity"
 
 
-_TELLTALE = {
+_KEYS_BY_FORMAT = {
     PolicyFormat.MANIFEST: ("minReplicas", "maxReplicas", "replicaIncrementStep", "replicaDiscreteValues"),
     PolicyFormat.RECIPE: ("is_elastic", "min_nodes", "max_nodes", "replica_increment_step"),
     PolicyFormat.DEEPSPEED: ("max_train_batch_size", "micro_batch_sizes", "min_gpus", "max_gpus"),
@@ -648,7 +650,7 @@ def read_policy(given: ElasticPolicy | Mapping[str, Any] | str | Path) -> Elasti
     document = given if isinstance(given, Mapping) else _read_file(Path(given))
     found = _find_block(document)
     if found is None:
-        wanted = "; ".join(f"{each.value}: {', '.join(keys)}" for each, keys in _TELLTALE.items())
+        wanted = "; ".join(f"{each.value}: {', '.join(keys)}" for each, keys in _KEYS_BY_FORMAT.items())
         raise UnknownKeyError(
             f"{source} has the keys {', '.join(map(str, sorted(document, key=str))) or '(none)'}, which tell no known "
             f"format. Known are {wanted}."
@@ -701,7 +703,9 @@ def _find_block(document: Mapping[str, Any]) -> PolicyBlock | None:
         for each in PolicyFormat
         if (block := _inner(holder, each.value))
     ]
-    alone = [PolicyBlock(format=each, block=document) for each, keys in _TELLTALE.items() if set(keys) & set(document)]
+    alone = [
+        PolicyBlock(format=each, block=document) for each, keys in _KEYS_BY_FORMAT.items() if set(keys) & set(document)
+    ]
     found = inside + alone
     if len(found) > 1:
         names = ", ".join(each.format.value for each in found)

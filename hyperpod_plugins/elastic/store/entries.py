@@ -51,7 +51,7 @@ class EntryRecords:
     folder: str = ""
 
     @classmethod
-    def of(cls, job_store: JobStore) -> "EntryRecords":
+    def read(cls, job_store: JobStore) -> "EntryRecords":
         """Read the records of a round."""
         return cls(ended=ended_entries(job_store), folder=str(_named_folder(job_store) or ""))
 
@@ -129,7 +129,7 @@ def folder_for(job_store: JobStore, proposed: str) -> Path:
     return path
 
 
-def kept_folder(job_store: JobStore) -> Path | None:
+def existing_folder(job_store: JobStore) -> Path | None:
     """The folder of `folder_for`, to be deleted with its contents; None if there is none.
 
     The content of the store is untrusted, so any folder without a name that this package gives counts as none.
@@ -177,7 +177,7 @@ def restart_from_newest(job_store: JobStore, job: JobEnv, failure: FailureRecord
         job: of that round.
         failure: the reason for the restart.
     """
-    path, step = next_beginning(job_store, job.resume_from)
+    path, step = resume_point(job_store, job.resume_from)
     return JobRestart(
         failure=failure,
         resume_from=path,
@@ -188,7 +188,7 @@ def restart_from_newest(job_store: JobStore, job: JobEnv, failure: FailureRecord
     )
 
 
-def next_beginning(job_store: JobStore, resumed_from: str) -> tuple[str, int]:
+def resume_point(job_store: JobStore, resumed_from: str) -> tuple[str, int]:
     """Path and step of the checkpoint to resume from if all workers restart now; `("", 0)` for none.
 
     If this round has no checkpoint of its own, the path is `resumed_from`, and the step is given as 0.

@@ -119,14 +119,14 @@ class JobStore:
         Raises:
             DistNetworkError: the store does not answer within `timeout_s` seconds.
         """
-        return cls.of(job.run_id, connect_store(job, timeout_s))
+        return cls.from_store(job.run_id, connect_store(job, timeout_s))
 
     @classmethod
-    def of(cls, run_id: str, store: Store) -> Self:
+    def from_store(cls, run_id: str, store: Store) -> Self:
         """Return the job store of a job inside a store that also serves other purposes."""
         return cls(PrefixStore(f"hyperpod/{run_id}", store), PrefixStore("hyperpod_lasting", store))
 
-    def store(self, name: str) -> Store:
+    def sub_store(self, name: str) -> Store:
         """Return a part of the underlying store for other uses, such as the rendezvous of process groups."""
         return PrefixStore(name, self._store)
 
@@ -138,7 +138,7 @@ class JobStore:
 
     def incarnations(self, ranks: Sequence[int]) -> list[int]:
         """`incarnation` of several ranks, as published by their agents; reads only what is new on this connection."""
-        replaced = self.listed(_REPLACED)
+        replaced = self.read_list(_REPLACED)
         for text in replaced[self._replacements_seen :]:
             rank, incarnation = map(int, text.split())
             self._replaced[rank] = max(incarnation, self._replaced.get(rank, 0))
@@ -288,7 +288,7 @@ class JobStore:
         """Record that this member has something to recover; False if an agent has decided to restart all workers."""
         return self._become(_ARMED)
 
-    def arm_again(self) -> None:
+    def void_restart_all(self) -> None:
         """Void the decision to restart all workers, if no agent has acted on it in time."""
         self._store.compare_set(_ARMED_KEY, _TOO_LATE, _ARMED)
 
@@ -296,7 +296,7 @@ class JobStore:
         """Undo `arm`: everything that was to be recovered has ended."""
         self._store.compare_set(_ARMED_KEY, _ARMED, _DISARMED)
 
-    def end_unarmed(self) -> bool:
+    def claim_restart_all(self) -> bool:
         """Decide to restart all workers because no member has anything to recover; False if one has by now."""
         return self._become(_TOO_LATE)
 
@@ -315,7 +315,7 @@ class JobStore:
 
     def new_kills(self) -> list[tuple[int, int]]:
         """Kill requests `(rank, incarnation)` since the last call on this connection."""
-        kills = self.listed(_KILLS)
+        kills = self.read_list(_KILLS)
         new, self._kills_seen = kills[self._kills_seen :], len(kills)
         return [(int(rank), int(incarnation)) for rank, incarnation in map(str.split, new)]
 
@@ -396,7 +396,7 @@ class JobStore:
         self._store.add(f"listed/{name}", 1)
         return number
 
-    def listed(self, name: str) -> Sequence[str]:
+    def read_list(self, name: str) -> Sequence[str]:
         """All entries of a list, in order; reads only those new on this connection: one request if there are none."""
         known = self._known[name]
         if self._store.check([f"list/{name}/{len(known) + 1}"]):

@@ -29,10 +29,10 @@ class JsonRecord:
             values = json.loads(text)
         except RecursionError:
             raise ValueError("the text is nested too deeply") from None
-        return cls.checked(values)
+        return cls.from_dict(values)
 
     @classmethod
-    def checked(cls, values: object) -> Self:
+    def from_dict(cls, values: object) -> Self:
         """Like `from_json`, from the parsed JSON.
 
         Raises:
@@ -71,7 +71,7 @@ def _fields(cls: type[JsonRecord]) -> tuple[dict[str, Any], set[str]]:
     return {each.name: hints[each.name] for each in found}, required
 
 
-IncidentKind = Literal[
+FailureKind = Literal[
     "process",  # a worker process ended before its work was done
     "exception",  # a rank's own code raised
     "collective",  # a rank saw a collective fail, for an unknown reason
@@ -86,7 +86,7 @@ IncidentKind = Literal[
 class FailureRecord(JsonRecord):
     """Why a generation or a process ended: which process failed, how, and who reports it."""
 
-    kind: IncidentKind
+    kind: FailureKind
     cause: str
     """One line: an exit code, a signal's name, an exception's text."""
     worker_id: int = -1

@@ -30,7 +30,7 @@ class WorldPlan(JsonRecord):
     """Why it replaces the previous world."""
     num_lost: int = 0
     """Number of workers of the previous world that were lost or had to leave."""
-    lasted_s: float = field(default=math.inf, compare=False)
+    previous_lasted_s: float = field(default=math.inf, compare=False)
     """How long the previous world had lasted when this one was planned, in seconds, by the clock of one of its
     members; infinite if it was not measured."""
 
@@ -83,7 +83,7 @@ def replan_world(
         ConfigError: too few workers.
         StateLost: no healthy worker holds a part of the state.
     """
-    held = _places_by_index(world, healthy, replica_size)
+    held = _workers_by_shard_index(world, healthy, replica_size)
     lost = [index for index, worker_ids in held.items() if not worker_ids]
     if lost:
         raise StateLost(
@@ -130,7 +130,7 @@ def num_setbacks(history: Sequence[WorldPlan], min_stable_s: float) -> int:
     """
     found, since_growth_s = 0, math.inf
     for before, world in pairwise(history):
-        since_growth_s += world.lasted_s
+        since_growth_s += world.previous_lasted_s
         if world.size > before.size:
             since_growth_s = 0.0
         elif world.size < before.size and world.num_lost:
@@ -138,7 +138,7 @@ def num_setbacks(history: Sequence[WorldPlan], min_stable_s: float) -> int:
     return found
 
 
-def _places_by_index(world: WorldPlan, healthy: AbstractSet[int], replica_size: int) -> Mapping[int, list[int]]:
+def _workers_by_shard_index(world: WorldPlan, healthy: AbstractSet[int], replica_size: int) -> Mapping[int, list[int]]:
     return {
         index: [worker_id for worker_id in world.worker_ids[index::replica_size] if worker_id in healthy]
         for index in range(replica_size)

@@ -28,14 +28,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from hyperpod_plugins.comm import generation_of, group_health, pinned
+from hyperpod_plugins.comm import generation_of, group_health, pin_generation
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch
 from hyperpod_plugins.parallel.checkpoint.files import (
     FORMAT,
     discard,
     find,
-    part_of,
+    incomplete_path,
     prepare,
     publish,
     read_document,
@@ -43,6 +43,7 @@ from hyperpod_plugins.parallel.checkpoint.files import (
 from hyperpod_plugins.parallel.checkpoint.parts import PartsPlanner, StateParts, TensorPart
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStates
 from hyperpod_plugins.parallel.checkpoint.state import (
+    allocate_optimizer_state,
     check_layouts,
     check_model,
     check_optimizer,
@@ -51,7 +52,6 @@ from hyperpod_plugins.parallel.checkpoint.state import (
     model_tensors,
     optimizer_tensors,
     set_optimizer,
-    state_to_fill,
 )
 from hyperpod_plugins.parallel.checkpoint.storage import (
     CheckedWriter,
@@ -60,7 +60,7 @@ from hyperpod_plugins.parallel.checkpoint.storage import (
     own_error,
     tensor_entries,
 )
-from hyperpod_plugins.parallel.collective_errors import agreeing, default_group
+from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 
 _MODEL = "model."
 WRITE_TIMEOUT_S = 3600.0  # maximum wait for a background save, in seconds
@@ -148,7 +148,7 @@ class CheckpointWriter:
         self.wait()
         state = model_tensors(model) if model_state is None else model_state
         tensors = {f"{_MODEL}{name}": tensor for name, tensor in state.items()} | dict(beside or {})
-        with agreeing(f"the checkpoint {path} was not written", self._group or default_group()):
+        with raise_on_all_ranks(f"the checkpoint {path} was not written", self._group or default_group()):
             check_layouts(model, optimizers)
         for index, optimizer in enumerate(optimizers):
             named = optimizer_tensors(model, optimizer)
@@ -161,7 +161,7 @@ class CheckpointWriter:
             return SaveHandle(target, _finished())
         copies = BlockingAsyncStager(cache_staged_state_dict=False).stage(tensors)
         generation = generation_of(self._group)
-        written = self._thread.submit(_write_apart, generation, copies, document, target, self._group, of_ranks)
+        written = self._thread.submit(_write_in_background, generation, copies, document, target, self._group, of_ranks)
         self._last = SaveHandle(target, written)
         return self._last
 
@@ -182,7 +182,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the save failed.
         """
-        named = [*parts.beside, *(replace(part, name=f"{_MODEL}{part.name}") for part in parts.model)]
+        named = [*parts.extra_parts, *(replace(part, name=f"{_MODEL}{part.name}") for part in parts.model)]
         for index, optimizer in enumerate(parts.optimizers):
             named += [replace(part, name=f"{_optimizer_prefix(index)}{part.name}") for part in optimizer]
         document = _document(extra_states(model), parts.descriptions, extra)
@@ -261,14 +261,14 @@ def load_checkpoint(
         CheckpointMismatch: the checkpoint belongs to another model or other optimizers, or, with optimizers, has
             other dtypes. Nothing has been changed.
     """
-    with agreeing(f"the checkpoint {path} was not loaded", group or default_group()):
+    with raise_on_all_ranks(f"the checkpoint {path} was not loaded", group or default_group()):
         folder = find(Path(path))
         document = read_document(folder, weights_only=weights_only)
         reader = SafeReader(folder)
         saved = tensor_entries(reader, folder)
         tensors, described = _matching(model, optimizers, document, saved, strict=strict)
     states = [
-        state_to_fill(model, optimizer, _with_prefix(saved, _optimizer_prefix(index)), description)
+        allocate_optimizer_state(model, optimizer, _with_prefix(saved, _optimizer_prefix(index)), description)
         for index, (optimizer, description) in enumerate(zip(optimizers, described, strict=True))
     ]
 
@@ -342,18 +342,18 @@ def _write(
     """Write tensors, or parts instead of them, and the states of single ranks."""
     is_first = group is None or dist.get_rank(group) == 0
     failure = f"the checkpoint {path} was not written, and an older one of that name is kept"
-    with agreeing(failure, group):
+    with raise_on_all_ranks(failure, group):
         if is_first:
             prepare(path)
     entries, planner = of_ranks.entries(group), None
     if parts is not None:
         named = [TensorPart(name=name, size=tuple(e.shape), offset=(0,), values=e) for name, e in entries.items()]
         planner = PartsPlanner([*parts, *named])
-    with agreeing(failure, group, expected=(RuntimeError,)):
+    with raise_on_all_ranks(failure, group, expected=(RuntimeError,)):
         with warnings.catch_warnings():
             # torch warns about a save by a single process, which is intended here.
             warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")
-            files = CheckedWriter(part_of(path))
+            files = CheckedWriter(incomplete_path(path))
             try:
                 save(
                     tensors | entries, storage_writer=files, planner=planner, process_group=group, no_dist=group is None
@@ -365,7 +365,7 @@ def _write(
             publish(path, document)
 
 
-def _write_apart(
+def _write_in_background(
     generation: int,
     tensors: dict[str, Any],
     document: bytes,
@@ -374,7 +374,7 @@ def _write_apart(
     of_ranks: RankStates,
 ) -> None:
     """Write in the background, pinned to one generation: a joiner knows nothing of this save."""
-    with pinned(group, generation):
+    with pin_generation(group, generation):
         _write(tensors, document, path, group, of_ranks)
 
 

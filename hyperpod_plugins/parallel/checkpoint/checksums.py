@@ -64,7 +64,7 @@ def read_checked(file: Path) -> bytes:
     return content
 
 
-def sum_of(file: io.BufferedIOBase, offset: int, length: int) -> int:
+def checksum_of(file: io.BufferedIOBase, offset: int, length: int) -> int:
     """Return the checksum of `length` bytes of a file; of fewer if the file ends earlier."""
     file.seek(offset)
     block, value = memoryview(bytearray(_BLOCK_BYTES)), 0
@@ -74,7 +74,7 @@ def sum_of(file: io.BufferedIOBase, offset: int, length: int) -> int:
     return value
 
 
-class SummedStream(io.IOBase):
+class ChecksumStream(io.IOBase):
     """Writes to another stream and keeps a running checksum."""
 
     def __init__(self, raw: io.IOBase) -> None:
@@ -99,15 +99,15 @@ class SummedStream(io.IOBase):
             self._raw.flush()
 
 
-class SummingTransforms:
+class ChecksumTransforms:
     """Wraps the transforms of DCP's writer so that the streams below them keep checksums."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.streams: dict[Any, SummedStream] = {}
+        self.streams: dict[Any, ChecksumStream] = {}
         """Streams by the `MetadataIndex` of what was written."""
 
     def transform_save_stream(self, write_item: WriteItem, raw_stream: io.IOBase) -> Any:
         """See `torch.distributed.checkpoint.filesystem`."""
-        stream = self.streams[write_item.index] = SummedStream(raw_stream)
+        stream = self.streams[write_item.index] = ChecksumStream(raw_stream)
         return self._inner.transform_save_stream(write_item, stream)

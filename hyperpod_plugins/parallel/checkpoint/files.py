@@ -31,7 +31,7 @@ METADATA = ".metadata"
 UNREADABLE = (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, TypeError, KeyError, IndexError)
 
 
-def part_of(path: Path) -> Path:
+def incomplete_path(path: Path) -> Path:
     """Return the folder that a checkpoint has while it is being written."""
     return path.with_name(f".{path.name}.part")
 
@@ -45,15 +45,15 @@ def prepare(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"a sharded checkpoint is a folder, but {path} is a file. Choose another path.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _old_of(path).exists() and not path.exists():
-        _old_of(path).rename(path)
-    shutil.rmtree(_old_of(path), ignore_errors=True)
-    shutil.rmtree(part_of(path), ignore_errors=True)
+    if _previous_path(path).exists() and not path.exists():
+        _previous_path(path).rename(path)
+    shutil.rmtree(_previous_path(path), ignore_errors=True)
+    shutil.rmtree(incomplete_path(path), ignore_errors=True)
 
 
 def publish(path: Path, document: bytes) -> None:
     """Complete the folder and rename it to its final name."""
-    part, old = part_of(path), _old_of(path)
+    part, old = incomplete_path(path), _previous_path(path)
     with contextlib.suppress(OSError):  # some file systems have no file modes
         part.chmod(part.stat().st_mode & ~0o022)  # a restart of all workers rejects folders that others may write to
     with open(part / DOCUMENT, "wb") as file:
@@ -71,7 +71,7 @@ def publish(path: Path, document: bytes) -> None:
 
 def discard(path: Path) -> None:
     """Remove what a failed save has left on this rank's disk; called once it has failed on all ranks."""
-    shutil.rmtree(part_of(path), ignore_errors=True)
+    shutil.rmtree(incomplete_path(path), ignore_errors=True)
 
 
 def find(path: Path) -> Path:
@@ -80,10 +80,10 @@ def find(path: Path) -> Path:
     Raises:
         CheckpointDamaged: there is none, or writing it was interrupted.
     """
-    if not path.exists() and _old_of(path).is_dir():
-        return _old_of(path)  # a save over it was interrupted between the two renames
+    if not path.exists() and _previous_path(path).is_dir():
+        return _previous_path(path)  # a save over it was interrupted between the two renames
     if not path.is_dir():
-        hint = " Its writing was interrupted; use an older one." if part_of(path).exists() else ""
+        hint = " Its writing was interrupted; use an older one." if incomplete_path(path).exists() else ""
         raise CheckpointDamaged(f"there is no sharded checkpoint at {path}, which should be a folder.{hint}")
     missing = [name for name in (METADATA, DOCUMENT) if not (path / name).is_file()]
     if missing:
@@ -100,7 +100,7 @@ def read_document(folder: Path, *, weights_only: bool) -> dict[str, Any]:
     Raises:
         CheckpointDamaged: the file is damaged or foreign, or holds objects that need `weights_only=False`.
     """
-    document = read_packed(read_checked(folder / DOCUMENT), str(folder / DOCUMENT), weights_only=weights_only)
+    document = load_pickled(read_checked(folder / DOCUMENT), str(folder / DOCUMENT), weights_only=weights_only)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointDamaged(f"{folder / DOCUMENT} was not written by hyperpod_plugins (no format {FORMAT!r}).")
     if read_sums(folder) is None:
@@ -114,7 +114,7 @@ def read_document(folder: Path, *, weights_only: bool) -> dict[str, Any]:
     return document
 
 
-def read_packed(content: bytes, where: str, *, weights_only: bool) -> Any:
+def load_pickled(content: bytes, where: str, *, weights_only: bool) -> Any:
     """Load what `torch.save` has written, to the CPU.
 
     Args:
@@ -134,7 +134,7 @@ def read_packed(content: bytes, where: str, *, weights_only: bool) -> Any:
         ) from error
 
 
-def _old_of(path: Path) -> Path:
+def _previous_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 

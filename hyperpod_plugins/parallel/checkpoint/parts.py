@@ -48,13 +48,13 @@ class StateParts:
     model: list[TensorPart] = field(default_factory=list[TensorPart])
     optimizers: list[list[TensorPart]] = field(default_factory=list[list[TensorPart]])
     """Parts of each optimizer's state, named `<parameter>.<key>`."""
-    beside: list[TensorPart] = field(default_factory=list[TensorPart])
+    extra_parts: list[TensorPart] = field(default_factory=list[TensorPart])
     """Parts of other tensors, named as in the checkpoint."""
     descriptions: list[Any] = field(default_factory=list[Any])
     """Description of each optimizer; see `describe_optimizer`."""
 
 
-def place_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+def shape_and_offset_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
     """Return the global shape of a tensor, and the offset of this rank's part in it."""
     if not isinstance(tensor, DTensor):
         return list(tensor.shape), [0] * tensor.dim()

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch, few
-from hyperpod_plugins.parallel.checkpoint.files import find, read_packed
+from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch, format_list
+from hyperpod_plugins.parallel.checkpoint.files import find, load_pickled
 from hyperpod_plugins.parallel.checkpoint.storage import SafePlanner, SafeReader, tensor_entries
 from hyperpod_plugins.parallel.collective_errors import device_of
 from hyperpod_plugins.parallel.hsdp import local_part
@@ -37,7 +37,7 @@ class RankStates:
 
     def __init__(self, states: Mapping[int, Any]) -> None:
         """Copy the states, by global rank: plain containers, numbers, strings and tensors."""
-        self._packed = {rank: _packed(state) for rank, state in states.items()}
+        self._packed = {rank: _serialize(state) for rank, state in states.items()}
         self._digests = [_digest(state) for state in states.values()]
 
     def entries(self, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
@@ -54,14 +54,14 @@ class RankStates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSource:
+class RankStateSelector:
     """Decides whose state in a checkpoint a rank loads."""
 
     rank: int
     """Global rank that loads the state."""
     topology: Topology
     """Topology of the loading job."""
-    saved: tuple[int, int, int]
+    saved_layout: tuple[int, int, int]
     """World size, shard degree and tensor degree of the job that wrote the checkpoint."""
     is_training: bool
     """Whether the rank continues training from the checkpoint."""
@@ -72,15 +72,15 @@ class RankSource:
         Raises:
             CheckpointDamaged: it is not three positive integers.
         """
-        if len(self.saved) != 3 or any(type(each) is not int or each < 1 for each in self.saved):
+        if len(self.saved_layout) != 3 or any(type(each) is not int or each < 1 for each in self.saved_layout):
             raise CheckpointDamaged(
-                f"world size, shard degree and tensor degree of a checkpoint cannot be {self.saved}"
+                f"world size, shard degree and tensor degree of a checkpoint cannot be {self.saved_layout}"
             )
 
     @property
-    def has_other_degrees(self) -> bool:
+    def degrees_differ(self) -> bool:
         """Whether the checkpoint was written with other degrees, so that none of its ranks held the same shard."""
-        return self.saved[1:] != (self.topology.shard_degree, self.topology.tensor_degree)
+        return self.saved_layout[1:] != (self.topology.shard_degree, self.topology.tensor_degree)
 
     def choose(self, ranks: Sequence[int], sharded: Sequence[str]) -> int | None:
         """Return the rank in `ranks` whose state to load: this rank, or one that held the same shard.
@@ -95,9 +95,9 @@ class RankSource:
         Raises:
             CheckpointMismatch: training continues, `sharded` is not empty, and no rank held the same shard.
         """
-        world_size, *degrees = self.saved
+        world_size, *degrees = self.saved_layout
         here = self.topology
-        if not self.has_other_degrees:
+        if not self.degrees_differ:
             num_shards = here.shard_degree * here.tensor_degree
             alike = [rank for rank in ranks if rank % num_shards == self.rank % num_shards]
             if alike:
@@ -105,11 +105,12 @@ class RankSource:
         if not (sharded and self.is_training):
             return None
         raise CheckpointMismatch(
-            f"{few(list(sharded))} of the checkpoint has tensors that differ from rank to rank, such as averages of "
-            f"local shards. It was written by {world_size} ranks with shard degree {degrees[0]} and tensor degree "
-            f"{degrees[1]}, and cannot be used by {here.world_size} ranks with shard degree {here.shard_degree} and "
-            f"tensor degree {here.tensor_degree}. Use the degrees of the checkpoint, or leave that state out of "
-            "state_dict and on_save_checkpoint (keep it in buffers or parameters of the module, which are resharded)."
+            f"{format_list(list(sharded))} of the checkpoint has tensors that differ from rank to rank, such as "
+            f"averages of local shards. It was written by {world_size} ranks with shard degree {degrees[0]} and "
+            f"tensor degree {degrees[1]}, and cannot be used by {here.world_size} ranks with shard degree "
+            f"{here.shard_degree} and tensor degree {here.tensor_degree}. Use the degrees of the checkpoint, or leave "
+            "that state out of state_dict and on_save_checkpoint (keep it in buffers or parameters of the "
+            "module, which are resharded)."
         )
 
 
@@ -132,7 +133,7 @@ def load_rank_state(path: Path, rank: int, *, weights_only: bool) -> dict[str, A
     with warnings.catch_warnings():  # torch warns about a load by a single process, which is intended here
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
         load(wanted, storage_reader=reader, planner=SafePlanner(), no_dist=True)
-    state = read_packed(wanted[name].numpy().tobytes(), f"{folder}, {name}", weights_only=weights_only)
+    state = load_pickled(wanted[name].numpy().tobytes(), f"{folder}, {name}", weights_only=weights_only)
     if not isinstance(state, dict):
         raise CheckpointDamaged(
             f"{folder}, {name} is not the state of a rank: it holds a {type(state).__name__}, not a dict."
@@ -150,7 +151,7 @@ def _are_equal(digests: Sequence[bytes], group: dist.ProcessGroup) -> bool:
     return torch.equal(largest, smallest) and not int(extremes[-1])
 
 
-def _packed(state: Any) -> bytes:
+def _serialize(state: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import MissingExtraError
 from hyperpod_plugins.parallel.checkpoint.state import model_tensors
-from hyperpod_plugins.parallel.collective_errors import agreeing, default_group
+from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 
 _GIB = 2**30
 _WHOLE = "model.safetensors"
@@ -91,7 +91,7 @@ def export_safetensors(
     target, part = Path(folder), Path(folder) / _PART
     failure = f"the model was not exported to {target}, and files that were there are kept"
     try:
-        with agreeing(failure, group):
+        with raise_on_all_ranks(failure, group):
             if is_writer:
                 _make_empty(part)
         weight_map: dict[str, str] = {}
@@ -103,10 +103,12 @@ def export_safetensors(
                 full = _gather(tensors[name])
                 if is_writer:
                     gathered[name] = full.cpu().contiguous().clone()
-            with agreeing(failure, group, expected=(SafetensorError,)):
+            with raise_on_all_ranks(failure, group, expected=(SafetensorError,)):
                 if is_writer:
                     save_file(gathered, part / file_name, metadata={"format": "pt"})
-        with agreeing(failure, group, expected=(ValueError,)):  # ValueError: a configuration that contradicts itself
+        with raise_on_all_ranks(
+            failure, group, expected=(ValueError,)
+        ):  # ValueError: a configuration that contradicts itself
             if is_writer:
                 if len(files) > 1:
                     _write_index(part, weight_map, sum(sizes.values()))

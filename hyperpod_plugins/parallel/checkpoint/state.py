@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, few
-from hyperpod_plugins.parallel.hsdp import layout_of, zeros_beside
+from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, format_list
+from hyperpod_plugins.parallel.hsdp import layout_of, zeros_on_mesh_of
 
 _EXTRA_STATE = "_extra_state"
 
@@ -34,7 +34,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and id(value) not in seen and not _is_extra_state(name):
             seen.add(id(value))
-            tensors[plain_name(name)] = value.detach()
+            tensors[canonical_name(name)] = value.detach()
     return tensors
 
 
@@ -75,13 +75,15 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     names = _parameter_names(model)
     groups = [
         {
-            **plain({key: value for key, value in group.items() if key != "params"}),
+            **to_python_scalars({key: value for key, value in group.items() if key != "params"}),
             "params": [_name_of(parameter, names) for parameter in group["params"]],
         }
         for group in optimizer.param_groups
     ]
     values = {
-        _name_of(parameter, names): plain({k: v for k, v in state.items() if not isinstance(v, torch.Tensor)})
+        _name_of(parameter, names): to_python_scalars(
+            {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+        )
         for parameter, state in optimizer.state.items()
     }
     kind = {"class": type(optimizer).__name__, "hyperparameters": sorted(optimizer.defaults)}
@@ -115,7 +117,7 @@ def check_model(
         "of another type": converted if is_training else [],
     }
     if any(findings.values()):
-        listed = "; ".join(f"{few(names)} {what}" for what, names in findings.items() if names)
+        listed = "; ".join(f"{format_list(names)} {what}" for what, names in findings.items() if names)
         raise CheckpointMismatch(
             f"the checkpoint belongs to another model: {listed}. Build the model with the configuration that it was "
             "saved with, or choose another checkpoint. Parallel degrees and world size may differ; types may, too, "
@@ -123,8 +125,8 @@ def check_model(
         )
     if converted:
         warnings.warn(
-            f"values of the checkpoint are converted to the types of the model: {few(converted)}. Large values may "
-            "become infinite in float16, and all lose digits in a shorter type.",
+            f"values of the checkpoint are converted to the types of the model: {format_list(converted)}. Large "
+            "values may become infinite in float16, and all lose digits in a shorter type.",
             stacklevel=2,
         )
 
@@ -152,7 +154,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, index: int, describe
     there = [set(group["params"]) for group in described["param_groups"]]
     if here != there:
         different = sorted(set[str]().union(*here) ^ set[str]().union(*there))
-        detail = f"; {few(different)} in only one of them" if different else ""
+        detail = f"; {format_list(different)} in only one of them" if different else ""
         raise CheckpointMismatch(
             f"optimizer {index} has groups of {[len(group) for group in here]} parameters, but the checkpoint "
             f"has groups of {[len(group) for group in there]}{detail}. Configure the optimizer as when it was saved "
@@ -160,7 +162,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, index: int, describe
         )
 
 
-def state_to_fill(
+def allocate_optimizer_state(
     model: nn.Module,
     optimizer: Optimizer,
     saved: Mapping[str, TensorStorageMetadata],
@@ -185,9 +187,9 @@ def state_to_fill(
         elif description.size == parameter.shape:
             tensors[entry] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         elif description.size.numel() == 1 and len(description.size) < 2 and entry not in layouts:
-            tensors[entry] = torch.zeros(description.size, dtype=dtype, device=count_device(parameter, group))
+            tensors[entry] = torch.zeros(description.size, dtype=dtype, device=step_count_device(parameter, group))
         else:
-            tensors[entry] = zeros_beside(parameter, description.size, dtype, layouts.get(entry))
+            tensors[entry] = zeros_on_mesh_of(parameter, description.size, dtype, layouts.get(entry))
     return tensors
 
 
@@ -219,7 +221,7 @@ def _is_split(tensor: DTensor) -> bool:
     return any(size > 1 and not each.is_replicate() for size, each in zip(sizes, tensor.placements, strict=True))
 
 
-def count_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
+def step_count_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
     """Return where an optimizer keeps its step count: on the parameter's device only if its kernels read it there."""
     is_read_there = bool(group.get("fused") or group.get("capturable"))
     return parameter.device if is_read_there else torch.device("cpu")
@@ -247,13 +249,13 @@ def set_optimizer(
                 group[key] = value
 
 
-def plain(values: Any) -> Any:
+def to_python_scalars(values: Any) -> Any:
     """Convert NumPy scalars in containers to equal Python numbers, which load with `weights_only=True`."""
     return tree_map_only(np.generic, lambda each: each.item(), values)
 
 
 def _parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
-    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
 
 
 def _name_of(parameter: torch.Tensor, names: Mapping[torch.Tensor, str]) -> str:
@@ -268,10 +270,10 @@ def _name_of(parameter: torch.Tensor, names: Mapping[torch.Tensor, str]) -> str:
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return parameters by the names under which they are saved."""
-    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    return {canonical_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def plain_name(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Remove what activation checkpointing and `torch.compile` add to parameter names."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 

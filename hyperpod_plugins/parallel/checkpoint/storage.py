@@ -35,11 +35,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import _get_layout
 
-from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError, few
-from hyperpod_plugins.parallel.checkpoint.checksums import SUMS, SummingTransforms, read_checked, sum_of, write_sums
+from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError, format_list
+from hyperpod_plugins.parallel.checkpoint.checksums import (
+    SUMS,
+    ChecksumTransforms,
+    checksum_of,
+    read_checked,
+    write_sums,
+)
 from hyperpod_plugins.parallel.checkpoint.files import METADATA, UNREADABLE, first_line
 
-SHOWN_WITHIN_S = 15.0  # maximum time until the first rank sees a file that another node has closed, in seconds
+FILE_VISIBILITY_TIMEOUT_S = (
+    15.0  # maximum time until the first rank sees a file that another node has closed, in seconds
+)
 _SUM = "crc32"  # attribute that holds the checksum in DCP's record of each part
 # Every class that DCP puts into `.metadata`, by its exact name. Other names in its modules are functions and imported
 # modules, some of which run code.
@@ -90,7 +98,7 @@ class CheckedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """See `StorageWriter`."""
-        summing = SummingTransforms(self.transforms)
+        summing = ChecksumTransforms(self.transforms)
         self.transforms: Any = summing
         written = super().write_data(plan, planner)
         for result in written.value():
@@ -123,13 +131,14 @@ def _wait_for_parts(folder: Path, results: list[list[WriteResult]]) -> None:
         for info in (result.storage_data for result in written):
             sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
             ranks[info.relative_path] = rank
-    deadline_s = time.monotonic() + SHOWN_WITHIN_S
+    deadline_s = time.monotonic() + FILE_VISIBILITY_TIMEOUT_S
     while missing := [name for name, size in sizes.items() if _size_of(folder / name) < size]:
         if time.monotonic() > deadline_s:
             raise CheckpointError(
-                f"the first rank does not see {few(missing)}, which {few(f'rank {ranks[name]}' for name in missing)} "
-                f"wrote to {folder.absolute()} on its own node: the folder is not shared. Save to a folder that every "
-                "node mounts under the same path (FSx for Lustre, NFS), by its absolute path."
+                f"the first rank does not see {format_list(missing)}, which "
+                f"{format_list(f'rank {ranks[name]}' for name in missing)} wrote to {folder.absolute()} on its own "
+                "node: the folder is not shared. Save to a folder that every node mounts under the same path "
+                "(FSx for Lustre, NFS), by its absolute path."
             )
         time.sleep(0.1)
         os.listdir(folder)  # refreshes the file system's cache
@@ -178,7 +187,7 @@ class SafeReader(FileSystemReader):
             CheckpointDamaged: their checksum differs.
         """
         name, expected = self._sums.get((sinfo.relative_path, sinfo.offset), ("", None))
-        if expected is not None and sum_of(file, sinfo.offset, sinfo.length) != expected:
+        if expected is not None and checksum_of(file, sinfo.offset, sinfo.length) != expected:
             raise CheckpointDamaged(
                 f"{name} is not what was written: the checksum of {sinfo.length} bytes from byte {sinfo.offset} of "
                 f"{Path(self.path) / sinfo.relative_path} differs, so a disk, a copy or a person has changed them. Use "
@@ -229,7 +238,7 @@ def own_error(error: CheckpointException, failure: str) -> CheckpointError:
     if own:
         return own[0]
     reasons = [f"rank {rank}: {first_line(cause)}" for rank, (cause, _) in sorted(error.failures.items())]
-    return CheckpointError(f"{failure}: {few(reasons)}")
+    return CheckpointError(f"{failure}: {format_list(reasons)}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):

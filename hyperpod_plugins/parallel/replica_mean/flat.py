@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.hsdp import laid_out_like, local_part
-from hyperpod_plugins.parallel.unit_watch import settle_gradients
+from hyperpod_plugins.parallel.hsdp import from_local_like, local_part
+from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 
 
 class GradientVector:
@@ -39,14 +39,14 @@ class GradientVector:
         """Trainable parameters, in the order of their gradients in the vector."""
         self._sizes = [local_part(parameter).numel() for parameter in self.parameters]
 
-    def take(self, *more: Tensor, multiple_of: int = 1) -> Tensor:
+    def flatten(self, *more: Tensor, multiple_of: int = 1) -> Tensor:
         """Return the vector and clear the gradients. All ranks call this together.
 
         Args:
             more: values to append, each `()`.
             multiple_of: the length is padded with zeros to a multiple of this.
         """
-        settle_gradients(self._model)
+        reconcile_gradients(self._model)
         parts: list[Tensor] = []
         has_one: list[float] = []
         for parameter in self.parameters:
@@ -60,13 +60,13 @@ class GradientVector:
         parts.append(torch.zeros(-sum(part.numel() for part in parts) % multiple_of, device=device))
         return torch.cat(parts)
 
-    def give(self, vector: Tensor) -> Tensor:
+    def unflatten(self, vector: Tensor) -> Tensor:
         """Set the gradients from a vector; return the appended values and the padding."""
         counts = vector[sum(self._sizes) :][: len(self._sizes)]
         for parameter, part, has_one in zip(self.parameters, self.parts(vector), counts.tolist(), strict=True):
             if has_one:
                 local = part.view(local_part(parameter).shape).to(parameter.dtype)
-                parameter.grad = laid_out_like(parameter, local)
+                parameter.grad = from_local_like(parameter, local)
         return vector[sum(self._sizes) + len(self._sizes) :]
 
     def parts(self, vector: Tensor) -> list[Tensor]:

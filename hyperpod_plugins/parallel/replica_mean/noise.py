@@ -18,7 +18,7 @@ from hyperpod_plugins.parallel.replica_mean.flat import GradientVector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class GradientNormTable:
     """Squared gradient norms of one step; bitwise equal on all ranks."""
 
     table: Tensor
@@ -31,7 +31,7 @@ class Comparison:
     """Number of parts of each replica."""
 
 
-class ComparedMean:
+class NoiseMeasuringMean:
     """Averages gradients over replicas once per step, in place of FSDP2, and compares the parts of the step.
 
     Costs a float32 copy of the local gradients, and a second one if micro-steps are accumulated. Unlike FSDP2's, the
@@ -57,7 +57,7 @@ class ComparedMean:
         self._norms: list[Tensor] = []
         self._weights: list[float] = []
 
-    def add(self, weight: float, *, is_first: bool, is_last: bool) -> Comparison | None:
+    def add(self, weight: float, *, is_first: bool, is_last: bool) -> GradientNormTable | None:
         """Take the gradients of one micro-step; after the last one, set the gradients to the mean of the step.
 
         Never raises because of values: after a fault they are garbage.
@@ -72,7 +72,7 @@ class ComparedMean:
         """
         if is_first:
             self._sum, self._norms, self._weights = None, [], []
-        part = self._vector.take()
+        part = self._vector.flatten()
         self._norms.append(self._squared_norm(part))
         self._weights.append(weight / self._tensor_degree)
         self._sum = part if self._sum is None else self._sum.add_(part)
@@ -88,8 +88,8 @@ class ComparedMean:
         parts[self._replicas.rank(), :, 1] = parts.new_tensor(self._weights)
         table = torch.cat([parts.view(-1), self._squared_norm(mean).view(1) / num_replicas])
         dist.all_reduce(table)
-        self._vector.give(mean)
-        return Comparison(table=table, num_micro_steps=num_micro_steps)
+        self._vector.unflatten(mean)
+        return GradientNormTable(table=table, num_micro_steps=num_micro_steps)
 
     def _squared_norm(self, vector: Tensor) -> Tensor:
         """Squared norm of the local gradients, `()`; summed over a replica's ranks it is that of the whole model."""

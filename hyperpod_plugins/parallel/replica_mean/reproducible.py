@@ -39,7 +39,7 @@ def nodes_of(leaves: range) -> list[Node]:
     return nodes
 
 
-def total(found: Mapping[Node, T], num_leaves: int, add: Callable[[T, T], T]) -> T:
+def tree_sum(found: Mapping[Node, T], num_leaves: int, add: Callable[[T, T], T]) -> T:
     """Return the value of the root, given the values of nodes that cover all leaves."""
 
     def value(height: int, index: int) -> T:
@@ -99,7 +99,7 @@ class FixedOrderMean:
         if index == 0:
             self._held = []
         leaves = self.leaves
-        self._held.append(((0, leaves[index]), self._vector.take(loss, multiple_of=self._replicas.size())))
+        self._held.append(((0, leaves[index]), self._vector.flatten(loss, multiple_of=self._replicas.size())))
         while len(self._held) > 1 and _are_siblings(self._held[-2][0], self._held[-1][0]):
             _, right = self._held.pop()
             (height, place), left = self._held.pop()
@@ -107,8 +107,8 @@ class FixedOrderMean:
         if index + 1 < len(leaves):
             return None
         held, self._held = dict(self._held), []
-        whole = self._exchange(held) if self._replicas.size() > 1 else total(held, self._num_leaves, torch.add)
-        return self._vector.give(whole.div_(self._num_leaves))[0]
+        whole = self._exchange(held) if self._replicas.size() > 1 else tree_sum(held, self._num_leaves, torch.add)
+        return self._vector.unflatten(whole.div_(self._num_leaves))[0]
 
     def _exchange(self, held: Mapping[Node, Tensor]) -> Tensor:
         """Sum the nodes of all replicas; each replica adds up one slice."""
@@ -130,5 +130,5 @@ class FixedOrderMean:
         )
         found = dict(zip(nodes, received.unbind(), strict=True))
         whole = sent.new_zeros(size, width)
-        dist.all_gather(list(whole.unbind()), total(found, self._num_leaves, torch.add).contiguous(), self._replicas)
+        dist.all_gather(list(whole.unbind()), tree_sum(found, self._num_leaves, torch.add).contiguous(), self._replicas)
         return whole.view(-1)
