@@ -9,8 +9,8 @@ fault informs every rank it is connected to.
 Only connected sockets are recorded, because shutting down a listener makes gloo abort the process. The connections to
 the store, which recovery needs, are recognized by the ports of its servers and left out.
 
-`Listener`, `connect` and `connect_nonblocking` open the connections of `Channel` and `CommitVote`. A caller must present
-a token that the listening rank has published in the job's store.
+`Listener`, `connect` and `connect_nonblocking` open the connections of `Channel` and `CommitVote`. A caller must
+present a token that the listening rank has published in the job's store.
 """
 
 import os

@@ -2,7 +2,7 @@
 
     injector = Injector("kill:rank=3,step=7,phase=backward; stop:rank=0,step=9", rank=rank)
     for step in ...:
-        injector.at("forward", step)
+        injector.reach("forward", step)
         loss = model(batch)
 
 By default each fault happens once in a job: it recurs neither in a replacement nor when the step is run again.

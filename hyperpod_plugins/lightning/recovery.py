@@ -20,13 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from hyperpod_plugins.comm import group_health, release_broken
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.admission import arm, find_world
-from hyperpod_plugins.elastic.process import exit_with_agent
-from hyperpod_plugins.elastic.store.entries import ended_entries
-from hyperpod_plugins.elastic.store.world import WorldPlan
+from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import PeerLost, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
@@ -75,18 +72,14 @@ from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.parallel.checkpoint.parts import StateParts
 from hyperpod_plugins.recovery import (
     NO_STATE,
-    Member,
     Repair,
-    SavedCheckpoints,
     Snapshot,
-    Snapshots,
     StepTransaction,
     TrainingState,
     seed_micro_step,
 )
+from hyperpod_plugins.recovery.engine import RecoveryEngine, join_job
 from hyperpod_plugins.recovery.local_state import LocalStates, RankLocalState
-from hyperpod_plugins.recovery.moving import move_to_next_world
-from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.rng import (
     AFTER_COMMIT,
     BATCH,
@@ -98,8 +91,6 @@ from hyperpod_plugins.recovery.rng import (
     FIT_END,
     TRAINING_END,
 )
-from hyperpod_plugins.recovery.snapshot_memory import shared_memory
-from hyperpod_plugins.recovery.state_layout import StateLayout
 
 log = logging.getLogger(__name__)
 
@@ -140,17 +131,17 @@ class TrainerRecovery:
         worker_id: int,
         world_size: int,
     ) -> None:
-        self.options, self._repairs = callback.options, callback.repairs
+        self.options = callback.options
         self.elastic = None if elastic is None else ElasticState(elastic, JobStore.connect(job))
         """How the job changes its size; None for one that does not."""
-        self.member = entries.member or self._become_member(job, worker_id, world_size)
+        self.member = entries.member or join_job(
+            job, self.options, worker_id=worker_id, world_size=world_size, is_elastic=elastic is not None
+        )
         if elastic is None:
             entries.member = self.member
-        keeps = self.member.rank == 0 and entries.is_complete  # otherwise a restart begins with an earlier entry
-        self.saved = SavedCheckpoints(JobStore.connect(job), entries.number) if keeps else None
-        """Record of the existing checkpoints, on rank 0; None on other ranks."""
-        self.has_moved = False
-        """Whether this process has moved to another world since the last generation was formed."""
+        self.engine = RecoveryEngine(self.member, self.options, callback.repairs, on_repair=self._repaired)
+        """What recovery of a Trainer shares with that of a loop written by hand."""
+        self.engine.begin_entry(entries.number, is_complete=entries.is_complete)
         self._begins_at, self._pending_checkpoint = NO_STATE, ""
         self._broadcasts = self._skip_batches = 0
         self._window: AccumulationWindow | None = None
@@ -161,13 +152,11 @@ class TrainerRecovery:
         self._reentry = Reentry()
         self._description = self._own = b""
         self._hooks, self._rows = SavingHooks(), LoggedRows()
-        self._local: LocalStates | None = None
         self._average: CallbackAverage | None = None
+        self._local: LocalStates | None = None
         self._means: LoggedMeans
         self._values: ShownValues
         self._is_stopped = self._is_checked = False
-        self._rehearsal: Rehearsal | None = None
-        self._snapshots: Snapshots | None = None
         self._returned: Snapshot | None = None
         self._entered_with: dict[str, Any] = {}
         self._metrics: dict[str, dict[str, Any]] = {}
@@ -177,17 +166,6 @@ class TrainerRecovery:
         self._left_at_part_end = False
         """Whether this rank leaves the loops while it waits for the others at the end of a part."""
         self._is_armed = False
-
-    def _become_member(self, job: JobEnv, worker_id: int, world_size: int) -> Member:
-        world = WorldPlan.initial(world_size)
-        if job.agent_pid:
-            exit_with_agent(job.agent_pid)  # this process may now wait for a long time
-        if job.is_joining:
-            world = find_world(JobStore.connect(job), worker_id, job.incarnation)
-        member = Member(job, worker_id=worker_id, world=world, policy=self.options.membership, hangs=self.options.hangs)
-        member.is_elastic = self.elastic is not None
-        member.start()
-        return member
 
     @property
     def rank_and_world_size(self) -> tuple[int, int]:
@@ -259,37 +237,11 @@ class TrainerRecovery:
         for name, registered in rank_local.items():
             self._local.register(f"registered {name!r}", registered)
         self._window.set_local_state(self._local, self._means, self._values, self._rows)
-        self._window.layout = StateLayout(self.member, state, topology)
-        if self._snapshots is None and snapshot_group is not None:
-            memory = shared_memory(
-                self.member.job,
-                self.member.worker_id,
-                self.member.world,
-                topology,
-                num_ended=len(ended_entries(self.member.job_store)),
-                is_joining=self.is_joining,
-            )
-            self._snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group, memory)
-        self._rehearsal = Rehearsal.create(
-            state,
-            topology,
-            device,
-            steps=self.options.rehearse,
-            compare_every=self.options.compare_replicas_every,
-            give_up=self.member.give_up,
+        self._transaction = self.engine.attach(
+            self._window, state, topology, device=device, snapshot_group=snapshot_group
         )
-        if self._rehearsal is not None and self._rehearsal.faults is not None:
-            rehearse_faults(trainer, self._rehearsal.faults)
-        self._transaction = StepTransaction(
-            self.member,
-            self._window,
-            topology,
-            policy=self.options.retries,
-            device=device,
-            on_repair=self._repaired,
-            snapshots=self._snapshots,
-            rehearsal=self._rehearsal,
-        )
+        if self.engine.rehearsal is not None and self.engine.rehearsal.faults is not None:
+            rehearse_faults(trainer, self.engine.rehearsal.faults)
         self._transaction.pending_checkpoint = self._pending_checkpoint
         if self.member.rank == 0 and not self.is_joining:
             record_runs(self.member.job_store, entries.number, trainer.loggers)
@@ -415,7 +367,7 @@ class TrainerRecovery:
         part, metrics = self._window.part, self._window.shown_values()
         self._metrics = metrics if part is None else part.trainer[METRICS]
         log_last_batch(trainer, self.member.committed)
-        self._returned = None if self._snapshots is None else self._snapshots.take_returned()
+        self._returned = self.engine.take_returned()
         self._is_stopped = True
         if self._average is not None:
             self._average.put_back(trainer.lightning_module)
@@ -426,7 +378,12 @@ class TrainerRecovery:
         after = self._window.capture_state_outside_step(None) if has_ended else b""
         if not has_ended:
             self._put_back(trainer, part)
-        self._description = self._describe(self._window, entered_with)
+        self._description = self.engine.stop_state(
+            self._window,
+            self._returned,
+            is_within_step=not self._window.is_empty,
+            capture=lambda: entered_with or self._own,
+        )
         group_health.leave_others()
         self._move(trainer)
         self._broadcasts = 0
@@ -439,30 +396,13 @@ class TrainerRecovery:
         if has_ended and part is not None:
             self._finished_part = _Ended(part=part, own=after, metrics=metrics, local=self.local_state)
 
-    def _describe(self, window: AccumulationWindow, entered_with: bytes) -> bytes:
-        """Undo this rank's step, and return the description of where it left the loops."""
-        if self._returned is not None:
-            return self._returned.trainer
-        if self.member.has_torn_state:
-            window.undo_step()  # as far as possible, gradients above all
-            return b""
-        if self._transaction is not None and self._transaction.state_on_leaving_step is not None:
-            return (
-                self._transaction.state_on_leaving_step
-            )  # the description from when it stopped in the step is still valid
-        if not window.is_empty:
-            window.undo_step()
-        return entered_with or self._own
-
     def _move(self, trainer: Trainer) -> None:
-        if move_to_next_world(self.member):
-            self.has_moved, self._snapshots, self._local = True, None, None
+        was_first = self.engine.saved is not None
+        if self.engine.move():
+            self._local = None
             forget_loaders(trainer)
-            if self.member.rank == 0 and self.saved is None and entries.is_complete:
-                self.saved = SavedCheckpoints(JobStore.connect(self.member.job), entries.number)
+            if self.engine.saved is not None and not was_first:
                 self.continue_runs(trainer)
-        if self.has_moved:
-            release_broken()
 
     def _stop_outside(self, number: int) -> None:
         part = part_order(read_trainer(self._description)) if self._description else 0
@@ -479,16 +419,13 @@ class TrainerRecovery:
         if self._begins_at != NO_STATE or self.is_detached or self.member.committed > 0:
             return
         self._begins_at = self.member.committed = steps_done(trainer)
-        if self.saved is not None and entries.resumed_from:
-            self.saved.add(entries.resumed_from, steps_done(trainer))
+        if self.engine.saved is not None and entries.resumed_from:
+            self.engine.saved.add(entries.resumed_from, steps_done(trainer))
 
     def state_of_peers(self, trainer: Trainer) -> dict[str, Any]:
         """Wait until all ranks have stopped, and return the state to re-enter the loops with: all but the tensors."""
-        self.member.activity = "waiting for the trainer's state"
-        assert self._window is not None
-        self._window.layout.preallocate()
-        resume_point = self.member.wait_for_stops(
-            stopped=self._stop_outside if self._is_stopped else None, snapshots=self._snapshots
+        resume_point = self.engine.wait_for_peers(
+            "waiting for the trainer's state", self._stop_outside if self._is_stopped else None
         )
         is_ours = self._returned is not None and resume_point.step == self._returned.step  # partly rank-local
         description = self._returned.trainer if self._returned and is_ours else resume_point.trainer
@@ -506,6 +443,7 @@ class TrainerRecovery:
         if self._own:
             checkpoint = merge_own(checkpoint, read_trainer(self._own))
         assert self._transaction is not None
+        assert self._window is not None
         self._window.entered_with, self._entered_with = description, checkpoint
         self._transaction.entered_at, self._transaction.entered_part = resume_point.step, part_order(checkpoint)
         if resume_point.step == 0 and not (resume_point.in_step or is_ours):
@@ -627,7 +565,7 @@ class TrainerRecovery:
             key = LoaderKey(seed=seed, epoch=lambda: progress.current.processed, data_rank=data_rank, sets_epoch=True)
         else:
             key = LoaderKey(seed=seed, epoch=lambda: 0, data_rank=data_rank, kind="evaluated sample")
-        key = replace(key, number=number)
+        key = replace(key, loader_index=number)
         if isinstance(loader, DataLoader):
             key_random_numbers(loader, key)
             return loader
@@ -637,8 +575,8 @@ class TrainerRecovery:
         """Note the batch that is about to be trained on."""
         if self._window is not None:
             self._window.note_batch(batch)
-            if self._rehearsal is not None:
-                self._rehearsal.note_batch(self._window.micro_step, batch)
+            if self.engine.rehearsal is not None:
+                self.engine.rehearsal.note_batch(self._window.micro_step, batch)
 
     def skip_done_batches(self, loader: Any, trainer: Trainer) -> Any:
         """A loader for the rest of the epoch, which skips the batches done; the loader itself if there are none."""
@@ -731,6 +669,7 @@ class TrainerRecovery:
         self._window.add(closure)
         result = self._transaction.run(self._window.compute, partial(self._commit, commit))
         self._window.close()
+        self.engine.publish_layout()
         if self._seed is not None:
             self._seed(self._transaction.step, 0, AFTER_COMMIT)
         return result
@@ -759,24 +698,17 @@ class TrainerRecovery:
         if trainer is not None:
             remove_part_hooks(trainer)
             self._rows.forget(trainer)
-        if has_fitted:
-            if self._seed is not None and self._transaction is not None:
-                self._seed(self._transaction.step, entries.number, TRAINING_END)
-            self.member.job_store.disarm()
-        if is_interrupted or self.elastic is not None:
+        if has_fitted and self._seed is not None and self._transaction is not None:
+            self._seed(self._transaction.step, entries.number, TRAINING_END)
+        leaves = is_interrupted or self.elastic is not None
+        if leaves:
             entries.has_left = entries.has_left or self.is_fitting
             entries.member, entries.worker_ids = None, self.member.world.worker_ids
-            self.member.leave()
-        else:
-            self.member.end_entry(has_trained=has_fitted)
+        self.engine.end_entry(has_ended=has_fitted, leaves=leaves)
 
     def _repaired(self, repair: Repair) -> None:
         assert self._window is not None
         self._window.entered_with, self._pending_checkpoint = b"", ""
         self._local_on_leave = {}
-        self._repairs.append(repair)
-        if self.elastic is not None and self.has_moved:
+        if self.elastic is not None and self.engine.has_moved:
             self.elastic.record_resize(self.member.world.cause, repair)
-        self.has_moved = False
-        if repair.is_reported_by(self.member.rank, self.member.world.size):
-            log.warning("%s", repair)

@@ -207,7 +207,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         if self._recovery is not None:
             self._rank_and_world_size, self._checkpoints.saved = (
                 self._recovery.rank_and_world_size,
-                self._recovery.saved,
+                self._recovery.engine.saved,
             )
         self._join()
         if self._recovery is not None and self._recovery.is_detached:
@@ -221,7 +221,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             self.config, self._topology = self._elastic.setup_world(self.config, *here, trainer)
         if self.global_rank == 0:
             warn_of_placement(self._topology)
-        if self._recovery is not None and self._recovery.has_moved:
+        if self._recovery is not None and self._recovery.engine.has_moved:
             update_group_members(self._topology, self.global_rank)
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
         self._data_group = build_data_group(self._topology)

@@ -90,7 +90,7 @@ def rank_local_part(checkpoint: Mapping[str, Any], trainer: Trainer) -> dict[str
 
 
 def sharded_parts(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of an `rank_local_part` that, if they differ between ranks, are meaningless to a rank with another shard."""
+    """Entries of a `rank_local_part` that only a rank with the same shard can use if they differ between ranks."""
     callbacks = {f"callbacks[{key!r}]": state for key, state in own.get("callbacks", {}).items()}
     named = {**callbacks, **{key: value for key, value in own.items() if key not in ("callbacks", LOCAL)}}
     return {name: state for name, state in named.items() if is_rank_local(state)}

@@ -33,7 +33,6 @@ from hyperpod_plugins.recovery.kept_state import FreshGradients, HasState, Optim
 from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_END, EVALUATION_BEGIN, FIT_END
 from hyperpod_plugins.recovery.state import load_hyperparameters, to_python_numbers
-from hyperpod_plugins.recovery.state_layout import StateLayout
 from hyperpod_plugins.recovery.undo import (
     CAN_RESET,
     Buffers,
@@ -127,8 +126,6 @@ class AccumulationWindow:
         self._means: LoggedMeans
         self._values: ShownValues
         self._rows: LoggedRows
-        self.layout: StateLayout
-        """Layout of the state, published so that joiners can allocate memory before they get it."""
         self.entered_with = b""
         """Description with which the loops were entered, until this rank has joined the others."""
         self.part: PartStart | None = None
@@ -257,7 +254,6 @@ class AccumulationWindow:
         self._hooks.end_part()
         if self._fresh is not None:  # a forward after the last backward leaves parameters unsharded
             forget_iteration(self._state.model)
-        self.layout.publish()
 
     def set_local_state(self, states: LocalStates, means: LoggedMeans, values: ShownValues, rows: LoggedRows) -> None:
         """Set the objects that hold rank-local state."""

@@ -1,8 +1,8 @@
 """Saving state before the job ends, or before all processes restart.
 
-`JobShutdown` saves what the ranks of a job hold before it ends. `reshard_if_asked` and `restart_without_missing` restart
-all processes from a checkpoint: with other degrees that were requested, or with the survivors if lost ranks are not
-replaced.
+`JobShutdown` saves what the ranks of a job hold before it ends. `reshard_if_asked` and `restart_without_missing`
+restart all processes from a checkpoint: with other degrees that were requested, or with the survivors if lost ranks are
+not replaced.
 """
 
 import logging

@@ -8,28 +8,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperpod_plugins.comm import CommOptions, GroupKey, join_world, new_axis_group
-from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.admission import find_world
 from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
-from hyperpod_plugins.elastic.process import exit_with_agent
-from hyperpod_plugins.elastic.store.world import WorldPlan
-from hyperpod_plugins.env import JobEnv, WorkerEnv
+from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_data_group, build_mesh
 from hyperpod_plugins.parallel.mesh import update_group_members
 from hyperpod_plugins.recovery import SAVING_GROUP, Member, RecoveryOptions
-
-
-def become_member(job: JobEnv, env: WorkerEnv, options: RecoveryOptions, *, is_elastic: bool) -> Member:
-    """Create and start the `Member` of this process in a job with recovery."""
-    world = WorldPlan.initial(env.world_size)
-    if job.agent_pid:
-        exit_with_agent(job.agent_pid)  # this process may wait for a long time from here on
-    if job.is_joining:
-        world = find_world(JobStore.connect(job), env.global_rank, job.incarnation)
-    member = Member(job, worker_id=env.global_rank, world=world, policy=options.membership, hangs=options.hangs)
-    member.is_elastic = is_elastic
-    member.start()
-    return member
 
 
 class LoopContext:

@@ -30,10 +30,11 @@ from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters
 from hyperpod_plugins.parallel.hsdp import fsdp_units
 from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.recovery import RecoveryOptions, Repair
+from hyperpod_plugins.recovery.engine import join_job
 from hyperpod_plugins.recovery.entries import Entries, load_rank_state, save_rank_state, state_folder
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
-from hyperpod_plugins.session.context import LoopContext, become_member
+from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loader import LoopData
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
 from hyperpod_plugins.session.state import Position, TrainedState
@@ -101,7 +102,15 @@ class Session:
         if elastic is True:
             elastic = ElasticPolicy(max_replicas=global_batch_size)
         self._elastic = None if job is None else elastic or None
-        self._member = None if job is None else become_member(job, env, self._recovery, is_elastic=bool(elastic))
+        self._member = None
+        if job is not None:
+            self._member = join_job(
+                job,
+                self._recovery,
+                worker_id=env.global_rank,
+                world_size=env.world_size,
+                is_elastic=bool(elastic),
+            )
         self._context = LoopContext(
             self.config, env, self._member, self._recovery, comm=comm or CommOptions(), timeout_s=timeout_s
         )

@@ -1,34 +1,20 @@
 """Runs the steps of a loop as transactions in a job with recovery, and as plain steps otherwise."""
 
-import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from hyperpod_plugins.comm import group_health, release_broken
-from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
-from hyperpod_plugins.elastic.store.entries import ended_entries
 from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
 from hyperpod_plugins.errors import DeviceHung, RecoveryError
-from hyperpod_plugins.recovery import (
-    Member,
-    RecoveryOptions,
-    Repair,
-    SavedCheckpoints,
-    Snapshot,
-    Snapshots,
-    StepTransaction,
-)
+from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair, SavedCheckpoints, Snapshot
+from hyperpod_plugins.recovery.engine import RecoveryEngine
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates
-from hyperpod_plugins.recovery.moving import move_to_next_world
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
-from hyperpod_plugins.recovery.snapshot_memory import shared_memory
-from hyperpod_plugins.recovery.state_layout import StateLayout
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.state import Position, TrainedState, rank_local_name
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -42,7 +28,7 @@ def ends_only_this_process(error: BaseException | None) -> bool:
 
 
 class Transactions:
-    """Step transactions of one process; a new one is created each time the loop is entered."""
+    """Steps of one process as transactions; a new transaction is created each time the loop is entered."""
 
     def __init__(
         self,
@@ -61,25 +47,31 @@ class Transactions:
             options: recovery options.
             repairs: list to which each repair is appended.
         """
-        self.member = member
         self._context = context
         self._trained = trained
-        self._options = options
-        self._repairs = repairs
-        self.rehearsal: Rehearsal | None = None
-        """Rehearsal of this process's steps; None if none are rehearsed."""
-        self._snapshots: Snapshots | None = None
-        self._transaction: StepTransaction | None = None
-        self._state_layout: StateLayout | None = None
-        self._has_moved, self._is_complete, self._entry = False, True, 0
+        self._engine = None if member is None else RecoveryEngine(member, options, repairs, on_repair=self._repaired)
+        self._is_complete = True
         self._trained.saving = context.saving_group
-        self.saved: SavedCheckpoints | None = None
-        """Where rank 0 records which checkpoints exist; None on other ranks."""
+
+    @property
+    def member(self) -> Member | None:
+        """This process as a member of the job; None without recovery, or once it has left."""
+        return None if self._engine is None else self._engine.member
 
     @property
     def is_joining(self) -> bool:
         """Whether this process is a joiner: it replaces a lost process or grows the job."""
         return self.member is not None and self.member.is_joining
+
+    @property
+    def saved(self) -> SavedCheckpoints | None:
+        """Where rank 0 records which checkpoints exist; None on other ranks."""
+        return None if self._engine is None else self._engine.saved
+
+    @property
+    def rehearsal(self) -> Rehearsal | None:
+        """Rehearsal of this process's steps; None if none are rehearsed."""
+        return None if self._engine is None else self._engine.rehearsal
 
     def enter(self, entry: int, *, is_complete: bool) -> None:
         """Begin a loop.
@@ -88,22 +80,17 @@ class Transactions:
             entry: number of the loop among the entries of the program.
             is_complete: whether the state after all earlier entries was kept, so that a replacement can join.
         """
-        member, self._is_complete = self.member, is_complete
-        if member is None:
-            return
-        keeps = self._context.rank == 0 and is_complete
-        self._entry = entry
-        self.saved = SavedCheckpoints(JobStore.connect(member.job), entry) if keeps else None
-        self._snapshots = None
-        self._create_transaction(member)
+        self._is_complete = is_complete
+        if self._engine is not None:
+            self._engine.begin_entry(entry, is_complete=is_complete)
+            self._attach(self._engine)
 
     def begin_at(self, committed: int, resumed_from: str) -> None:
         """Set the number of committed steps, and record the checkpoint that the loop was resumed from, if any."""
-        member = self.member
-        if member is not None:
-            member.committed = committed
-            if self.saved is not None and resumed_from:
-                self.saved.add(resumed_from, committed)
+        if self._engine is not None:
+            self._engine.member.committed = committed
+            if self._engine.saved is not None and resumed_from:
+                self._engine.saved.add(resumed_from, committed)
 
     def arm(self) -> None:
         """Have lost processes replaced from now on."""
@@ -111,150 +98,112 @@ class Transactions:
             arm(self.member.job_store)
 
     def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
-        """Take no part until the next loop; if the loop `is_over`, lost processes are not replaced until then.
+        """Take no part in recovery until the next loop begins.
 
-        If it is not over, only this process leaves, and the others continue without it. If the process ends with
-        `error`, which the loop's body raised, the job ends with it.
+        Args:
+            is_over: whether the loop has ended for all ranks, so that lost processes are not replaced until then.
+            error: raised by the loop's body; this process and the job end with it.
         """
-        member, self.saved = self.member, None
-        if member is None:
+        engine = self._engine
+        if engine is None:
             return
         if error is not None:
-            told = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-            member.job_store.set(f"{RAISED_KEY}/{member.worker_id}", told.encode(errors="replace"))
-        if is_over:
-            member.job_store.disarm()
-        if member.is_elastic or not is_over:
-            self.member = None
-            member.leave()
-        else:
-            member.end_entry(has_trained=True)
+            text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+            key = f"{RAISED_KEY}/{engine.member.worker_id}"
+            engine.member.job_store.set(key, text.encode(errors="replace"))
+        leaves = engine.member.is_elastic or not is_over
+        if leaves:
+            self._engine = None
+        engine.end_entry(has_ended=is_over, leaves=leaves)
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
         """Run one step."""
-        if self._transaction is None or self._state_layout is None:
+        engine = self._engine
+        if engine is None or engine.transaction is None:
             return commit(compute())
-        result = self._transaction.run(compute, commit)
-        self._state_layout.publish()
+        result = engine.transaction.run(compute, commit)
+        engine.publish_layout()
         return result
 
     def join(self) -> None:
-        """Join the other ranks outside a step, if this process has not joined them yet.
+        """Join the other ranks between two steps, if this process is not connected to them.
 
         Raises:
-            PeerLost: a rank was lost just now.
+            PeerLost: a peer has just been lost.
         """
-        if self._transaction is not None:
-            self._transaction.join()
+        if self._engine is not None and self._engine.transaction is not None:
+            self._engine.transaction.join()
 
     def await_peers_position(self) -> Position:
-        """Wait until the other ranks have stopped, and return the position at which this joiner begins."""
-        assert self.member is not None
-        self.member.activity = "waiting for the state of the loop"
-        assert self._state_layout is not None
-        self._state_layout.preallocate()
-        resume_point = self.member.wait_for_stops(snapshots=self._snapshots)
-        return self._set_entry(Position.from_bytes(resume_point.trainer), resume_point.step)
+        """In a joiner, wait until the other ranks have stopped; return the position from which to start."""
+        engine = self._recovers()
+        resume_point = engine.wait_for_peers("waiting for the state of the loop")
+        return self._set_entry(engine, Position.from_bytes(resume_point.trainer), resume_point.step)
 
     def reenter(self) -> Position:
-        """After a fault outside a step, leave the other ranks, and return the position at which all resume.
+        """After a fault outside a step, detach from the other ranks; return the position from which all continue.
 
         Raises:
             SystemExit: the job continues without this process.
         """
-        member, transaction = self.member, self._transaction
-        assert member is not None
-        assert transaction is not None
-        member.end_generation()
-        member.activity = "waiting for the other ranks to stop, outside a step"
-        returned = None if self._snapshots is None else self._snapshots.take_returned()
-        description = self._capture_stop_state(returned, transaction)
-        self._trained.restore_training_modes()
+        engine, trained, activity = (
+            self._recovers(),
+            self._trained,
+            "waiting for the other ranks to stop, outside a step",
+        )
+        engine.member.end_generation()
+        engine.member.activity = activity
+        returned = engine.take_returned()
+        description = self._capture_stop_state(engine, returned)
+        trained.restore_training_modes()
         group_health.leave_others()
-        self._move(member)
-        self._create_transaction(member)
-        resume_point = member.wait_for_stops(
-            stopped=lambda number: member.publish_stop(number, in_step=False, trainer=description)
+        if engine.move():
+            trained.local = None
+        if engine.has_moved:
+            self._context.build_groups(has_moved=True)
+            trained.saving = self._context.saving_group
+        self._attach(engine)
+        resume_point = engine.wait_for_peers(
+            activity, lambda number: engine.member.publish_stop(number, in_step=False, trainer=description)
         )
         is_ours = returned is not None and resume_point.step == returned.step  # parts of it are rank-local
         position = Position.from_bytes(description if is_ours else resume_point.trainer)
-        if is_ours and position.local and self._trained.local is not None:
-            self._trained.local.load(position.local, begins_epoch=False)
-        return self._set_entry(position, resume_point.step)
+        if is_ours and position.local and trained.local is not None:
+            trained.local.load(position.local, begins_epoch=False)
+        return self._set_entry(engine, position, resume_point.step)
 
-    def _capture_stop_state(self, returned: Snapshot | None, transaction: StepTransaction) -> bytes:
-        if returned is not None:
-            return returned.trainer
-        if transaction.state_on_leaving_step is None and self._trained.is_within_step and not self._trained.can_undo:
+    def _capture_stop_state(self, engine: RecoveryEngine, returned: Snapshot | None) -> bytes:
+        transaction, trained = engine.transaction, self._trained
+        assert transaction is not None
+        is_described = returned is not None or transaction.state_on_leaving_step is not None
+        if not is_described and trained.is_within_step and not trained.can_undo:
             transaction.mark_state_lost("the program has written to parameters for the first time")
-        if self.member is not None and self.member.has_torn_state:
-            self._trained.undo_step()  # as far as possible, gradients above all
-            return b""
-        if transaction.state_on_leaving_step is not None:
-            return transaction.state_on_leaving_step  # captured when it left the step, and still valid
-        if self._trained.is_within_step:
-            self._trained.undo_step()  # drop what was computed of it so far
-        return self._trained.capture_state()
+        return engine.stop_state(
+            trained, returned, is_within_step=trained.is_within_step, capture=trained.capture_state
+        )
 
-    def _set_entry(self, position: Position, step: int) -> Position:
-        assert self._transaction is not None
-        self._trained.entry_position, self._transaction.entered_at = position, step
+    def _set_entry(self, engine: RecoveryEngine, position: Position, step: int) -> Position:
+        assert engine.transaction is not None
+        self._trained.entry_position, engine.transaction.entered_at = position, step
         return position
 
-    def _move(self, member: Member) -> None:
-        """Move to the next world, if there is one."""
-        if move_to_next_world(member):
-            self._has_moved, self._snapshots, self._trained.local = True, None, None
-        if self._has_moved:
-            release_broken()
-            self._context.build_groups(has_moved=True)
-            self._trained.saving = self._context.saving_group
-            if self._context.rank == 0 and self.saved is None and self._is_complete:
-                self.saved = SavedCheckpoints(JobStore.connect(member.job), self._entry)
-
-    def _create_transaction(self, member: Member) -> None:
+    def _attach(self, engine: RecoveryEngine) -> None:
         """Create a transaction that begins outside a step."""
-        context, policy = self._context, self._options.snapshots(self._context.topology)
-        if self._snapshots is None and context.snapshot_group is not None:
-            memory = shared_memory(
-                member.job,
-                member.worker_id,
-                member.world,
-                context.topology,
-                num_ended=len(ended_entries(member.job_store)),
-                is_joining=member.is_joining,
-            )
-            self._snapshots = Snapshots(policy, self._trained.tensors, context.topology, context.snapshot_group, memory)
-        self._state_layout = StateLayout(member, self._trained.tensors, context.topology)
-        self.rehearsal = Rehearsal.create(
-            self._trained.tensors,
-            context.topology,
-            context.device,
-            steps=self._options.rehearse,
-            compare_every=self._options.compare_replicas_every,
-            give_up=member.give_up,
-        )
-        if self._trained.local is None:
-            self._trained.local = LocalStates(context.topology, context.rank)
-            buffers = BufferStates(self._trained.model)
+        context, trained = self._context, self._trained
+        if trained.local is None:
+            trained.local = LocalStates(context.topology, context.rank)
+            buffers = BufferStates(trained.model)
             if not buffers.is_empty:  # the same on all ranks
-                self._trained.local.register(BUFFERS, buffers)
-        for name, state in self._trained.rank_local.items():
-            self._trained.local.register(rank_local_name(name), state)
-        self._transaction = StepTransaction(
-            member,
-            self._trained,
-            context.topology,
-            policy=self._options.retries,
-            device=context.device,
-            on_repair=self._repaired,
-            snapshots=self._snapshots,
-            rehearsal=self.rehearsal,
+                trained.local.register(BUFFERS, buffers)
+        for name, state in trained.rank_local.items():
+            trained.local.register(rank_local_name(name), state)
+        engine.attach(
+            trained, trained.tensors, context.topology, device=context.device, snapshot_group=context.snapshot_group
         )
 
-    def _repaired(self, repair: Repair) -> None:
-        assert self.member is not None
-        self._trained.entry_position, self._has_moved = None, False
-        self._repairs.append(repair)
-        if repair.is_reported_by(self.member.rank, self.member.world.size):
-            log.warning("%s", repair)
+    def _recovers(self) -> RecoveryEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def _repaired(self, _: Repair) -> None:
+        self._trained.entry_position = None

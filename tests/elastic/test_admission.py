@@ -278,7 +278,7 @@ def test_the_job_is_stable_for_a_while_before_it_grows_again(job_store, monkeypa
     def sleep(seconds):
         """Instead of `time.sleep`: a second passes, and the member says so. Its clock is all that counts."""
         age_s.append(age_s[-1] + 1.0)
-        job_store.heartbeat(0, {"world": 3, "in_world_s": age_s[-1]})
+        job_store.heartbeat(0, {"world_number": 3, "in_world_s": age_s[-1]})
 
     monkeypatch.setattr(time, "sleep", sleep)
     planned = find_world(job_store, 7, job_store.next_incarnation(7))

@@ -75,9 +75,7 @@ def test_only_sizes_that_serve_the_batch_are_used():
         pytest.param({"now": 3, "healthy": 3, "leaving": 1, "waiting": 1}, 3, id="notice was given, and a spare waits"),
         pytest.param({"now": 1, "healthy": 0, "since_loss_s": 1e6}, 1, id="it waits rather than go on with none"),
         pytest.param({"now": 4, "healthy": 4, "requested": 2}, 2, id="asked to shrink"),
-        pytest.param(
-            {"now": 2, "healthy": 2, "waiting": 2, "requested": 3}, 3, id="asked to grow by less than there are"
-        ),
+        pytest.param({"now": 2, "healthy": 2, "waiting": 2, "requested": 3}, 3, id="asked to grow by less than wait"),
     ],
 )
 def test_the_next_size(view, size):

@@ -71,8 +71,8 @@ def test_a_job_does_not_come_together_for_ever(rounds, is_refused):
     assert [budget.why_not_another(*each, MembershipPolicy()) is not None for each in rounds][-1] == is_refused
 
 
-def heartbeat(number, worker_id=BETWEEN_CALLS):
-    return {8: {"number": number, "activity": worker_id}}
+def heartbeat(number, activity=BETWEEN_CALLS):
+    return {8: {"sequence": number, "activity": activity}}
 
 
 @pytest.mark.parametrize(

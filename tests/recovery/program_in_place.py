@@ -84,7 +84,7 @@ class Module(pl.LightningModule):
         return torch.utils.data.DataLoader(Samples(self.fetching), batch_size=2, shuffle=True)
 
     def fetching(self):
-        self.injector.at("fetching", self.global_step)
+        self.injector.reach("fetching", self.global_step)
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(Samples(), batch_size=4)

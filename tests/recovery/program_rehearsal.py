@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hyperpod_plugins.recovery import RecoveryOptions
+from hyperpod_plugins.recovery import RecoveryOptions, engine
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
-from hyperpod_plugins.session import Session, transaction
+from hyperpod_plugins.session import Session
 
 torch.set_num_threads(1)
 FAULT, REHEARSE = os.environ.get("FAULT", ""), os.environ.get("REHEARSE", "")
@@ -39,7 +39,7 @@ class Interrupted(Rehearsal):
 
 
 if FAULT == "kill" and os.environ["RANK"] == "1":
-    transaction.Rehearsal = Interrupted
+    engine.Rehearsal = Interrupted
 steps = (int(REHEARSE),) if REHEARSE else ()
 every = int(os.environ.get("COMPARE", "0"))
 options = RecoveryOptions(rehearse=steps, compare_replicas_every=every)

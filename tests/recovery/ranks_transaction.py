@@ -49,7 +49,7 @@ class Subject:
             for buffer, saved in self.buffers:
                 buffer.copy_(saved)
 
-    def share(self, step):
+    def share_rank_local_state(self, step):
         pass
 
     def end_iteration(self):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from recovery.faults import PRELOAD, run_job
 
-SCRIPT = "../loops/program_loop.py"
+SCRIPT = "../session/program_loop.py"
 NUM_STEPS = 30
 FAULTS = [
     ["forward", 1, 0, "kill"],

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.spawns
 class LoopNodes(Nodes):
     """Agents of a job that runs `program_loop.py`."""
 
-    script = "../loops/program_loop.py"
+    script = "../session/program_loop.py"
 
 
 @pytest.fixture

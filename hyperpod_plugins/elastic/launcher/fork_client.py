@@ -156,22 +156,22 @@ class ForkServerProcess:
         """Request a process; the answer is a `Started`."""
         self._send({"start": start.to_message()})
 
-    def send_signal(self, ticket: int, number: int, *, group: bool, last: bool) -> None:
+    def send_signal(self, request_id: int, number: int, *, group: bool, last: bool) -> None:
         """Signal a process, or with `group` its process group, unless it has ended.
 
         With `last`, processes that it leaves behind are killed even if it ends with code 0.
         """
-        self._send({"signal": int(number), "ticket": ticket, "group": group, "last": last})
+        self._send({"signal": int(number), "request_id": request_id, "group": group, "last": last})
 
     def poll_events(self) -> list[Started | Ended]:
         """Return the events since the last call; never blocks."""
         news: list[Started | Ended] = []
         for message in self._lines.receive():
             match message:
-                case {"started": ticket, "pid": pid}:
-                    news.append(Started(ticket, pid))
-                case {"ended": ticket, "code": code}:
-                    news.append(Ended(ticket, code))
+                case {"started": request_id, "pid": pid}:
+                    news.append(Started(request_id, pid))
+                case {"ended": request_id, "code": code}:
+                    news.append(Ended(request_id, code))
                 case _:
                     self.is_ready = True
         return news

@@ -5,10 +5,10 @@
 `DESCRIPTOR` is a socket connected to the agent, and the title is only for `ps`. Messages are `JsonLines`:
 
     from the agent                              from the fork server
-    {"start": {...}}                            {"started": TICKET, "pid": PID}
-    {"signal": N, "ticket": T, "group": bool, "last": bool}
+    {"start": {...}}                            {"started": REQUEST_ID, "pid": PID}
+    {"signal": N, "request_id": ID, "group": bool, "last": bool}
                                                 {"ready": SECONDS}       once, after the imports
-                                                {"ended": TICKET, "code": N}         N < 0: killed by signal -N
+                                                {"ended": REQUEST_ID, "code": N}         N < 0: killed by signal -N
 
 The process only imports: it starts no thread, does not initialize CUDA and draws no random numbers. It ends when the
 agent dies, and its children end when it dies, as the kernel enforces. Signals are blocked here and unblocked in
@@ -123,7 +123,7 @@ class ForkServer:
         self._num_spares = num_spares
         self._mask = mask
         self._pid = os.getpid()
-        self._tickets: dict[int, int] = {}  # pid of a running worker -> its ticket
+        self._request_ids: dict[int, int] = {}  # pid of a running worker -> its request_id
         self._spares: dict[int, socket.socket] = {}  # pid of a spare -> socket that sends it its program
         self._leaving: set[int] = set()  # pids of running workers that were told to end
         self._dead: dict[int, float] = {}  # pid of an ended worker, not reaped -> when to kill the rest of its group
@@ -167,7 +167,7 @@ class ForkServer:
             return None
         if pid == 0:
             return start
-        self._tickets[pid] = start.request_id
+        self._request_ids[pid] = start.request_id
         self._tell({"started": start.request_id, "pid": pid})
         return None
 
@@ -213,9 +213,9 @@ class ForkServer:
                 end.close()
         return pid
 
-    def _signal(self, signal: int, ticket: int, group: bool, last: bool) -> None:
+    def _signal(self, signal: int, request_id: int, group: bool, last: bool) -> None:
         """Signal a worker or its process group; `last`: kill what it leaves behind, however it ends."""
-        for pid in [pid for pid, known in self._tickets.items() if known == ticket]:
+        for pid in [pid for pid, known in self._request_ids.items() if known == request_id]:
             if last:
                 self._leaving.add(pid)
             with contextlib.suppress(ProcessLookupError):
@@ -225,13 +225,13 @@ class ForkServer:
             os.kill(pid, signal)  # its pid is not reused before it is reaped; also if it has no group of its own yet
 
     def _reap(self) -> None:
-        for pid in [pid for pid in (*self._tickets, *self._spares) if _has_ended(pid)]:
+        for pid in [pid for pid in (*self._request_ids, *self._spares) if _has_ended(pid)]:
             if pid in self._spares:
                 self._spares.pop(pid).close()
                 os.waitpid(pid, 0)
                 continue
             code = _code(pid)
-            self._tell({"ended": self._tickets.pop(pid), "code": code})
+            self._tell({"ended": self._request_ids.pop(pid), "code": code})
             is_lost = code != 0 or pid in self._leaving
             self._leaving.discard(pid)
             if not is_lost:
@@ -259,7 +259,7 @@ class ForkServer:
             self._agent.send(message)
 
     def _end(self) -> None:
-        for pid in (*self._tickets, *self._dead):
+        for pid in (*self._request_ids, *self._dead):
             self._kill_group(pid)
         os._exit(0)
 

@@ -92,7 +92,7 @@ class LocalWorkers:
         self._fork_server = ForkServerProcess(options, environ)
         self._tee = Tee()
         self._cwd = os.getcwd()
-        self._num_tickets = 0
+        self._num_requests = 0
         self._sinks: Sequence[Sink] = ()
         self.slots: Sequence[WorkerSlot] = ()
 
@@ -203,8 +203,8 @@ class LocalWorkers:
     def _start(self, slot: WorkerSlot) -> None:
         if self._fork_server.is_lost:
             self._fork_server = ForkServerProcess(self._options, self._environ)
-        self._num_tickets += 1
-        slot.request_id, slot.pid, slot.status = self._num_tickets, -1, WorkerStatus.RUNNING
+        self._num_requests += 1
+        slot.request_id, slot.pid, slot.status = self._num_requests, -1, WorkerStatus.RUNNING
         slot.started_s = time.monotonic()
         slot.environ["HYPERPOD_INCARNATION"] = str(slot.incarnation)
         self._fork_server.start(

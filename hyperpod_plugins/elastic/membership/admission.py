@@ -428,7 +428,9 @@ def _propose(
 def _age_s(job_store: JobStore, world: WorldPlan) -> float:
     """Age of the present world in seconds, by its members' own clocks; 0 before their first heartbeat."""
     said = job_store.heartbeats(world.worker_ids).values()
-    return max((heartbeat["in_world_s"] for heartbeat in said if heartbeat["world"] == world.number), default=0.0)
+    return max(
+        (heartbeat["in_world_s"] for heartbeat in said if heartbeat["world_number"] == world.number), default=0.0
+    )
 
 
 def _newest_plan(job_store: JobStore, at_least: int) -> WorldPlan | None:

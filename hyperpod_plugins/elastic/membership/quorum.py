@@ -114,7 +114,7 @@ class ExitWait:
             now_s: time on the same clock, in seconds.
         """
         found = {} if heartbeats is None else heartbeats
-        numbers = {worker_id: int(heartbeat["number"]) for worker_id, heartbeat in found.items()}
+        numbers = {worker_id: int(heartbeat["sequence"]) for worker_id, heartbeat in found.items()}
         is_at_work = any(
             heartbeat["activity"] != BETWEEN_CALLS and self._numbers.get(worker_id) != numbers[worker_id]
             for worker_id, heartbeat in found.items()

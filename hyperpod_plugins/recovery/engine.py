@@ -1,0 +1,285 @@
+"""One process's recovery, as Lightning's Trainer and a loop written by hand share it.
+
+    engine = RecoveryEngine(join_job(...), options, repairs, on_repair=...)    once, before the groups are created
+    engine.begin_entry(...)                                                    for each call that trains
+    transaction = engine.attach(loop, state, ...)                              each time that the loop is entered
+    engine.stop_state(...); engine.move(); engine.wait_for_peers(...)          after a fault outside a step
+    engine.end_entry(...)                                                      when the call ends
+
+The adapter captures and restores the position of its loop, and leaves and re-enters it. Everything else about a fault
+is in the `StepTransaction` that `attach` returns.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from hyperpod_plugins.comm import release_broken
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic.membership.admission import find_world
+from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
+from hyperpod_plugins.elastic.process import exit_with_agent
+from hyperpod_plugins.elastic.store.entries import ended_entries
+from hyperpod_plugins.elastic.store.world import WorldPlan
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.parallel.topology import Topology
+from hyperpod_plugins.recovery.abort import SavedCheckpoints
+from hyperpod_plugins.recovery.config import RecoveryOptions
+from hyperpod_plugins.recovery.member import Member
+from hyperpod_plugins.recovery.plan import NO_STATE
+from hyperpod_plugins.recovery.protocols import Repair, TrainingLoop
+from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.resume import ResumePoint
+from hyperpod_plugins.recovery.snapshot import Snapshot, Snapshots
+from hyperpod_plugins.recovery.snapshot_memory import shared_memory
+from hyperpod_plugins.recovery.state import TrainingState
+from hyperpod_plugins.recovery.step import StepTransaction
+
+log = logging.getLogger(__name__)
+
+
+def join_job(job: JobEnv, options: RecoveryOptions, *, worker_id: int, world_size: int, is_elastic: bool) -> Member:
+    """Make this process a member of a job whose agents replace lost processes.
+
+    Args:
+        job: of the process.
+        options: how faults are repaired.
+        worker_id: of the process, from its launcher.
+        world_size: of the initial world.
+        is_elastic: whether the job may change its size.
+
+    Raises:
+        RecoveryError: this process joins a job that has no world yet.
+    """
+    world = WorldPlan.initial(world_size)
+    if job.agent_pid:
+        exit_with_agent(job.agent_pid)  # from here on this process may wait for a long time
+    if job.is_joining:
+        world = find_world(JobStore.connect(job), worker_id, job.incarnation)
+    member = Member(job, worker_id=worker_id, world=world, policy=options.membership, hangs=options.hangs)
+    member.is_elastic = is_elastic
+    member.start()
+    return member
+
+
+class StateLayout:
+    """The layout of this rank's shard, published in the job store so that joiners can preallocate memory for it.
+
+    A joiner that waits for its turn has time to spare; when its turn comes, all others wait for it. Allocating the
+    optimizer's tensors and touching their memory for the first time may take longer than filling them.
+    """
+
+    def __init__(self, member: Member, state: TrainingState, topology: Topology) -> None:
+        here = topology.coordinates(member.rank)
+        self._member = member
+        self._state = state
+        self._key = f"preview/{here.shard}/{here.tensor}"
+        self._is_published = here.replicate > 0  # only the first replica publishes it
+
+    def publish(self) -> None:
+        """Publish the layout once; call this after the first step, which creates the optimizer state."""
+        if not self._is_published:
+            self._member.job_store.set(self._key, self._state.header())
+            self._is_published = True
+
+    def preallocate(self) -> None:
+        """In a joiner, allocate memory for the published layout, if there is one."""
+        header = self._member.job_store.try_get(self._key) if self._member.committed == NO_STATE else None
+        if header is not None:
+            self._state.preallocate(header)
+
+
+class RecoveryEngine:
+    """What lasts between two entries into a loop. Use it in the main thread only."""
+
+    def __init__(
+        self, member: Member, options: RecoveryOptions, repairs: list[Repair], *, on_repair: Callable[[Repair], object]
+    ) -> None:
+        """Create it without a transaction; see `attach`.
+
+        Args:
+            member: this process.
+            options: how faults are repaired.
+            repairs: list to which each repair is appended.
+            on_repair: called after each repair; `has_moved` still tells whether it has brought another world.
+        """
+        self.member = member
+        self.options = options
+        self._repairs = repairs
+        self._on_repair = on_repair
+        self.transaction: StepTransaction | None = None
+        """Of the present entry into the loop; None before `attach`."""
+        self.snapshots: Snapshots | None = None
+        """Of the present world; None without snapshots."""
+        self.rehearsal: Rehearsal | None = None
+        """Of this rank's steps; None if none are rehearsed."""
+        self._layout: StateLayout | None = None
+        self.saved: SavedCheckpoints | None = None
+        """Record of the existing checkpoints, on rank 0; None on other ranks."""
+        self.has_moved = False
+        """Whether this process has moved to another world since the last generation was formed."""
+        self._entry, self._may_record = 0, False
+
+    def begin_entry(self, entry: int, *, is_complete: bool) -> None:
+        """Begin a call of the program that trains.
+
+        Args:
+            entry: its number.
+            is_complete: whether the state after each earlier entry is kept. Otherwise a restart begins with an earlier
+                entry, and checkpoints of this one are of no use to it.
+        """
+        self._entry, self._may_record = entry, is_complete
+        self.saved, self.snapshots = None, None
+        self._record_checkpoints()
+
+    def attach(
+        self,
+        loop: TrainingLoop,
+        state: TrainingState,
+        topology: Topology,
+        *,
+        device: torch.device,
+        snapshot_group: dist.ProcessGroup | None,
+    ) -> StepTransaction:
+        """Create the step transaction for one entry into a loop.
+
+        Args:
+            loop: that trains.
+            state: its tensors.
+            topology: of the present world.
+            device: of this rank.
+            snapshot_group: group of all ranks, used for snapshots only; None for no snapshots.
+        """
+        member = self.member
+        if self.snapshots is None and snapshot_group is not None:
+            memory = shared_memory(
+                member.job,
+                member.worker_id,
+                member.world,
+                topology,
+                num_ended=len(ended_entries(member.job_store)),
+                is_joining=member.is_joining,
+            )
+            self.snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group, memory)
+        self._layout = StateLayout(member, state, topology)
+        self.rehearsal = Rehearsal.create(
+            state,
+            topology,
+            device,
+            steps=self.options.rehearse,
+            compare_every=self.options.compare_replicas_every,
+            give_up=member.give_up,
+        )
+        self.transaction = StepTransaction(
+            member,
+            loop,
+            topology,
+            policy=self.options.retries,
+            device=device,
+            on_repair=self._repaired,
+            snapshots=self.snapshots,
+            rehearsal=self.rehearsal,
+        )
+        return self.transaction
+
+    def publish_layout(self) -> None:
+        """Let joiners allocate memory for this rank's shard; call it after each step, of which the first one counts."""
+        if self._layout is not None:
+            self._layout.publish()
+
+    # -- after a fault outside a step -----------------------------------------------------------------------------
+
+    def take_returned(self) -> Snapshot | None:
+        """The snapshot to which all ranks return, if this rank has just been put back to one."""
+        return None if self.snapshots is None else self.snapshots.take_returned()
+
+    def stop_state(
+        self, loop: TrainingLoop, returned: Snapshot | None, *, is_within_step: bool, capture: Callable[[], bytes]
+    ) -> bytes:
+        """Undo what this rank has computed of a step, and describe where its loop stands; empty without a valid state.
+
+        Args:
+            loop: that has been left.
+            returned: see `take_returned`.
+            is_within_step: whether a part of a step has been computed.
+            capture: describes the loop outside a step.
+        """
+        if returned is not None:
+            return returned.trainer
+        if self.member.has_torn_state:
+            loop.undo_step()  # as far as possible, gradients above all
+            return b""
+        if self.transaction is not None and self.transaction.state_on_leaving_step is not None:
+            return self.transaction.state_on_leaving_step  # the description from when it stopped in the step
+        if is_within_step:
+            loop.undo_step()
+        return capture()
+
+    def move(self) -> bool:
+        """Move this process to the next world; returns whether that differs from the present one.
+
+        Raises:
+            SystemExit: This process is not part of the next world, or had not yet joined the present one.
+        """
+        member = self.member
+        world = member.next_world()
+        is_new = world.number != member.world.number
+        if is_new:
+            if member.is_joining and member.committed == NO_STATE:
+                log.warning(
+                    "the world changed before this process joined it; another process starts in its worker slot"
+                )
+                raise SystemExit(NOT_NEEDED)
+            if world.rank_of(member.worker_id) is None:
+                log.warning("%s; the job continues without this process", world.cause)
+                member.leave()
+                raise SystemExit(NOT_NEEDED)
+            member.move(world)
+            self.has_moved, self.snapshots = True, None
+            self._record_checkpoints()
+        if self.has_moved:
+            release_broken()
+        return is_new
+
+    def wait_for_peers(self, activity: str, stopped: Callable[[int], None] | None = None) -> ResumePoint:
+        """Wait until all ranks that hold state have stopped, and return where the job stands.
+
+        Args:
+            activity: what this process waits for, shown to the other ranks.
+            stopped: see `Member.wait_for_stops`.
+
+        Raises:
+            RecoveryTimeout: they did not stop in time.
+        """
+        assert self._layout is not None
+        self.member.activity = activity
+        self._layout.preallocate()
+        return self.member.wait_for_stops(stopped=stopped, snapshots=self.snapshots)
+
+    def end_entry(self, *, has_ended: bool, leaves: bool) -> None:
+        """End the call that trains.
+
+        Args:
+            has_ended: whether all its steps are done, so that lost processes are no longer replaced.
+            leaves: whether this process no longer takes part in recovery.
+        """
+        self.saved = None
+        if has_ended:
+            self.member.job_store.disarm()
+        if leaves:
+            self.member.leave()
+        else:
+            self.member.end_entry(has_trained=has_ended)
+
+    def _record_checkpoints(self) -> None:
+        if self.member.rank == 0 and self._may_record and self.saved is None:
+            self.saved = SavedCheckpoints(JobStore.connect(self.member.job), self._entry)
+
+    def _repaired(self, repair: Repair) -> None:
+        self._repairs.append(repair)
+        self._on_repair(repair)
+        self.has_moved = False
+        if repair.is_reported_by(self.member.rank, self.member.world.size):
+            log.warning("%s", repair)
