@@ -6,28 +6,24 @@ from hyperpod_plugins.cli import main
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.fault_injection.chaos import ChaosPlan, Process, schedule, select_agents, workers_in
 
-ZYGOTE = (b"python", b"-m", b"hyperpod_plugins.elastic.launcher.fork_server", b"7")
+FORK_SERVER = (b"python", b"-m", b"hyperpod_plugins.elastic.launcher.fork_server", b"7")
 
 
 def table_of(*lines):
-    """Processes from `(pid, parent, state, threads, command)`."""
-    return {
-        pid: Process(pid=pid, parent=parent, state=state, num_threads=threads, command=command)
-        for pid, parent, state, threads, command in lines
-    }
+    """Processes from `(pid, parent, state, command)`."""
+    return {pid: Process(pid=pid, parent=parent, state=state, command=command) for pid, parent, state, command in lines}
 
 
 JOBS = table_of(
-    (10, 1, "S", 3, (b"hyperpodrun", b"--rdzv-id=red", b"train.py")),
-    (11, 10, "S", 1, ZYGOTE),
-    (12, 11, "S", 9, ZYGOTE),
-    (13, 11, "R", 9, ZYGOTE),
-    (14, 11, "Z", 1, ZYGOTE),  # lost, and not buried yet
-    (15, 11, "S", 1, ZYGOTE),  # a spare
-    (20, 1, "S", 3, (b"hyperpodrun", b"--rdzv_id", b"blue", b"train.py")),
-    (21, 20, "S", 1, ZYGOTE),
-    (22, 21, "S", 1, ZYGOTE),  # has only begun
-    (30, 1, "S", 1, (b"python", b"other.py")),
+    (10, 1, "S", (b"hyperpodrun", b"--rdzv-id=red", b"train.py")),
+    (11, 10, "S", FORK_SERVER),
+    (12, 11, "S", FORK_SERVER),
+    (13, 11, "R", FORK_SERVER),
+    (14, 11, "Z", FORK_SERVER),  # lost, and not reaped yet
+    (20, 1, "S", (b"hyperpodrun", b"--rdzv_id", b"blue", b"train.py")),
+    (21, 20, "S", FORK_SERVER),
+    (22, 21, "S", FORK_SERVER),
+    (30, 1, "S", (b"python", b"other.py")),
 )
 
 
@@ -57,10 +53,10 @@ def test_bad_input_ends_with_code_2_and_says_why(arguments, told, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_workers_are_the_live_children_of_the_zygote():
+def test_workers_are_the_live_children_of_the_fork_server():
     assert workers_in(JOBS, [10]) == [12, 13]
     assert workers_in(JOBS, [20]) == [22]
-    assert workers_in(JOBS, [10, 20]) == [12, 13]
+    assert workers_in(JOBS, [10, 20]) == [12, 13, 22]
     assert workers_in(JOBS, [30]) == []
 
 

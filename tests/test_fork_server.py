@@ -53,8 +53,8 @@ threading.Thread(target=late).start()
 class Children:
     """A zygote and what it has started."""
 
-    def __init__(self, folder, preload=(), num_spares=0):
-        options = ForkServerOptions(python=sys.executable, preload=preload, num_spares=num_spares)
+    def __init__(self, folder, preload=()):
+        options = ForkServerOptions(python=sys.executable, preload=preload)
         self.fork_server = ForkServerProcess(options, os.environ)
         self.folder = folder
         self.pids, self.codes = {}, {}
@@ -307,24 +307,6 @@ def test_what_a_lost_child_leaves_behind_is_cleared(children, write, stubborn):
     await_gone(grandchild, deadline_s=3.0 if stubborn else 0.5)
 
 
-def test_spares_are_as_good_and_are_grown_again(tmp_path, write):
-    path = write("import os; print(os.environ['ONE'], os.getsid(0) == os.getpid())")
-    some = Children(tmp_path, num_spares=2)
-    try:
-        for number in range(5):
-            ticket = some.start("script", path, environ={"ONE": str(number)})
-            assert some.code(ticket) == 0
-            assert some.output(ticket) == f"{number} True\n"
-        some.await_(lambda: len(children_of(some.fork_server)) == 2)
-        waiting = children_of(some.fork_server)
-        os.kill(waiting[0], signal.SIGKILL)
-        await_gone(waiting[0])
-        some.await_(lambda: len(children_of(some.fork_server)) == 2)
-    finally:
-        assert some.fork_server.close() == 0
-    await_gone(*waiting)
-
-
 def children_of(process):
     pid = process._process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -333,7 +315,7 @@ def children_of(process):
 @pytest.mark.parametrize("how", ["killed", "left"])
 def test_nothing_outlives_a_zygote(tmp_path, write, how):
     path = write("import time; print(1); time.sleep(60)")
-    some = Children(tmp_path, num_spares=1)
+    some = Children(tmp_path)
     ticket = some.start("script", path)
     some.await_line(ticket)
     pids = [*children_of(some.fork_server), some.pid(ticket)]

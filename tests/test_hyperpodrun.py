@@ -33,7 +33,7 @@ def founders(count):
 @pytest.mark.spawns
 def test_only_the_lost_worker_is_replaced(launch, tmp_path):
     logs = tmp_path / "logs"
-    job = launch("wait('finish')", "--nproc-per-node=4", f"--log-dir={logs}", "--tee=3", "--spares=1")
+    job = launch("wait('finish')", "--nproc-per-node=4", f"--log-dir={logs}", "--tee=3")
     pids = job.await_here(*founders(4))
     job_store = job.job_store()
     for pid in pids.values():  # `ps` and `pgrep -f` show what it runs
@@ -212,9 +212,9 @@ def test_a_second_interrupt_ends_everything_at_once(launch):
 
 @pytest.mark.spawns
 def test_nothing_outlives_a_killed_agent(launch):
-    job = launch("wait('never')", "--nproc-per-node=2", "--spares=1")
+    job = launch("wait('never')", "--nproc-per-node=2")
     job.await_here(*founders(2))
-    assert len(job.processes()) == 5  # agent, zygote, spare, two workers
+    assert len(job.processes()) == 4  # agent, fork server, two workers
     job.agent.kill()
     job.await_nobody(timeout_s=2)
 
@@ -385,7 +385,7 @@ def test_virtual_local_rank(visible, device):
 
 def test_arguments(monkeypatch):
     args = get_parser().parse_args(["--nproc-per-node", "4", "train.py", "--max-restarts", "7"])
-    assert (args.max_restarts, args.spares, args.restart_window) == (100, 0, math.inf)
+    assert (args.max_restarts, args.restart_window) == (100, math.inf)
     assert program_of(args).args == ("--max-restarts", "7")
     use_local_rendezvous(args)
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("hyperpod", "localhost:0")
@@ -433,7 +433,6 @@ def test_preload_names(monkeypatch):
         ("--nproc-per-node=two", "two"),
         *((f"--nnodes={wrong}", f"--nnodes={wrong}") for wrong in ("2:1", "a:b", "0", "1:")),
         ("--max-restarts=-1", "--max-restarts=-1"),
-        ("--spares=-2", "--spares=-2"),
         ("--shutdown-timeout=-1", "--shutdown-timeout=-1"),
         ("--rdzv-backend=carrier-pigeon --rdzv-endpoint=a:1", "carrier-pigeon"),
         ("--rdzv-conf=a=b,c", "'c' is not NAME=VALUE"),

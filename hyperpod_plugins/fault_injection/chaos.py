@@ -77,7 +77,6 @@ class Process:
     pid: int
     parent: int
     state: str
-    num_threads: int
     command: tuple[bytes, ...]
 
     @property
@@ -94,9 +93,7 @@ def processes() -> dict[int, Process]:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             command = tuple((folder / "cmdline").read_bytes().split(b"\0"))
             pid = int(folder.name)
-            found[pid] = Process(
-                pid=pid, parent=int(fields[1]), state=fields[0], num_threads=int(fields[17]), command=command
-            )
+            found[pid] = Process(pid=pid, parent=int(fields[1]), state=fields[0], command=command)
     return found
 
 
@@ -107,14 +104,9 @@ def agents_in(table: dict[int, Process]) -> list[int]:
 
 
 def workers_in(table: dict[int, Process], agents: Sequence[int]) -> list[int]:
-    """Pids of the agents' workers, without spares.
-
-    A spare runs no program and so has a single thread. If every child has a single thread, all are returned.
-    """
+    """Pids of the agents' workers: the children of their fork servers."""
     fork_servers = {each.pid for each in table.values() if each.parent in agents and _FORK_SERVER in each.command}
-    children = [each for each in table.values() if each.parent in fork_servers and each.is_alive]
-    begun = [each for each in children if each.num_threads > 1]
-    return sorted(each.pid for each in begun or children)
+    return sorted(each.pid for each in table.values() if each.parent in fork_servers and each.is_alive)
 
 
 def select_agents(table: dict[int, Process], *, pid: int | None = None, run_id: str | None = None) -> list[int]:

@@ -79,13 +79,6 @@ class Topology:
         replicate, shard = divmod(rest, self.shard_degree)
         return Coordinates(replicate=replicate, shard=shard, tensor=tensor)
 
-    def rank_at(self, coordinates: Coordinates) -> int:
-        """Return the rank at a position: the inverse of `coordinates`."""
-        place = (coordinates.replicate, coordinates.shard, coordinates.tensor)
-        if not all(0 <= index < size for index, size in zip(place, self.shape, strict=True)):
-            raise DegreeError(f"{coordinates} is outside the topology {self}")
-        return (coordinates.replicate * self.shard_degree + coordinates.shard) * self.tensor_degree + coordinates.tensor
-
     def data_rank(self, global_rank: int) -> int:
         """Return a rank's index among the ranks that read different samples; tensor peers share it."""
         self._check_rank(global_rank)

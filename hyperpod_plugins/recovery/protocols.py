@@ -151,7 +151,7 @@ class TrainingLoop(Protocol):
         ...
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Send this rank's state to the ranks whose source it is in `plan.sources`, or receive it from its source."""
+        """Send this rank's state to the ranks whose source it is in `plan.senders`, or receive it from its source."""
         ...
 
     can_undo_exceptions: bool

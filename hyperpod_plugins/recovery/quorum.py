@@ -95,7 +95,7 @@ class ReplacementTimeout(RecoveryTimeout):
         super().__init__(cause)
         self.formed = formed
         """The generation of the survivors only; its groups have no connections."""
-        self.starts_again = restarts_all
+        self.restarts_all = restarts_all
         """Whether all processes restart with the survivors; otherwise the job ends."""
 
 

@@ -613,7 +613,7 @@ class StepTransaction:
             self._finish(commit)
         elif commit is not None:
             self._training_loop.undo_step()
-        if late.starts_again:
+        if late.restarts_all:
             restart_without_missing(late, plan, self._member, self._shutdown, self._topology, self._snapshots)
         self._shutdown.end_without_missing(late, plan, error)
 

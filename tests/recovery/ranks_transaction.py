@@ -70,7 +70,7 @@ class Subject:
         self.scheduler.load_state_dict(self.described["scheduler"])
 
     def restore(self, plan, rank):
-        for target, source in sorted(plan.sources.items()):
+        for target, source in sorted(plan.senders.items()):
             if rank == source:
                 faults.at("send", plan.step)
                 self.state.send(target)

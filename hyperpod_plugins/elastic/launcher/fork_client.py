@@ -98,8 +98,6 @@ class ForkServerOptions:
     """Path of the interpreter."""
     preload: Sequence[str] = ()
     """Modules to import before the first worker is forked."""
-    num_spares: int = 0
-    """Number of children forked in advance."""
     title: Sequence[str] = ()
     """Text for `ps` and `pgrep -f` in the command line of the fork server, which every worker inherits."""
 
@@ -131,7 +129,7 @@ class ForkServerProcess:
             self._process = subprocess.Popen(
                 [
                     *(options.python, "-u", "-m", "hyperpod_plugins.elastic.launcher.fork_server"),
-                    *(str(theirs.fileno()), str(os.getpid()), str(options.num_spares)),
+                    *(str(theirs.fileno()), str(os.getpid())),
                     *(",".join(options.preload), *options.title),
                 ],
                 # Makes Lightning and torch ask NVML, not CUDA, for the number of GPUs.

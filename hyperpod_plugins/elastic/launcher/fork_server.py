@@ -1,6 +1,6 @@
 """The fork server: it has imported what workers import, and forks them on demand in milliseconds instead of seconds.
 
-    python -m hyperpod_plugins.elastic.launcher.fork_server DESCRIPTOR AGENT_PID SPARES MODULE,... [TITLE...]
+    python -m hyperpod_plugins.elastic.launcher.fork_server DESCRIPTOR AGENT_PID MODULE,... [TITLE...]
 
 `DESCRIPTOR` is a socket connected to the agent, and the title is only for `ps`. Messages are `JsonLines`:
 
@@ -13,8 +13,6 @@
 The process only imports: it starts no thread, does not initialize CUDA and draws no random numbers. It ends when the
 agent dies, and its children end when it dies, as the kernel enforces. Signals are blocked here and unblocked in
 workers: a scheduler that signals every process of a job means the workers.
-
-Spares are children forked in advance. They save only the fork, 4 to 9 ms of 15 to 25 ms, so the default is none.
 
 `lightning` and `pytorch_lightning` are usually installed together. The fork server imports `lightning` before it
 knows which one the program uses, and hides it from `sys.modules`; importing a hidden module takes no time.
@@ -117,14 +115,12 @@ _FORK_AGAIN_S = 0.5
 class ForkServer:
     """The parent of all workers of a node."""
 
-    def __init__(self, agent: JsonLines, num_spares: int, mask: Iterable[int]) -> None:
+    def __init__(self, agent: JsonLines, mask: Iterable[int]) -> None:
         """Prepare to serve `agent`, in the main thread; `mask` is the signal mask of children."""
         self._agent = agent
-        self._num_spares = num_spares
         self._mask = mask
         self._pid = os.getpid()
         self._request_ids: dict[int, int] = {}  # pid of a running worker -> its request_id
-        self._spares: dict[int, socket.socket] = {}  # pid of a spare -> socket that sends it its program
         self._leaving: set[int] = set()  # pids of running workers that were told to end
         self._dead: dict[int, float] = {}  # pid of an ended worker, not reaped -> when to kill the rest of its group
         self._wakeup, self._wakeup_writer = socket.socketpair()
@@ -149,9 +145,6 @@ class ForkServer:
             if self._agent.is_over:
                 self._end()
             self._reap()
-            start = self._fork_spare()
-            if start is not None:
-                return start
             if not poll.poll(_IDLE_S * 1000 if self._dead else None):
                 self._reap_groups()
             with contextlib.suppress(BlockingIOError):
@@ -159,7 +152,7 @@ class ForkServer:
 
     def _start(self, start: SpawnRequest) -> SpawnRequest | None:
         try:
-            pid = self._start_spare(start) or self._fork()
+            pid = self._fork()
         except OSError as error:  # a temporary lack of processes or memory
             print(f"hyperpodrun: a worker could not be forked: {error}", file=sys.stderr, flush=True)  # noqa: T201
             time.sleep(_FORK_AGAIN_S)
@@ -171,35 +164,6 @@ class ForkServer:
         self._tell({"started": start.request_id, "pid": pid})
         return None
 
-    def _start_spare(self, start: SpawnRequest) -> int | None:
-        while self._spares:
-            pid, end = self._spares.popitem()
-            lines = JsonLines(end)
-            with contextlib.suppress(OSError), contextlib.closing(lines):
-                lines.send(start.to_message())
-                return pid
-        return None
-
-    def _fork_spare(self) -> SpawnRequest | None:
-        if len(self._spares) >= self._num_spares:
-            return None
-        ours, theirs = socket.socketpair()
-        pid = self._fork()
-        if pid == 0:
-            ours.close()
-            lines = JsonLines(theirs)
-            poll = select.poll()
-            poll.register(theirs.fileno(), select.POLLIN)
-            while not lines.is_over:
-                poll.poll()
-                for message in lines.receive():
-                    lines.close()
-                    return SpawnRequest.from_message(message)
-            os._exit(0)
-        theirs.close()
-        self._spares[pid] = ours
-        return self._fork_spare()
-
     def _fork(self) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -209,7 +173,7 @@ class ForkServer:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for end in (self._agent, self._wakeup, self._wakeup_writer, *self._spares.values()):
+            for end in (self._agent, self._wakeup, self._wakeup_writer):
                 end.close()
         return pid
 
@@ -225,11 +189,7 @@ class ForkServer:
             os.kill(pid, signal)  # its pid is not reused before it is reaped; also if it has no group of its own yet
 
     def _reap(self) -> None:
-        for pid in [pid for pid in (*self._request_ids, *self._spares) if _has_ended(pid)]:
-            if pid in self._spares:
-                self._spares.pop(pid).close()
-                os.waitpid(pid, 0)
-                continue
+        for pid in [pid for pid in self._request_ids if _has_ended(pid)]:
             code = _code(pid)
             self._tell({"ended": self._request_ids.pop(pid), "code": code})
             is_lost = code != 0 or pid in self._leaving
@@ -331,7 +291,7 @@ def _fork_once() -> None:
 
 def main() -> None:
     """Import the modules, then serve the agent; in a forked child, run its program."""
-    descriptor, agent_pid, num_spares, modules, *_title = sys.argv[1:]
+    descriptor, agent_pid, modules, *_title = sys.argv[1:]
     set_parent_death_signal(int(agent_pid))
     began_s = time.monotonic()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
@@ -344,7 +304,7 @@ def main() -> None:
     clear_parent_death_signal()
     with contextlib.suppress(OSError):  # the agent ended during the imports: `serve` notices
         agent.send({"ready": time.monotonic() - began_s})
-    exec_program(ForkServer(agent, int(num_spares), mask).serve(), mask)
+    exec_program(ForkServer(agent, mask).serve(), mask)
 
 
 if __name__ == "__main__":

@@ -96,9 +96,6 @@ def get_parser() -> argparse.ArgumentParser:
         help="Comma-separated modules to import once, before workers are forked; `default` stands for "
         f"{', '.join(_PRELOAD)}, and, if installed, Lightning with the `hyperpod` strategy.",
     )
-    ours.add_argument(
-        "--spares", action=env, type=int, default=0, help="Processes forked in advance; saves a few milliseconds."
-    )
     return parser
 
 
@@ -175,7 +172,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ArgumentError(f"--nnodes={args.nnodes} is invalid. Give a number of at least 1, or MIN:MAX.")
     if str(args.nproc_per_node).lstrip("-").isdecimal() and int(args.nproc_per_node) < 1:
         raise ArgumentError(f"--nproc-per-node={args.nproc_per_node} starts no worker. Give a number of at least 1.")
-    at_least = {"max_restarts": 0, "spares": 0, "shutdown_timeout": 0, "monitor_interval": 0, "restart_window": 0}
+    at_least = {"max_restarts": 0, "shutdown_timeout": 0, "monitor_interval": 0, "restart_window": 0}
     for name, least in at_least.items():
         value = vars(args)[name]
         if value is not None and not value >= least:
@@ -286,7 +283,6 @@ def run(args: argparse.Namespace) -> None:
         fork_server=ForkServerOptions(
             python=python if isinstance(python, str) and program.kind != "executable" else sys.executable,
             preload=() if program.kind == "executable" else modules_to_preload(args.preload),
-            num_spares=args.spares,
             title=(program.target, *program.args),
         ),
         restarts=RestartPolicy(max_restarts=config.max_restarts, window_s=args.restart_window),

@@ -129,10 +129,6 @@ class SampleClock:
         """Return the clock after one more step of `step_size` samples."""
         return SampleClock(reference_batch_size=self.reference_batch_size, num_samples=self.num_samples + step_size)
 
-    def ticks(self, step_size: int) -> int:
-        """How often the scheduler steps after a step of `step_size` samples."""
-        return self.after(step_size).schedule_step - self.schedule_step
-
 
 _LEVEL = Ramp(start=1.0, end=1.0)
 
