@@ -1,4 +1,4 @@
-"""Processes forked from a zygote against the same programs started by a fresh interpreter."""
+"""Processes forked from a fork server against the same programs started by a fresh interpreter."""
 
 import contextlib
 import importlib.util
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hyperpod_plugins.elastic.launcher import fork_server as zygote_module
+from hyperpod_plugins.elastic.launcher import fork_server as fork_server_module
 from hyperpod_plugins.elastic.launcher.fork_client import (
     Ended,
     ForkServerOptions,
@@ -51,7 +51,7 @@ threading.Thread(target=late).start()
 
 
 class Children:
-    """A zygote and what it has started."""
+    """A fork server and what it has started."""
 
     def __init__(self, folder, preload=()):
         options = ForkServerOptions(python=sys.executable, preload=preload)
@@ -216,7 +216,7 @@ def test_multiprocessing_spawn_finds_the_script(children, write):
     assert children.output(ticket) == "[1, 4, 9]\n"
 
 
-def test_libraries_forget_the_zygote(children, write):
+def test_libraries_forget_the_fork_server(children, write):
     path = write("""
         import numpy, random
         from lightning_utilities.core.rank_zero import rank_zero_only
@@ -313,7 +313,7 @@ def children_of(process):
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
-def test_nothing_outlives_a_zygote(tmp_path, write, how):
+def test_nothing_outlives_a_fork_server(tmp_path, write, how):
     path = write("import time; print(1); time.sleep(60)")
     some = Children(tmp_path)
     ticket = some.start("script", path)
@@ -333,6 +333,6 @@ def test_modules_that_fail_or_touch_the_gpu_are_not_preloaded(tmp_path, monkeypa
     some.await_(lambda: some.fork_server.is_lost)
     assert not some.fork_server.is_ready
     assert some.fork_server.close() == 1
-    monkeypatch.setattr(zygote_module, "_holds_cuda", lambda: True)
+    monkeypatch.setattr(fork_server_module, "_holds_cuda", lambda: True)
     with pytest.raises(ConfigError, match="'json' initialised CUDA"):
-        zygote_module.preload(["json"])
+        fork_server_module.preload(["json"])

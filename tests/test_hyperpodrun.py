@@ -190,7 +190,7 @@ def test_sigterm_ends_a_node_that_waits_for_others(launch):
         free.bind(("localhost", 0))
         endpoint = f"localhost:{free.getsockname()[1]}"
     job = launch("", "--nnodes=2", f"--rdzv-endpoint={endpoint}")
-    job.await_(lambda: len(job.processes()) == 2)  # agent and zygote: it has its handlers
+    job.await_(lambda: len(job.processes()) == 2)  # agent and fork server: it has its handlers
     time.sleep(1.0)
     job.agent.send_signal(signal.SIGTERM)
     assert job.code() == 128 + signal.SIGTERM
@@ -220,7 +220,7 @@ def test_nothing_outlives_a_killed_agent(launch):
 
 
 @pytest.mark.spawns
-def test_a_killed_zygote_costs_the_workers_of_its_node_and_not_the_job(launch):
+def test_a_killed_fork_server_costs_the_workers_of_its_node_and_not_the_job(launch):
     job = launch("wait('finish')", "--nproc-per-node=2")
     pids = job.await_here(*founders(2))
     [fork_server] = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids.values()}
@@ -270,7 +270,7 @@ def test_other_nodes_stop_with_one_that_gave_up(launch, failing):
 
 @pytest.mark.spawns
 def test_a_node_that_joins_a_running_c10d_rendezvous_makes_all_start_again(launch, tmp_path):
-    """torch's way for programs that cannot grow in place; its own newcomers wait in vain (torch 2.13)."""
+    """torch's way for programs that cannot grow in place; its own joiners wait in vain (torch 2.13)."""
     options = ("--nnodes=1:2", "--rdzv-conf=last_call_timeout=1", *meeting_point(), f"--log-dir={tmp_path}")
     script = "say('of', os.environ['WORLD_SIZE'], job_store.generation())\nwait('finish')"
     first = launch(script, *options)

@@ -22,7 +22,7 @@ LAYER_OF = {unit: row for row, units in enumerate(LAYERS) for unit in units.spli
 OUTSIDE = {"__init__", "_autoload"}
 BROAD_EXCEPT_ALLOWED = {
     "_autoload.py",  # an exception there would break `import torch` for everybody
-    "lightning/first_fit.py",  # a hook that fails after a fit has ended must not end the job, nor hang the other ranks
+    "lightning/entries.py",  # a hook that fails after a fit has ended must not end the job, nor hang the other ranks
     "lightning/saving.py",  # the same hooks
     "events.py",  # a listener's mistake must not end a repair
     "recovery/shutdown.py",  # a checkpoint that fails must not hide why the job ends
@@ -100,6 +100,21 @@ def test_no_broad_except(path):
         if isinstance(node, ast.ExceptHandler):
             names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"bare"}
             assert not names & {"bare", "Exception", "BaseException"}, f"line {node.lineno}"
+
+
+def test_the_page_on_layers_shows_the_tree():
+    text = (PACKAGE.parent / "docs" / "design" / "layers.md").read_text()
+    [tree] = [block for block in text.split("```")[1::2] if "recovery/ " in block and "step.py" in block]
+    shown, folders = set(), []
+    for line in tree.splitlines():
+        name = line.split()[0] if line.split() else ""
+        depth = (len(line) - len(line.lstrip())) // 2
+        if name.endswith("/"):
+            folders = [*folders[:depth], name]
+        elif name.endswith(".py"):
+            shown.add("".join(folders[:depth]) + name)
+    found = {str(path.relative_to(PACKAGE)) for path in FILES if path.name != "__init__.py"}
+    assert shown - {"__init__.py"} == found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

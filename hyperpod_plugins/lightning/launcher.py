@@ -26,7 +26,7 @@ from hyperpod_plugins.lightning.compat import (
     init_dist_connection,
     reset_seed,
 )
-from hyperpod_plugins.lightning.first_fit import KINDS, entries, is_started_by_hyperpodrun, save_entry_end, skip_entry
+from hyperpod_plugins.lightning.entries import KINDS, entries, is_started_by_hyperpodrun, save_entry_end, skip_entry
 
 STATE_OF_PEERS = "hyperpod:peers"
 """Stands for a checkpoint path in a process that gets its state from the other ranks."""

@@ -11,7 +11,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.compat import Trainer, TrainerFn
 from hyperpod_plugins.lightning.elastic_training import ElasticTraining, initial_world_size
-from hyperpod_plugins.lightning.first_fit import entries
+from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.parallel import ParallelConfig
 

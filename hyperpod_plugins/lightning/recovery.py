@@ -29,8 +29,8 @@ from hyperpod_plugins.errors import PeerLost, StateLost
 from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerFn, TrainerStatus
 from hyperpod_plugins.lightning.elastic_training import ElasticState, ElasticTraining
+from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.fault_injection import rehearse_faults
-from hyperpod_plugins.lightning.first_fit import entries
 from hyperpod_plugins.lightning.local_state import LoggedMeans, register_all
 from hyperpod_plugins.lightning.loggers import LoggedRows, append_to_csv, record_runs, restore_runs
 from hyperpod_plugins.lightning.module_checks import (
@@ -39,9 +39,9 @@ from hyperpod_plugins.lightning.module_checks import (
     refuse_own_micro_steps,
 )
 from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks
-from hyperpod_plugins.lightning.rest import SkipBatches, is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.shown_values import ShownValues
+from hyperpod_plugins.lightning.skip_batches import SkipBatches, is_stateful
 from hyperpod_plugins.lightning.trainer_state import (
     LOCAL,
     LOGGED,

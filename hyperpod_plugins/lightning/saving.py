@@ -15,7 +15,7 @@ from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import CheckpointError, CommError, ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.lightning.checkpoint_io import TrainerCheckpoints
 from hyperpod_plugins.lightning.compat import Trainer, TrainerFn
-from hyperpod_plugins.lightning.first_fit import entries
+from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.launcher import STATE_OF_PEERS, LaunchedStrategy
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, rank_local_part

@@ -29,8 +29,8 @@ from hyperpod_plugins.lightning.collectives import decided, reduced
 from hyperpod_plugins.lightning.compat import LightningModule, Precision, Trainer, TrainerFn, optimizers_to_device
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
 from hyperpod_plugins.lightning.elastic_training import ElasticState
+from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.evaluating import EvaluatingStrategy
-from hyperpod_plugins.lightning.first_fit import entries
 from hyperpod_plugins.lightning.grad_averaging import GradAveraging, grad_averaging_for
 from hyperpod_plugins.lightning.module_checks import (
     check_same_layout,

@@ -12,9 +12,9 @@ from typing import Any
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.loggers import LoggedRows
-from hyperpod_plugins.lightning.rest import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.shown_values import ShownValues, Tables, put_tables, tables_of
+from hyperpod_plugins.lightning.skip_batches import is_stateful
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     arguments,

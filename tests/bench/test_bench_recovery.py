@@ -51,7 +51,7 @@ def test_a_repair_in_place_loses_nothing_and_tells_its_stages():
 
 
 def test_a_smaller_world_is_not_the_whole_one():
-    """A survivor that goes on alone has not brought the job back; the newcomer takes over a state that is further."""
+    """A survivor that goes on alone has not brought the job back; the joiner takes over a state that is further."""
     alone = [commit(10.5, 10, 0, world=1), commit(11.5, 11, 0, world=1)]
     found = outcome(*alone, commit(12.5, 12, 0), commit(12.6, 12, 1, pid=9))
     assert (found.first_s, found.full_s, found.regain_s) == pytest.approx((0.5, 2.6, 2.6))

@@ -283,7 +283,7 @@ def grown_from_two():
     store = dist.TCPStore(*address, is_master=False)
 
     is_joining = rank >= 2
-    alone = dist.PrefixStore(f"newcomer {rank}", store)
+    alone = dist.PrefixStore(f"joiner {rank}", store)
     founders = dist.PrefixStore("founders", store)
     if is_joining:
         dist.init_process_group("hyperpod", store=alone, rank=0, world_size=1)

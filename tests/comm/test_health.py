@@ -1,4 +1,4 @@
-"""The breaker: what each phase permits, and that a break happens once."""
+"""Health of the groups: what each phase permits, and that a break happens once."""
 
 import threading
 
@@ -7,20 +7,20 @@ import pytest
 from hyperpod_plugins.comm.health import GroupHealth, Phase
 
 
-def cut_nothing():
+def shut_nothing_down():
     pass
 
 
 def broken(phase):
-    breaker = GroupHealth()
+    health = GroupHealth()
     if phase is Phase.DETACHED:
-        breaker.detach()
-    breaker.mark_broken("a test", cut_nothing)
-    return breaker
+        health.detach()
+    health.mark_broken("a test", shut_nothing_down)
+    return health
 
 
 @pytest.mark.parametrize(
-    ("phase", "is_broken", "is_quiet", "is_open"),
+    ("phase", "is_broken", "suppresses", "is_unavailable"),
     [
         (Phase.STRICT, False, False, False),
         (Phase.STRICT, True, False, True),
@@ -30,95 +30,99 @@ def broken(phase):
         (Phase.DETACHED, True, True, True),
     ],
 )
-def test_phases(phase, is_broken, is_quiet, is_open):
-    breaker = GroupHealth()
+def test_phases(phase, is_broken, suppresses, is_unavailable):
+    health = GroupHealth()
     if phase is Phase.DETACHED:
-        breaker.detach()
+        health.detach()
 
     def check():
         if is_broken:
-            breaker.mark_broken("a test", cut_nothing)
-        assert (breaker.phase, breaker.suppresses_collectives, breaker.is_unavailable) == (phase, is_quiet, is_open)
+            health.mark_broken("a test", shut_nothing_down)
+        assert (health.phase, health.suppresses_collectives, health.is_unavailable) == (
+            phase,
+            suppresses,
+            is_unavailable,
+        )
 
     if phase is Phase.TOLERANT:
-        with breaker.tolerate_breaks():
+        with health.tolerate_breaks():
             check()
-        assert breaker.phase is Phase.STRICT
+        assert health.phase is Phase.STRICT
     else:
         check()
 
 
 def test_a_break_outlasts_the_step():
-    breaker = GroupHealth()
-    with breaker.tolerate_breaks():
-        breaker.mark_broken("first", cut_nothing)
-        breaker.mark_broken("second", cut_nothing)
-    assert breaker.cause == "first"
-    assert not breaker.suppresses_collectives
-    breaker.reset()
-    assert breaker.cause is None
-    assert not breaker.is_unavailable
+    health = GroupHealth()
+    with health.tolerate_breaks():
+        health.mark_broken("first", shut_nothing_down)
+        health.mark_broken("second", shut_nothing_down)
+    assert health.cause == "first"
+    assert not health.suppresses_collectives
+    health.reset()
+    assert health.cause is None
+    assert not health.is_unavailable
 
 
 def test_an_exception_ends_the_tolerance():
-    breaker = GroupHealth()
-    with pytest.raises(ZeroDivisionError), breaker.tolerate_breaks():
+    health = GroupHealth()
+    with pytest.raises(ZeroDivisionError), health.tolerate_breaks():
         raise ZeroDivisionError
-    assert breaker.phase is Phase.STRICT
+    assert health.phase is Phase.STRICT
 
 
 def test_a_process_that_is_apart_stays_so_in_a_step():
-    breaker = GroupHealth()
-    breaker.detach()
-    with breaker.tolerate_breaks():
-        assert breaker.phase is Phase.DETACHED
-    assert breaker.phase is Phase.DETACHED
-    breaker.reset()
-    assert breaker.phase is Phase.STRICT
+    health = GroupHealth()
+    health.detach()
+    with health.tolerate_breaks():
+        assert health.phase is Phase.DETACHED
+    assert health.phase is Phase.DETACHED
+    health.reset()
+    assert health.phase is Phase.STRICT
 
 
 def test_parting_in_a_step_outlasts_it():
-    breaker = broken(Phase.STRICT)
-    with breaker.tolerate_breaks():
-        breaker.leave_others()
-    assert breaker.phase is Phase.DETACHED
-    assert breaker.suppresses_collectives
+    health = broken(Phase.STRICT)
+    with health.tolerate_breaks():
+        health.leave_others()
+    assert health.phase is Phase.DETACHED
+    assert health.suppresses_collectives
 
 
 def test_mending_in_a_step_ends_its_tolerance():
-    breaker = GroupHealth()
-    with breaker.tolerate_breaks():
-        breaker.mark_broken("a test", cut_nothing)
-        breaker.reset()
-        assert breaker.phase is Phase.STRICT
-        breaker.mark_broken("another", cut_nothing)
-        assert not breaker.suppresses_collectives
+    health = GroupHealth()
+    with health.tolerate_breaks():
+        health.mark_broken("a test", shut_nothing_down)
+        health.reset()
+        assert health.phase is Phase.STRICT
+        health.mark_broken("another", shut_nothing_down)
+        assert not health.suppresses_collectives
 
 
 def test_listeners_hear_of_each_break_once_and_after_the_cut():
-    breaker, heard = GroupHealth(), []
+    health, heard = GroupHealth(), []
 
     def listen(cause):
         heard.append(cause)
 
-    breaker.add_listener(listen)
-    assert breaker.mark_broken("one", lambda: heard.append("cut"))
-    assert not breaker.mark_broken("two", lambda: heard.append("cut"))
+    health.add_listener(listen)
+    assert health.mark_broken("one", lambda: heard.append("cut"))
+    assert not health.mark_broken("two", lambda: heard.append("cut"))
     assert heard == ["cut", "one"]
-    breaker.reset()
-    breaker.remove_listener(listen)
-    assert breaker.mark_broken("three", cut_nothing)
+    health.reset()
+    health.remove_listener(listen)
+    assert health.mark_broken("three", shut_nothing_down)
     assert heard == ["cut", "one"]
 
 
 def test_many_threads_break_it_once():
-    breaker, heard, results = GroupHealth(), [], []
-    breaker.add_listener(heard.append)
+    health, heard, results = GroupHealth(), [], []
+    health.add_listener(heard.append)
     barrier = threading.Barrier(16)
 
     def trip(number):
         barrier.wait(10)
-        results.append(breaker.mark_broken(str(number), cut_nothing))
+        results.append(health.mark_broken(str(number), shut_nothing_down))
 
     threads = [threading.Thread(target=trip, args=(number,)) for number in range(16)]
     for thread in threads:
@@ -126,4 +130,4 @@ def test_many_threads_break_it_once():
     for thread in threads:
         thread.join(10)
     assert sorted(results) == [False] * 15 + [True]
-    assert heard == [breaker.cause]
+    assert heard == [health.cause]

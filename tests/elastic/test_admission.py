@@ -152,7 +152,7 @@ def test_the_job_shrinks_by_those_that_got_notice(job_store):
     assert pending_world(job_store) == 1  # nobody would hold that part of the state
 
 
-def test_a_newcomer_that_is_late_does_not_bring_back_a_plan_that_was_superseded(job_store):
+def test_a_joiner_that_is_late_does_not_bring_back_a_plan_that_was_superseded(job_store):
     """It has seen that all are ready for world 1, and is about to say so, while a notice has world 2 planned."""
     publish_elastic_spec(
         job_store, ElasticSpec(policy=replace(POLICY, scaling_timeout_s=0.0), replica_size=1, sizes=(1, 2, 3, 4))
@@ -221,7 +221,7 @@ def test_one_that_waits_for_long_asks_seldom(job_store, monkeypatch, num_others,
         (1024, 400, 60.0, True, 0.05),
     ],
 )
-def test_newcomers_ask_as_often_as_their_number_allows_and_at_once_when_others_wait(
+def test_joiners_ask_as_often_as_their_number_allows_and_at_once_when_others_wait(
     job_store, size, num_joiners, waited_s, is_ready, expected_s
 ):
     before = begin(job_store, size - num_joiners)

@@ -362,7 +362,7 @@ def begin(handler):
     return info
 
 
-def test_founders_share_a_store_of_torch_and_newcomers_need_none_of_others(etcd):
+def test_initial_nodes_share_a_store_of_torch_and_joiners_need_none_of_others(etcd):
     """Of the plain kind, which workers use before they meet in etcd."""
     config = {"keep_alive_interval": "0.05", "last_call_timeout": "0", "local_addr": "localhost"}
     name = uuid.uuid4().hex

@@ -246,7 +246,7 @@ def test_jobs_do_not_see_each_other(job, job_store):
     assert other.try_get("name") is None
 
 
-def test_successors_on_a_node_have_the_number_that_the_ledger_expects(job_store, monkeypatch):
+def test_successors_on_a_node_have_the_number_that_the_job_store_expects(job_store, monkeypatch):
     """Also where the node that was lost counted one more process of its own just now, which the reader did not see."""
     job_store.next_incarnation(1)
     monkeypatch.setattr(job_store, "incarnations", lambda ranks: [0] * len(ranks))

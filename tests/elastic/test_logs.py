@@ -25,7 +25,7 @@ def logs_in(folder):
     return ProcessLogs(**files, teed=frozenset({"stdout"}))
 
 
-def test_a_replacement_gets_a_folder_though_its_founders_was_removed(tmp_path):
+def test_a_replacement_gets_a_folder_though_its_predecessors_was_removed(tmp_path):
     logs = logs_in(tmp_path / "gone").of_replacement(2)
     assert logs.stdout == str(tmp_path / "gone" / "incarnation_2" / "stdout")
     assert (tmp_path / "gone" / "incarnation_2").is_dir()

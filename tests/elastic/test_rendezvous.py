@@ -101,7 +101,7 @@ def begin(handler, size):
     return info.rank, info.world_size, first, world
 
 
-def ledger_of(store, run_id="job"):
+def job_store_of(store, run_id="job"):
     return JobStore.from_store(run_id, store)
 
 
@@ -124,7 +124,7 @@ def pair(nodes):
     """Two nodes of two workers that have begun, in the order of their slots, and the store of a job that recovers."""
     handlers = [nodes.node(), nodes.node()]
     found = nodes.enter(*handlers)
-    job_store = ledger_of(nodes.store)
+    job_store = job_store_of(nodes.store)
     job_store.arm()
     return [handler for _, handler in sorted(zip(found, handlers, strict=True), key=lambda each: each[0][0])], job_store
 
@@ -134,7 +134,7 @@ def test_ranks_follow_from_slots(nodes):
     assert sorted(found) == [(0, 3, 0, 12), (1, 3, 4, 12), (2, 3, 8, 12)]
 
 
-def test_workers_learn_the_way_to_the_ledger(pair):
+def test_workers_learn_the_way_to_the_job_store(pair):
     handlers, _ = pair
     assert handlers[0].job.to_environ().items() <= os.environ.items()
     assert os.environ["HYPERPOD_INCARNATION"] == "0"
@@ -253,7 +253,7 @@ def test_programs_that_do_not_recover_begin_again_together(nodes):
     assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0]
 
 
-def test_a_newcomer_makes_them_begin_again_with_more(nodes):
+def test_a_joiner_makes_them_begin_again_with_more(nodes):
     first = nodes.node(1, 2)
     assert nodes.enter(first) == [(0, 1, 0, 2)]
     second = nodes.submit(nodes.node(1, 2))
@@ -264,7 +264,7 @@ def test_a_newcomer_makes_them_begin_again_with_more(nodes):
 def test_nobody_begins_again_once_a_member_has_something_to_recover(nodes):
     """Whoever comes first decides: the node that wants to take part, or the member that begins to train."""
     nodes.enter(nodes.node(1, 2))
-    job_store, rdzv_store = ledger_of(nodes.store), RendezvousStore(nodes.store)
+    job_store, rdzv_store = job_store_of(nodes.store), RendezvousStore(nodes.store)
     assert arm(job_store)
     request_new_round(rdzv_store, job_store, 0, "b")
     assert rdzv_store.round_end(0) is None
@@ -297,7 +297,7 @@ def test_what_has_ended_is_not_run_again_for_one_more_node(nodes):
     """It waits for the next thing that is trained, or for the end of the job."""
     first = nodes.node(1, 2)
     nodes.enter(first)
-    job_store = ledger_of(nodes.store)
+    job_store = job_store_of(nodes.store)
     publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2)))
     assert arm(job_store)
     job_store.disarm()
@@ -358,7 +358,7 @@ def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes, tmp_pat
     """They go on from the newest checkpoint of those."""
     trained = [nodes.node(1, 3, last_call_s=0.3), nodes.node(1, 3, last_call_s=0.3)]
     nodes.enter(*trained)
-    job_store = ledger_of(nodes.store)
+    job_store = job_store_of(nodes.store)
     job_store.arm()
     publish_initial_world(job_store, WorldPlan.initial(4))
     publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3, 4)))
@@ -381,20 +381,20 @@ def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes, tmp_pat
 def test_a_round_that_ends_before_its_first_step_is_followed_by_one_from_the_same_checkpoint(tmp_path):
     """A node that comes while models are set up: what was restored is restored again, with the same degrees."""
     store = dist.HashStore()
-    rdzv_store, job_store = RendezvousStore(store), ledger_of(store, "job.1")
+    rdzv_store, job_store = RendezvousStore(store), job_store_of(store, "job.1")
     asked = RoundEnd(cause="a shard is gone", resume_from=str(tmp_path), step=7, shard_degree=2, tensor_degree=4)
     rdzv_store.end_round(0, asked)
     request_new_round(rdzv_store, job_store, 1, "b")
     end = rdzv_store.round_end(1)
     assert (end.resume_from, end.shard_degree, end.tensor_degree) == (str(tmp_path), 2, 4)
     assert str(tmp_path) in end.cause
-    later = ledger_of(store, "job.2")
+    later = job_store_of(store, "job.2")
     record_end(later, EndedEntry(number=0, kind="fit"))  # to which that checkpoint belonged
     request_new_round(rdzv_store, later, 2, "b")
     assert rdzv_store.round_end(2).resume_from == ""
 
 
-def test_an_unequal_newcomer_does_not_harm_the_others(nodes, pair):
+def test_an_unequal_joiner_does_not_harm_the_others(nodes, pair):
     (first, lost), _ = pair
     nodes.vanish(lost)
     with pytest.raises(ConfigError, match="--nproc-per-node"):

@@ -120,7 +120,7 @@ def test_what_was_asked_for_reaches_the_next_round():
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_a_founder_that_is_one_too_many(job_store, is_replaced):
+def test_an_initial_process_that_is_one_too_many(job_store, is_replaced):
     publish_elastic_spec(job_store, TERMS)
     if is_replaced:
         job_store.arm()

@@ -160,7 +160,7 @@ def test_claims_are_counted_and_written_down():
         assert SlotLease.from_json(lease.to_json()) == lease
 
 
-def test_founders_are_those_who_came_first_in_the_order_of_their_hosts():
+def test_initial_nodes_are_those_who_came_first_in_the_order_of_their_hosts():
     came = ("n2/7/x", "n1/9/y", "n1/3/z", "n0/1/w")
     assert initial_nodes(came, POLICY) == ("n1/9/y", "n1/3/z", "n2/7/x")
 

@@ -1,4 +1,4 @@
-"""What a newcomer is told of a trainer: the states that Lightning itself would have saved, made out of later ones."""
+"""What a joiner is told of a trainer: the states that Lightning itself would have saved, made out of later ones."""
 
 import copy
 

@@ -94,7 +94,7 @@ class Nodes(Recorded):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             self.port = port = free.getsockname()[1]
-        # Whoever comes before the program takes newcomers in makes all begin again, and waits for others like it.
+        # Whoever comes before the program takes joiners in makes all begin again, and waits for others like it.
         last_call_s = (2 if launcher == TORCHRUN else 0) if last_call_s is None else last_call_s
         conf = f"--rdzv-conf=keep_alive_interval=0.2,last_call_timeout={last_call_s}"
         self.folder, self.launcher, self.num_ranks = folder, launcher, num_ranks

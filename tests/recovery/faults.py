@@ -118,7 +118,7 @@ def noticed(optimizer_class, notice):
 
 
 def agent_pid():
-    """The agent of this process: its parent under torchrun, the parent of its zygote under hyperpodrun."""
+    """The agent of this process: its parent under torchrun, the parent of its fork server under hyperpodrun."""
     parent = os.getppid()
     if "HYPERPOD_AGENT_PID" in os.environ:
         return parent

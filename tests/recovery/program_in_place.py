@@ -92,7 +92,7 @@ class Module(pl.LightningModule):
 
 def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeout_s="60"):
     if float(replacement_timeout_s) < 60 and int(os.environ["HYPERPOD_INCARNATION"]):
-        time.sleep(300)  # this newcomer does not come in time
+        time.sleep(300)  # this joiner does not come in time
     recovery = CheckpointlessRecovery(
         hang_timeout_s=4.0, verify=True, replacement_timeout_s=float(replacement_timeout_s)
     )

@@ -41,7 +41,7 @@ class Now:
     transaction, fits = None, 0
 
     def step(self):
-        """Of a newcomer: where it entered the loops, before it has the others' state."""
+        """Of a joiner: where it entered the loops, before it has the others' state."""
         if self.transaction is None:
             return -1
         entered_at = self.transaction.entered_at

@@ -65,7 +65,7 @@ class Subject:
     local_steps = None
 
     def load(self, description):
-        """As a newcomer; the learning rate of the rank that sends tensors may be one step behind the scheduler."""
+        """As a joiner; the learning rate of the rank that sends tensors may be one step behind the scheduler."""
         self.described = torch.load(io.BytesIO(description), weights_only=True)
         self.scheduler.load_state_dict(self.described["scheduler"])
 

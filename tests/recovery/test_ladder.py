@@ -40,7 +40,7 @@ def test_a_job_that_gets_no_further_stops():
 
 
 @pytest.mark.parametrize(("path", "words"), [("/a/b.ckpt", "from /a/b.ckpt (step 7)"), ("", "from the beginning")])
-def test_a_restart_survives_the_ledger_and_says_where_it_begins(path, words):
+def test_a_restart_survives_the_job_store_and_says_where_it_begins(path, words):
     first = restart(7, path)
     assert JobRestart.from_json(first.to_json()) == first
     assert words in str(first)

@@ -146,6 +146,6 @@ def test_all_end_at_one_step_and_nobody_goes_back(case):
         assert max(load) - min(load) <= 1
 
 
-def test_an_arrival_survives_the_ledger():
+def test_an_arrival_survives_the_job_store():
     for arrival in (NEW, arrived(3, 4), Arrival(incarnation=2, committed=7, in_step=False)):
         assert Arrival.from_dict(arrival.to_dict()) == arrival

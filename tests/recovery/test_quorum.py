@@ -81,7 +81,7 @@ def plan_of(futures):
     return formed[0].arrivals
 
 
-def test_arrivals_pass_through_the_ledger():
+def test_arrivals_pass_through_the_job_store():
     arrivals = {0: SURVIVOR, 1: replace(SURVIVOR, snapshots=(4, 8), source_snapshots=(4,)), 2: NEWCOMER, 3: SURVIVOR}
     assert from_texts({rank: to_text(each) for rank, each in arrivals.items()}) == arrivals
 
@@ -158,7 +158,7 @@ def test_survivors_in_a_step_come_again_where_one_is_outside(play, connect):
     assert plan_of([play(rank, outside) for rank in range(3)]) == dict.fromkeys(range(3), outside)
 
 
-def test_a_newcomer_does_not_mind_who_is_outside(play, connect):
+def test_a_joiner_does_not_mind_who_is_outside(play, connect):
     job_store = connect()
     job_store.next_incarnation(2)
     job_store.set("outside/1", b"1")

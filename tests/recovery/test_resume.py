@@ -1,4 +1,4 @@
-"""Where a job stands: what newcomers, and those that come again, read of those that have stopped."""
+"""Where a job stands: what joiners, and those that come again, read of those that have stopped."""
 
 import json
 import time
@@ -74,7 +74,7 @@ def test_furthest(notes, rank):
     assert furthest_worker(notes) == rank
 
 
-def test_a_newcomer_waits_for_all_survivors(store, job_store):
+def test_a_joiner_waits_for_all_survivors(store, job_store):
     job_store.next_incarnation(2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(stops(store, 2, incarnation=1).wait, None, 0, None)
@@ -142,7 +142,7 @@ def test_all_are_lost(store, job_store):
 
 def test_those_that_are_left_are_new_and_had_no_state_yet(store, job_store):
     members = {rank: json.dumps({"incarnation": int(rank == 1)}) for rank in range(WORLD_SIZE)}
-    job_store.propose(1, members)  # rank 1 is in it as a newcomer; those that were to give it their state are lost then
+    job_store.propose(1, members)  # rank 1 is in it as a joiner; those that were to give it their state are lost then
     for rank in range(WORLD_SIZE):
         job_store.next_incarnation(rank)
     job_store.next_incarnation(0)

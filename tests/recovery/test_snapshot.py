@@ -142,7 +142,7 @@ def test_the_end_of_the_ladder_says_why_each_rung_failed(steps, lost, words):
     assert words in str(raised.value)
 
 
-def test_an_arrival_survives_the_ledger():
+def test_an_arrival_survives_the_job_store():
     import json
 
     arrival = survivor(13, 5, 10)
@@ -345,7 +345,7 @@ def test_stock_torchrun_ends_all_workers_with_one(jobs, tmp_path):
 ON_THE_WAY_BACK = [
     ["forward", 7, 0, "kill"],
     ["send", 7, 2, "kill"],  # the last that has this shard, while it gives it: back to the snapshot of step 5
-    ["take", 5, 0, "kill"],  # a newcomer, before it has its snapshot
+    ["take", 5, 0, "kill"],  # a joiner, before it has its snapshot
     ["load", 5, 3, "kill"],  # a survivor, when all have theirs
     ["backward", 13, 0, "kill"],
     ["backward", 13, 2, "kill"],

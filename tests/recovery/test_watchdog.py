@@ -194,7 +194,7 @@ def test_impossible_limits_are_refused(name, value):
         HangPolicy(**{name: value})
 
 
-def test_a_beat_survives_the_ledger():
+def test_a_heartbeat_survives_the_job_store():
     assert Heartbeat.from_dict(json.loads(json.dumps(WAITS.to_dict()))) == WAITS
 
 
