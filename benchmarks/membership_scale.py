@@ -31,13 +31,13 @@ import torch.distributed as dist
 
 from benchmarks import harness, report
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryTimeout
 from hyperpod_plugins.recovery.plan import Arrival
 from hyperpod_plugins.recovery.quorum import PlanWatcher, QuorumJoiner, to_text
-from hyperpod_plugins.recovery.resume import Survivors
+from hyperpod_plugins.recovery.stop_reports import Survivors
 from hyperpod_plugins.recovery.world_view import WorldView
 
 THREADS = 128

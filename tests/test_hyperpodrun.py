@@ -44,7 +44,7 @@ def test_only_the_lost_worker_is_replaced(launch, tmp_path):
     assert job_store.incarnations(range(4)) == [0, 0, 1, 0]
     assert job_store.exit_of(2, 0).cause == "killed by SIGKILL"
     ended = job_store.ended(0)
-    assert (ended.kind, ended.rank, ended.incarnation, ended.reporter) == ("process", 2, 0, "agent of node 0")
+    assert (ended.kind, ended.worker_id, ended.incarnation, ended.reporter) == ("process", 2, 0, "agent of node 0")
 
     os.kill(pids[1, 0], signal.SIGKILL)  # generation 1 has not been formed, so there is nothing to end
     job.await_here((1, 1))
@@ -53,7 +53,7 @@ def test_only_the_lost_worker_is_replaced(launch, tmp_path):
     job_store.propose(1, {})
     os.kill(pids[0, 0], signal.SIGKILL)
     job.await_here((0, 1))
-    assert job_store.ended(1).rank == 0
+    assert job_store.ended(1).worker_id == 0
     assert job_store.generation() == 2
 
     job_store.ask_to_kill(3, 0)
@@ -226,7 +226,7 @@ def test_a_killed_fork_server_costs_the_workers_of_its_node_and_not_the_job(laun
     [fork_server] = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids.values()}
     os.kill(fork_server, signal.SIGKILL)
     job.await_here((0, 1), (1, 1))
-    job.job_store().put("finish", b"1")
+    job.job_store().set("finish", b"1")
     assert job.code() == 0, job.text()
 
 

@@ -67,7 +67,7 @@ class Watch(pl.Callback):
                 assembled_s=repair.quorum_s,
                 restored_s=repair.restored_s,
                 incident_s=repair.failure.at_s,
-                is_joining=log.rank in repair.joiners,
+                is_joining=log.rank in repair.receivers,
             )
 
 

@@ -111,7 +111,7 @@ def regained_at(commits: Sequence[Event], step: int, world_size: int) -> float |
 def stages_of(events: Sequence[Event], kill_s: float, first_s: float) -> dict[str, float]:
     """How a survivor that repaired itself spent its time, from the event `repaired`."""
     for each in events:
-        if each["event"] == "repaired" and not each["is_newcomer"]:
+        if each["event"] == "repaired" and not each["is_joining"]:
             stages = {
                 "detected": each["incident_s"] - kill_s,
                 "aborted": each["noticed_s"],

@@ -59,8 +59,8 @@ class Reconfiguration:
         store: store through which the members find each other; the same for all of them.
         timeout_s: longest wait for another member, in seconds. Collectives keep the timeout of their group.
         members: global ranks of each group, by the name of its key; groups that are not listed keep theirs.
-        is_last: leave groups that are not listed without connections, because the remaining ranks only save before
-            the job ends.
+        only_listed_groups: leave groups that are not listed without connections, because the remaining ranks only
+            save before the job ends.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Reconfiguration:
         only_listed_groups: bool = False,
     ) -> None:
         self._generation, self._store, self._timeout = generation, store, timedelta(seconds=timeout_s)
-        self._members, self._is_last = dict(members or {}), only_listed_groups
+        self._members, self._only_listed_groups = dict(members or {}), only_listed_groups
         self._outcome: list[dist.ProcessGroup] | Exception | None = None
         self._lock, self._is_decided = threading.Lock(), threading.Event()
         self.is_cancelled = False
@@ -89,7 +89,9 @@ class Reconfiguration:
             DeviceHung: see `finish_aborts`.
         """
         finish_aborts()
-        groups = [group for name, group in live_groups().items() if not self._is_last or name in self._members]
+        groups = [
+            group for name, group in live_groups().items() if not self._only_listed_groups or name in self._members
+        ]
         specs = [self._inner_spec(group) for group in groups]
         discard_pending()
         wanted = [

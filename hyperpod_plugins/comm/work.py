@@ -374,7 +374,7 @@ class ResilientWork(dist.Work):
 
 
 def queueing_device(group: dist.ProcessGroup, arguments: Sequence[Any]) -> torch.device | None:
-    """Return the device on which a collective with these arguments is queued; see `Transport.is_queued`.
+    """Return the device on which a collective with these arguments is queued; see `Transport.runs_on_device_queue`.
 
     A barrier, which has no tensors, is queued if the group serves such a device. None if the caller itself waits.
     """

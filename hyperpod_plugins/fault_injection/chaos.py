@@ -50,7 +50,7 @@ class ChaosPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledFault:
+class ScheduledSignal:
     """One fault of a schedule."""
 
     wait_s: float
@@ -61,13 +61,13 @@ class ScheduledFault:
     """Which worker: a fraction of the ordered list of workers, in `0 .. 1`."""
 
 
-def schedule(plan: ChaosPlan) -> Iterator[ScheduledFault]:
+def schedule(plan: ChaosPlan) -> Iterator[ScheduledSignal]:
     """The schedule of a plan; equal plans give equal schedules."""
     draw = random.Random(plan.seed)
     for _ in range(plan.count):
         wait_s = draw.expovariate(1 / plan.every_s)
         cause, kind = draw_cause(draw, plan.kinds)
-        yield ScheduledFault(wait_s=wait_s, kind=kind, cause=cause.name, worker_fraction=draw.random())
+        yield ScheduledSignal(wait_s=wait_s, kind=kind, cause=cause.name, worker_fraction=draw.random())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ def _run_ids(command: Sequence[bytes]) -> set[str]:
     return joined | {after for word, after in itertools.pairwise(words) if word in names}
 
 
-def inject(blow: ScheduledFault, agents: Sequence[int]) -> int | None:
+def inject(blow: ScheduledSignal, agents: Sequence[int]) -> int | None:
     """Send the fault's signal to a worker; returns its pid, or None if no worker is left."""
     workers = workers_in(processes(), agents)
     if not workers:

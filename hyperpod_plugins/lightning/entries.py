@@ -46,7 +46,7 @@ def save_entry_end(trainer: Trainer, kind: str, results: Any, worker_id: int) ->
                 "what `predict` returned is large, or holds Python objects that are not read without pickle"
             )
         elif kind == "fit":
-            strategy.save_end(state_folder(folder, entries.number))
+            strategy.save_entry_end(state_folder(folder, entries.number))
         if entries.is_complete:
             save_rank_state(folder, entries.number, worker_id, _values_of(trainer, kind, results))
             load_rank_state(folder, entries.number, worker_id)  # fails now if only pickle can read it

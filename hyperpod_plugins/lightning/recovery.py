@@ -701,10 +701,10 @@ class TrainerRecovery:
         if has_fitted and self._seed is not None and self._transaction is not None:
             self._seed(self._transaction.step, entries.number, TRAINING_END)
         leaves = is_interrupted or self.elastic is not None
+        self.engine.end_entry(has_ended=has_fitted, leaves=leaves)
         if leaves:
             entries.has_left = entries.has_left or self.is_fitting
             entries.member, entries.worker_ids = None, self.member.world.worker_ids
-        self.engine.end_entry(has_ended=has_fitted, leaves=leaves)
 
     def _repaired(self, repair: Repair) -> None:
         assert self._window is not None

@@ -29,7 +29,7 @@ from hyperpod_plugins.lightning.shown_values import tables_of
 from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
 from hyperpod_plugins.recovery.packing import pack, unpack
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
-from hyperpod_plugins.recovery.state import hyperparameters
+from hyperpod_plugins.recovery.state_transfer import hyperparameters
 
 _PROGRESS = ("total", "current")
 _PART = "hyperpod:part"

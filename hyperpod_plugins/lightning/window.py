@@ -32,7 +32,7 @@ from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, Trai
 from hyperpod_plugins.recovery.kept_state import FreshGradients, HasState, OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_END, EVALUATION_BEGIN, FIT_END
-from hyperpod_plugins.recovery.state import load_hyperparameters, to_python_numbers
+from hyperpod_plugins.recovery.state_transfer import load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import (
     CAN_RESET,
     Buffers,

@@ -8,7 +8,7 @@ from hyperpod_plugins.recovery.protocols import SAVING_GROUP, Repair, RetryPolic
 from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop
 from hyperpod_plugins.recovery.rng import seed_micro_step, stream_seed
 from hyperpod_plugins.recovery.snapshot import Snapshot, SnapshotPolicy, Snapshots
-from hyperpod_plugins.recovery.state import TrainingState
+from hyperpod_plugins.recovery.state_transfer import TrainingState
 from hyperpod_plugins.recovery.step import StepTransaction
 from hyperpod_plugins.recovery.watchdog import HangPolicy
 

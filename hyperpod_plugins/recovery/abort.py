@@ -9,8 +9,8 @@ import time
 from typing import NoReturn
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.checkpoint_trust import why_untrusted
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
-from hyperpod_plugins.elastic.resume import why_untrusted
 from hyperpod_plugins.elastic.store.entries import (
     CHECKPOINTS_KEY,
     all_checkpoints,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.protocols import RetryPolicy

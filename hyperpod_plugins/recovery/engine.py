@@ -1,13 +1,20 @@
 """One process's recovery, as Lightning's Trainer and a loop written by hand share it.
 
-    engine = RecoveryEngine(join_job(...), options, repairs, on_repair=...)    once, before the groups are created
-    engine.begin_entry(...)                                                    for each call that trains
+    engine = RecoveryEngine(join_job(...), options, repairs, on_repair=...)    before the groups are created
+    engine.begin_entry(...)                                                    at the beginning of each entry
     transaction = engine.attach(loop, state, ...)                              each time that the loop is entered
-    engine.stop_state(...); engine.move(); engine.wait_for_peers(...)          after a fault outside a step
-    engine.end_entry(...)                                                      when the call ends
+    engine.wait_for_peers(...)                                                 in a joiner, before its first step
 
-The adapter captures and restores the position of its loop, and leaves and re-enters it. Everything else about a fault
-is in the `StepTransaction` that `attach` returns.
+    member.end_generation()                                                    after a fault outside a step
+    engine.take_returned(); engine.stop_state(...)
+    group_health.leave_others(); engine.move()
+    engine.attach(...); engine.wait_for_peers(...)
+
+    engine.end_entry(...)                                                      when the entry ends
+
+An entry is a call of the program, such as a fit or a loop; see `entries.py`. The adapter captures and restores the
+position of its loop, and leaves and re-enters it. A fault in a step is handled by the `StepTransaction` that `attach`
+returns.
 """
 
 import logging
@@ -31,11 +38,11 @@ from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import Repair, TrainingLoop
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
-from hyperpod_plugins.recovery.resume import ResumePoint
 from hyperpod_plugins.recovery.snapshot import Snapshot, Snapshots
 from hyperpod_plugins.recovery.snapshot_memory import shared_memory
-from hyperpod_plugins.recovery.state import TrainingState
+from hyperpod_plugins.recovery.state_transfer import TrainingState
 from hyperpod_plugins.recovery.step import StepTransaction
+from hyperpod_plugins.recovery.stop_reports import ResumePoint
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +58,9 @@ def join_job(job: JobEnv, options: RecoveryOptions, *, worker_id: int, world_siz
         is_elastic: whether the job may change its size.
 
     Raises:
-        RecoveryError: this process joins a job that has no world yet.
+        RecoveryError: this process joins a job whose initial world does not include it, and that does not change its
+            size.
+        SystemExit: this process joins a job that has ended.
     """
     world = WorldPlan.initial(world_size)
     if job.agent_pid:
@@ -71,11 +80,11 @@ class StateLayout:
     optimizer's tensors and touching their memory for the first time may take longer than filling them.
     """
 
-    def __init__(self, member: Member, state: TrainingState, topology: Topology) -> None:
+    def __init__(self, member: Member, state: TrainingState, topology: Topology, entry: int) -> None:
         here = topology.coordinates(member.rank)
         self._member = member
         self._state = state
-        self._key = f"preview/{here.shard}/{here.tensor}"
+        self._key = f"preview/{entry}/{here.shard}/{here.tensor}"  # another entry may train another model
         self._is_published = here.replicate > 0  # only the first replica publishes it
 
     def publish(self) -> None:
@@ -92,7 +101,7 @@ class StateLayout:
 
 
 class RecoveryEngine:
-    """What lasts between two entries into a loop. Use it in the main thread only."""
+    """Recovery of one process, for all entries of one adapter. Use it in the main thread only."""
 
     def __init__(
         self, member: Member, options: RecoveryOptions, repairs: list[Repair], *, on_repair: Callable[[Repair], object]
@@ -117,13 +126,13 @@ class RecoveryEngine:
         """Of this rank's steps; None if none are rehearsed."""
         self._layout: StateLayout | None = None
         self.saved: SavedCheckpoints | None = None
-        """Record of the existing checkpoints, on rank 0; None on other ranks."""
+        """Record of the existing checkpoints, on rank 0 within an entry; None if a restart could not use them."""
         self.has_moved = False
         """Whether this process has moved to another world since the last generation was formed."""
         self._entry, self._may_record = 0, False
 
     def begin_entry(self, entry: int, *, is_complete: bool) -> None:
-        """Begin a call of the program that trains.
+        """Begin an entry, without snapshots of an earlier one.
 
         Args:
             entry: its number.
@@ -163,7 +172,7 @@ class RecoveryEngine:
                 is_joining=member.is_joining,
             )
             self.snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group, memory)
-        self._layout = StateLayout(member, state, topology)
+        self._layout = StateLayout(member, state, topology, self._entry)
         self.rehearsal = Rehearsal.create(
             state,
             topology,
@@ -252,6 +261,7 @@ class RecoveryEngine:
 
         Raises:
             RecoveryTimeout: they did not stop in time.
+            SystemExit: all processes restart, or the job has ended.
         """
         assert self._layout is not None
         self.member.activity = activity
@@ -259,10 +269,10 @@ class RecoveryEngine:
         return self.member.wait_for_stops(stopped=stopped, snapshots=self.snapshots)
 
     def end_entry(self, *, has_ended: bool, leaves: bool) -> None:
-        """End the call that trains.
+        """End the entry.
 
         Args:
-            has_ended: whether all its steps are done, so that lost processes are no longer replaced.
+            has_ended: whether it has trained to its end, so that lost processes are no longer replaced.
             leaves: whether this process no longer takes part in recovery.
         """
         self.saved = None

@@ -142,7 +142,7 @@ class OptimizerCopy:
         self._beside = self._take_beside()
 
     def restore(self) -> None:
-        """Restore everything as of `keep`. Tensors keep their identity."""
+        """Restore everything as of `save`. Tensors keep their identity."""
         with torch.no_grad():
             _copy(self._copies, list(map(local_tensor, self._tensors)))
         for optimizer, states in zip(self._optimizers, self._states, strict=True):
@@ -154,7 +154,7 @@ class OptimizerCopy:
 
     @contextmanager
     def as_it_began(self) -> Generator[None]:
-        """Context in which everything except the tensors of parameters and state is as of `keep`."""
+        """Context in which everything except the tensors of parameters and state is as of `save`."""
         present = self._take_beside()
         self._give_beside(self._beside)
         try:

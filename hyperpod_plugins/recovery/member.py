@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from hyperpod_plugins.comm import Reconfiguration, break_groups, current_wait, group_health, release_broken
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import await_turn, pending_world, publish_initial_world
-from hyperpod_plugins.elastic.membership.quorum import BETWEEN_CALLS, GenerationBudget, MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import BETWEEN_CALLS, GenerationBudget, MembershipPolicy
 from hyperpod_plugins.elastic.membership.reshard import poll_requests
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
@@ -34,8 +34,8 @@ from hyperpod_plugins.events import EventFile, listen
 from hyperpod_plugins.recovery.abort import follow_final_save, restart_all
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival
 from hyperpod_plugins.recovery.quorum import Generation, PlanWatcher, QuorumJoiner, WorldChanged
-from hyperpod_plugins.recovery.resume import ResumePoint, StopReports, Survivors
 from hyperpod_plugins.recovery.snapshot import Snapshots
+from hyperpod_plugins.recovery.stop_reports import ResumePoint, StopReports, Survivors
 from hyperpod_plugins.recovery.watchdog import (
     HangPolicy,
     Heartbeat,
@@ -88,7 +88,7 @@ class Member:
         self.job_store = JobStore.connect(job)
         self._reports = JobStore.connect(job)
         self._reporting = threading.Lock()
-        self._rounds = GenerationBudget()
+        self._generation_budget = GenerationBudget()
         self._num_heartbeats = 0
         self._ages = HeartbeatAges()
         self._next_look_s = 0.0
@@ -117,7 +117,7 @@ class Member:
             survivors=survivors,
         )
         self._changed = threading.Condition()
-        self._is_leaving = self._is_joining = False
+        self._is_leaving = self._is_forming = False
         self._attempt: Reconfiguration | None = None
         self._group_store = JobStore.connect(job)
         self._end_listening: Callable[[], None] = lambda: None
@@ -129,7 +129,7 @@ class Member:
     @property
     def world(self) -> WorldPlan:
         """The world for which this process has been set up."""
-        return self._worlds.now
+        return self._worlds.current
 
     @property
     def rank(self) -> int:
@@ -204,7 +204,7 @@ class Member:
 
     def move(self, world: WorldPlan) -> None:
         """Become part of another world, perhaps with another rank."""
-        self._worlds.now, self._entered_s = world, None
+        self._worlds.current, self._entered_s = world, None
 
     def give_up(self, cause: str) -> None:
         """Tell the agents to replace no more processes; the first cause that is reported ends the job."""
@@ -259,10 +259,10 @@ class Member:
         num_failures = 0
         self.in_step = False
         with self._changed:
-            self._is_joining = True  # from here on, the end of an old generation does not break the groups
+            self._is_forming = True  # from here on, the end of an old generation does not break the groups
         while True:
             number = self.job_store.generation(at_least=self.generation)
-            why_not = self._rounds.why_not_another(self.committed, number, time.monotonic(), self.policy)
+            why_not = self._generation_budget.why_not_another(self.committed, number, time.monotonic(), self.policy)
             if why_not is not None:
                 self.restart_all(StateLost(why_not))
             stopped(number)
@@ -289,7 +289,7 @@ class Member:
                 continue
             with self._changed:
                 self.generation = number
-                self._own_failure, self._is_joining, self._attempt = None, False, None
+                self._own_failure, self._is_forming, self._attempt = None, False, None
                 self._entered_s = self._entered_s or time.monotonic()
                 self._changed.notify_all()
             return formed
@@ -404,7 +404,7 @@ class Member:
             if generation == self._watched:
                 if self._attempt is not None:
                     self._attempt.cancel(str(failure))
-                elif not self._is_joining:
+                elif not self._is_forming:
                     self._own_failure = self._own_failure or failure
                     break_groups(str(failure))
             self._changed.wait_for(lambda: self._is_leaving or (self._watched, self._attempt) != heard)

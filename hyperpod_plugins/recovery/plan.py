@@ -163,7 +163,7 @@ class RecoveryPlan:
     steps_lost: int = 0
     """Committed steps that must be run again; above 0 only at the level SNAPSHOT."""
     is_return: bool = False
-    """Whether all ranks load their state from snapshots; ranks in `sources` first receive theirs."""
+    """Whether all ranks load their state from snapshots; ranks in `senders` first receive theirs."""
     abort_reason: str = ""
     """Why the job ends after this recovery; empty if it continues."""
     pending_checkpoint: str = ""

@@ -44,7 +44,7 @@ class Repair:
     generation: int
     level: RecoveryLevel
     """Recovery level that was used."""
-    joiners: tuple[int, ...]
+    receivers: tuple[int, ...]
     """Ranks that received state from another rank, such as replacements."""
     rolled_forward: bool
     """Whether this rank committed, during recovery, a step that it had only voted for."""
@@ -64,7 +64,7 @@ class Repair:
 
     def is_reported_by(self, rank: int, world_size: int) -> bool:
         """Whether `rank` is the one that reports this repair: the first rank that is not a joiner."""
-        return rank == min(set(range(world_size)) - set(self.joiners), default=0)
+        return rank == min(set(range(world_size)) - set(self.receivers), default=0)
 
     def event(self) -> Event:
         """The repair as an event, named after its recovery level."""
@@ -77,7 +77,7 @@ class Repair:
                 "step": self.step,
                 "steps_lost": self.steps_lost,
                 "generation": self.generation,
-                "newcomers": " ".join(map(str, self.joiners)),
+                "newcomers": " ".join(map(str, self.receivers)),
                 "noticed_s": self.noticed_s,
                 "assembled_s": self.quorum_s,
                 "restored_s": self.restored_s,

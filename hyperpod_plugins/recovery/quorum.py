@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
-from hyperpod_plugins.elastic.membership.quorum import Action, MembershipPolicy, QuorumView, next_action
+from hyperpod_plugins.elastic.membership.quorum_policy import Action, MembershipPolicy, QuorumView, next_action
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.abort import follow_final_save
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival
 from hyperpod_plugins.recovery.polling import poll_interval_s, scan_interval_s
-from hyperpod_plugins.recovery.resume import Survivors, has_stopped, is_outside, members_before
+from hyperpod_plugins.recovery.stop_reports import Survivors, has_stopped, is_outside, members_before
 from hyperpod_plugins.recovery.world_view import WorldView
 
 _FOREVER_S = 365 * 86400.0  # waiting costs nothing, while torch logs a warning for each wait that times out
@@ -153,7 +153,7 @@ class QuorumJoiner:
             MustReenterLoop: This process waits inside a step, and another rank was outside one.
             RecoveryError: Another process has given up or has replaced this one.
         """
-        job_store, size, rank = self._job_store, self._worlds.now.size, self._rank
+        job_store, size, rank = self._job_store, self._worlds.current.size, self._rank
         if job_store.incarnation(self._worker_id) > arrival.incarnation:
             raise self._replaced()
         self._granted_s = 0.0
@@ -185,7 +185,7 @@ class QuorumJoiner:
 
     def _scan(self, number: int, waited_s: float) -> Mapping[int, str] | None:
         """Read the arrivals if they may be complete or a timeout has passed; the plan, if one was made."""
-        job_store, worker_ids = self._job_store, self._worlds.now.worker_ids
+        job_store, worker_ids = self._job_store, self._worlds.current.worker_ids
         is_late = self._worlds.may_change or waited_s > min(
             self._policy.replacement_timeout_s, self._survivors.patience_s()
         )
@@ -234,7 +234,7 @@ class QuorumJoiner:
 
     def _accept(self, number: int, arrival: Arrival, plan: Mapping[int, str]) -> Generation | None:
         """Become a member of the plan; end the generation if it holds an outdated arrival of this process."""
-        world, brought = self._worlds.now, from_texts(plan)
+        world, brought = self._worlds.current, from_texts(plan)
         if self._worker_id not in brought:
             raise RecoveryError("the job ends: the other ranks have waited too long for this process")
         mine = brought[self._worker_id]
@@ -258,7 +258,7 @@ class QuorumJoiner:
 
         The agent counts the loss before it looks for a plan, and this check follows the plan: one of the two sees it.
         """
-        now = self._job_store.incarnations(self._worlds.now.worker_ids)
+        now = self._job_store.incarnations(self._worlds.current.worker_ids)
         if any(now[rank] != arrival.incarnation for rank, arrival in formed.arrivals.items()):
             cause = "a member was lost just after it arrived"
             self._job_store.end(
@@ -267,12 +267,12 @@ class QuorumJoiner:
 
     @property
     def _rank(self) -> int:
-        rank = self._worlds.now.rank_of(self._worker_id)
+        rank = self._worlds.current.rank_of(self._worker_id)
         assert rank is not None
         return rank
 
     def _ranks_of(self, worker_ids: Iterable[int]) -> list[int | None]:
-        return [self._worlds.now.rank_of(worker_id) for worker_id in worker_ids]
+        return [self._worlds.current.rank_of(worker_id) for worker_id in worker_ids]
 
     def _replaced(self) -> RecoveryError:
         return RecoveryError(

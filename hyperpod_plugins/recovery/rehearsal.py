@@ -42,8 +42,8 @@ from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.kept_state import parameters_of
 from hyperpod_plugins.recovery.packing import unpack
-from hyperpod_plugins.recovery.replicas import ReplicasDiffer, compare_replicas
-from hyperpod_plugins.recovery.state import TrainingState
+from hyperpod_plugins.recovery.replica_comparison import ReplicasDiffer, compare_replicas
+from hyperpod_plugins.recovery.state_transfer import TrainingState
 
 Digests = Mapping[str, int]
 """CRC-32 of each item, by a name that begins with its kind (`gradient`, `parameter`, `buffer`, `optimizer`, ...)."""
@@ -510,7 +510,7 @@ class DigestLog:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledFault:
+class RehearsedFault:
     """A SIGKILL when a rank first reaches a phase at `step` or later."""
 
     phase: str
@@ -545,15 +545,15 @@ class ScheduledFaults:
                 os.fsync(file.fileno())
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _due(self, phase: str, step: int) -> ScheduledFault | None:
+    def _due(self, phase: str, step: int) -> RehearsedFault | None:
         due = (each for each in self._faults if each.phase == phase and step >= each.step)
         return next((each for each in due if not self._marker(each).exists()), None)
 
-    def _marker(self, fault: ScheduledFault) -> Path:
+    def _marker(self, fault: RehearsedFault) -> Path:
         return self._folder / f"fault-{fault.phase}.json"
 
 
-def parse_schedule(text: str) -> list[ScheduledFault]:
+def parse_schedule(text: str) -> list[RehearsedFault]:
     """Parse comma-separated faults, each as `ScheduledFault.to_text` returns it."""
     parts = (part.split(":") for part in text.split(",") if part)
-    return [ScheduledFault(phase=phase, rank=int(rank), step=int(step)) for phase, rank, step in parts]
+    return [RehearsedFault(phase=phase, rank=int(rank), step=int(step)) for phase, rank, step in parts]

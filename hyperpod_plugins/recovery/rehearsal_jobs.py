@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import ConfigError, RecoveryError
-from hyperpod_plugins.recovery.rehearsal import Difference, Digests, ScheduledFault, differing, order_of_kind
+from hyperpod_plugins.recovery.rehearsal import Difference, Digests, RehearsedFault, differing, order_of_kind
 
 PHASES = (
     "setup",  # before the first step
@@ -73,10 +73,10 @@ class RehearsalPlan:
         """Number of steps after which the jobs end."""
         return _FIRST_STEP + len(self.phases) + _STEPS_AFTER
 
-    def schedule(self, phases: Sequence[str]) -> tuple[ScheduledFault, ...]:
+    def schedule(self, phases: Sequence[str]) -> tuple[RehearsedFault, ...]:
         """One fault for each phase, each at a later step and on another rank than the one before."""
         return tuple(
-            ScheduledFault(phase=phase, rank=self._rank_of(phase, number), step=_step_of(phase, number))
+            RehearsedFault(phase=phase, rank=self._rank_of(phase, number), step=_step_of(phase, number))
             for number, phase in enumerate(phases)
         )
 
@@ -188,7 +188,7 @@ def rehearse(plan: RehearsalPlan, say: Callable[[str], None]) -> list[PhaseResul
 
 
 def judge(
-    faults: Sequence[ScheduledFault], happened: Mapping[str, int], failure: str, difference: Difference | None
+    faults: Sequence[RehearsedFault], happened: Mapping[str, int], failure: str, difference: Difference | None
 ) -> list[PhaseResult]:
     """Derive results from a job with faults: for all phases, or for those up to the one that did not recover.
 
@@ -216,7 +216,7 @@ def judge(
     return results
 
 
-def _result(fault: ScheduledFault, happened: Mapping[str, int]) -> PhaseResult:
+def _result(fault: RehearsedFault, happened: Mapping[str, int]) -> PhaseResult:
     step = happened.get(fault.phase)
     return PhaseResult(phase=fault.phase, rank=fault.rank if step is not None else None, step=step)
 
@@ -227,7 +227,7 @@ def _happened(folder: Path) -> dict[str, int]:
     return {said["phase"]: said["at_step"] for said in map(json.loads, filter(None, texts))}
 
 
-def _run(plan: RehearsalPlan, folder: Path, faults: Sequence[ScheduledFault]) -> str:
+def _run(plan: RehearsalPlan, folder: Path, faults: Sequence[RehearsedFault]) -> str:
     """Run one job. Returns the end of its output if it failed, else an empty string."""
     folder.mkdir()
     environ = RehearsalEnv(

@@ -34,7 +34,7 @@ from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.plan import NO_STATE, buddies, sources_of
 from hyperpod_plugins.recovery.snapshot_memory import SharedMemory, SharedSlots, Snapshot
-from hyperpod_plugins.recovery.state import TrainingState
+from hyperpod_plugins.recovery.state_transfer import TrainingState
 
 # The snapshot interval: as short as the cost limit allows. Each rank measures its own cost; all use one interval.
 

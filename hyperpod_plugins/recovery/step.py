@@ -139,7 +139,7 @@ class StepTransaction:
     def __init__(
         self,
         member: Member,
-        subject: TrainingLoop,
+        training_loop: TrainingLoop,
         topology: Topology,
         *,
         policy: RetryPolicy,
@@ -150,13 +150,13 @@ class StepTransaction:
     ) -> None:
         self._rehearsal = rehearsal
         self._member = member
-        self._training_loop = subject
+        self._training_loop = training_loop
         self._topology = topology
         self._policy = policy
         self._device = device
         self._on_repair = on_repair
         self._snapshots = snapshots
-        self._shutdown = JobShutdown(member, subject)
+        self._shutdown = JobShutdown(member, training_loop)
         self._voted_step = NO_STATE
         self._has_begun = self._has_reported_begin = self._must_resize = False
         self._attempts = Attempts(policy, member.worker_id)
@@ -465,7 +465,7 @@ class StepTransaction:
             step=plan.step,
             generation=formed.number,
             level=plan.level,
-            joiners=tuple(plan.senders),
+            receivers=tuple(plan.senders),
             rolled_forward=outcome is not None,
             noticed_s=max(0.0, began_s - failure.at_s),
             quorum_s=assembled_s - began_s,

@@ -16,19 +16,19 @@ class WorldView:
     """The present world of this process, and the worlds that follow it."""
 
     def __init__(self, job_store: JobStore, current: WorldPlan, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with the world `now`; `job_store` is the calling thread's connection, and `clock` returns seconds."""
+        """Begin with the world `current`; `job_store` is the calling thread's connection, `clock` returns seconds."""
         self._job_store = job_store
         self._clock = clock
         self._ages = HeartbeatAges()
-        self.now = current
+        self.current = current
         """The world for which this process has been set up."""
-        self._terms: ElasticSpec | None = None
+        self._spec: ElasticSpec | None = None
 
     @property
     def may_change(self) -> bool:
         """Whether the job is elastic."""
-        self._terms = self._terms or elastic_spec_of(self._job_store)
-        return self._terms is not None
+        self._spec = self._spec or elastic_spec_of(self._job_store)
+        return self._spec is not None
 
     def at(self, generation: int) -> WorldPlan:
         """The world that a generation is formed for.
@@ -37,8 +37,8 @@ class WorldView:
             RecoveryError: The job store does not hold it.
         """
         number = self._job_store.world_number(generation)
-        if number <= self.now.number:
-            return self.now
+        if number <= self.current.number:
+            return self.current
         world = self._job_store.world(number)
         if world is None:
             raise RecoveryError(
@@ -65,20 +65,20 @@ class WorldView:
         """
         if not missing or not self.may_change:
             return False
-        assert self._terms is not None
+        assert self._spec is not None
         present, gone = self.at(generation), self._silent_workers(missing)
         try:
-            world = world_without(self._job_store, self._terms, present, missing, waited_s)
+            world = world_without(self._job_store, self._spec, present, missing, waited_s)
         except StateLost:  # only replacements can continue, from a snapshot
             world = None
         if world is None:
-            layout = restart_layout(self._job_store, self._terms, present, gone, waited_s) if gone else None
+            layout = restart_layout(self._job_store, self._spec, present, gone, waited_s) if gone else None
             if layout is None:
                 return False
             raise StateLost(
                 f"{len(gone)} of {present.size} ranks are lost and were not replaced within {waited_s:.0f} s, and "
-                f"those that are left make up fewer replicas of shard degree {self._terms.degrees[0]} x tensor degree "
-                f"{self._terms.degrees[1]} than the job needs; what is there may have {layout}"
+                f"those that are left make up fewer replicas of shard degree {self._spec.degrees[0]} x tensor degree "
+                f"{self._spec.degrees[1]} than the job needs; what is there may have {layout}"
             )
         failure = FailureRecord(kind="resize", cause=world.cause, reporter=reporter, world=world.number)
         self._job_store.end(generation, failure)
@@ -101,9 +101,9 @@ class WorldView:
         """For a job that must end: a sentence on what the survivors could continue with; empty if not elastic."""
         if not self.may_change:
             return ""
-        assert self._terms is not None
+        assert self._spec is not None
         left = num_survivors(self._job_store, self.at(generation), missing)
         return (
-            f" {what_would_fit(self._terms.layouts, left)}. Allow smaller degrees with ElasticTraining("
+            f" {what_would_fit(self._spec.layouts, left)}. Allow smaller degrees with ElasticTraining("
             "shard_degrees=...) to have all processes start again with those that are left."
         )

@@ -149,8 +149,8 @@ class Loop:
         trained: TrainedState,
         computation: StepComputation,
         transactions: Transactions,
-        spread: Callable[[], StatefulLoader],
-        extent: LoopLimits,
+        build_loader: Callable[[], StatefulLoader],
+        limits: LoopLimits,
         finite: FiniteCheck,
     ) -> None:
         """Set up the loop without running a step.
@@ -160,8 +160,8 @@ class Loop:
             trained: what the loop trains.
             computation: computes the steps.
             transactions: runs each step as a transaction.
-            spread: builds this rank's loader for the present world.
-            extent: how long to run.
+            build_loader: builds this rank's loader for the present world.
+            limits: how long to run.
             finite: checks each step before it is committed.
         """
         self._finite = finite
@@ -170,9 +170,9 @@ class Loop:
         self._trained = trained
         self._computation = computation
         self._transactions = transactions
-        self._build_loader = spread
-        self._extent = extent
-        self._loader = spread()
+        self._build_loader = build_loader
+        self._limits = limits
+        self._loader = build_loader()
         self._position = Position()
         self._step: Step | None = None
         trained.get_position = lambda: self._position
@@ -251,8 +251,8 @@ class Loop:
                 is_replay=True,
                 result=position.result,
             )
-        for index, found in enumerate(iterate_steps(self._loader, self._extent.num_epochs), position.committed):
-            if self._extent.max_steps and index >= self._extent.max_steps:
+        for index, found in enumerate(iterate_steps(self._loader, self._limits.num_epochs), position.committed):
+            if self._limits.max_steps and index >= self._limits.max_steps:
                 return
             yield Step(
                 self,

@@ -350,14 +350,14 @@ class Session:
         if self._elastic is not None:
             self._publish_elastic_spec(batch, self._elastic)
 
-        def spread() -> StatefulLoader:
+        def build_loader() -> StatefulLoader:
             topology = self.topology
             split = batch.split(topology.replicate_degree, topology.shard_degree)
             return data.build_loader(split, topology.data_rank(self.rank))
 
-        extent = LoopLimits(num_epochs=epochs, max_steps=max_steps)
+        limits = LoopLimits(num_epochs=epochs, max_steps=max_steps)
         assert self._finite is not None
-        loop = Loop(self._context, trained, self._computation, transactions, spread, extent, self._finite)
+        loop = Loop(self._context, trained, self._computation, transactions, build_loader, limits, self._finite)
         return self._run(loop, trained, transactions)
 
     def _run(self, loop: Loop, trained: TrainedState, transactions: Transactions) -> Iterator[Step]:

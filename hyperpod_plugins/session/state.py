@@ -22,7 +22,7 @@ from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure,
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.kept_state import OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates, ProgramState
-from hyperpod_plugins.recovery.state import hyperparameters, load_hyperparameters, to_python_numbers
+from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import CAN_RESET, StepStart, drop_gradients, end_iteration
 
 # The loop's position: what a joiner needs besides the tensors of model and optimizers.

@@ -98,10 +98,11 @@ class Transactions:
             arm(self.member.job_store)
 
     def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
-        """Take no part in recovery until the next loop begins.
+        """End the loop: take no part in recovery until the next one, or for good if the job is elastic.
 
         Args:
-            is_over: whether the loop has ended for all ranks, so that lost processes are not replaced until then.
+            is_over: whether the loop has ended for all ranks, so that lost processes are not replaced until the next
+                one. If not, only this process leaves for good, and the others continue without it.
             error: raised by the loop's body; this process and the job end with it.
         """
         engine = self._engine
@@ -112,9 +113,9 @@ class Transactions:
             key = f"{RAISED_KEY}/{engine.member.worker_id}"
             engine.member.job_store.set(key, text.encode(errors="replace"))
         leaves = engine.member.is_elastic or not is_over
+        engine.end_entry(has_ended=is_over, leaves=leaves)
         if leaves:
             self._engine = None
-        engine.end_entry(has_ended=is_over, leaves=leaves)
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
         """Run one step."""

@@ -43,7 +43,7 @@ STAGES = {"detected": 0.05, "aborted": 0.01, "assembled": 0.2, "restored": 0.1, 
 
 
 def test_a_repair_in_place_loses_nothing_and_tells_its_stages():
-    repair = {"incident_s": 10.05, "noticed_s": 0.01, "assembled_s": 0.2, "restored_s": 0.1, "is_newcomer": False}
+    repair = {"incident_s": 10.05, "noticed_s": 0.01, "assembled_s": 0.2, "restored_s": 0.1, "is_joining": False}
     found = outcome(commit(10.5, 10, 0), commit(10.6, 10, 1, pid=9), told(10.51, "repaired", rank=0, **repair))
     assert (found.first_s, found.full_s, found.regain_s) == pytest.approx((0.5, 0.6, 0.6))
     assert found.steps_lost == found.steps_reduced == 0

@@ -125,7 +125,7 @@ def test_a_stall_of_the_store_is_ridden_out_and_signals_are_heard_in_it(launch):
     assert "for 60 s at most (read_timeout of --rdzv-conf)" in patient.text()
     serves.agent.send_signal(signal.SIGCONT)
     patient.await_(lambda: "the store answers again" in patient.text())
-    serves.job_store().put("finish", b"1")
+    serves.job_store().set("finish", b"1")
     assert [serves.code(), patient.code()] == [0, 0], serves.text() + patient.text()
 
 

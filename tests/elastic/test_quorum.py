@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.membership.quorum import (
+from hyperpod_plugins.elastic.membership.quorum_policy import (
     BETWEEN_CALLS,
     Action,
     ExitWait,

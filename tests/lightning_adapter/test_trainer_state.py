@@ -26,7 +26,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     set_last_saves,
 )
 from hyperpod_plugins.recovery.rng import EPOCH_END, EVALUATION_BEGIN, FIT_END
-from hyperpod_plugins.recovery.state import load_hyperparameters
+from hyperpod_plugins.recovery.state_transfer import load_hyperparameters
 
 NUM_BATCHES = 7
 POSITION = ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.scheduler_progress", "epoch_loop.state_dict")

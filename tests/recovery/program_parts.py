@@ -22,8 +22,8 @@ from torchmetrics import MeanMetric
 
 from hyperpod_plugins.comm.commit_vote import CommitVote
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
-from hyperpod_plugins.recovery.resume import StopReports
 from hyperpod_plugins.recovery.step import StepTransaction
+from hyperpod_plugins.recovery.stop_reports import StopReports
 
 sys.path.append(str(Path(__file__).parents[1]))
 

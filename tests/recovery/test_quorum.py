@@ -10,14 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
-from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryError, RecoveryTimeout
 from hyperpod_plugins.recovery import NO_STATE, Arrival, MustReenterLoop
 from hyperpod_plugins.recovery.quorum import PlanWatcher, QuorumJoiner, from_texts, to_text
-from hyperpod_plugins.recovery.resume import StopReports, Survivors
+from hyperpod_plugins.recovery.stop_reports import StopReports, Survivors
 from hyperpod_plugins.recovery.watchdog import Heartbeat
 from hyperpod_plugins.recovery.world_view import WorldView
 

@@ -16,7 +16,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.recovery.rehearsal import (
     Difference,
-    ScheduledFault,
+    RehearsedFault,
     ScheduledFaults,
     _read,
     differing,
@@ -31,7 +31,7 @@ from hyperpod_plugins.recovery.rehearsal_jobs import (
     judge,
     read_lines,
 )
-from hyperpod_plugins.recovery.replicas import Disagreement, suspects_of
+from hyperpod_plugins.recovery.replica_comparison import Disagreement, suspects_of
 
 PROGRAM = Path(__file__).with_name("program_rehearsal.py")
 PUT_BACK = PROGRAM.with_name("program_putback.py")
@@ -133,8 +133,8 @@ def test_a_scheduled_fault_is_due_once_and_not_before_its_step(tmp_path):
 def test_plans_that_cannot_be_are_refused_by_name():
     plan = RehearsalPlan(program=(str(PROGRAM),))
     assert plan.schedule(("setup", "vote")) == (
-        ScheduledFault(phase="setup", rank=1, step=0),
-        ScheduledFault(phase="vote", rank=0, step=3),
+        RehearsedFault(phase="setup", rank=1, step=0),
+        RehearsedFault(phase="vote", rank=0, step=3),
     )
     assert plan.schedule(("vote_result",))[0].rank == 0
     with pytest.raises(ConfigError, match="phases lunch cannot be rehearsed"):

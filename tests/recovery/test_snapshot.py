@@ -245,13 +245,13 @@ def turn_off_and_repair(snapshots, make, store):
     for generation in (2, 3):
         for step in (20, 25):
             snapshots.maybe_snapshot(step, lambda: b"")
-            snapshots.settle()
+            snapshots.wait()
         found.append(snapshots._is_off)
         break_groups("a test")
         Reconfiguration(generation, store=dist.PrefixStore(f"again {generation}", store), timeout_s=20).run()
         if dist.get_rank() == 1:
             snapshots = make()
-        snapshots.keep(10)
+        snapshots.resume_at(10)
         found.append(snapshots._is_off)
     return found
 

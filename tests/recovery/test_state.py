@@ -11,7 +11,7 @@ from torch import nn
 from hyperpod_plugins.comm import Channel, break_groups
 from hyperpod_plugins.errors import PeerLost, RecoveryError
 from hyperpod_plugins.recovery import TrainingState
-from hyperpod_plugins.recovery.state import ALONE_BYTES
+from hyperpod_plugins.recovery.state_transfer import ALONE_BYTES
 
 FIRST_LARGE, FIRST_TURNED, SMALL_ONES = 0, 1, 6
 """Numbers of messages after the header."""

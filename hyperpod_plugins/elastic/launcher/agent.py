@@ -45,7 +45,7 @@ from hyperpod_plugins.elastic.launcher.round import AgentOptions, RoundStarter, 
 from hyperpod_plugins.elastic.launcher.signal_queue import SignalQueue
 from hyperpod_plugins.elastic.membership.admission import announce_preemption, is_in_world, uses_recovery, world_or_none
 from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
-from hyperpod_plugins.elastic.membership.quorum import ExitWait
+from hyperpod_plugins.elastic.membership.quorum_policy import ExitWait
 from hyperpod_plugins.elastic.membership.restart_policy import (
     GAVE_UP,
     JobRestart,

@@ -36,6 +36,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.logging import get_logger
 
+from hyperpod_plugins.elastic.checkpoint_trust import check_checkpoint
 from hyperpod_plugins.elastic.membership.admission import is_in_world, world_or_none
 from hyperpod_plugins.elastic.rendezvous.backends import ServedStoreBackend, StoreBackend, open_etcd, open_served
 from hyperpod_plugins.elastic.rendezvous.expiry import can_take_joiners, expire_slot, record_node_exit, register_workers
@@ -50,7 +51,6 @@ from hyperpod_plugins.elastic.rendezvous.slots import (
 )
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, name_of_round
 from hyperpod_plugins.elastic.rendezvous.torchrun_workers import FailedWorker, prepare_agent_environ, set_worker_environ
-from hyperpod_plugins.elastic.resume import check_checkpoint
 from hyperpod_plugins.elastic.snapshot_folder import set_snapshot_folder
 from hyperpod_plugins.elastic.store.etcd import SCHEME
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
@@ -311,8 +311,8 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         """Give the slot back: another node can take it, and the job continues without this one."""
         assignment, self._keep_alive.assignment = self._keep_alive.assignment, None
         if assignment is not None:
-            application = self._get_joiner()
-            expire_slot(application.rdzv_store, application.job_store, assignment, cause, assignment.reporter)
+            joiner = self._get_joiner()
+            expire_slot(joiner.rdzv_store, joiner.job_store, assignment, cause, assignment.reporter)
 
     def finish(self, *, stays: bool = False) -> None:
         """Record that the workers of this node have succeeded, so that no node takes its slot over.
@@ -322,11 +322,11 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         Args:
             stays: whether this agent would restart its workers when all nodes restart; torchrun's does not.
         """
-        assignment, application = self._keep_alive.assignment, self._get_joiner()
+        assignment, joiner = self._keep_alive.assignment, self._get_joiner()
         if assignment is None or self._is_done:
             return
         self._is_done, self._can_restart = (
-            all(is_in_world(application.job_store, worker_id) for worker_id in assignment.worker_ids),
+            all(is_in_world(joiner.job_store, worker_id) for worker_id in assignment.worker_ids),
             stays,
         )
         if not self._is_done:
@@ -352,13 +352,13 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         """Slots of the nodes that still train; {-1} if a new round runs without this node."""
         if self.has_new_round:
             return {-1}
-        application = self._get_joiner()
+        joiner = self._get_joiner()
         leases, size = (
-            application.rdzv_store.leases(self.round_number),
-            application.rdzv_store.workers_per_node(self.round_number),
+            joiner.rdzv_store.leases(self.round_number),
+            joiner.rdzv_store.workers_per_node(self.round_number),
         )
         held = {slot for slot, lease in enumerate(leases or ()) if lease.state is LeaseState.HELD}
-        world = world_or_none(application.job_store)
+        world = world_or_none(joiner.job_store)
         if world is None or not size:
             return held
         return held.intersection(worker_id // size for worker_id in world.worker_ids)
@@ -368,11 +368,11 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
         Slot -1, which stands for nodes of a later round, has none.
         """
-        application = self._get_joiner()
-        size = application.rdzv_store.workers_per_node(self.round_number)
-        if world_or_none(application.job_store) is None or not size:
+        joiner = self._get_joiner()
+        size = joiner.rdzv_store.workers_per_node(self.round_number)
+        if world_or_none(joiner.job_store) is None or not size:
             return None
-        return application.job_store.heartbeats(
+        return joiner.job_store.heartbeats(
             [slot * size + index for slot in slots if slot >= 0 for index in range(size)]
         )
 
@@ -400,28 +400,28 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         Raises:
             ConfigError: other nodes start another number of workers, or the checkpoint to resume from is not trusted.
         """
-        assignment, application = self._keep_alive.assignment, self._get_joiner()
+        assignment, joiner = self._keep_alive.assignment, self._get_joiner()
         assert assignment is not None
-        agreed = application.rdzv_store.agree_workers_per_node(assignment.round_number, num_workers)
+        agreed = joiner.rdzv_store.agree_workers_per_node(assignment.round_number, num_workers)
         if agreed != num_workers:
             cause = (
                 f"the agent {self._node} starts {num_workers} workers, but the others start {agreed} each. Ranks "
                 "follow from slots: give all nodes the same --nproc-per-node."
             )
-            if not can_take_joiners(application.job_store):
-                application.rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))
+            if not can_take_joiners(joiner.job_store):
+                joiner.rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))
             self._release()
             raise ConfigError(cause)
-        end = application.rdzv_store.round_end(assignment.round_number - 1)
+        end = joiner.rdzv_store.round_end(assignment.round_number - 1)
         resume_from = self._checked(end.resume_from) if end is not None and end.resume_from else ""
         first = assignment.slot * num_workers
         ranks, incarnation = range(first, first + num_workers), 0
         if assignment.is_new:
             logger.warning("this node takes the new slot %d and waits until the job grows", assignment.slot)
-            incarnation = register_workers(application.job_store, ranks)
+            incarnation = register_workers(joiner.job_store, ranks)
         elif assignment.predecessor:
             logger.warning("this node takes over slot %d from %s", assignment.slot, assignment.predecessor)
-            incarnation = record_node_exit(application.job_store, ranks, self._loss(assignment))
+            incarnation = record_node_exit(joiner.job_store, ranks, self._loss(assignment))
         self.job = replace(
             self._backend.job(name_of_round(self._run_id, assignment.round_number)),
             incarnation=incarnation,
@@ -461,9 +461,9 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     def _give_up(self, assignment: NodeAssignment) -> None:
         """End the job: the workers of this node failed and are not restarted."""
-        application = self._get_joiner()
+        joiner = self._get_joiner()
         cause = f"workers of node {assignment.slot} failed, and its agent does not restart them"
-        application.rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))
+        joiner.rdzv_store.close(RendezvousClosing(cause=cause, is_success=False))
         if assignment.worker_ids:
             failure = FailureRecord(
                 kind="agent",
@@ -472,8 +472,8 @@ class HyperPodRendezvousHandler(RendezvousHandler):
                 incarnation=assignment.incarnation,
                 reporter=assignment.reporter,
             )
-            application.job_store.record_exit(failure)
-            application.job_store.set(GAVE_UP_KEY, failure.to_json().encode())
+            joiner.job_store.record_exit(failure)
+            joiner.job_store.set(GAVE_UP_KEY, failure.to_json().encode())
 
     def _await_others_leaving(self) -> None:
         """Wait until all users of the store have left, if this node must outlast them."""
@@ -482,7 +482,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             return
         store = self._backend.connect()
         store.set_timeout(timedelta(seconds=self.closing_s))  # the keys may have been deleted by now
-        rdzv_store, pulse, beat_s = (
+        rdzv_store, liveness, heartbeat_s = (
             RendezvousStore(store),
             LivenessTracker(self._policy.max_missed_heartbeats),
             self._policy.heartbeat_s,
@@ -491,10 +491,10 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         deadline_s = time.monotonic() + self.closing_s
         while nodes and time.monotonic() < deadline_s:
             if time.monotonic() >= next_look_s:
-                pulse.look(rdzv_store.heartbeats(nodes))
-                next_look_s = time.monotonic() + beat_s
+                liveness.look(rdzv_store.heartbeats(nodes))
+                next_look_s = time.monotonic() + heartbeat_s
             time.sleep(_POLL_S)
-            nodes = {node for node in nodes.difference(rdzv_store.left()) if not pulse.is_lost(node)}
+            nodes = {node for node in nodes.difference(rdzv_store.left()) if not liveness.is_lost(node)}
         if not nodes:
             self._backend.clear()
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hyperpod_plugins.elastic.checkpoint_trust import check_checkpoint
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
-from hyperpod_plugins.elastic.resume import check_checkpoint
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord, JsonRecord
 from hyperpod_plugins.env import JobEnv

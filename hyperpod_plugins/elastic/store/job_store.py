@@ -18,7 +18,7 @@
     listed/NAME               lower bound of their number       each writer of an entry, after that
 
 A generation is over when its `end` exists. The first `plan` forms the next one. Both are written once and never
-change, so all processes act on the same values. This module makes no decisions; see `membership/quorum.py`.
+change, so all processes act on the same values. This module makes no decisions; see `membership/quorum_policy.py`.
 
 RANK stands for the worker_id: the rank in the initial world, which never changes; see `store/world.py`.
 

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.quorum import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.polling import poll_interval_s, scan_interval_s
@@ -165,7 +165,7 @@ class StopReports:
         snapshots: Snapshots | None = None,
     ) -> ResumePoint:
         """Wait until every process that has state has stopped; see `Member.wait_for_stops`."""
-        job_store, worker_ids, rank = self._job_store, self._worlds.now.worker_ids, 0
+        job_store, worker_ids, rank = self._job_store, self._worlds.current.worker_ids, 0
         began_s = time.monotonic()
         here, look_s = -1, 0.0
         known: Mapping[int, int] = {}

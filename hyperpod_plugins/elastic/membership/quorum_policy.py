@@ -64,9 +64,9 @@ class GenerationBudget:
     form and break again, state that cannot be copied, members that are lost as soon as they have arrived.
     """
 
-    def __init__(self, max_rounds: int = 20) -> None:
+    def __init__(self, max_generations: int = 20) -> None:
         """Allow `max_rounds` generations for one step, and more within the first `replacement_timeout_s`."""
-        self._max_rounds = max_rounds
+        self._max_rounds = max_generations
         self._began: tuple[int, int, float] | None = None
 
     def why_not_another(self, committed: int, number: int, now_s: float, policy: MembershipPolicy) -> str | None:
