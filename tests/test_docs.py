@@ -657,15 +657,17 @@ def data(page):
     names |= {"data": tokens, "rank": 0, "state": StatefulLoader(tokens, fresh).state_dict()}
     page.run(loader, replaced={"num_workers=2": "num_workers=0"}, **names)  # a rank of the harness may have no children
     assert page["batch"]["input_ids"].shape == (4, 1024)
-    small = {
-        "4 << 30, max_batch_bytes=64 << 20": "16 << 20, max_batch_bytes=1 << 20",
-        '"my-run"': f'"test-docs-{os.getpid()}"',
-    }
-    page.run(cache, replaced=small, BatchCache=BatchCache, BatchCacheConfig=BatchCacheConfig, dataset=tokens)
-    try:
-        assert len(list(page["loader"])) == 4  # 2 steps of 8 samples
-    finally:
-        page["cache"].remove()
+    sizes = "size_bytes=4 << 30, max_batch_bytes=64 << 20"  # in /dev/shm, if the page had its way
+    small = {sizes: "size_bytes=16 << 20, max_batch_bytes=1 << 20, folder=folder"}
+    page.run(
+        cache,
+        replaced=small,
+        BatchCache=BatchCache,
+        BatchCacheConfig=BatchCacheConfig,
+        dataset=tokens,
+        folder=Path.cwd(),
+    )
+    assert len(list(page["loader"])) == 4  # 2 steps of 8 samples
 
 
 PARALLELISM = "config = ParallelConfig(hybrid_shard_degree=2, tensor_parallel_degree=2)"
