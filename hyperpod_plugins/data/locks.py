@@ -1,4 +1,4 @@
-"""File lock that excludes other processes and threads; a killed holder blocks nobody."""
+"""File lock that excludes other processes and threads; the lock of a killed holder is released."""
 
 import contextlib
 from collections.abc import Generator
