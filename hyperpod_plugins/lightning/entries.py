@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from hyperpod_plugins.elastic.store.entries import EndedEntry
-from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import CommError, RecoveryError, format_list
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.local_state import load_local_state
@@ -113,11 +112,6 @@ def can_keep(results: Any, kind: str) -> bool:
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError):
         return False
     return buffer.tell() <= _MAX_PREDICTIONS_BYTES
-
-
-def is_started_by_hyperpodrun(job: JobEnv | None) -> bool:
-    """Whether `hyperpodrun` started this process; it tells processes started later which entries have ended."""
-    return job is not None and not job.agent_pid
 
 
 def _values_of(trainer: Trainer, kind: str, results: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from hyperpod_plugins.lightning.compat import (
     init_dist_connection,
     reset_seed,
 )
-from hyperpod_plugins.lightning.entries import KINDS, entries, is_started_by_hyperpodrun, save_entry_end, skip_entry
+from hyperpod_plugins.lightning.entries import KINDS, entries, save_entry_end, skip_entry
 
 STATE_OF_PEERS = "hyperpod:peers"
 """Stands for a checkpoint path in a process that gets its state from the other ranks."""
@@ -74,9 +74,9 @@ class RecoveryLauncher(Launcher):
             comes_later = kind == "fit" and entries.is_joining  # it resumes from the other ranks
             args = _replace_ckpt_path(args, STATE_OF_PEERS if comes_later else resumes_from)
             results = self._run(function, args, kwargs, is_fit=kind == "fit")
-            if is_started_by_hyperpodrun(job) and recovers(trainer):
+            if recovers(trainer):
                 save_entry_end(trainer, kind, results, worker_id)
-            elif kind == "fit" or is_started_by_hyperpodrun(job):
+            else:
                 entries.is_complete = False
             return results
 

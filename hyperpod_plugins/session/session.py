@@ -383,7 +383,7 @@ class Session:
                     seed_micro_step(
                         self.config.random_seed, 0, entries.number, self.topology.data_rank(self.rank), TRAINING_END
                     )
-                if member is None or member.is_elastic or job.agent_pid:
+                if member is None or member.is_elastic:
                     entries.is_complete = False
                 else:
                     self._keep_end(trained)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,14 +55,18 @@ JOB = JobEnv(run_id="test", store_host="localhost", store_port=1)
 LOST = FailureRecord(kind="process", cause="killed by SIGKILL")
 
 
-def run(program, folder, faults, timeout_s, num_nodes=1):
+HYPERPODRUN = ("hyperpod_plugins.elastic.launcher.main", "--preload", PRELOAD)
+TORCHRUN = ("torch.distributed.run", "--rdzv-backend=hyperpod", "--rdzv-endpoint=localhost:0", "--max-restarts=9")
+
+
+def run(program, folder, faults, timeout_s, num_nodes=1, launcher=HYPERPODRUN):
     """Run a job of four ranks and return its exit code and what it printed; whatever happens, no process is left."""
-    options = ["--nproc-per-node", str(4 // num_nodes), "--preload", PRELOAD]
+    options = ["--nproc-per-node", str(4 // num_nodes)]
     if num_nodes > 1:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             options += ["--nnodes", str(num_nodes), "--rdzv-endpoint", f"localhost:{free.getsockname()[1]}"]
-    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", *options]
+    command = [sys.executable, "-m", *launcher, *options]
     command += [str(Path(__file__).with_name(program)), str(folder), faults]
     until_s, code = time.monotonic() + timeout_s, None
     with tempfile.TemporaryFile("w+") as out:
@@ -83,12 +88,18 @@ def run(program, folder, faults, timeout_s, num_nodes=1):
         return code, out.read()
 
 
-def results(program, folder, faults, timeout_s=150, num_nodes=1):
+def results(program, folder, faults, timeout_s=150, **options):
     folder.mkdir()
-    code, text = run(program, folder, faults, timeout_s, num_nodes)
+    code, text = run(program, folder, faults, timeout_s, **options)
     assert code == 0, text[-8000:]
     found = [Path(folder, f"rank{rank}.json").read_text().replace(str(folder), "FOLDER") for rank in range(4)]
     return [json.loads(each) for each in found], text
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The results of a program without faults."""
+    return cache(lambda program: results(program, tmp_path_factory.mktemp("life") / program, "")[0])
 
 
 @pytest.mark.spawns
@@ -99,13 +110,30 @@ def results(program, folder, faults, timeout_s=150, num_nodes=1):
         pytest.param("program_session_life.py", " ".join(SESSION.split()), id="session"),
     ],
 )
-def test_ranks_that_are_lost_in_all_parts_of_a_program(program, faults, tmp_path):
-    undisturbed, _ = results(program, tmp_path / "undisturbed", "")
+def test_ranks_that_are_lost_in_all_parts_of_a_program(program, faults, undisturbed, tmp_path):
     disturbed, text = results(program, tmp_path / "disturbed", faults)
-    assert disturbed == undisturbed
+    assert disturbed == undisturbed(program)
     assert len(list((tmp_path / "disturbed").glob("done-*"))) == len(faults.split())
     assert "takes its place" in text
     assert not list(tmp_path.rglob("hyperpod-ended-*"))  # removed at the job's end
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("program", "faults"),
+    [
+        ("program_life.py", "crash:2:first-test:1 kill:3:second-step:3"),
+        ("program_session_life.py", "1:before-second:0 2:second:3"),
+    ],
+    ids=["trainer", "session"],
+)
+def test_calls_that_have_ended_are_not_run_again_under_torchrun(program, faults, undisturbed, tmp_path):
+    disturbed, _ = results(program, tmp_path / "disturbed", faults, launcher=TORCHRUN)
+    assert disturbed == undisturbed(program)
+    assert len(list((tmp_path / "disturbed").glob("done-*"))) == len(faults.split())
+    places = (tmp_path / "disturbed" / "places-0").read_text().split("\n")
+    assert places.count("first-step 0") + places.count("first 0") == 1
+    assert not list(tmp_path.rglob("hyperpod-ended-*"))
 
 
 @pytest.mark.spawns

@@ -157,7 +157,7 @@ class HyperPodAgent(SimpleElasticAgent):
         self._job_store = (
             JobStore.connect(job) if rendezvous is None else JobStore.from_store(job.run_id, rendezvous.connect())
         )
-        if records is not None:
+        if records is not None and rendezvous is None:  # else the rendezvous hands them over
             records.hand_over(self._job_store, num_before)
         self._has_job_store, self._generation = True, 0
         self._reporter = f"agent of node {self._round.node}"
@@ -227,28 +227,17 @@ class HyperPodAgent(SimpleElasticAgent):
                     self._await_members(handler)
                     if handler.is_done and self._restart is not None:
                         return
-                    is_first = handler.serves_store or (not handler.needs_server and self._round.node == 0)
-                    if is_first and not handler.unfinished():
-                        kept = self._kept_folder()
             self.leave_rendezvous()
-            self._remove(kept)  # the job is closed, so no restart can need it
             return
         with contextlib.suppress(DistError):  # the node that serves the store may have timed out and left first
             if self._await_all_nodes(_DONE, self._exit_barrier_timeout) and self._round.node == 0:
-                kept = self._kept_folder()
+                kept = existing_folder(self._job_store) if self.stopped is None else None
             self.leave_rendezvous()
             self._await_all_nodes(_LEFT, _LEAVE_S)
-        self._remove(kept)
+        if kept is not None:  # the state after each entry of the program, which has succeeded
+            shutil.rmtree(kept, ignore_errors=True)
         if self._round.node == 0 and num_nodes > 1:
             time.sleep(2 * self._options.monitor_interval_s)  # the others still poll for the last `_LEFT`
-
-    def _kept_folder(self) -> Path | None:
-        """Folder with the state after each entry of the program, if the program has succeeded."""
-        return existing_folder(self._job_store) if self.stopped is None else None
-
-    def _remove(self, kept: Path | None) -> None:
-        if kept is not None:
-            shutil.rmtree(kept, ignore_errors=True)
 
     def _await_members(self, handler: HyperPodRendezvousHandler) -> None:
         """Wait until the workers of all nodes that train are done; the slots of silent nodes expire meanwhile.

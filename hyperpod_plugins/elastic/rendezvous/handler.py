@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -38,7 +39,7 @@ from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.checkpoint_trust import check_checkpoint
 from hyperpod_plugins.elastic.membership.admission import is_in_world, world_or_none
-from hyperpod_plugins.elastic.rendezvous.backends import ServedStoreBackend, StoreBackend, open_etcd, open_served
+from hyperpod_plugins.elastic.rendezvous.backends import StoreBackend, open_etcd, open_served
 from hyperpod_plugins.elastic.rendezvous.expiry import can_take_joiners, expire_slot, record_node_exit, register_workers
 from hyperpod_plugins.elastic.rendezvous.joiner import RendezvousJoiner
 from hyperpod_plugins.elastic.rendezvous.keep_alive import KeepAlive
@@ -52,8 +53,9 @@ from hyperpod_plugins.elastic.rendezvous.slots import (
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, name_of_round
 from hyperpod_plugins.elastic.rendezvous.torchrun_workers import FailedWorker, prepare_agent_environ, set_worker_environ
 from hyperpod_plugins.elastic.snapshot_folder import set_snapshot_folder
+from hyperpod_plugins.elastic.store.entries import EntryRecords, existing_folder
 from hyperpod_plugins.elastic.store.etcd import SCHEME
-from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
+from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
@@ -220,16 +222,20 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         )
 
     def shutdown(self) -> bool:
-        """Leave for good. This ends the job if the workers of all nodes are done, or if those of this node failed."""
+        """Leave for good. This ends the job if the workers of all nodes are done, or if those of this node failed.
+
+        The state that was kept after entries of the program is deleted when the job has succeeded.
+        """
         atexit.unregister(self._release)
         if self._joiner is None or self._is_shut:
             return True
-        self._is_shut = True
+        self._is_shut, kept = True, None
         with contextlib.suppress(DistError):  # the agent that serves the store may have left first
             assignment = self._keep_alive.assignment
             if self._is_done and self._can_restart and assignment is not None and self.unfinished():
                 self._swap_lease(assignment, LeaseState.DONE)  # others still train, or are about to restart
             elif self._is_done:
+                kept = None if self.unfinished() else existing_folder(self._joiner.job_store)
                 self._joiner.rdzv_store.close(RendezvousClosing(cause="its workers are done", is_success=True))
             elif assignment is not None:
                 job_store = self._joiner.job_store
@@ -243,6 +249,8 @@ class HyperPodRendezvousHandler(RendezvousHandler):
                     self._give_up(assignment)
             self._joiner.rdzv_store.leave(self._node)
             self._await_others_leaving()
+        if kept is not None:  # the job is closed, so no restart can need it
+            shutil.rmtree(kept, ignore_errors=True)
         self._keep_alive.stop()
         return True
 
@@ -291,11 +299,6 @@ class HyperPodRendezvousHandler(RendezvousHandler):
     def serves_store(self) -> bool:
         """Whether this node serves the store that all agents and workers use."""
         return self._backend.serves_store
-
-    @property
-    def needs_server(self) -> bool:
-        """Whether an agent serves the store, rather than etcd."""
-        return isinstance(self._backend, ServedStoreBackend)
 
     @property
     def closing_s(self) -> float:
@@ -413,6 +416,8 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             self._release()
             raise ConfigError(cause)
         end = joiner.rdzv_store.round_end(assignment.round_number - 1)
+        if end is not None:
+            self._former_entries(assignment).hand_over(joiner.job_store, end.entry)
         resume_from = self._checked(end.resume_from) if end is not None and end.resume_from else ""
         first = assignment.slot * num_workers
         ranks, incarnation = range(first, first + num_workers), 0
@@ -432,6 +437,11 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         self._keep_alive.assignment = replace(assignment, worker_ids=ranks, incarnation=incarnation)
         set_worker_environ(replace(self.job, agent_pid=os.getpid()))
         set_snapshot_folder()
+
+    def _former_entries(self, assignment: NodeAssignment) -> EntryRecords:
+        """Records of the entries that ended before this round, in which they are not run again."""
+        former = name_of_round(self._run_id, assignment.round_number - 1)
+        return EntryRecords.read(JobStore.from_store(former, self._backend.connect()))
 
     def _checked(self, checkpoint: str) -> str:
         """Return a checkpoint that only this user can have written; end the job if others can.

@@ -2,7 +2,7 @@
 
     value of the job store    content                               written by
     entry/NUMBER              EndedEntry                            each process that leaves it (the first counts)
-    entries_before            how many had ended before this round  the agents, before they start their workers
+    entries_before            how many had ended before this round  agents or their rendezvous, before workers start
     entries_folder            where the state after each is kept    the first process that keeps one
     checkpoints               [path, step, entry] of each           the first rank
 
@@ -97,9 +97,9 @@ def num_ended_before(job_store: JobStore, job: JobEnv) -> int:
     Raises:
         DistStoreError: no agent did within a minute.
     """
-    if not job.restart_count or job.agent_pid:  # torchrun's own agents hand nothing over
-        return 0
-    return int(job_store.wait_get(_BEFORE, _WAIT_S))
+    if job.agent_pid:  # of torchrun, where the rendezvous has published it before it started this process
+        return _number_of(job_store.try_get(_BEFORE))
+    return int(job_store.wait_get(_BEFORE, _WAIT_S)) if job.restart_count else 0
 
 
 def folder_for(job_store: JobStore, proposed: str) -> Path:
