@@ -82,7 +82,7 @@ def wrap(
     sync = sync_module_states or from_first_rank
     if sync:
         _allocate_meta(module)
-    elif param_init_fn is not None and not isinstance(param_init_fn, ParamInit):
+    if param_init_fn is not None and not isinstance(param_init_fn, ParamInit):
         _refuse_own_init(module)
     config = replace(translation.config, hybrid_shard_degree=job.topology.shard_degree)
     parallel.parallelize(module, job.mesh, config)

@@ -71,7 +71,7 @@ def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) 
         return
     env = WorkerEnv.from_environ()
     if torch.cuda.is_available():
-        torch.cuda.set_device(env.local_rank)
+        torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     if not dist.is_initialized():
         dist.init_process_group(BACKEND)
     _tell_of_offloading(source, asked)

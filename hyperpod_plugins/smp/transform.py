@@ -72,7 +72,8 @@ def transform(
         device: `meta`, the type of device that the job trains on, or None; the wrap places parameters.
         dtype: dtype to convert floating-point parameters to.
         config: None, or a configuration with `smp_moe=False`.
-        load_state_dict_from_rank0: use rank 0's parameters; those of other ranks may be on the meta device.
+        load_state_dict_from_rank0: use rank 0's parameters; those of other ranks may be on the meta device. Holds if
+            any call for this model asks for it.
         cp_comm_type: how context parallelism communicates; without effect, as there is no context parallelism yet.
 
     Returns:
@@ -99,9 +100,10 @@ def transform(
     if dtype is not None:
         model.to(dtype)
     plan_for(model, job.config)
-    if model not in _transformed:
-        guard = model.register_forward_pre_hook(_refuse_unwrapped)
-        _transformed[model] = _Transformed(guard=guard, from_first_rank=load_state_dict_from_rank0)
+    former = _transformed.get(model)
+    guard = model.register_forward_pre_hook(_refuse_unwrapped) if former is None else former.guard
+    from_first_rank = load_state_dict_from_rank0 or (former is not None and former.from_first_rank)
+    _transformed[model] = _Transformed(guard=guard, from_first_rank=from_first_rank)
     return model
 
 

@@ -76,6 +76,22 @@ def test_state_before_init(installed):
         tsm.transform(torch.nn.Linear(2, 2))
 
 
+def test_ranks_share_gpus_that_are_too_few(monkeypatch):
+    class Chosen(Exception):
+        """Ends `init` as soon as it has chosen a device."""
+
+    def choose(device):
+        raise Chosen(device)
+
+    for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    with pytest.raises(Chosen, match=r"^1$"):
+        hyperpod_plugins.smp.init()
+
+
 def test_an_unknown_way_to_balance():
     with pytest.raises(ConfigError, match="sinkhorn"):
         hyperpod_plugins.smp.MoEConfig(moe_load_balancing="sinkhole")

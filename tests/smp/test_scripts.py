@@ -165,6 +165,14 @@ def more_of_it(folder):
         full = model.state_dict()
     assert all(torch.equal(full[name], whole[name]) for name in whole or ())
     assert type(model.state_dict()["0.weight"]).__name__ == "DTensor"
+    # the same, asked for by `transform`, in its second call
+    with torch.device("cpu" if rank == 0 else "meta"):
+        marked = build()
+    whole = {name: value.clone() for name, value in marked.state_dict().items()} if rank == 0 else None
+    marked = wrap(tsm.transform(tsm.transform(marked), load_state_dict_from_rank0=True))
+    with FSDP.state_dict_type(marked, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)):
+        found = marked.state_dict()
+    assert all(torch.equal(found[name], whole[name]) for name in whole or ())
     # a step, a save beside training, and a load into another model and optimizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with model.no_sync():
@@ -201,6 +209,7 @@ def more_of_it(folder):
         waiting = build()
     own_init = lambda module: None  # noqa: E731
     told["own init"] = refused(lambda: wrap(waiting, param_init_fn=own_init))
+    told["nothing to send"] = refused(lambda: wrap(waiting, param_init_fn=own_init, sync_module_states=True))
     told["twice"] = refused(lambda: wrap(model))
     told["group"] = refused(lambda: wrap(build(), process_group=dist.new_group([rank], use_local_synchronization=True)))
     told["unknown"] = refused(lambda: wrap(build(), zero_stage=3))
@@ -219,6 +228,7 @@ def test_checkpoints_values_of_rank_0_and_what_is_refused(tmp_path):
         assert "more" in told["lacking"]
         for what, words in {
             "own init": "DelayedParamIniter",
+            "nothing to send": "with the values on rank 0",
             "twice": "auto_wrap_policy",
             "group": "shards over [0, 1]",
             "unknown": "zero_stage",
