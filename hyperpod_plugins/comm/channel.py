@@ -158,7 +158,7 @@ class Channel:
             raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
         patience_s = group.timeout.total_seconds() if self._patience_s is None else self._patience_s
         try:
-            with PeerWait(group.role):
+            with PeerWait(group.key):
                 return transfer(self._links_of(group, inner), patience_s)
         except (OSError, dist.DistError) as error:
             group.mark_broken(error)

@@ -119,7 +119,7 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
     if group.size() == 1:
         return mine
     try:
-        with PeerWait(group.role):
+        with PeerWait(group.key):
             vote = _votes.get(inner)
             if vote is None:
                 vote = _open(group, inner)

@@ -42,7 +42,7 @@ def record_event(device: torch.device) -> EventQuery | None:
 class QueuedCollective:
     """A collective that is queued on a device, and whose `wait` the host has called."""
 
-    role: GroupKey
+    key: GroupKey
     number: int
     """Number of the collective in its group and generation, counted from 1; 0 if it is not known."""
     is_reached: EventQuery
@@ -95,7 +95,7 @@ class DeviceQueue:
             return None
         if self._seen is None or self._seen[0] is not oldest:
             self._seen = oldest, now_s
-        return oldest.role, oldest.number, now_s - self._seen[1]
+        return oldest.key, oldest.number, now_s - self._seen[1]
 
     def _drop_done(self) -> None:
         while self._collectives and self._collectives[0].is_done():

@@ -119,14 +119,14 @@ def join_world(options: CommOptions, *, rank: int, world_size: int, timeout_s: f
     )
 
 
-def new_axis_group(role: GroupKey, global_ranks: Sequence[int]) -> ResilientProcessGroup:
+def new_axis_group(key: GroupKey, global_ranks: Sequence[int]) -> ResilientProcessGroup:
     """Return the group with a given key, creating it if there is none; only its members call this.
 
     Every axis needs its own group, even if the group has a single member or spans the world: axes change size
     independently, so they cannot share a group. Its collectives have the timeout of the default group.
 
     Args:
-        role: Key of the group; two keys with the same ranks are two groups.
+        key: of the group; two keys with the same ranks are two groups.
         global_ranks: The members' ranks in the world.
 
     Raises:
@@ -136,19 +136,19 @@ def new_axis_group(role: GroupKey, global_ranks: Sequence[int]) -> ResilientProc
     members, world = sorted(global_ranks), _default_group()
     if not isinstance(world, ResilientProcessGroup):
         raise CommError(
-            f"the axis group {role.name!r} needs a default group of the backend {BACKEND!r}. "
+            f"the axis group {key.name!r} needs a default group of the backend {BACKEND!r}. "
             f'Call torch.distributed.init_process_group("{BACKEND}") first.'
         )
     if dist.get_rank() not in members:
         raise CommError(
-            f"rank {dist.get_rank()} requested the group {role.name!r} of ranks {members}, but is no member of it."
+            f"rank {dist.get_rank()} requested the group {key.name!r} of ranks {members}, but is no member of it."
         )
-    living = live_groups().get(role.name)
+    living = live_groups().get(key.name)
     if living is not None:
         present = dist.get_process_group_ranks(living)
         if present != members:
             raise CommError(
-                f"the group {role.name!r} already exists with ranks {present}, so it cannot be made with ranks "
+                f"the group {key.name!r} already exists with ranks {present}, so it cannot be made with ranks "
                 f"{members}. Destroy it first, or give the new one another key."
             )
         return living
@@ -156,9 +156,9 @@ def new_axis_group(role: GroupKey, global_ranks: Sequence[int]) -> ResilientProc
         members,
         timeout=world.timeout,
         backend=BACKEND,
-        pg_options=role,
+        pg_options=key,
         use_local_synchronization=True,
-        group_desc=role.name,
+        group_desc=key.name,
     )
     assert isinstance(group, ResilientProcessGroup)
     return group
@@ -174,16 +174,16 @@ def spec_for_generation(
 ) -> InnerSpec:
     """Return how to connect to a later generation: it depends on key and generation alone, so joiners agree."""
     return InnerSpec(
-        store=PrefixStore(group.role.store_prefix(generation), group.root_store),
+        store=PrefixStore(group.key.store_prefix(generation), group.root_store),
         rank=rank,
         size=len(global_ranks),
         timeout=timeout or group.timeout,
         global_ranks=tuple(global_ranks),
-        name=group.role.short_name(generation),
+        name=group.key.short_name(generation),
     )
 
 
-def connect(spec: InnerSpec, options: CommOptions, world_size: int, role: GroupKey) -> dist.ProcessGroup:
+def connect(spec: InnerSpec, options: CommOptions, world_size: int, key: GroupKey) -> dist.ProcessGroup:
     """Connect to the other members over the transport that serves this machine and this group.
 
     Strict groups, which background threads use, work in host memory and always use gloo.
@@ -192,7 +192,7 @@ def connect(spec: InnerSpec, options: CommOptions, world_size: int, role: GroupK
         BackendUnavailable: see `choose_transport`.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    transport = IN_HOST_MEMORY if role.is_strict else transport_for_group(device_type, options, spec.size, world_size)
+    transport = IN_HOST_MEMORY if key.is_strict else transport_for_group(device_type, options, spec.size, world_size)
     with sockets.recording(spec.store) as found:
         inner = transport.create(spec)
     sockets.set_sockets(inner, found)
@@ -208,43 +208,43 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
             "Omit pg_options for the defaults; options of nccl or gloo are not passed on."
         )
     world = _default_group()
-    role = WORLD if world is None else given if isinstance(given, GroupKey) else key_of_unnamed_group(c10d.group_id)
+    key = WORLD if world is None else given if isinstance(given, GroupKey) else key_of_unnamed_group(c10d.group_id)
     options, root_store = CommOptions(), c10d.store
     if isinstance(world, ResilientProcessGroup):
         options = world.options
         root_store = world.root_store if isinstance(given, GroupKey) else root_store
     if isinstance(given, CommOptions):
         options = given
-    _num_created[role.name] += 1
-    first_prefix = _first_prefix(role, _num_created[role.name])
+    _num_created[key.name] += 1
+    first_prefix = _first_prefix(key, _num_created[key.name])
     spec = InnerSpec(
         store=PrefixStore(first_prefix, root_store),
         rank=c10d.group_rank,
         size=c10d.group_size,
         timeout=c10d.timeout,
         global_ranks=tuple(c10d.global_ranks_in_group or range(c10d.group_size)),
-        name=role.short_name(generation=0),
+        name=key.short_name(generation=0),
     )
     is_detached = group_health.phase is Phase.DETACHED  # `Reconfiguration` connects it together with the others
     world_size = c10d.group_size if world is None else world.size()
     group = ResilientProcessGroup(
-        None if is_detached else connect(spec, options, world_size, role),
+        None if is_detached else connect(spec, options, world_size, key),
         rank=c10d.group_rank,
         size=c10d.group_size,
-        role=role,
+        key=key,
         options=options,
         root_store=root_store,
         timeout=c10d.timeout,
     )
     group.first_prefix = first_prefix
-    _groups_by_key[role.name] = group
+    _groups_by_key[key.name] = group
     _destroy_at_exit()
     return group
 
 
-def _first_prefix(role: GroupKey, use: int) -> str:
+def _first_prefix(key: GroupKey, use: int) -> str:
     """Store prefix of generation 0; distinct from that of an earlier group with the same key."""
-    return role.store_prefix(0) if use == 1 else f"{role.store_prefix(0)}+{use}"
+    return key.store_prefix(0) if use == 1 else f"{key.store_prefix(0)}+{use}"
 
 
 def create_smddp_group(c10d: _DistributedBackendOptions, given: object) -> Backend | dist.ProcessGroup:

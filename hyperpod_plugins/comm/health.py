@@ -102,11 +102,7 @@ class GroupHealth:
         return True
 
     def detach(self) -> None:
-        """Start as a joiner: collectives do nothing until the groups are connected."""
-        self.phase = Phase.DETACHED
-
-    def leave_others(self) -> None:
-        """Leave the other ranks after a break: collectives do nothing until the groups are reconfigured."""
+        """Detach from the other ranks, in a joiner or after a break: collectives do nothing until `reset`."""
         self.phase = Phase.DETACHED
 
     def reset(self) -> None:

@@ -212,26 +212,31 @@ class DelegatingGroup(dist.ProcessGroup):
 BACKEND = "hyperpod"
 
 
-class _Pin(threading.local):
-    group: "ResilientProcessGroup | None" = None
-    generation = 0
+class _Pins(threading.local):
+    def __init__(self) -> None:
+        self.generations: dict[ResilientProcessGroup, int] = {}
+        """The generation to which each group is pinned in this thread."""
 
 
-_pin = _Pin()
+_pins = _Pins()
 
 
 @contextmanager
 def pin_generation(group: dist.ProcessGroup | None, generation: int) -> Generator[None, None, None]:
     """Restrict this thread's use of a group to one generation, for work that a joiner would not take part in.
 
+    Such blocks can be nested. The outermost one of a group counts.
+
     Raises:
         PeerLost: a collective is issued after the group was reconfigured.
     """
-    _pin.group, _pin.generation = (group if isinstance(group, ResilientProcessGroup) else None), generation
+    before = _pins.generations
+    if isinstance(group, ResilientProcessGroup):
+        _pins.generations = {group: generation, **before}
     try:
         yield
     finally:
-        _pin.group = None
+        _pins.generations = before
 
 
 def generation_of(group: dist.ProcessGroup | None) -> int:
@@ -256,7 +261,7 @@ class ResilientProcessGroup(DelegatingGroup):
         *,
         rank: int,
         size: int,
-        role: GroupKey,
+        key: GroupKey,
         options: CommOptions,
         root_store: Store,
         timeout: timedelta,
@@ -264,12 +269,12 @@ class ResilientProcessGroup(DelegatingGroup):
         super().__init__(rank, size)
         self._inner: dist.ProcessGroup | None = inner
         self._is_closed = False
-        self._traffic = counters(role.axis)
-        self.role = role
+        self._traffic = counters(key.axis)
+        self.key = key
         self.options = options
         self.root_store = root_store
         """Store in which every generation of this group has its own prefix."""
-        self.first_prefix = role.store_prefix(0)
+        self.first_prefix = key.store_prefix(0)
         """Prefix of the first generation's keys in `root_store`."""
         self.timeout = timeout
         self.generation = 0
@@ -289,7 +294,7 @@ class ResilientProcessGroup(DelegatingGroup):
     @property
     def store_prefix(self) -> str:
         """Prefix in `root_store` under which the members of this generation find each other."""
-        return self.role.store_prefix(self.generation) if self.generation else self.first_prefix
+        return self.key.store_prefix(self.generation) if self.generation else self.first_prefix
 
     @property
     def inner(self) -> dist.ProcessGroup:
@@ -302,12 +307,12 @@ class ResilientProcessGroup(DelegatingGroup):
         """
         if self._is_closed:
             raise CommError(
-                f"the process group {self.role.name!r} was used after it was destroyed. Models, meshes and "
+                f"the process group {self.key.name!r} was used after it was destroyed. Models, meshes and "
                 "optimizers cannot outlive their groups: build them again after init_process_group."
             )
-        if _pin.group is self and _pin.generation != self.generation:
+        if _pins.generations.get(self, self.generation) != self.generation:
             raise_peer_lost(f"the group was formed again, in generation {self.generation}")
-        if group_health.is_unavailable and (group_health.cause is None or not self.role.is_strict):
+        if group_health.is_unavailable and (group_health.cause is None or not self.key.is_strict):
             if not group_health.suppresses_collectives:
                 raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
             return _NO_OP_GROUP
@@ -340,7 +345,7 @@ class ResilientProcessGroup(DelegatingGroup):
         self.check_generation_increases(generation)
         if len(global_ranks) != inner.size():
             raise CommError(
-                f"the new group {self.role.name!r} has {inner.size()} members, but {len(global_ranks)} global ranks "
+                f"the new group {self.key.name!r} has {inner.size()} members, but {len(global_ranks)} global ranks "
                 "were given. Pass one per member, in order of their rank in the group."
             )
         self._inner, self.generation, self.num_issued = inner, generation, 0
@@ -351,7 +356,7 @@ class ResilientProcessGroup(DelegatingGroup):
         """Raise `CommError` unless `generation` is higher than the present one."""
         if generation <= self.generation:
             raise CommError(
-                f"the group {self.role.name!r} is in generation {self.generation} and cannot go to generation "
+                f"the group {self.key.name!r} is in generation {self.generation} and cannot go to generation "
                 f"{generation}: numbers only grow. A process that fell behind must join the job again."
             )
 
@@ -359,11 +364,11 @@ class ResilientProcessGroup(DelegatingGroup):
         self._rank, self._size = rank, len(global_ranks)
         dist.distributed_c10d._world.pg_group_ranks[self] = {each: index for index, each in enumerate(global_ranks)}
 
-    def reassign(self, role: GroupKey, global_ranks: Sequence[int], rank: int) -> None:
+    def reassign(self, key: GroupKey, global_ranks: Sequence[int], rank: int) -> None:
         """Change the members and the key of the group while it has no inner group.
 
         Args:
-            role: the new key, on the same axis.
+            key: the new key, on the same axis.
             global_ranks: The members' ranks in the world, in order of their rank in the group.
             rank: This process's rank in the group.
 
@@ -371,10 +376,10 @@ class ResilientProcessGroup(DelegatingGroup):
             CommError: the group is still connected to its present members.
         """
         if self._inner is not None:
-            raise CommError(f"the group {self.role.name!r} cannot change its members while it is connected to them")
-        if _groups_by_key.get(self.role.name) is self:
-            del _groups_by_key[self.role.name]
-        self.role, _groups_by_key[role.name] = role, self
+            raise CommError(f"the group {self.key.name!r} cannot change its members while it is connected to them")
+        if _groups_by_key.get(self.key.name) is self:
+            del _groups_by_key[self.key.name]
+        self.key, _groups_by_key[key.name] = key, self
         self._set_members(rank, global_ranks)
 
     def take_inner(self) -> dist.ProcessGroup | None:
@@ -384,8 +389,8 @@ class ResilientProcessGroup(DelegatingGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long collectives wait for their peers, in this generation and in later ones."""
+        self.timeout = timeout  # set first, for the next generation: a broken group raises below
         super().set_timeout(timeout)
-        self.timeout = timeout
 
     def shutdown_sockets(self) -> None:
         """Wake all threads that wait in a gloo collective of this group, here and at the other members."""
@@ -420,7 +425,7 @@ class ResilientProcessGroup(DelegatingGroup):
             work,
             inner,
             self.mark_broken,
-            self.role,
+            self.key,
             number=self.num_issued if is_numbered else 0,
             in_slices=device is None and kind not in ("send", "recv"),
             queued_on=device,
@@ -428,10 +433,10 @@ class ResilientProcessGroup(DelegatingGroup):
 
     def mark_broken(self, error: BaseException) -> None:
         """Break all groups of this process, because this one has lost a peer."""
-        group_health.mark_broken(f"{self.role.name}: {transport_message(error)}", shutdown_all)
+        group_health.mark_broken(f"{self.key.name}: {transport_message(error)}", shutdown_all)
 
     def _issue_broken(self, error: BaseException) -> dist.Work:
-        if self.role.is_strict or not group_health.suppresses_collectives:
+        if self.key.is_strict or not group_health.suppresses_collectives:
             raise_peer_lost(group_health.cause or str(error), error)
         return _NO_OP_GROUP.barrier()
 
@@ -452,7 +457,7 @@ class ResilientProcessGroup(DelegatingGroup):
 
     def _set_group_desc(self, desc: str) -> None:
         self._description = desc
-        if self.role.group_id and desc.startswith("mesh_"):  # set by DeviceMesh; only this tells its axes apart
+        if self.key.group_id and desc.startswith("mesh_"):  # set by DeviceMesh; only this tells its axes apart
             self._traffic = counters(desc.removeprefix("mesh_"))
 
     def name(self) -> str:

@@ -95,7 +95,7 @@ class Reconfiguration:
         specs = [self._inner_spec(group) for group in groups]
         discard_pending()
         wanted = [
-            (spec, group.options, spec.size if group.role.axis == "world" else dist.get_world_size(), group.role)
+            (spec, group.options, spec.size if group.key.axis == "world" else dist.get_world_size(), group.key)
             for group, spec in zip(groups, specs, strict=True)
         ]
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # the current device is per thread
@@ -123,7 +123,7 @@ class Reconfiguration:
         """Return how this process connects to the other members of a group."""
         group.check_generation_increases(self._generation)  # before any other member could find this process there
         group.root_store = self._store
-        ranks = list(self._members.get(group.role.name, dist.get_process_group_ranks(group)))
+        ranks = list(self._members.get(group.key.name, dist.get_process_group_ranks(group)))
         return spec_for_generation(
             group,
             generation=self._generation,
@@ -137,8 +137,8 @@ class Reconfiguration:
         try:
             if gpu is not None:
                 torch.cuda.set_device(gpu)
-            for spec, options, world_size, role in wanted:
-                inner = connect(spec, options, world_size, role)
+            for spec, options, world_size, key in wanted:
+                inner = connect(spec, options, world_size, key)
                 if self._is_decided.is_set():
                     _end(inner)  # no shutdown: the sockets recorded here may be the next generation's
                     return

@@ -152,10 +152,12 @@ def _copied(given: Tensor) -> Tensor:
 
 
 _TRANSPORT_WORDS = re.compile(
-    r"onnection (closed|reset|refused|was likely closed)|roken pipe|imed? ?out|[Ss]ocket|NCCL|ncclRemote|[Aa]bort"
-    r"|peer|[Nn]etwork|onnect\b|onnectFullMesh|Read error|Write error|recv|Resource temporarily|EOF"
+    r"onnection (closed|reset|refused|was likely closed)|roken pipe|imed? ?out|[Ss]ocket|NCCL (communicator|error)"
+    r"|ncclRemote|[Aa]bort|peer|[Nn]etwork|No route to host|onnect\b|onnectFullMesh|Read error|Write error|writev"
+    r"|short (read|write)|Resource temporarily|EOF"
 )
 """Library messages for a lost peer or connection; any other error is a bug in the program, and is raised."""
+_CPP_STACK = "\nException raised from"  # follows the message if TORCH_SHOW_CPP_STACKTRACES is set
 
 _SLICE = timedelta(seconds=0.2)
 _RELEASE_TIMEOUT_S = 0.3
@@ -170,7 +172,8 @@ def is_transport_error(error: BaseException) -> bool:
     """Return whether a collective failed because a peer was lost, rather than because it was called wrongly."""
     if isinstance(error, dist.DistError):
         return True
-    return type(error) is RuntimeError and _TRANSPORT_WORDS.search(str(error)) is not None
+    message = str(error).partition(_CPP_STACK)[0]  # names of functions in the stack contain such words too
+    return type(error) is RuntimeError and _TRANSPORT_WORDS.search(message) is not None
 
 
 def transport_message(error: BaseException) -> str:
@@ -204,7 +207,7 @@ class Waiting:
     """The collective in which the step's thread waits now; read by the hang detection."""
 
     def __init__(self) -> None:
-        self.role: GroupKey | None = None
+        self.key: GroupKey | None = None
         """Key of the group; None while the thread does not wait."""
         self.since_s = 0.0
         """Monotonic time at which the wait began."""
@@ -222,17 +225,17 @@ class PeerWait:
     blocks.
     """
 
-    def __init__(self, role: GroupKey) -> None:
-        self._role = role
+    def __init__(self, key: GroupKey) -> None:
+        self._key = key
         self._is_said = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> None:
         if self._is_said:
-            waiting.since_s, waiting.number, waiting.role = time.monotonic(), 0, self._role
+            waiting.since_s, waiting.number, waiting.key = time.monotonic(), 0, self._key
 
     def __exit__(self, *_: object) -> None:
         if self._is_said:
-            waiting.role = None
+            waiting.key = None
 
 
 def current_wait() -> tuple[GroupKey, int, float] | None:
@@ -243,9 +246,9 @@ def current_wait() -> tuple[GroupKey, int, float] | None:
     step's thread waits. None if neither waits, and if the device has not reached its oldest collective, even though
     the step's thread may wait in a later one. Any thread may call this, but always the same one.
     """
-    role, number, since_s = waiting.role, waiting.number, waiting.since_s
-    if role is not None and device_queue.is_empty:  # queued collectives are older than this wait
-        return role, number, time.monotonic() - since_s
+    key, number, since_s = waiting.key, waiting.number, waiting.since_s
+    if key is not None and device_queue.is_empty:  # queued collectives are older than this wait
+        return key, number, time.monotonic() - since_s
     return device_queue.oldest_wait()
 
 
@@ -257,7 +260,7 @@ class ResilientWork(dist.Work):
         inner: dist.Work,
         group: dist.ProcessGroup,
         on_error: Callable[[BaseException], None],
-        role: GroupKey,
+        key: GroupKey,
         *,
         number: int,
         in_slices: bool,
@@ -269,7 +272,7 @@ class ResilientWork(dist.Work):
             inner: The library's handle.
             group: The inner group.
             on_error: Called with a transport error.
-            role: Key of the group.
+            key: of the group.
             number: Number of the collective in its group and generation, counted from 1; 0 for operations that not
                 all members issue, such as sends.
             in_slices: Whether to wait in slices; see [Note: slices].
@@ -279,7 +282,7 @@ class ResilientWork(dist.Work):
         self._inner: dist.Work | None = inner
         self._group: dist.ProcessGroup | None = group
         self._on_error = on_error
-        self._role = role
+        self._key = key
         self._number = number
         self._in_slices = in_slices
         self._queued_on = queued_on
@@ -299,9 +302,9 @@ class ResilientWork(dist.Work):
             return self._after_break(None)
         # Waits of background threads are not reported, and must not overwrite that of the step's thread.
         is_of_step = threading.current_thread() is threading.main_thread()
-        is_said = self._queued_on is None and not self._role.is_strict and is_of_step
+        is_said = self._queued_on is None and not self._key.is_strict and is_of_step
         if is_said:
-            waiting.since_s, waiting.number, waiting.role = time.monotonic(), self._number, self._role
+            waiting.since_s, waiting.number, waiting.key = time.monotonic(), self._number, self._key
         try:
             if self._queued_on is not None:
                 return self._queue(inner, timeout)
@@ -315,19 +318,19 @@ class ResilientWork(dist.Work):
             return self._after_break(error)
         finally:
             if is_said:
-                waiting.role = None
+                waiting.key = None
 
     def _queue(self, inner: dist.Work, timeout: timedelta) -> bool:
         """Make the device wait while the host goes on, and record the collective in `device_queue`."""
         is_queued = inner.wait() if timeout == _GROUP_TIMEOUT else inner.wait(timeout)
         assert self._queued_on is not None
         is_reached, is_done = self._is_reached, record_event(self._queued_on)
-        if is_reached is not None and is_done is not None and not self._role.is_strict:
-            device_queue.add(QueuedCollective(self._role, self._number, is_reached, is_done))
+        if is_reached is not None and is_done is not None and not self._key.is_strict:
+            device_queue.add(QueuedCollective(self._key, self._number, is_reached, is_done))
         return is_queued
 
     def _after_break(self, error: BaseException | None) -> bool:
-        if self._role.is_strict or (group_health.cause is not None and not group_health.suppresses_collectives):
+        if self._key.is_strict or (group_health.cause is not None and not group_health.suppresses_collectives):
             raise_peer_lost(group_health.cause or str(error), error)
         return True
 

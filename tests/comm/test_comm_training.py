@@ -89,7 +89,7 @@ def replace_every_inner_group(generation):
     for group in comm.live_groups().values():
         ranks = dist.get_process_group_ranks(group)
         spec = comm.spec_for_generation(group, generation=generation, rank=group.rank(), global_ranks=ranks)
-        inner = comm.connect(spec, group.options, dist.get_world_size(), group.role)
+        inner = comm.connect(spec, group.options, dist.get_world_size(), group.key)
         former.append(group.replace_inner(inner, generation=generation, global_ranks=ranks))
     dist.barrier()
     for group in former:
@@ -132,8 +132,8 @@ def check_seam(mesh, expected):
 
 
 def check_axis_groups(mesh):
-    """Every role has its own group; asking again returns it; the impossible is refused."""
-    names = {mesh.get_group(axis).role.name for axis in ("replicate", "shard")}
+    """Every key has its own group; asking again returns it; the impossible is refused."""
+    names = {mesh.get_group(axis).key.name for axis in ("replicate", "shard")}
     assert set(comm.live_groups()) == {"world"} | names
     assert mesh_2x2(ours).get_group("shard") is mesh.get_group("shard")
     rank = dist.get_rank()
@@ -287,10 +287,10 @@ def grown_from_two():
     founders = dist.PrefixStore("founders", store)
     if is_joining:
         dist.init_process_group("hyperpod", store=alone, rank=0, world_size=1)
-        groups = [comm.new_axis_group(role, [0]) for role in roles(rank)]
+        groups = [comm.new_axis_group(key, [0]) for key in keys(rank)]
     else:
         dist.init_process_group("hyperpod", store=founders, rank=rank, world_size=2)
-        replicate, shard = roles(rank)
+        replicate, shard = keys(rank)
         groups = [comm.new_axis_group(replicate, [rank]), comm.new_axis_group(shard, [0, 1])]
         mesh = DeviceMesh.from_group(
             groups, DEVICE, mesh=torch.arange(2).view(1, 2), mesh_dim_names=("replicate", "shard")
@@ -302,8 +302,8 @@ def grown_from_two():
     members = {world: [0, 1, 2, 3], groups[0]: REPLICATE_RANKS[index], groups[1]: SHARD_RANKS[replica]}
     for group, ranks in members.items():
         spec = comm.spec_for_generation(group, generation=1, rank=ranks.index(rank), global_ranks=ranks)
-        spec = dataclasses.replace(spec, store=dist.PrefixStore(group.role.store_prefix(1), store))
-        group.replace_inner(comm.connect(spec, group.options, 4, group.role), generation=1, global_ranks=ranks)
+        spec = dataclasses.replace(spec, store=dist.PrefixStore(group.key.store_prefix(1), store))
+        group.replace_inner(comm.connect(spec, group.options, 4, group.key), generation=1, global_ranks=ranks)
     assert (dist.get_rank(), dist.get_world_size()) == (rank, 4)
     assert [group.size() for group in groups] == [2, 2]
     assert dist.get_process_group_ranks(groups[0]) == REPLICATE_RANKS[index]
@@ -321,7 +321,7 @@ def grown_from_two():
     return subject.run(NUM_STEPS_AFTER).tensors()
 
 
-def roles(rank):
+def keys(rank):
     replica, shard = divmod(rank, 2)
     return GroupKey("replicate", (("shard", shard),)), GroupKey("shard", (("replicate", replica),))
 

@@ -12,8 +12,8 @@ class Device:
     def __init__(self):
         self.at = 0
 
-    def add(self, queue, role, number, *, begins, ends):
-        collective = QueuedCollective(role, number, lambda: self.at >= begins, lambda: self.at >= ends)
+    def add(self, queue, key, number, *, begins, ends):
+        collective = QueuedCollective(key, number, lambda: self.at >= begins, lambda: self.at >= ends)
         queue.add(collective)
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from device import DEVICE
 
+from hyperpod_plugins.comm import CommOptions, GroupKey, ResilientProcessGroup
+from hyperpod_plugins.errors import PeerLost
 from hyperpod_plugins.parallel import Topology, build_mesh
 
 
@@ -34,6 +36,21 @@ def test_a_new_timeout_holds_from_the_next_collective_on(run_ranks):
     assert "imed out" in message
     assert 0.5 < waited_s < 6.0
     assert kept == timedelta(seconds=1)
+
+
+def test_a_timeout_set_while_the_group_has_no_connections_holds_for_the_next_generation():
+    group = ResilientProcessGroup(
+        None,
+        rank=0,
+        size=1,
+        key=GroupKey("shard"),
+        options=CommOptions(),
+        root_store=dist.HashStore(),
+        timeout=timedelta(seconds=60),
+    )
+    with pytest.raises(PeerLost):
+        group.set_timeout(timedelta(seconds=5))
+    assert group.timeout == timedelta(seconds=5)
 
 
 def timeouts_of_axes():

@@ -84,7 +84,7 @@ def test_a_process_that_is_apart_stays_so_in_a_step():
 def test_parting_in_a_step_outlasts_it():
     health = broken(Phase.STRICT)
     with health.tolerate_breaks():
-        health.leave_others()
+        health.detach()
     assert health.phase is Phase.DETACHED
     assert health.suppresses_collectives
 

@@ -52,17 +52,17 @@ def errors_do_not_surface():
     work.wait()  # no error
     time.sleep(7.0)  # longer than the timeout
     hangs = not work.is_completed()
-    role = current_wait()[0].name
+    key = current_wait()[0].name
     break_groups("a test")
     finish_aborts()
     float(value.sum())  # does not block any more
-    return hangs, role
+    return hangs, key
 
 
 def test_a_wait_returns_at_once_and_the_host_blocks_where_it_computes():
-    (is_queued, total, role), (_, other_total, _) = run_ranks(waits_are_queued, world_size=2)
+    (is_queued, total, key), (_, other_total, _) = run_ranks(waits_are_queued, world_size=2)
     assert is_queued
-    assert role == "world"
+    assert key == "world"
     assert total == other_total == 9.0
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hyperpod_plugins import comm
 from hyperpod_plugins.comm import Reconfiguration, break_groups, reconfigure
+from hyperpod_plugins.comm.work import no_op_group
 from hyperpod_plugins.errors import CommError, PeerLost
 
 pytestmark = pytest.mark.spawns
@@ -322,10 +323,10 @@ def attempts_that_fail(transport):
     rank, second, found = dist.get_rank(), dist.new_group([0, 1]), []
     connect = reconfigure.connect
 
-    def connect_first(spec, options, world_size, role):
-        if role.axis != "world":
+    def connect_first(spec, options, world_size, key):
+        if key.axis != "world":
             raise dist.DistNetworkError("a test does not connect")
-        return connect(spec, options, world_size, role)
+        return connect(spec, options, world_size, key)
 
     for generation in range(1, 8, 2):
         store = dist.distributed_c10d._get_default_store()
@@ -372,6 +373,31 @@ def pinned_to_a_generation():
     total = torch.ones(1)
     dist.all_reduce(total)
     return total.item()
+
+
+def test_a_nested_pin_leaves_the_outer_one_in_force():
+    group, other = (
+        comm.ResilientProcessGroup(
+            no_op_group(),
+            rank=0,
+            size=1,
+            key=comm.GroupKey(axis),
+            options=comm.CommOptions(),
+            root_store=dist.HashStore(),
+            timeout=timedelta(seconds=1),
+        )
+        for axis in ("shard", "replicate")
+    )
+    with comm.pin_generation(group, 0):
+        for nested in (group, other, None):
+            with comm.pin_generation(nested, 0):
+                assert group.inner is not None
+        group.generation = 1
+        with pytest.raises(PeerLost, match="formed again, in generation 1"):
+            group.inner  # noqa: B018
+        with comm.pin_generation(other, 0), pytest.raises(PeerLost, match="formed again, in generation 1"):
+            group.inner  # noqa: B018
+    assert group.inner is not None
 
 
 def test_work_that_began_before_a_fault_ends_with_its_generation(run_ranks):

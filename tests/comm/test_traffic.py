@@ -78,8 +78,8 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(payload, size):
 @pytest.mark.parametrize("generation", [0, 7, 99, 9999])
 def test_short_names_stay_short_and_tell_roles_apart(generation):
     """Longer ones cost a step 15 % on gloo: see [Note: short names]."""
-    roles = [WORLD, key_of_unnamed_group("3"), key_of_unnamed_group("a" * 40)]
-    roles += [GroupKey(a, (("replicate", r), ("of_shards", 2))) for a in ("shard", "tensor") for r in range(64)]
-    names = {role.short_name(generation) for role in roles}
-    assert len(names) == len(roles)
+    keys = [WORLD, key_of_unnamed_group("3"), key_of_unnamed_group("a" * 40)]
+    keys += [GroupKey(a, (("replicate", r), ("of_shards", 2))) for a in ("shard", "tensor") for r in range(64)]
+    names = {key.short_name(generation) for key in keys}
+    assert len(names) == len(keys)
     assert all(len(name) <= 15 for name in names)

@@ -36,19 +36,19 @@ class Handle(dist.Work):
         return True
 
 
-def wait_for(role, queued_on):
-    """The role that is said while this thread waits for a collective."""
+def wait_for(key, queued_on):
+    """The key that is said while this thread waits for a collective."""
     inner = Seen()
-    work = ResilientWork(inner, no_op_group(), pytest.fail, role, number=7, in_slices=False, queued_on=queued_on)
+    work = ResilientWork(inner, no_op_group(), pytest.fail, key, number=7, in_slices=False, queued_on=queued_on)
     work.wait()
     return inner.wait_said and inner.wait_said[0]
 
 
 @pytest.mark.parametrize("queued_on", [None, torch.device("cpu")], ids=["host waits", "queued"])
-@pytest.mark.parametrize("role", [SHARD, SNAPSHOT], ids=["of the step", "strict"])
-def test_a_thread_beside_the_step_leaves_its_wait_alone(role, queued_on):
+@pytest.mark.parametrize("key", [SHARD, SNAPSHOT], ids=["of the step", "strict"])
+def test_a_thread_beside_the_step_leaves_its_wait_alone(key, queued_on):
     with ThreadPoolExecutor(1) as beside, PeerWait(WORLD):
-        assert beside.submit(wait_for, role, queued_on).result(10) == WORLD
+        assert beside.submit(wait_for, key, queued_on).result(10) == WORLD
         assert current_wait()[0] == WORLD
     assert current_wait() is None
 
@@ -77,7 +77,7 @@ def test_only_what_all_members_issue_alike_is_numbered():
         inner,
         rank=0,
         size=2,
-        role=SHARD,
+        key=SHARD,
         options=CommOptions(),
         root_store=dist.HashStore(),
         timeout=timedelta(seconds=1),
