@@ -219,6 +219,8 @@ def open_ring(path: Path, num_slots: int, slot_bytes: int) -> tuple[BatchRing | 
     Raises:
         FileNotFoundError: there is no such file.
     """
+    if path.is_symlink():
+        return None, "it is a symbolic link"
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(descriptor)

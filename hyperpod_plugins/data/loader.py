@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict, Unpack
 
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hyperpod_plugins.data.batch_cache import BatchCache, cached
 from hyperpod_plugins.data.batch_split import Cursor
 from hyperpod_plugins.data.random_numbers import LoaderKey, key_random_numbers
 from hyperpod_plugins.data.sampler import ElasticSampler
+from hyperpod_plugins.errors import ConfigError
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -20,8 +22,23 @@ class LoaderOptions(TypedDict, total=False):
     timeout: float
     worker_init_fn: Callable[[int], None]
     multiprocessing_context: str
+    generator: torch.Generator
     prefetch_factor: int
     persistent_workers: bool
+
+
+def refuse_out_of_order(loader: DataLoader[Any]) -> None:
+    """Refuse a loader whose batches may come in any order: the position in its data would not say which are done.
+
+    Raises:
+        ConfigError: the loader has worker processes and `in_order=False`.
+    """
+    if loader.num_workers and not loader.in_order:
+        raise ConfigError(
+            "the DataLoader for training has in_order=False, so the batches of its workers come in any order, and a "
+            "process that resumes or replaces a lost one could not tell which batches have been trained on. Leave out "
+            "in_order=False."
+        )
 
 
 class StatefulLoader:
@@ -47,6 +64,9 @@ class StatefulLoader:
         read_ahead: with a cache, number of finished batches to put there ahead of training, so that they outlive this
             process.
         options: see `LoaderOptions`.
+
+    Raises:
+        ConfigError: see `refuse_out_of_order`.
     """
 
     def __init__(
@@ -63,6 +83,7 @@ class StatefulLoader:
         self._read_ahead = read_ahead
         self._ahead = _AheadSampler(sampler)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._ahead, **options)
+        refuse_out_of_order(self._loader)
         key = LoaderKey(seed=sampler.seed, epoch=lambda: self._ahead.start.epoch, data_rank=sampler.data_rank)
         key_random_numbers(self._loader, key)
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
+    from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelSummary
     from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import CSVLogger
@@ -96,6 +96,7 @@ else:
     MixedPrecision = _get(f"{_pl}.plugins.precision", "MixedPrecision")
     Precision = _get(f"{_pl}.plugins.precision", "Precision")
     Launcher = _get(f"{_pl}.strategies.launchers.launcher", "_Launcher")
+    ModelSummary = _get(f"{_pl}.callbacks", "ModelSummary")
     ModelParallelStrategy = _get(f"{_pl}.strategies", "ModelParallelStrategy")
     ParallelStrategy = _get(f"{_pl}.strategies", "ParallelStrategy")
     TrainerFn = _get(f"{_pl}.trainer.states", "TrainerFn")
@@ -115,6 +116,7 @@ __all__ = [
     "LightningOptimizer",
     "MixedPrecision",
     "ModelParallelStrategy",
+    "ModelSummary",
     "ParallelStrategy",
     "Precision",
     "SIGTERMException",

@@ -7,15 +7,18 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from hyperpod_plugins.data import BatchSplit, Cursor
+from hyperpod_plugins.data.map_style import MapStyleData
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import (
@@ -149,9 +152,11 @@ class Resize:
 class ElasticTraining(BatchSizeCallback):
     """Let the job grow and shrink by whole replicas while it runs; by default every step keeps its global batch.
 
-    Needs `hyperpodrun` or `torchrun --rdzv-backend=hyperpod`, with `--nnodes=MIN:MAX`, and loaders that count their
-    position in samples: a `TokenDataModule`, or a `TrainerLoader` over an `ElasticSampler`. The Trainer's
-    `accumulate_grad_batches` is overwritten: it follows from the sizes below.
+    Needs `hyperpodrun` or `torchrun --rdzv-backend=hyperpod`, with `--nnodes=MIN:MAX`. Train loaders are ordinary
+    `DataLoader`s over map-style datasets, with `batch_size=micro_batch_size`, a `TokenDataModule`, or a
+    `TrainerLoader` over an `ElasticSampler`. As always in a distributed Trainer, an ordinary loader's samples are
+    shuffled, unless it has a `DistributedSampler(shuffle=False)`; `set_epoch` and its own division of the samples do
+    not matter. The Trainer's `accumulate_grad_batches` is overwritten: it follows from the sizes below.
 
     With `samples_per_replica` the batch follows the world: R replicas have R times as many samples per step. The
     learning rate follows by `lr_scaling`, and schedulers with `interval="step"` advance by samples: one step for each
@@ -323,7 +328,7 @@ class ElasticTraining(BatchSizeCallback):
         """
         policy, batch, scales = self._policy, self.batch, self._scales
         if scales is not None:
-            node, replica = topology.ranks_per_node, topology.shard_degree * topology.tensor_degree
+            node, replica = topology.ranks_per_node, topology.replica_size
             scales = scales.feasible_on(
                 ranks_per_node=node, ranks_per_replica=replica, tensor_degree=topology.tensor_degree
             )
@@ -332,7 +337,7 @@ class ElasticTraining(BatchSizeCallback):
             policy = replace(policy, scales=scales)
             policy = policy.in_replicas(
                 ranks_per_node=topology.ranks_per_node,
-                ranks_per_replica=topology.shard_degree * topology.tensor_degree,
+                ranks_per_replica=topology.replica_size,
                 data_ranks_per_replica=topology.shard_degree,
             )
         remarks = () if scales is None else scales.remarks
@@ -383,7 +388,7 @@ class ElasticState:
             config = with_degrees(config, self._known, self._layouts, world_size)
         first = config.topology(self.replica_size or world_size, ranks_per_node=ranks_per_node)
         topology = replace(first, world_size=world_size)
-        self.replica_size, self._topology = topology.shard_degree * topology.tensor_degree, topology
+        self.replica_size, self._topology = topology.replica_size, topology
         self._policy, batch = self.options.resolve(topology)
         serving = batch if self.options.reproducible else self.options.batch  # logical shards allow fewer sizes
         self._sizes = serving.feasible_sizes(self._policy, topology.shard_degree)
@@ -434,6 +439,30 @@ class ElasticState:
             for size, split in self._splits().items()
         }
 
+    def divided(self, loader: DataLoader[Any], trainer: Trainer, *, seed: int) -> TrainerLoader:
+        """A train loader that counts its position in samples, built from an ordinary one for the present world.
+
+        Args:
+            loader: as returned by `train_dataloader`, or with the sampler that the Trainer has given it.
+            trainer: of the loop.
+            seed: see `MapStyleData`.
+
+        Raises:
+            ConfigError: see `MapStyleData`; or its batch size is not the micro-batch size of this job.
+        """
+        topology, split = self._topology, self.options.split
+        assert topology is not None
+        assert split is not None
+        data = MapStyleData(loader, seed=seed, taken_by="ElasticTraining")
+        sizes = {self.options.batch.micro_batch_size, *(each.micro_batch_size for each in self._splits().values())}
+        if data.micro_batch_size not in sizes:
+            raise ConfigError(
+                f"the train DataLoader has batch_size={data.micro_batch_size}, but a rank of this job gets at most "
+                f"{self.options.batch.micro_batch_size} samples at once (micro_batch_size of ElasticTraining, or of "
+                "its policy). Give both the same."
+            )
+        return data.build_loader(split, topology.data_rank(trainer.global_rank), partial(TrainerLoader, trainer))
+
     def random_stream_key(self, micro_step: int, rank: int) -> tuple[int, int]:
         """The two numbers that key the random stream of a micro-step on a rank."""
         topology, split = self._topology, self.options.split
@@ -462,9 +491,9 @@ class ElasticState:
                     what += " that does not follow the world" if own.pads_last_step else " that is split differently"
                 raise ConfigError(
                     "ElasticTraining needs train loaders that count their position in samples, with its own global "
-                    f"batch of {own.global_batch_size}, but found {what}. Use a TokenDataModule that leaves the sizes "
-                    "to ElasticTraining, or return a TrainerLoader over an ElasticSampler from train_dataloader, with "
-                    "the callback's `split`."
+                    f"batch of {own.global_batch_size}, but found {what}. Return a DataLoader over a map-style "
+                    "dataset from train_dataloader, use a TokenDataModule that leaves the sizes to ElasticTraining, or "
+                    "return a TrainerLoader over an ElasticSampler, with the callback's `split`."
                 )
         assert self._policy is not None
         assert self._topology is not None

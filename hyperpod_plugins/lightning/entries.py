@@ -70,7 +70,7 @@ def _check_visible(founders: Sequence[int]) -> None:
     hidden = invisible_workers(entries.folder(Path()), entries.number, worker_ids)
     if hidden:
         entries.mark_not_kept(
-            f"rank 0 does not see the files of ranks {format_list(map(str, hidden))}. Use storage that nodes share"
+            f"rank 0 does not see the files of workers {format_list(map(str, hidden))}. Use storage that nodes share"
         )
 
 

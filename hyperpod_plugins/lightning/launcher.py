@@ -4,7 +4,9 @@
 # pyright: reportPrivateUsage=false
 
 import signal
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,7 @@ from hyperpod_plugins.lightning.checkpointless import recovers
 from hyperpod_plugins.lightning.compat import (
     Launcher,
     ModelParallelStrategy,
+    ModelSummary,
     ParallelStrategy,
     SIGTERMException,
     SLURMEnvironment,
@@ -28,8 +31,8 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.entries import KINDS, entries, save_entry_end, skip_entry
 
-STATE_OF_PEERS = "hyperpod:peers"
-"""Stands for a checkpoint path in a process that gets its state from the other ranks."""
+STATE_OF_PEERS = "memory of the other ranks"
+"""Stands for a checkpoint path in a process that gets its state from the other ranks; Lightning logs it as such."""
 
 
 class RecoveryLauncher(Launcher):
@@ -73,17 +76,29 @@ class RecoveryLauncher(Launcher):
                 )
             comes_later = kind == "fit" and entries.is_joining  # it resumes from the other ranks
             args = _replace_ckpt_path(args, STATE_OF_PEERS if comes_later else resumes_from)
-            results = self._run(function, args, kwargs, is_fit=kind == "fit")
+            # Recovery skips the batches that are done, whatever the loader can do.
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+            results = self._run(function, args, kwargs, trainer, is_fit=kind == "fit")
             if recovers(trainer):
                 save_entry_end(trainer, kind, results, worker_id)
             else:
                 entries.is_complete = False
             return results
 
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_fit: bool) -> Any:
+    def _run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trainer: Trainer,
+        *,
+        is_fit: bool,
+    ) -> Any:
+        summary: AbstractContextManager[None] = nullcontext()
         while True:
             try:
-                return function(*args, **kwargs)
+                with summary:
+                    return function(*args, **kwargs)
             except SIGTERMException:
                 if not is_fit:
                     raise
@@ -91,7 +106,7 @@ class RecoveryLauncher(Launcher):
             except PeerLost:
                 if not is_fit or not self._leave_loops(args[4] not in (None, STATE_OF_PEERS)):
                     raise
-                args = _replace_ckpt_path(args, STATE_OF_PEERS)
+                args, summary = _replace_ckpt_path(args, STATE_OF_PEERS), _no_model_summary(trainer)
 
     @override
     def kill(self, signum: Any) -> None:
@@ -101,6 +116,20 @@ class RecoveryLauncher(Launcher):
 def _replace_ckpt_path(args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
     """The arguments of a fit with another checkpoint path; unchanged if `path` is empty."""
     return (*args[:4], path, *args[5:]) if path else args
+
+
+@contextmanager
+def _no_model_summary(trainer: Trainer) -> Generator[None]:
+    """Context in which a re-entered `fit` does not show the model once more."""
+    callbacks: list[Any] = vars(trainer)["callbacks"]
+    depths = {each: each._max_depth for each in callbacks if isinstance(each, ModelSummary)}
+    for each in depths:
+        each._max_depth = 0
+    try:
+        yield
+    finally:
+        for each, depth in depths.items():
+            each._max_depth = depth
 
 
 class LaunchedStrategy(ModelParallelStrategy):

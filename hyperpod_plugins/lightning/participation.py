@@ -14,6 +14,7 @@ from hyperpod_plugins.lightning.elastic_training import ElasticTraining, initial
 from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.parallel import ParallelConfig
+from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
 
 
 def create_recovery(
@@ -46,6 +47,8 @@ def create_recovery(
                 "the program with `hyperpodrun` instead of `torchrun` or `python`.",
                 stacklevel=2,
             )
+        elif options.enabled and env.world_size > 1 and env.global_rank == 0 and trainer.state.fn == TrainerFn.FITTING:
+            log_once(WITHOUT_AGENT)
         return None
     if not options.enabled or _warn_if_left(trainer):
         return None

@@ -10,6 +10,7 @@ that all ranks re-enter the loops with.
 
 import io
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.comm.health import Phase
+from hyperpod_plugins.data.loader import refuse_out_of_order
 from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import arm
@@ -143,7 +146,8 @@ class TrainerRecovery:
         """What recovery of a Trainer shares with that of a loop written by hand."""
         self.engine.begin_entry(entries.number, is_complete=entries.is_complete)
         self._begins_at, self._pending_checkpoint = NO_STATE, ""
-        self._broadcasts = self._skip_batches = 0
+        self._broadcasts: Counter[str] = Counter()
+        self._skip_batches = 0
         self._window: AccumulationWindow | None = None
         self._transaction: StepTransaction | None = None
         self._seed: Callable[[int, int, str], None] | None = None
@@ -322,29 +326,52 @@ class TrainerRecovery:
         if self.member.rank == 0:
             append_to_csv(trainer.loggers)
 
-    def broadcast_or_replay(self, value: Any, broadcast: Callable[[], Any]) -> Any:
+    def broadcast_or_replay(self, value: Any, broadcast: Callable[[], Any], *, caller: str) -> Any:
         """Share a value between all ranks: broadcast it, or in a detached process read it from the job store.
 
-        Only values shared before the first step are recorded there, such as run ids and log folders.
+        Only values shared before the first step are recorded there, such as run ids and log folders. They are counted
+        for each caller, because a process that enters a fit again does not make every call that the first one made:
+        `SaveConfigCallback` skips its own, and no checkpoint path is shared. If a value was not recorded, all ranks
+        restart from the last checkpoint.
 
         Args:
-            value: returned in a detached process if nothing was recorded.
+            value: of this rank; returned inside a step that a fault has already ended.
             broadcast: communicates, and returns the shared value.
+            caller: name of the function that shares the value.
+
+        Raises:
+            PeerLost: a rank was lost, outside a step.
+            StateLost: the agents have not restarted a detached process that got no value.
         """
-        if not group_health.is_unavailable and self.member.committed > max(0, self._begins_at):
+        is_detached = group_health.phase is Phase.DETACHED
+        if not is_detached and group_health.suppresses_collectives:
+            return value
+        if not is_detached and self.member.committed > max(0, self._begins_at):
             return broadcast()
-        name = f"broadcast/{entries.number}/{self._broadcasts}"
-        self._broadcasts += 1
-        if group_health.is_unavailable:
-            data = self.member.job_store.try_get(name)
-            with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
-                return value if data is None else torch.load(io.BytesIO(data), weights_only=True)
+        name = f"broadcast/{entries.number}/{caller}/{self._broadcasts[caller]}"
+        self._broadcasts[caller] += 1
+        if is_detached:
+            return self._replay(name, caller)
         shared = broadcast()
         if self.member.rank == 0:
             buffer = io.BytesIO()
             torch.save(shared, buffer)
             self.member.job_store.set(name, buffer.getvalue())
         return shared
+
+    def _replay(self, name: str, caller: str) -> Any:
+        """Return a value that was shared before the first step; without one, restart all ranks."""
+        data = self.member.job_store.try_get(name)
+        if data is None:
+            self.member.restart_all(
+                StateLost(
+                    f"call {self._broadcasts[caller]} of strategy.broadcast in {caller} came before this process had "
+                    "joined the other ranks, and they have not made that call before their first step. Make it in each "
+                    "process in setup or on_train_start, or in training_step, or in a hook of the validation."
+                )
+            )
+        with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
+            return torch.load(io.BytesIO(data), weights_only=True)
 
     def leave_loops(self, trainer: Trainer, *, from_checkpoint: bool) -> None:
         """Leave the loops after a fault outside a step, and stay detached until they have been re-entered.
@@ -384,9 +411,9 @@ class TrainerRecovery:
             is_within_step=not self._window.is_empty,
             capture=lambda: entered_with or self._own,
         )
-        group_health.leave_others()
+        group_health.detach()
         self._move(trainer)
-        self._broadcasts = 0
+        self._broadcasts.clear()
         if self.member.committed <= 0:
             begin_afresh(trainer)
         tear_down_loops(trainer, has_evaluated=has_ended)
@@ -579,7 +606,13 @@ class TrainerRecovery:
                 self.engine.rehearsal.note_batch(self._window.micro_step, batch)
 
     def skip_done_batches(self, loader: Any, trainer: Trainer) -> Any:
-        """A loader for the rest of the epoch, which skips the batches done; the loader itself if there are none."""
+        """A loader for the rest of the epoch, which skips the batches done; the loader itself if there are none.
+
+        Raises:
+            ConfigError: the loader's batches may come in any order.
+        """
+        if isinstance(loader, DataLoader):
+            refuse_out_of_order(loader)
         return SkipBatches(loader, self._skip_batches, trainer) if self._skip_batches else loader
 
     # -- a step -------------------------------------------------------------------------------------------------

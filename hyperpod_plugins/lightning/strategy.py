@@ -4,6 +4,7 @@
 # pyright: reportPrivateUsage=false
 
 import logging
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from hyperpod_plugins.comm import CommOptions, GroupKey, group_health, new_axis_group
@@ -226,11 +228,11 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
         self._data_group = build_data_group(self._topology)
         if self._recovery is not None:  # a joiner would lack a group that is created later
-            role = GroupKey(SAVING_GROUP, is_strict=True)
-            self._checkpoints.group = new_axis_group(role, range(self.world_size))
+            key = GroupKey(SAVING_GROUP, is_strict=True)
+            self._checkpoints.group = new_axis_group(key, range(self.world_size))
             if self._recovery.may_snapshot(self._topology):
-                role = GroupKey("snapshot", is_strict=True)
-                self._snapshot_group = new_axis_group(role, range(self.world_size))
+                key = GroupKey("snapshot", is_strict=True)
+                self._snapshot_group = new_axis_group(key, range(self.world_size))
         self._is_set_up = False
         check_same_layout(self.lightning_module, self._device_mesh)
         self._average = averaging_callback(trainer, self._average)
@@ -516,6 +518,8 @@ class HyperPodStrategy(EvaluatingStrategy):
         if self._recovery is None or isinstance(dataloader, StatefulLoader):
             return dataloader
         trainer = self._trainer
+        if self._elastic is not None and trainer.training and isinstance(dataloader, DataLoader):
+            return self._elastic.divided(dataloader, trainer, seed=self.config.random_seed)
         dataloader = self._recovery.with_keyed_random(dataloader, trainer)
         return self._recovery.skip_done_batches(dataloader, trainer) if trainer.training else dataloader
 
@@ -526,7 +530,9 @@ class HyperPodStrategy(EvaluatingStrategy):
         """Send an object from rank `src` to all; a joiner reads what was sent before it joined from the job store."""
         if self._recovery is None:
             return super().broadcast(obj, src)
-        return self._recovery.broadcast_or_replay(obj, partial(super().broadcast, obj, src))
+        frame = sys._getframe(1)
+        caller = f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
+        return self._recovery.broadcast_or_replay(obj, partial(super().broadcast, obj, src), caller=caller)
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:

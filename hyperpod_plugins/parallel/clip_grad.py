@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, _foreach_norm  # pyright: ignore
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from hyperpod_plugins.parallel.hsdp import local_part
 
@@ -25,10 +25,8 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     is_max = math.isinf(norm_type)
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for gradient in (parameter.grad for parameter in parameters):
-        if gradient is not None:
-            local = local_part(gradient)
-            by_groups.setdefault(_split_over(gradient), []).append(local)
+    for gradient in _gradients(parameters):
+        by_groups.setdefault(_split_over(gradient), []).append(local_part(gradient))
     if not by_groups:
         return torch.tensor(0.0)
     totals: list[Tensor] = []
@@ -62,20 +60,28 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     with_gradient = list(parameters)
     norm = gradient_norm(with_gradient, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for local in _local_gradients(with_gradient):
+    for gradient in _gradients(with_gradient):
+        local = local_part(gradient)
         local.mul_(factor.to(local.device, local.dtype))
     return norm
 
 
 def clip_grad_value_(parameters: Iterable[Tensor], max_value: float) -> None:
     """Clamp every element of every gradient to `[-max_value, max_value]`, in place."""
-    for local in _local_gradients(parameters):
-        local.clamp_(-max_value, max_value)
+    for gradient in _gradients(parameters):
+        local_part(gradient).clamp_(-max_value, max_value)
 
 
-def _local_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield this rank's part of each gradient; writing to it writes to the gradient."""
+def _gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield each gradient; writing to its local part writes to the gradient.
+
+    A DTensor with a `Partial` placement, whose ranks hold terms of a sum, is reduced first. FSDP2 leaves no such
+    gradient, but a DTensor parameter that it does not shard may have one.
+    """
     for parameter in parameters:
         gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
+            placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
+            gradient = parameter.grad = gradient.redistribute(placements=placements)
         if gradient is not None:
-            yield local_part(gradient)
+            yield gradient

@@ -70,7 +70,7 @@ class LoopContext:
         self.rank, self.world_size = self._rank_and_world_size()
         first = self._config.topology(self.replica_size or self.world_size, ranks_per_node=self._env.local_world_size)
         self.topology = replace(first, world_size=self.world_size)
-        self.replica_size = self.topology.shard_degree * self.topology.tensor_degree
+        self.replica_size = self.topology.replica_size
         if has_moved:
             update_group_members(self.topology, self.rank)
         self.mesh = build_mesh(self.topology, self.device.type)

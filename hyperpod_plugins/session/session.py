@@ -16,26 +16,28 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.comm import CommOptions, group_health
+from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.data import StatefulLoader
+from hyperpod_plugins.data.map_style import MapStyleData
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
-from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError
+from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters
 from hyperpod_plugins.parallel.hsdp import fsdp_units
 from hyperpod_plugins.parallel.unit_watch import watch_units
-from hyperpod_plugins.recovery import RecoveryOptions, Repair
+from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair
+from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
 from hyperpod_plugins.recovery.engine import join_job
 from hyperpod_plugins.recovery.entries import Entries, load_rank_state, save_rank_state, state_folder
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.session.context import LoopContext
-from hyperpod_plugins.session.loader import LoopData
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
 from hyperpod_plugins.session.state import Position, TrainedState
 from hyperpod_plugins.session.step import Step
@@ -111,6 +113,8 @@ class Session:
                 world_size=env.world_size,
                 is_elastic=bool(elastic),
             )
+        elif self._recovery.enabled and env.world_size > 1 and env.global_rank == 0:
+            log_once(WITHOUT_AGENT)
         self._context = LoopContext(
             self.config, env, self._member, self._recovery, comm=comm or CommOptions(), timeout_s=timeout_s
         )
@@ -244,14 +248,20 @@ class Session:
         """Return rank 0's value on all ranks, such as the name of a folder or the id of a run.
 
         Call it on all ranks in the same order, before the first step. A joiner gets the value that was agreed on
-        then. Only plain values and tensors are supported.
+        then; if there is none, all ranks restart from the last checkpoint. Only plain values and tensors are
+        supported.
+
+        Raises:
+            PeerLost: a rank was lost.
+            StateLost: the agents have not restarted a joiner that got no value.
         """
-        member, name = self._member, f"agreed/{self._num_agreed}"
-        self._num_agreed += 1
+        member = None if self._entries.is_inside else self._member  # within a loop, a joiner has joined the others
+        name = f"agreed/{self._num_agreed}"
+        if member is not None:
+            self._num_agreed += 1
+            if group_health.phase is Phase.DETACHED:
+                return self._agreed_before(member, name)
         data = b""
-        if group_health.is_unavailable and member is not None:
-            data = member.job_store.try_get(name) or _packed(value)
-            return _unpacked(data)
         size = torch.zeros(1, dtype=torch.int64, device=self.device)
         if self.rank == 0:
             data = _packed(value)
@@ -265,6 +275,19 @@ class Session:
         payload = payload.to(self.device)
         dist.broadcast(payload, src=0)
         return _unpacked(payload.cpu().numpy().tobytes())
+
+    def _agreed_before(self, member: Member, name: str) -> Any:
+        """Return the value that the ranks agreed on before this process joined; without one, restart all of them."""
+        data = member.job_store.try_get(name)
+        if data is None:
+            member.restart_all(
+                StateLost(
+                    f"a joiner has called session.agree {self._num_agreed} times, but the other ranks have agreed on "
+                    f"{self._num_agreed - 1} values outside their loops. A program whose processes are replaced must "
+                    "make the same calls in the same order each time that it runs."
+                )
+            )
+        return _unpacked(data)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -331,18 +354,19 @@ class Session:
         Args:
             loader: a loader over a map-style dataset; its `batch_size` is the maximum number of samples per rank in
                 one forward and backward pass. Each data-parallel rank reads its own part, in an order that
-                `random_seed` of the configuration determines. Each sample is used once per epoch, regardless of
-                faults and changes of the world.
+                `random_seed` of the configuration determines, not the loader's `generator`. Each sample is used once
+                per epoch, regardless of faults and changes of the world.
             epochs: number of epochs.
             max_steps: maximum number of steps, including those before a checkpoint; 0 for no limit.
 
         Raises:
             LoopError: `train` was not called, or the body does not use its step.
-            ConfigError: another process could not continue the loader, or the batch cannot be split over the ranks.
+            ConfigError: another process could not continue the loader, its sampler does not yield each sample once,
+                or the batch cannot be split over the ranks.
         """
         trained, transactions = self._require_train()
         assert self._computation is not None
-        data = LoopData(loader, seed=self.config.random_seed)
+        data = MapStyleData(loader, seed=self.config.random_seed, taken_by="session.steps(...)")
         batch = StepBatch(
             global_batch_size=self._global_batch_size or data.micro_batch_size * self.topology.data_degree,
             micro_batch_size=data.micro_batch_size,
@@ -353,7 +377,7 @@ class Session:
         def build_loader() -> StatefulLoader:
             topology = self.topology
             split = batch.split(topology.replicate_degree, topology.shard_degree)
-            return data.build_loader(split, topology.data_rank(self.rank))
+            return data.build_loader(split, topology.data_rank(self.rank), StatefulLoader)
 
         limits = LoopLimits(num_epochs=epochs, max_steps=max_steps)
         assert self._finite is not None

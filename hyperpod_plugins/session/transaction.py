@@ -157,7 +157,7 @@ class Transactions:
         returned = engine.take_returned()
         description = self._capture_stop_state(engine, returned)
         trained.restore_training_modes()
-        group_health.leave_others()
+        group_health.detach()
         if engine.move():
             trained.local = None
         if engine.has_moved:

@@ -128,6 +128,7 @@ def test_damage_is_counted(tmp_path, caplog):
     lambda path: path.write_bytes(bytes(path.stat().st_size)),
     lambda path: os.truncate(path, path.stat().st_size - 1),
     lambda path: path.chmod(0o666),
+    lambda path: path.rename(path.with_name("elsewhere")).with_name(path.name).symlink_to("elsewhere"),
 ])  # fmt: skip
 def test_foreign_and_damaged_files_are_replaced(tmp_path, caplog, spoil):
     cache = open_cache(tmp_path)

@@ -25,8 +25,8 @@ from hyperpod_plugins.parallel import ParallelConfig
     [
         ({"policy": ElasticPolicy(), "max_replicas": 2}, r"a policy, or limits \(max_replicas\), not both"),
         ({"global_batch_size": 0}, "they are 0 and 0"),
-        ({"global_batch_size": -8}, "at least 1, but are -8 and 2"),
-        ({"micro_batch_size": 0}, "at least 1, but are 8 and 0"),
+        ({"global_batch_size": -8}, "global_batch_size must be at least 1, but is -8"),
+        ({"micro_batch_size": 0}, "micro_batch_size must be at least 1, but is 0"),
         ({"max_replica": 2}, "max_replica"),
         ({"min_replicas": 3, "max_replicas": 2}, "min is 3 and max 2"),
         ({"samples_per_replica": 4}, "they are 8 and 4"),
@@ -114,7 +114,10 @@ def loader(global_batch_size, pads=False):
 @pytest.mark.parametrize(
     ("loaders", "words"),
     [
-        (lambda: [torch.utils.data.DataLoader(list(range(64)), batch_size=2)], "found DataLoader. Use a TokenData"),
+        (
+            lambda: [torch.utils.data.DataLoader(list(range(64)), batch_size=2)],
+            "found DataLoader. Return a DataLoader over a map-",
+        ),
         (lambda: [loader(16)], "its own global batch of 8, but found a global batch of 16"),
     ],
 )
@@ -123,6 +126,51 @@ def test_loaders_that_do_not_count_samples(job_store, loaders, words):
     with pytest.raises(ConfigError, match=words):
         open_with(elasticity, trainer, *loaders())
     assert elastic_spec_of(job_store) is None
+
+
+def ordinary(**options):
+    return torch.utils.data.DataLoader(list(range(64)), **({"batch_size": 2} | options))
+
+
+def test_an_ordinary_loader_is_divided_among_the_ranks_of_each_world(job_store):
+    orders = []
+    for world_size in (2, 4):
+        elasticity, _, trainer = lay_out(job_store, world_size)
+        found = []
+        for trainer.global_rank in range(world_size):
+            found.append(torch.cat(list(elasticity.divided(ordinary(shuffle=True), trainer, seed=3))))
+        steps = torch.stack(found).view(world_size, 8, -1).transpose(0, 1).reshape(8, 8)
+        orders.append(steps.sort().values.tolist())
+    assert orders[0] == orders[1]  # the same samples in each step, whatever the world
+    assert sorted(i for step in orders[0] for i in step) == list(range(64)) != [i for step in orders[0] for i in step]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (ordinary(batch_size=4), r"the train DataLoader has batch_size=4, .* at most 2 samples at once"),
+        (ordinary(batch_size=None), "ElasticTraining takes a torch.utils.data.DataLoader over a map-style dataset"),
+        (ordinary(sampler=[3, 4]), "the DataLoader has the sampler list"),
+        (ordinary(sampler=torch.utils.data.RandomSampler(range(64), num_samples=9)), "yields 9 of 64 samples"),
+    ],
+)
+def test_an_ordinary_loader_that_no_other_world_could_continue(job_store, given, words):
+    elasticity, _, trainer = lay_out(job_store, 4)
+    with pytest.raises(ConfigError, match=words):
+        elasticity.divided(given, trainer, seed=3)
+
+
+def test_the_order_of_a_distributed_sampler(job_store):
+    elasticity, _, trainer = lay_out(job_store, 4)
+    trainer.global_rank = 0
+    sampler = torch.utils.data.DistributedSampler(range(64), num_replicas=4, rank=0, shuffle=False)
+    assert next(iter(elasticity.divided(ordinary(sampler=sampler), trainer, seed=3))).tolist() == [0, 1]
+    orders = [
+        next(iter(elasticity.divided(ordinary(sampler=each), trainer, seed=3))).tolist()
+        for seed in (1, 1, 2)
+        for each in [torch.utils.data.DistributedSampler(range(64), num_replicas=4, rank=0, seed=seed)]
+    ]
+    assert orders[0] == orders[1] != orders[2]
 
 
 def test_what_fits_lets_others_come_in(job_store):

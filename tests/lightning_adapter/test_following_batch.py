@@ -157,7 +157,7 @@ def test_the_law_where_the_batch_follows():
     [
         ({}, "they are 0 and 0"),
         ({"global_batch_size": 8, "samples_per_replica": 8}, "they are 8 and 8"),
-        ({"samples_per_replica": -1}, "samples_per_replica and micro_batch_size must be at least 1"),
+        ({"samples_per_replica": -1}, "samples_per_replica must be at least 1, but is -1"),
     ],
 )
 def test_impossible_batches(options, words):

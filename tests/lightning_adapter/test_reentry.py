@@ -1,15 +1,25 @@
 """How a fit is entered again after its last step, and what was logged in the epoch before."""
 
 import io
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torchmetrics import MeanMetric
 
+from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import ConfigError, PeerLost, StateLost
+from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
+from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.local_state import LoggedMeans
+from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks
+from hyperpod_plugins.recovery import Member, abort
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 
@@ -67,6 +77,63 @@ def trainer_with(*callbacks, **arguments):
         callbacks=list(callbacks),
         **arguments,
     )
+
+
+@pytest.fixture
+def make_recovery(monkeypatch):
+    """Makes a `TrainerRecovery` for another entry into a fit, of a job of one rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job")
+    monkeypatch.setattr(entries, "member", None)
+    monkeypatch.setattr(Member, "start", lambda member: None)
+    monkeypatch.setattr(abort, "_FINAL_SAVE_S", 0.0)
+    yield lambda: TrainerRecovery(CheckpointlessRecovery(), None, job, worker_id=0, world_size=1)
+    group_health.reset()
+
+
+def save_config(strategy, value):
+    return strategy.broadcast(value)
+
+
+def resolve_folder(strategy, value):
+    return strategy.broadcast(value)
+
+
+@pytest.mark.slow_single
+def test_a_rank_that_enters_a_fit_again_gets_the_value_of_the_same_call(make_recovery):
+    """It need not make all of the calls that it made the first time: `SaveConfigCallback` does not."""
+    strategy = HyperPodStrategy()
+    strategy._recovery = make_recovery()
+    save_config(strategy, "config")
+    assert [resolve_folder(strategy, value) for value in ("a", Path("b"))] == ["a", Path("b")]
+    strategy._recovery = make_recovery()
+    group_health.detach()
+    assert [resolve_folder(strategy, "its own") for _ in range(2)] == ["a", Path("b")]
+    with pytest.raises(StateLost, match=r"call 3 of strategy\.broadcast in .*test_reentry\.resolve_folder came before"):
+        resolve_folder(strategy, "its own")
+
+
+@pytest.mark.slow_single
+def test_a_rank_that_has_lost_a_peer_broadcasts_nothing_of_its_own(make_recovery, monkeypatch):
+    def broadcast(strategy, value, src):
+        raise PeerLost("a test")
+
+    monkeypatch.setattr(ModelParallelStrategy, "broadcast", broadcast)
+    strategy = HyperPodStrategy()
+    strategy._recovery = make_recovery()
+    group_health.mark_broken("a test", lambda: None)
+    with pytest.raises(PeerLost):
+        strategy.broadcast("its own")
+    with group_health.tolerate_breaks():
+        assert strategy.broadcast("its own") == "its own"  # in a step that is discarded
+
+
+@pytest.mark.slow_single
+def test_a_loader_without_order_is_refused_for_training(make_recovery):
+    recovery, trainer = make_recovery(), trainer_with()
+    loader = torch.utils.data.DataLoader(torch.ones(4, 4), num_workers=1, in_order=False)
+    with pytest.raises(ConfigError, match="in_order=False"):
+        recovery.skip_done_batches(loader, trainer)
 
 
 @pytest.mark.slow_single

@@ -94,6 +94,36 @@ def test_values_are_clamped_as_torch_does():
         assert torch.equal(mine.grad, theirs.grad)
 
 
+# -- two ranks, gradients that are not reduced ------------------------------------------------------------------------
+
+
+def clip_partial_gradients():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    parts = [torch.tensor([3.0, -1.0]), torch.tensor([1.0, 1.0])]
+
+    def parameter():
+        made = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
+        made.grad = DTensor.from_local(parts[dist.get_rank()].clone(), mesh, [Partial()])
+        return made
+
+    by_norm, by_value = parameter(), parameter()
+    norm = clip_grad_norm_([by_norm], 1.0)
+    clip_grad_value_([by_value], 1.5)
+    return norm, by_norm.grad.full_tensor(), by_value.grad.full_tensor()
+
+
+@pytest.mark.spawns
+def test_a_gradient_of_which_each_rank_holds_a_part_of_the_sum_is_summed_first(run_ranks):
+    for norm, by_norm, by_value in run_ranks(clip_partial_gradients, world_size=2, timeout_s=60):
+        assert float(norm) == pytest.approx(4.0)
+        torch.testing.assert_close(by_norm, torch.tensor([1.0, 0.0]))
+        torch.testing.assert_close(by_value, torch.tensor([1.5, 0.0]))
+
+
 # -- four ranks, mixed meshes -----------------------------------------------------------------------------------------
 
 LAYOUTS = {

@@ -12,6 +12,7 @@ import torch
 from faults import ACCELERATOR, Faults, devices, noticed
 from torch import nn
 
+from hyperpod_plugins.data import TokenDataset
 from hyperpod_plugins.lightning import (
     CheckpointlessRecovery,
     ElasticTraining,
@@ -138,10 +139,9 @@ def main():
         scaling_timeout_s=option("SCALING_S", 0.0),
         faulty_scale_down_timeout_s=option("SHRINK_S", 30.0),
     )
-    data = TokenDataModule(
-        os.environ["TOKENS"],
-        config=TokenDataConfig(sequence_length=1),
-    )
+    data = TokenDataModule(os.environ["TOKENS"], config=TokenDataConfig(sequence_length=1))
+    if option("ORDINARY", 0):
+        data = torch.utils.data.DataLoader(TokenDataset(os.environ["TOKENS"], 1), batch_size=MICRO_BATCH)
     callbacks = [recovery, elastic, LossCurve(elastic), StopWhenTold()]
     every = option("CHECKPOINT_EVERY", 0)
     if every:
@@ -162,7 +162,7 @@ def main():
         enable_model_summary=False,
         gradient_clip_val=option("CLIP", 0.0) or None,
     )
-    trainer.fit(module, datamodule=data, ckpt_path=os.environ.get("RESUME"))
+    trainer.fit(module, data, ckpt_path=os.environ.get("RESUME"))
     if "SAVE" in os.environ:
         trainer.save_checkpoint(os.environ["SAVE"])
     (optimizer,) = trainer.optimizers

@@ -62,6 +62,8 @@ def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
 
 
 def test_asked_for_from_a_shell_to_every_size(nodes):
+    """With an ordinary DataLoader."""
+    nodes.environ |= {"ORDINARY": "1"}
     nodes.num_ranks = 2
     nodes.start("a")
     nodes.await_store()
@@ -87,11 +89,14 @@ def test_asked_for_from_a_shell_to_every_size(nodes):
     nodes.scale(2)
     nodes.scale(4)  # with the processes that took the evicted ones' places, and waited
     said = nodes.hyperpod("status")[1]
-    assert "ranks 4, replicas 4, shard_degree 1, tensor_degree 1, waiting 0, asked 4" in said
+    assert "4 ranks in 4 replicas (shard degree 1, tensor degree 1), generation " in said
+    assert said.endswith("; 4 replicas requested\n")
+    assert "waiting" not in said
     num_steps = nodes.finish()
     assert not ticket.exists()
     steps = nodes.steps()
     assert_whole_steps(steps, num_steps)
+    assert_each_once([i for ids in samples_of(steps) for i in ids])
 
 
 def test_a_node_that_gets_notice_leaves_between_two_steps(nodes):

@@ -1,15 +1,40 @@
 """A session in one process, without an agent: what a loop gets, and what it must not do."""
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.data import BatchSplit, StatefulLoader
+from hyperpod_plugins.data.map_style import MapStyleData
+from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
-from hyperpod_plugins.errors import ConfigError, DeviceHung, LoopError, NonFiniteError, RecoveryError
+from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
+from hyperpod_plugins.elastic.store.world import WorldPlan
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import (
+    ConfigError,
+    DeviceHung,
+    LoopError,
+    NonFiniteError,
+    PeerLost,
+    RecoveryError,
+    StateLost,
+)
+from hyperpod_plugins.recovery import HangPolicy, Member, abort
 from hyperpod_plugins.session import Session
 from hyperpod_plugins.session.transaction import ends_only_this_process
 
@@ -198,6 +223,41 @@ def test_values_that_all_agree_on(session):
     assert session.agree({"name": "x", "at": 3}) == {"name": "x", "at": 3}
 
 
+@pytest.fixture
+def member(monkeypatch, session):
+    """Makes the session's process a member of a job."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(abort, "_FINAL_SAVE_S", 0.0)
+    session._member = Member(
+        JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job"),
+        worker_id=0,
+        world=WorldPlan.initial(1),
+        policy=MembershipPolicy(),
+        hangs=HangPolicy(),
+    )
+    yield session._member
+    group_health.reset()
+
+
+def test_a_joiner_gets_what_was_agreed_on_before_it_came(session, member):
+    agreed = [session.agree("run-7"), session.agree(None)]
+    with session._entries.enter(member.job, "steps"):
+        assert session.agree("of a step") == "of a step"  # on all ranks, a joiner too
+    agreed.append(session.agree([3]))
+    session._num_agreed = 0
+    group_health.detach()
+    assert [session.agree("its own") for _ in range(3)] == agreed == ["run-7", None, [3]]
+    with pytest.raises(StateLost, match=r"session\.agree 4 times, .* agreed on 3 values .* the same calls"):
+        session.agree("its own")
+    assert member.job_store.try_get(RESTART_KEY) is not None
+
+
+def test_ranks_that_have_lost_a_peer_do_not_agree_each_with_itself(session, member):
+    group_health.mark_broken("a test", lambda: None)
+    with pytest.raises(PeerLost):
+        session.agree("its own")
+
+
 # -- wrong loops ----------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +342,42 @@ def test_loaders_that_nobody_else_could_continue(session):
         session.steps(DataLoader(Stream()))
     with pytest.raises(ConfigError, match="WeightedRandomSampler"):
         session.steps(trained.loader(sampler=WeightedRandomSampler([1.0] * NUM_SAMPLES, 4)))
+    for sampler, yields in (
+        (RandomSampler(trained.data, replacement=True), "20 of 20 samples with replacement"),
+        (RandomSampler(trained.data, num_samples=4), "4 of 20 samples"),
+        (SequentialSampler(range(8)), "8 of 20 samples"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{type(sampler).__name__} that yields {yields}, .* Leave the sampler"):
+            session.steps(trained.loader(sampler=sampler))
+    for sampler in (BatchSampler(range(NUM_SAMPLES), 5, False), [[0, 1], [2, 3]]):
+        with pytest.raises(ConfigError, match=r"with a batch_sampler"):
+            session.steps(DataLoader(TensorDataset(trained.data), batch_sampler=sampler))
+    with pytest.raises(ConfigError, match=r"with batch_size=None"):
+        session.steps(DataLoader(TensorDataset(trained.data), batch_size=None))
+    with pytest.raises(ConfigError, match=r"in_order=False"):
+        session.steps(trained.loader(num_workers=1, in_order=False))
+
+
+def test_every_option_of_a_loader_is_passed_on():
+    given = {
+        "num_workers": 1,
+        "collate_fn": list,
+        "pin_memory": True,
+        "timeout": 7,
+        "worker_init_fn": print,
+        "multiprocessing_context": "spawn",
+        "generator": torch.Generator(),
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+        "pin_memory_device": "cuda",
+        "in_order": True,
+    }
+    of_order = {"self", "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+    assert inspect.signature(DataLoader.__init__).parameters.keys() - of_order == given.keys()
+    theirs = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2, **given)
+    split = BatchSplit(global_batch_size=2, micro_batch_size=2, data_world_size=1)
+    ours = MapStyleData(theirs, seed=0, taken_by="it").build_loader(split, 0, StatefulLoader)._loader
+    assert {name: getattr(ours, name) for name in given} == {name: getattr(theirs, name) for name in given}
 
 
 def test_state_that_a_replacement_could_not_read(session):

@@ -13,6 +13,7 @@ import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
 from datetime import timedelta
 from os import PathLike
@@ -84,13 +85,13 @@ class SaveHandle:
         Raises:
             CheckpointError: it could not be written, or not within `timeout_s` seconds.
         """
-        try:
-            self._future.result(timeout_s)
-        except TimeoutError:
+        wait_for_futures([self._future], timeout_s)  # a TimeoutError of `result` could be the writer's own
+        if not self.is_done:
             raise CheckpointError(
                 f"the checkpoint {self.path} is still being written after {timeout_s} s. Wait longer, or write to a "
                 "faster disk. The folder does not exist under this name until it is complete."
-            ) from None
+            )
+        self._future.result()
 
 
 class CheckpointWriter:
