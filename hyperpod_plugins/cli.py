@@ -102,11 +102,29 @@ def _status(arguments: argparse.Namespace) -> int:
     ticket = Ticket.find(arguments.run_id)
     answer = send(ticket.job_store(), ticket.token, Request(kind="status"), queue=ticket.queue)
     try:
-        found = dict(json.loads(answer))
-    except (ValueError, TypeError):
+        text = describe_status(json.loads(answer))
+    except (ValueError, TypeError, KeyError):
         raise ConfigError(f"not a valid answer from an agent: {answer:.100}") from None
-    _print(f"job {ticket.run_id}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+    _print(f"job {ticket.run_id}: {text}")
     return 0
+
+
+def describe_status(status: dict[str, int]) -> str:
+    """One line for what an agent answers to `hyperpod status`; see `job_status`."""
+    ranks, replicas, shard, tensor, waiting, requested, generation = (
+        int(status[name])
+        for name in ("ranks", "replicas", "shard_degree", "tensor_degree", "waiting", "asked", "generation")
+    )
+    if not ranks:
+        return "no rank has begun to train"
+
+    def counted(number: int, what: str, several: str = "") -> str:
+        return f"{number} {what if number == 1 else several or what + 's'}"
+
+    size = f" in {counted(replicas, 'replica')} (shard degree {shard}, tensor degree {tensor})" if replicas else ""
+    wait = f"; {counted(waiting, 'process', 'processes')} waiting to join" if waiting else ""
+    wish = f"; {counted(requested, 'replica')} requested" if requested else ""
+    return f"{counted(ranks, 'rank')}{size}, generation {generation}{wait}{wish}"
 
 
 def _add_preset_arguments(parser: argparse.ArgumentParser) -> None:

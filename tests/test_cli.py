@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpod_plugins.cli import main
+from hyperpod_plugins.cli import describe_status, main
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.fault_injection.chaos import ChaosPlan, Process, schedule, select_agents, workers_in
 
@@ -92,3 +92,21 @@ def test_presets_are_listed_shown_and_written(tmp_path, capsys):
     assert {line.split()[0] for line in told("list").splitlines()} >= {"hsdp-1node", "cpu-smoke", "fp8"}
     assert told("write", "hsdp-tp", str(tmp_path)).strip() == str(tmp_path / "hsdp-tp.yaml")
     assert (tmp_path / "hsdp-tp.yaml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ((4, 2, 2, 1, 0, 0, 3), "4 ranks in 2 replicas (shard degree 2, tensor degree 1), generation 3"),
+        (
+            (2, 1, 2, 1, 1, 2, 0),
+            "2 ranks in 1 replica (shard degree 2, tensor degree 1), generation 0; 1 process waiting ",
+        ),
+        ((2, 1, 2, 1, 2, 2, 0), "; 2 processes waiting to join; 2 replicas requested"),
+        ((1, 0, 0, 0, 0, 0, 0), "1 rank, generation 0"),
+        ((0, 0, 0, 0, 0, 0, 0), "no rank has begun to train"),
+    ],
+)
+def test_the_status_of_a_job_in_words(numbers, says):
+    names = ("ranks", "replicas", "shard_degree", "tensor_degree", "waiting", "asked", "generation")
+    assert says in describe_status(dict(zip(names, numbers, strict=True)))

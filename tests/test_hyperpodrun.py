@@ -121,7 +121,7 @@ def test_a_worker_that_gave_up_is_not_replaced(launch):
     assert job.code() == 1
     text = job.text()
     assert set(job.said()) <= {(0, 0), (1, 0)}
-    assert text.index("the job ends: rank 1 (process): exit code 65") < text.index("Rank 1 failed first")
+    assert text.index("the job ends: worker 1 (process): exit code 65") < text.index("Rank 1 failed first")
     assert "the same step failed thrice" in text[text.index("Rank 1 failed first") :]
     job.await_nobody()
 
@@ -264,7 +264,7 @@ def test_other_nodes_stop_with_one_that_gave_up(launch, failing):
     nodes = two_nodes(launch, f"if rank == {failing}: sys.exit(65)\nwait('never')")
     assert [job.code() for job in nodes] == [1, 1]
     for job in nodes:
-        assert f"the job ends: rank {failing} (process): exit code 65" in job.text(), job.text()
+        assert f"the job ends: worker {failing} (process): exit code 65" in job.text(), job.text()
         job.await_nobody()
 
 

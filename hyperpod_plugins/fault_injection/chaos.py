@@ -134,6 +134,8 @@ def select_agents(table: dict[int, Process], *, pid: int | None = None, run_id: 
                 "Choose a job without that option by --pid."
             )
         return named
+    if not agents:
+        raise ConfigError("no agent of hyperpodrun with workers runs on this machine. Start a job first.")
     if len(agents) != 1:
         raise ConfigError(f"choose a job with --pid or --run-id; agents of hyperpodrun on this machine: {listed}.")
     return agents

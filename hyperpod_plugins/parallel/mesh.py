@@ -64,22 +64,22 @@ def update_group_members(topology: Topology, global_rank: int) -> None:
     here = topology.coordinates(global_rank)
     place = {"replicate": here.replicate, "shard": here.shard, "tensor": here.tensor}
     for name, group in live_groups().items():
-        axis = group.role.axis
+        axis = group.key.axis
         if axis in AXES:
-            role = _group_key(topology, axis, {other: place[other] for other in AXES if other != axis})
+            key = _group_key(topology, axis, {other: place[other] for other in AXES if other != axis})
             members = topology.peers(global_rank, axis)
         elif axis == "data":
-            role = _group_key(topology, axis, {"tensor": here.tensor})
+            key = _group_key(topology, axis, {"tensor": here.tensor})
             members = tuple(range(here.tensor, topology.world_size, topology.tensor_degree))
-        elif not group.role.coordinates and not group.role.group_id:  # all ranks
-            role, members = group.role, tuple(range(topology.world_size))
+        elif not group.key.coordinates and not group.key.group_id:  # all ranks
+            key, members = group.key, tuple(range(topology.world_size))
         else:
             raise CommError(
                 f"the process group {name!r} was made by torch.distributed.new_group, so its members in a world of "
                 "another size are unknown. In an elastic job, make groups with hyperpod_plugins.comm.new_axis_group, "
                 "or make none of your own."
             )
-        group.reassign(role, members, members.index(global_rank))
+        group.reassign(key, members, members.index(global_rank))
 
 
 def _group_key(topology: Topology, axis: str, place: Mapping[str, int]) -> GroupKey:

@@ -50,17 +50,22 @@ class Topology:
         for name, value in (("shard_degree", self.shard_degree), ("tensor_degree", self.tensor_degree)):
             if not 1 <= value <= self.world_size:
                 raise DegreeError(f"{name} must lie in 1 .. {self.world_size} (the world size), but is {value}")
-        if self.world_size % (self.shard_degree * self.tensor_degree):
+        if self.world_size % self.replica_size:
             raise DegreeError(
                 f"a world of {self.world_size} ranks cannot be divided into replicas of shard_degree "
-                f"{self.shard_degree} x tensor_degree {self.tensor_degree} = {self.shard_degree * self.tensor_degree} "
-                f"ranks. {nearest_degrees(self.world_size, self.shard_degree, self.tensor_degree)}"
+                f"{self.shard_degree} x tensor_degree {self.tensor_degree} = {self.replica_size} ranks. "
+                f"{nearest_degrees(self.world_size, self.shard_degree, self.tensor_degree)}"
             )
+
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks of one replica, which hold one complete copy of the training state."""
+        return self.shard_degree * self.tensor_degree
 
     @property
     def replicate_degree(self) -> int:
         """Number of complete copies of the training state."""
-        return self.world_size // (self.shard_degree * self.tensor_degree)
+        return self.world_size // self.replica_size
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -87,7 +92,7 @@ class Topology:
     def peers(self, global_rank: int, axis: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from this one only along `axis`, including itself, in axis order."""
         self._check_rank(global_rank)
-        stride = {"replicate": self.shard_degree * self.tensor_degree, "shard": self.tensor_degree, "tensor": 1}[axis]
+        stride = {"replicate": self.replica_size, "shard": self.tensor_degree, "tensor": 1}[axis]
         size = self.shape[AXES.index(axis)]
         first = global_rank - (global_rank // stride) % size * stride
         return tuple(range(first, first + size * stride, stride))

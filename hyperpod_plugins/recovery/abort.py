@@ -81,19 +81,18 @@ _POLL_S = 0.02
 _FINAL_SAVE_S = 10.0
 
 
-def request_restart(job_store: JobStore, rank: int, restart: JobRestart, event: str, wrong: Exception) -> NoReturn:
+def request_restart(job_store: JobStore, restart: JobRestart, event: str, wrong: Exception) -> NoReturn:
     """Ask the agents to restart all processes, and wait to be ended. Only the job's first request counts.
 
     Args:
         job_store: Connection to the job store.
-        rank: Rank of this process.
-        restart: Checkpoint and degrees to restart with.
+        restart: Checkpoint and degrees to restart with; the reporter of its failure is this process.
         event: Name of the event to record.
         wrong: Raised if the agents have not ended this process within 10 s.
     """
     job_store.set_if_absent(RESTART_KEY, restart.to_json().encode())
     record(Event(name=event, at_s=time.time(), details={"cause": restart.failure.cause, "step": restart.step}))
-    log.warning("rank %d: %s", rank, restart)
+    log.warning("%s: %s", restart.failure.reporter, restart)
     time.sleep(_FINAL_SAVE_S)
     raise wrong
 
@@ -111,7 +110,7 @@ def restart_all(job_store: JobStore, job: JobEnv, rank: int, lost: StateLost) ->
             "rank %d: ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint: use a ModelCheckpoint",
             rank,
         )
-    request_restart(job_store, rank, restart, RecoveryLevel.CHECKPOINT.event, lost)
+    request_restart(job_store, restart, RecoveryLevel.CHECKPOINT.event, lost)
 
 
 def follow_final_save(job_store: JobStore, patience_s: float = _FINAL_SAVE_S) -> NoReturn:

@@ -1,14 +1,29 @@
 """User options for recovery, the same for all kinds of training loops."""
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.protocols import RetryPolicy
-from hyperpod_plugins.recovery.snapshot import SnapshotPolicy
+from hyperpod_plugins.recovery.snapshot import MAX_COST, SnapshotPolicy
 from hyperpod_plugins.recovery.watchdog import HangPolicy
+
+log = logging.getLogger(__name__)
+WITHOUT_AGENT = (
+    "the loss of a process ends the job: no agent that replaces processes has started this one. Start the program "
+    "with hyperpodrun, or with torchrun --rdzv-backend=hyperpod"
+)
+"""The cost of a loss where recovery is not possible."""
+
+
+@cache
+def log_once(cost_of_loss: str) -> None:
+    """Log what the loss of a rank costs, once in this process."""
+    log.warning("recovery: %s", cost_of_loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +105,25 @@ class RecoveryOptions:
         """How to take snapshots in a job with this topology."""
         is_needed = self.snapshot_every_steps != "auto" or topology.replicate_degree == 1
         return self._snapshots if is_needed and topology.world_size > 1 else SnapshotPolicy()
+
+    def cost_of_loss(self, topology: Topology) -> str:
+        """What the loss of one rank costs a job with this topology, and how to lose less: one line for the log."""
+        if topology.replicate_degree > 1:
+            return (
+                "the loss of a rank costs no committed step: its replacement takes its state from another of the "
+                f"{topology.replicate_degree} replicas of its shard"
+            )
+        policy, since = self.snapshots(topology), "the last checkpoint"
+        if policy.is_measured:
+            since = (
+                f"the last buddy snapshot (one after each step, or as many as cost {100 * MAX_COST:g} % of the time)"
+            )
+        elif policy.every_steps:
+            since = f"the last buddy snapshot (one after every {policy.every_steps} steps)"
+        how = (
+            "Use more ranks" if topology.shard_degree == 1 else f"Set hybrid_shard_degree below {topology.shard_degree}"
+        )
+        return f"the loss of a rank costs the steps since {since}, as each shard exists once. {how} to lose none"
 
     @property
     def _snapshots(self) -> SnapshotPolicy:

@@ -7,7 +7,7 @@
 
     member.end_generation()                                                    after a fault outside a step
     engine.take_returned(); engine.stop_state(...)
-    group_health.leave_others(); engine.move()
+    group_health.detach(); engine.move()
     engine.attach(...); engine.wait_for_peers(...)
 
     engine.end_entry(...)                                                      when the entry ends
@@ -33,7 +33,7 @@ from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.abort import SavedCheckpoints
-from hyperpod_plugins.recovery.config import RecoveryOptions
+from hyperpod_plugins.recovery.config import RecoveryOptions, log_once
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import Repair, TrainingLoop
@@ -162,6 +162,8 @@ class RecoveryEngine:
             snapshot_group: group of all ranks, used for snapshots only; None for no snapshots.
         """
         member = self.member
+        if member.rank == 0 and not member.is_joining:
+            log_once(self.options.cost_of_loss(topology))
         if self.snapshots is None and snapshot_group is not None:
             memory = shared_memory(
                 member.job,

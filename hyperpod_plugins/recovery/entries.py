@@ -28,8 +28,8 @@ from hyperpod_plugins.elastic.store.entries import (
     record_end,
     restart_from_newest,
 )
-from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import RecoveryError
+from hyperpod_plugins.env import JobEnv, WorkerEnv
+from hyperpod_plugins.errors import CheckpointDamaged, RecoveryError
 from hyperpod_plugins.recovery.abort import request_restart
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import RecoveryLevel
@@ -111,10 +111,9 @@ class Entries:
         job, job_store = self._job, self._job_store
         if job is None or job_store is None:
             return
-        failure = FailureRecord(kind="request", cause=_APART)
-        restart = restart_from_newest(job_store, job, failure)
-        worker_id = 0 if self.member is None else self.member.worker_id
-        request_restart(job_store, worker_id, restart, RecoveryLevel.CHECKPOINT.event, RecoveryError(_APART))
+        reporter = f"worker {WorkerEnv.from_environ().global_rank}"
+        restart = restart_from_newest(job_store, job, FailureRecord(kind="request", cause=_APART, reporter=reporter))
+        request_restart(job_store, restart, RecoveryLevel.CHECKPOINT.event, RecoveryError(_APART))
 
     def resume_from(self, kind: str) -> str:
         """Checkpoint from which all processes were restarted, if it belongs to the entry that begins; else empty."""
@@ -160,10 +159,19 @@ def load_rank_state(folder: Path, number: int, worker_id: int) -> tuple[dict[str
     """Read the values that `save_rank_state` wrote; also returns a function that restores the random generators.
 
     If this worker wrote none, use those of worker 0.
+
+    Raises:
+        CheckpointDamaged: This node sees neither.
     """
-    path = _path_of_rank(folder, number, worker_id)
+    own, first = _path_of_rank(folder, number, worker_id), _path_of_rank(folder, number, 0)
+    path = own if own.exists() else first
+    if not path.exists():
+        raise CheckpointDamaged(
+            f"{folder} on this node does not hold the state after call {number} of the program: neither {own.name} nor "
+            f"{first.name} is there. Other nodes have written them: keep checkpoints on storage that all nodes share."
+        )
     with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
-        kept = torch.load(path if path.exists() else _path_of_rank(folder, number, 0), weights_only=True)
+        kept = torch.load(path, weights_only=True)
     return kept["values"], partial(_set_random_state, kept["random"])
 
 

@@ -464,12 +464,12 @@ class Member:
             failure = FailureRecord(
                 kind="hang",
                 cause=suspect.cause,
-                worker_id=suspect.rank,
+                worker_id=suspect.worker_id,
                 incarnation=suspect.incarnation,
                 step=own.committed,
             )
             if self._end(own.generation, failure).reporter == f"rank {self.rank}":
-                self._reports.ask_to_kill(suspect.rank, suspect.incarnation)
+                self._reports.ask_to_kill(suspect.worker_id, suspect.incarnation)
 
     def _patience_s(self) -> float:
         limit_s = max(self.step_times.limit_s(self.hangs), self.hangs.floor_s)

@@ -34,6 +34,11 @@ class RetryPolicy:
                 raise ConfigError(f"{name} must be at least 1, but is {value}")
 
 
+def cause_of_return(step: int) -> str:
+    """Why a generation ends once all ranks have loaded the snapshot of `step`."""
+    return f"all ranks return to the snapshot of step {step}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
     """A fault that was repaired, and how many seconds each stage took on this rank."""
@@ -63,7 +68,12 @@ class Repair:
         return self.noticed_s + self.quorum_s + self.restored_s
 
     def is_reported_by(self, rank: int, world_size: int) -> bool:
-        """Whether `rank` is the one that reports this repair: the first rank that is not a joiner."""
+        """Whether `rank` is the one that reports this repair: the first rank that is not a joiner.
+
+        Re-entering the loops at a snapshot ends one more generation, which belongs to the repair before it: none does.
+        """
+        if self.failure.kind == "request" and self.failure.cause == cause_of_return(self.step):
+            return False
         return rank == min(set(range(world_size)) - set(self.receivers), default=0)
 
     def event(self) -> Event:
@@ -87,10 +97,11 @@ class Repair:
     def __str__(self) -> str:
         """A one-line summary for logs."""
         done = "changed" if self.failure.kind == "resize" else "repaired"
+        how = f": {cause_of_return(self.step)}" if self.level is RecoveryLevel.SNAPSHOT else ""
         return (
             f"{self.failure}; {done} in {self.total_s:.2f} s (noticed {self.noticed_s:.2f}, assembled "
             f"{self.quorum_s:.2f}, restored {self.restored_s:.2f}), {self.steps_lost} steps lost, "
-            f"going on after step {self.step}"
+            f"going on after step {self.step}{how}"
         )
 
 

@@ -38,6 +38,7 @@ from typing_extensions import override
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import RecoveryError, format_list
+from hyperpod_plugins.parallel.checkpoint.checksums import tensor_checksum
 from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.kept_state import parameters_of
@@ -123,12 +124,6 @@ def differing(one: Digests, other: Digests) -> tuple[str, ...]:
     return first_kind(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
-def digest(tensor: torch.Tensor) -> int:
-    """CRC-32 of a local tensor's bytes."""
-    host = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return zlib.crc32(host.numpy().data)
-
-
 def state_digests(state: TrainingState) -> dict[str, int]:
     """Digests of this rank's parameters, buffers and optimizer state tensors."""
     return _digests(_named(state))
@@ -140,7 +135,7 @@ def _named(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {name: digest(each) for name, each in tensors.items()}
+    return {name: tensor_checksum(each) for name, each in tensors.items()}
 
 
 class _DigestsBeside(threading.Thread):
@@ -159,7 +154,7 @@ class _DigestsBeside(threading.Thread):
 def gradient_digests(model: nn.Module) -> dict[str, int]:
     """Digests of this rank's gradients; parameters without a gradient are left out."""
     return {
-        f"gradient {name}": digest(local_part(parameter.grad))
+        f"gradient {name}": tensor_checksum(local_part(parameter.grad))
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -169,7 +164,7 @@ def unowned_digests(state: TrainingState) -> dict[str, int]:
     """Digests of the gradients of parameters that no optimizer owns."""
     owned = parameters_of(state.optimizers)
     return {
-        f"unowned gradient {name}": digest(local_part(parameter.grad))
+        f"unowned gradient {name}": tensor_checksum(local_part(parameter.grad))
         for name, parameter in state.model.named_parameters()
         if parameter.grad is not None and id(parameter) not in owned
     }
@@ -202,7 +197,7 @@ def _value_digest(value: Any) -> int:
     if isinstance(value, str) and os.sep in value:
         return zlib.crc32(b"path")
     if isinstance(value, torch.Tensor):
-        return digest(local_part(value))
+        return tensor_checksum(local_part(value))
     if isinstance(value, dict):
         parts = sorted(f"{_value_digest(key)}:{_value_digest(each)}" for key, each in value.items())
         return zlib.crc32("".join(parts).encode(), 1)

@@ -75,13 +75,12 @@ class RehearsalPlan:
 
     def schedule(self, phases: Sequence[str]) -> tuple[RehearsedFault, ...]:
         """One fault for each phase, each at a later step and on another rank than the one before."""
+        # Rank 0 passes the result of the vote on to the others, so the fault in that phase is on rank 0.
+        number_on_rank_0 = phases.index("vote_result") if "vote_result" in phases else -1
         return tuple(
-            RehearsedFault(phase=phase, rank=self._rank_of(phase, number), step=_step_of(phase, number))
+            RehearsedFault(phase=phase, rank=(number - number_on_rank_0) % self.num_ranks, step=_step_of(phase, number))
             for number, phase in enumerate(phases)
         )
-
-    def _rank_of(self, phase: str, number: int) -> int:
-        return 0 if phase == "vote_result" else (number + 1) % self.num_ranks  # rank 0 passes the result on to others
 
 
 def _step_of(phase: str, number: int) -> int:

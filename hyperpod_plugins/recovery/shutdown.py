@@ -153,9 +153,7 @@ def reshard_if_asked(member: Member, shutdown: JobShutdown, step: int) -> None:
     failure = FailureRecord(kind="request", cause=cause, step=step, reporter=f"rank {member.rank}")
     restart = JobRestart(failure=failure, resume_from=path, step=step, shard_degree=shard, tensor_degree=tensor)
     restart = from_present_entry(member.job_store, restart)
-    request_restart(
-        member.job_store, member.rank, restart, "elastic.reshard", RecoveryError(f"{cause}; no agent acted on it")
-    )
+    request_restart(member.job_store, restart, "elastic.reshard", RecoveryError(f"{cause}; no agent acted on it"))
 
 
 def restart_without_missing(
@@ -209,7 +207,7 @@ def restart_without_missing(
         tensor_degree=member.job.tensor_degree,
     )
     restart = from_present_entry(member.job_store, restart)
-    request_restart(member.job_store, member.rank, restart, RecoveryLevel.CHECKPOINT.event, lost)
+    request_restart(member.job_store, restart, RecoveryLevel.CHECKPOINT.event, lost)
 
 
 def _await_restart_request(member: Member) -> None:

@@ -308,7 +308,7 @@ class Snapshots:
         self.policy = policy
         self._state = state
         self._group = group
-        self._role = group.role if isinstance(group, ResilientProcessGroup) else WORLD
+        self._key = group.key if isinstance(group, ResilientProcessGroup) else WORLD
         self._channel = Channel(group, "snapshots", patience_s=_PATIENCE_S)
         # A peer may still be receiving a snapshot from a third rank; only a closed connection means that it is lost.
         self._restore_channel = Channel(group, "way back")
@@ -431,7 +431,7 @@ class Snapshots:
         if thread is None:
             return
         broken_s: float | None = None
-        with PeerWait(self._role):
+        with PeerWait(self._key):
             while thread.is_alive():
                 thread.join(_SLICE_S)
                 if group_health.is_unavailable:
@@ -522,7 +522,7 @@ class Snapshots:
         self._complete = step
         mine = torch.tensor([self._pace.adopted_steps])
         all_ranks = [torch.empty_like(mine) for _ in range(self._group.size())]
-        with PeerWait(self._role):
+        with PeerWait(self._key):
             dist.all_gather(all_ranks, mine, group=self._group)
         self._pace.reset([int(each) for each in all_ranks])
         self._is_off = self._has_stalled = False
@@ -547,7 +547,7 @@ class Snapshots:
         # Otherwise a rank whose buddy is new would have no second copy at the next fault.
         to, source = self.buddy if self.buddy in sources else None, self.source_rank if self._rank in sources else None
         self._hand_over(step, self._own, to, self._of_source, source)
-        with PeerWait(self._role):  # waits in a background thread's group are not reported otherwise
+        with PeerWait(self._key):  # waits in a background thread's group are not reported otherwise
             dist.all_reduce(torch.zeros(1), group=self._group)
 
     def _hand_over(

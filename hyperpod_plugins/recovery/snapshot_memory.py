@@ -25,6 +25,7 @@ import torch
 
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, snapshot_folder
+from hyperpod_plugins.parallel.checkpoint.checksums import tensor_checksum
 from hyperpod_plugins.parallel.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -242,10 +243,10 @@ def _allocate(file: int, num_bytes: int, check: Callable[[], None]) -> None:
 
 
 def _checksum(header: bytes, trainer: bytes, data: torch.Tensor, check: Callable[[], None] = _never) -> int:
-    value, view = zlib.crc32(trainer, zlib.crc32(header)), data.numpy().data
-    for begin in range(0, len(view), _CHUNK_BYTES):
+    value = zlib.crc32(trainer, zlib.crc32(header))
+    for chunk in data.split(_CHUNK_BYTES):
         check()
-        value = zlib.crc32(view[begin : begin + _CHUNK_BYTES], value)
+        value = tensor_checksum(chunk, value)
     return value
 
 

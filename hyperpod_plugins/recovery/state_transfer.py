@@ -12,7 +12,6 @@ rank from which all continue.
 """
 
 import math
-import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 
 from hyperpod_plugins.comm import Channel
 from hyperpod_plugins.errors import ConfigError, RecoveryError, format_list
+from hyperpod_plugins.parallel.checkpoint.checksums import tensor_checksum
 from hyperpod_plugins.parallel.checkpoint.parts import (
     AVERAGED,
     CURRENT,
@@ -384,7 +384,7 @@ def _batches(tensors: Iterable[torch.Tensor]) -> Generator[list[torch.Tensor]]:
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
     value = 0
     for tensor in tensors:
-        value = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data, value)
+        value = tensor_checksum(tensor, value)
     return value
 
 

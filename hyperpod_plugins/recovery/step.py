@@ -39,7 +39,14 @@ from hyperpod_plugins.recovery.plan import (
     plan_final_save,
     plan_recovery,
 )
-from hyperpod_plugins.recovery.protocols import Repair, RetryPolicy, ReturnedToSnapshot, StepFailed, TrainingLoop
+from hyperpod_plugins.recovery.protocols import (
+    Repair,
+    RetryPolicy,
+    ReturnedToSnapshot,
+    StepFailed,
+    TrainingLoop,
+    cause_of_return,
+)
 from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop, ReplacementTimeout
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.shutdown import JobShutdown, reshard_if_asked, restart_without_missing
@@ -78,7 +85,7 @@ class Attempts:
             return f"{type(error).__name__} in step {step}, {self._policy.max_attempts} times"
         if failure.kind == "process" and self._failures["process", failure.worker_id] >= self._policy.max_losses:
             return (
-                f"rank {failure.worker_id} was lost {self._policy.max_losses} times in step {step}, the last time "
+                f"worker {failure.worker_id} was lost {self._policy.max_losses} times in step {step}, the last time "
                 f"because: {failure.cause}"
             )
         return ""
@@ -98,7 +105,7 @@ def return_to_snapshot(plan: RecoveryPlan, snapshots: Snapshots, member: Member,
     except PeerLost:
         # A rank that ends the generation for this return knows that all ranks have their snapshots.
         ended = member.job_store.ended(generation)
-        if ended is None or ended.cause != _cause(plan):
+        if ended is None or ended.cause != cause_of_return(plan.step):
             raise
     snapshots.load(plan.step)
 
@@ -117,12 +124,10 @@ def end_generation_for_return(plan: RecoveryPlan, member: Member, max_losses: in
         cause = f"the state after step {lost_at} was lost {max_losses} times"
         member.give_up(cause)
         raise RecoveryError(f"{cause}. Check the logs of the lost ranks; the step itself may be killing them.")
-    wish = FailureRecord(kind="request", cause=_cause(plan), step=plan.step, reporter=f"rank {member.rank}")
+    wish = FailureRecord(
+        kind="request", cause=cause_of_return(plan.step), step=plan.step, reporter=f"rank {member.rank}"
+    )
     member.job_store.end(member.generation, wish)
-
-
-def _cause(plan: RecoveryPlan) -> str:
-    return f"all ranks return to the snapshot of step {plan.step}"
 
 
 log = logging.getLogger(__name__)

@@ -105,25 +105,25 @@ class HeartbeatAges:
         """Compare the present heartbeats with those at the last look.
 
         Args:
-            heartbeats: The last heartbeat of each rank that has sent one.
+            heartbeats: The last heartbeat of each worker that has sent one, by worker_id.
             now_s: Time of this look on this process's monotonic clock.
 
         Returns:
-            Seconds of silence of each rank in `heartbeats`: a lower bound, because a heartbeat may have been sent
+            Seconds of silence of each worker in `heartbeats`: a lower bound, because a heartbeat may have been sent
             just after the last look, and may already be old at the first.
         """
-        for rank, heartbeat in heartbeats.items():
+        for worker_id, heartbeat in heartbeats.items():
             said = heartbeat.incarnation, heartbeat.sequence
-            if rank not in self._seen or self._seen[rank][0] != said:
-                self._seen[rank] = said, now_s
-        return {rank: now_s - self._seen[rank][1] for rank in heartbeats}
+            if worker_id not in self._seen or self._seen[worker_id][0] != said:
+                self._seen[worker_id] = said, now_s
+        return {worker_id: now_s - self._seen[worker_id][1] for worker_id in heartbeats}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangSuspect:
-    """A rank that is suspected of hanging."""
+    """A worker that is suspected of hanging."""
 
-    rank: int
+    worker_id: int
     incarnation: int
     cause: str
 
@@ -174,7 +174,7 @@ def look_every_s(limit_s: float, world_size: int) -> float:
 def furthest_behind(
     heartbeats: Mapping[int, Heartbeat], own: Heartbeat, silent_s: Mapping[int, float], limit_s: float
 ) -> frozenset[int]:
-    """Ranks in the oldest incomplete collective of the group in which this rank waits for a later collective.
+    """Workers in the oldest incomplete collective of the group in which this rank waits for a later collective.
 
     Empty while any rank does not wait in a collective, because the ranks behind may be waiting for it. A rank that
     was stopped just after it reported that it waits is such a rank, too. So the result is also empty while any rank
@@ -182,17 +182,19 @@ def furthest_behind(
     this rank has looked from an eighth of the limit on.
     """
     heard_s = _PART_HEARD * limit_s
-    if any(not heartbeat.waits_for or silent_s.get(rank, 0.0) > heard_s for rank, heartbeat in heartbeats.items()):
+    if any(
+        not heartbeat.waits_for or silent_s.get(worker_id, 0.0) > heard_s for worker_id, heartbeat in heartbeats.items()
+    ):
         return frozenset()
     behind = {
-        rank: heartbeat.collective
-        for rank, heartbeat in heartbeats.items()
+        worker_id: heartbeat.collective
+        for worker_id, heartbeat in heartbeats.items()
         if heartbeat.generation == own.generation
         and heartbeat.waits_for == own.waits_for
         and 0 < heartbeat.collective < own.collective
     }
     oldest = min(behind.values(), default=0)
-    return frozenset(rank for rank, number in behind.items() if number == oldest)
+    return frozenset(worker_id for worker_id, number in behind.items() if number == oldest)
 
 
 def diagnose(
@@ -202,26 +204,26 @@ def diagnose(
     policy: HangPolicy,
     silent_s: Mapping[int, float],
 ) -> list[HangSuspect]:
-    """Ranks to be replaced, if this rank has waited too long.
+    """Workers to be replaced, if this rank has waited too long.
 
     Args:
-        heartbeats: Last heartbeat of each rank, including this one.
+        heartbeats: Last heartbeat of each rank, including this one, by worker_id.
         own: Present heartbeat of this rank.
         limit_s: Longest wait inside a step, in seconds.
         policy: Limits outside a step.
-        silent_s: Seconds for which each rank has sent no new heartbeat, from `HeartbeatAges`.
+        silent_s: Seconds for which each worker has sent no new heartbeat, from `HeartbeatAges`.
     """
     limit_s = limit_s if own.in_step else policy.outside_s
     if not own.waits_for or own.waited_s <= limit_s:
         return []
     behind = furthest_behind(heartbeats, own, silent_s, limit_s)
     found: list[HangSuspect] = []
-    for rank, heartbeat in sorted(heartbeats.items()):
-        silence_s = silent_s.get(rank, 0.0)
+    for worker_id, heartbeat in sorted(heartbeats.items()):
+        silence_s = silent_s.get(worker_id, 0.0)
         is_granted_more = not (heartbeat.in_step or heartbeat.is_loading) and own.waited_s <= policy.outside_s
         if silence_s > limit_s and silence_s > HEARTBEATS_MISSED_S:
             cause = f"has not been heard of for {silence_s:.0f} s; it was {heartbeat.activity}"
-        elif rank in behind:
+        elif worker_id in behind:
             cause = (
                 f"waits in collective {heartbeat.collective} of the {own.waits_for} group, which this rank has "
                 f"completed; it is {heartbeat.activity}"
@@ -234,5 +236,5 @@ def diagnose(
             )
         else:
             continue
-        found.append(HangSuspect(rank=rank, incarnation=heartbeat.incarnation, cause=cause))
+        found.append(HangSuspect(worker_id=worker_id, incarnation=heartbeat.incarnation, cause=cause))
     return found

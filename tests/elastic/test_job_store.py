@@ -28,8 +28,8 @@ def job_store(job):
     return JobStore.connect(job)
 
 
-def failure(cause, rank=0):
-    return FailureRecord(kind="process", cause=cause, worker_id=rank)
+def failure(cause, worker_id=0):
+    return FailureRecord(kind="process", cause=cause, worker_id=worker_id)
 
 
 def test_the_first_word_on_a_generation_counts(job):
@@ -84,6 +84,18 @@ def test_incarnations_and_exits(job_store):
     job_store.record_exit(gone)
     assert job_store.exit_of(1, 1) == gone
     assert job_store.exit_of(1, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("who", "said"),
+    [
+        ({"worker_id": 3, "reporter": "rank 1"}, "worker 3 (process): lost"),  # its rank may be another
+        ({"reporter": "rank 1"}, "rank 1 (process): lost"),
+        ({}, "unknown worker (process): lost"),
+    ],
+)
+def test_a_failure_names_the_worker(who, said):
+    assert str(FailureRecord(kind="process", cause="lost", **who)) == said
 
 
 def test_every_reader_learns_of_each_replacement(job):

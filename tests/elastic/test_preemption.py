@@ -58,9 +58,13 @@ def test_a_node_that_got_notice(job_store):
     assert elastic_event_detected()
 
 
-def test_a_store_that_is_gone(job_store, monkeypatch):
+@pytest.mark.parametrize(("address", "is_over"), [("localhost:1", True), ("etcd://localhost:1/job", False)])
+def test_a_store_that_does_not_answer(job_store, monkeypatch, address, is_over):
+    """One that an agent serves ends with the job; etcd may answer again."""
+
     def lost(_):
         raise dist.DistNetworkError("connection reset")
 
+    monkeypatch.setenv("HYPERPOD_STORE", address)
     monkeypatch.setattr(preemption, "world_or_none", lost)
-    assert elastic_event_detected()
+    assert elastic_event_detected() is is_over

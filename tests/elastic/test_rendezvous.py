@@ -552,14 +552,14 @@ def test_the_workers_of_torchrun_are_watched():
         assert brood.watch(time.monotonic() + 0.3) is None  # a good end is none of its business
         workers[1].stdin.close()
         failed = brood.watch(time.monotonic() + PATIENCE_S)
-        assert (failed.rank, failed.how, failed.assignment) == (1, "ended with exit code 7", assignment)
+        assert (failed.worker_id, failed.how, failed.assignment) == (1, "ended with exit code 7", assignment)
         brood.kill(replace(assignment), 2)  # of another seat
         brood.kill(assignment, 2)
         failed = brood.watch(time.monotonic() + PATIENCE_S)
-        assert (failed.rank, failed.how) == (2, "was killed by SIGKILL")
+        assert (failed.worker_id, failed.how) == (2, "was killed by SIGKILL")
         brood.kill_after_grace()
         assert brood.watch(time.monotonic() + PATIENCE_S) is None
-        assert brood.watch(time.monotonic() + PATIENCE_S).rank == 3
+        assert brood.watch(time.monotonic() + PATIENCE_S).worker_id == 3
         # All this took no news from torchrun, which waits for the same processes.
         assert [worker.wait(PATIENCE_S) for worker in workers] == [0, 7, -signal.SIGKILL, -signal.SIGKILL]
         brood.wake()

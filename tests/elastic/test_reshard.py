@@ -75,7 +75,12 @@ def test_those_that_wait_take_part_in_a_start_of_all(job_store):
     [
         pytest.param((2, 0), None, id="possible"),
         pytest.param((4, 1), "the job has shard degree 4 with tensor degree 1 already", id="as it is"),
-        pytest.param((3, 0), "shard degree 3 with tensor degree 1 is not possible in this job; 4 with 1, 2", id="3"),
+        pytest.param(
+            (3, 0),
+            "shard degree 3 with tensor degree 1 is not possible in this job; allowed shard degrees (each with a tensor "
+            "degree): 4 with 1, 2",
+            id="3",
+        ),
         pytest.param((0, 2), "shard degree 4 with tensor degree 2 is not possible", id="tensor"),
         pytest.param((8, 0), "shard degree 8 with 8 ranks or more: there are 4", id="too few"),
     ],

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import signal
 import threading
+import zlib
 from concurrent.futures import Future
 
 import pytest
@@ -24,7 +25,7 @@ from hyperpod_plugins.parallel.checkpoint import api as checkpoint
 from hyperpod_plugins.parallel.checkpoint import files as checkpoint_files
 from hyperpod_plugins.parallel.checkpoint import storage as checkpoint_storage
 from hyperpod_plugins.parallel.checkpoint.api import CheckpointWriter, SaveHandle, load_checkpoint
-from hyperpod_plugins.parallel.checkpoint.checksums import write_sums
+from hyperpod_plugins.parallel.checkpoint.checksums import tensor_checksum, write_sums
 from hyperpod_plugins.parallel.checkpoint.storage import SafeReader
 from hyperpod_plugins.parallel.local_optimizer import step_locally
 
@@ -376,6 +377,22 @@ def foreign_document(path):
     forge_metadata(path, (path / ".metadata").read_bytes())
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.ones(3, dtype=torch.bfloat16, requires_grad=True),
+        torch.tensor(5),
+        torch.tensor([True, False]),
+        torch.empty(0, 2),
+    ],
+)
+def test_a_checksum_of_a_tensor_is_that_of_its_bytes_and_continues_another(tensor):
+    content = bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+    assert tensor_checksum(tensor) == zlib.crc32(content)
+    assert tensor_checksum(tensor, zlib.crc32(b"header")) == zlib.crc32(b"header" + content)
+
+
 def no_checksums(path):
     (path / "checksums.json").unlink()
 
@@ -568,6 +585,19 @@ def test_nothing_is_removed_for_a_save_that_failed(tmp_path):
 def test_waiting_has_an_end(tmp_path):
     with pytest.raises(CheckpointError, match=r"still being written after 0\.01 s"):
         SaveHandle(tmp_path / "c", Future()).wait(timeout_s=0.01)
+
+
+def test_a_timeout_of_the_writer_is_not_taken_for_one_of_the_wait(tmp_path):
+    """Such as that of a network file system from which the older checkpoint is removed."""
+    writer = CheckpointWriter()
+    writer.save(tmp_path / "c", model=Model(), background=True)
+
+    def remove():
+        raise TimeoutError("a file system does not answer")
+
+    writer.when_written(remove)
+    with pytest.raises(TimeoutError, match="a file system does not answer"):
+        writer.close()
 
 
 # -- several processes ----------------------------------------------------------------------------------------------

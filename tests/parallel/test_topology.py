@@ -85,7 +85,7 @@ def test_replicas_hold_the_same_shard_and_exclude_oneself(topology):
 
 @given(topologies_on_nodes())
 def test_replicas_lie_on_different_nodes_where_a_node_holds_one(topology):
-    per_replica = topology.shard_degree * topology.tensor_degree
+    per_replica = topology.replica_size
     for rank in range(topology.world_size):
         assert {topology.node_of(peer) for peer in topology.peers(rank, "tensor")} == {topology.node_of(rank)}
         assert {topology.node_of(peer) for peer in topology.peers(rank, "shard")} == {topology.node_of(rank)}
@@ -98,7 +98,7 @@ def test_replicas_lie_on_different_nodes_where_a_node_holds_one(topology):
 def test_growing_by_replicas_moves_nobody_inside_a_replica(topology):
     """Only the replicate axis changes its size in a running job: every old rank keeps its coordinates."""
     grown = Topology(
-        world_size=topology.world_size + topology.shard_degree * topology.tensor_degree,
+        world_size=topology.world_size + topology.replica_size,
         shard_degree=topology.shard_degree,
         tensor_degree=topology.tensor_degree,
     )

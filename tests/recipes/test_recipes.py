@@ -56,7 +56,7 @@ def test_the_plan_of_a_rank_fits_its_device(path):
     assert (plan.num_trained < plan.num_parameters) == (recipe.run == "lora")
     assert plan.total / GIB + LIBRARIES_GIB < recipe.trainer.device_memory_gib
     # 4 bytes a parameter, 4 its gradient, 8 its moments, over the ranks that share them
-    ranks = recipe.topology.shard_degree * recipe.topology.tensor_degree
+    ranks = recipe.topology.replica_size
     assert plan.parameters == pytest.approx(4 * plan.num_parameters / ranks, rel=1e-3)
     assert plan.gradients + plan.optimizer == pytest.approx(12 * plan.num_trained / ranks, rel=1e-3)
 
@@ -82,7 +82,7 @@ def test_the_elastic_block_is_one_that_is_read(path):
     recipe = Recipe.read(path)
     topology = recipe.topology
     found = read_policy(recipe.elastic_document)
-    per_replica = topology.shard_degree * topology.tensor_degree
+    per_replica = topology.replica_size
     ranks = {"ranks_per_node": recipe.trainer.devices, "ranks_per_replica": per_replica}
     scales = found.scales.feasible_on(**ranks, tensor_degree=topology.tensor_degree)
     policy = replace(found, scales=scales).in_replicas(**ranks, data_ranks_per_replica=topology.shard_degree)

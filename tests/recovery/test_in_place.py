@@ -141,7 +141,8 @@ def test_faults_change_nothing(tmp_path, degrees, micro_steps, faults, num_repai
     assert_same_log(disturbed[0], undisturbed(degrees, micro_steps)[0], num_missing=faults.count("kill:rank=0"))
     assert text.count("repaired in") >= num_repairs, text[-6000:]
     for rank in re.findall(r"hang:rank=(\d)", faults):
-        assert re.search(rf"rank {rank} \(hang\): did not come to the \S+ collective .*repaired in", text), text[-6000:]
+        hang = rf"worker {rank} \(hang\): did not come to the \S+ collective .*repaired in"
+        assert re.search(hang, text), text[-6000:]
 
 
 def test_a_mistake_in_the_program_ends_the_job_with_its_own_traceback(tmp_path):

@@ -100,7 +100,7 @@ def test_a_rank_that_is_lost_eight_times_in_one_step_ends_the_job():
     assert {lose(rank) for rank in (1, 2, 3) for _ in range(7)} == {""}  # each has its own budget
     assert {lose(1, kind="collective") for _ in range(20)} == {""}  # no rank was lost
     why = lose(2)
-    assert why == "rank 2 was lost 8 times in step 5, the last time because: killed by SIGKILL"
+    assert why == "worker 2 was lost 8 times in step 5, the last time because: killed by SIGKILL"
     arrivals = {0: Arrival(incarnation=0, committed=5, abort_reason=why), 1: Arrival(incarnation=7, committed=5)}
     plan = plan_recovery(arrivals | {2: Arrival(incarnation=8), 3: Arrival(incarnation=7, committed=5)}, HSDP)
     assert (plan.level, plan.abort_reason) == (RecoveryLevel.STOP, why)

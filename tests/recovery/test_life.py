@@ -10,12 +10,14 @@ import tempfile
 import time
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from recovery.test_in_place import PRELOAD
 from torch._C._distributed_c10d import HashStore
 
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import publish_initial_world, uses_recovery
 from hyperpod_plugins.elastic.membership.restart_policy import (
@@ -35,12 +37,14 @@ from hyperpod_plugins.elastic.store.entries import (
     record_end,
     restart_from_newest,
 )
+from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
 from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import CheckpointDamaged, ConfigError, RecoveryError
+from hyperpod_plugins.recovery import abort
 from hyperpod_plugins.recovery.abort import SavedCheckpoints
-from hyperpod_plugins.recovery.entries import invisible_workers, save_rank_state
+from hyperpod_plugins.recovery.entries import Entries, invisible_workers, load_rank_state, save_rank_state
 
 TRAINER = """
     kill:1:script:0 kill:2:first-validate:1 kill:0:first-setup-TrainerFn.FITTING:0 raise:2:first-sanity:0
@@ -238,6 +242,26 @@ def test_a_restart_goes_on_past_what_has_ended(tmp_path):
     assert existing_folder(again) == folder
 
 
+@pytest.mark.parametrize("is_requested", [True, False], ids=["requested", "newest"])
+def test_a_round_without_a_checkpoint_of_its_own_knows_the_step_that_it_resumed_from(tmp_path, is_requested):
+    store = HashStore()
+    rounds = [JobStore.from_store(name, store) for name in ("first", "second", "third")]
+    (tmp_path / "a").mkdir()
+    SavedCheckpoints(rounds[0]).add(str(tmp_path / "a"), 4)
+    path, step = str(tmp_path / "a"), 4
+    if is_requested:  # with a checkpoint that is in no list, as for other degrees
+        path, step = str(tmp_path / "b"), 7
+        rounds[0].set(RESTART_KEY, JobRestart(failure=LOST, resume_from=path, step=step).to_json().encode())
+    for before, again in pairwise(rounds):
+        EntryRecords.read(before).hand_over(again, 0)
+        restart = restart_from_newest(again, replace(JOB, resume_from=path), LOST)
+        assert (restart.resume_from, restart.step) == (path, step)
+    assert restart_from_newest(rounds[2], JOB, LOST).step == 0  # resumed from nothing
+    (tmp_path / "c").mkdir()
+    SavedCheckpoints(rounds[2]).add(str(tmp_path / "c"), 9)
+    assert restart_from_newest(rounds[2], replace(JOB, resume_from=path), LOST).step == 9
+
+
 def test_only_programs_that_say_so_are_known():
     store = HashStore()
     silent, announced, refused, running = (
@@ -279,12 +303,38 @@ def test_files_of_other_ranks_that_are_not_seen(tmp_path):
     assert invisible_workers(tmp_path, 3, (0, 2)) == []
 
 
+def test_a_node_without_the_state_after_an_entry_is_told_to_share_storage(tmp_path):
+    why = rf"{tmp_path} .* call 3 .*3.rank-1.pt nor 3.rank-0.pt.* all nodes share"
+    with pytest.raises(CheckpointDamaged, match=why):
+        load_rank_state(tmp_path, 3, 1)
+    save_rank_state(tmp_path, 3, 0, {"of": 0})
+    assert load_rank_state(tmp_path, 3, 1)[0] == {"of": 0}
+
+
+def test_a_detached_process_that_communicates_between_two_entries_has_all_restart(monkeypatch):
+    job_store = JobStore(HashStore())
+    monkeypatch.setattr(JobStore, "connect", lambda job: job_store)
+    monkeypatch.setattr(abort, "_FINAL_SAVE_S", 0.0)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    try:
+        with Entries().enter(JOB, "fit"):
+            group_health.detach()
+        with pytest.raises(RecoveryError, match="already passed"):
+            group_health.before_refusal()
+    finally:
+        group_health.allow_collectives()
+        group_health.reset()
+    failure = JobRestart.from_json(job_store.try_get(RESTART_KEY)).failure
+    assert str(failure).startswith("worker 2 (request): a replacement process reached a collective between two calls")
+
+
 @pytest.mark.parametrize(
     "text", [b"", b"{}", b"[[1, 2]]", b'["a"]', b"nonsense", b"[" * 100000, b"\xff", b"null", b"7"]
 )
 def test_records_that_no_process_has_written_count_as_none(text):
     job_store = JobStore(HashStore())
-    for name in ("entry/0", "checkpoints", "entries_before", "entries_folder"):
+    for name in ("entry/0", "checkpoints", "entries_before", "entries_folder", "restart"):
         job_store.set(name, text)
     assert EntryRecords.read(job_store) == EntryRecords()
     assert restart_from_newest(job_store, JOB, LOST).entry == 0

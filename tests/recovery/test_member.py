@@ -105,8 +105,8 @@ def subject_that_saves(path):
 
 def test_a_job_whose_rank_is_lost_too_often_saves_what_its_ranks_hold_and_ends():
     member, _store = member_of_one()
-    plan = RecoveryPlan(step=5, roll_forward=(), senders={}, abort_reason="rank 2 was lost 8 times in step 5")
-    with pytest.raises(RecoveryError, match="rank 2 was lost 8 times in step 5"):
+    plan = RecoveryPlan(step=5, roll_forward=(), senders={}, abort_reason="worker 2 was lost 8 times in step 5")
+    with pytest.raises(RecoveryError, match="worker 2 was lost 8 times in step 5"):
         JobShutdown(member, subject_that_saves("/saved")).end_job(plan, plan.abort_reason, error=None)
     assert "step 5 was saved as /saved" in FailureRecord.from_json(member.job_store.try_get(GAVE_UP_KEY)).cause
 

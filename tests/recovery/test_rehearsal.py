@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from hyperpod_plugins.recovery.rehearsal import (
     value_digests,
 )
 from hyperpod_plugins.recovery.rehearsal_jobs import (
+    PHASES,
     PhaseResult,
     RehearsalPlan,
     first_difference,
@@ -136,13 +138,20 @@ def test_plans_that_cannot_be_are_refused_by_name():
         RehearsedFault(phase="setup", rank=1, step=0),
         RehearsedFault(phase="vote", rank=0, step=3),
     )
-    assert plan.schedule(("vote_result",))[0].rank == 0
     with pytest.raises(ConfigError, match="phases lunch cannot be rehearsed"):
         replace(plan, phases=("lunch",))
     with pytest.raises(ConfigError, match="at least 2"):
         replace(plan, num_ranks=1)
     with pytest.raises(ConfigError, match="no program"):
         replace(plan, program=("nowhere.py",))
+
+
+@pytest.mark.parametrize("phases", [PHASES, PHASES[3:], PHASES[5:], ("vote", "commit")], ids=lambda each: each[0])
+@pytest.mark.parametrize("num_ranks", range(2, 9))
+def test_each_fault_is_on_another_rank_than_the_one_before(phases, num_ranks):
+    faults = RehearsalPlan(program=(str(PROGRAM),), num_ranks=num_ranks).schedule(phases)
+    assert all(one.rank != other.rank and one.step < other.step for one, other in pairwise(faults))
+    assert {fault.rank for fault in faults if fault.phase == "vote_result"} <= {0}
 
 
 def rehearse(*arguments, program=PROGRAM, preload=PRELOAD, **environ):

@@ -48,7 +48,7 @@ def test_what_can_be_saved(topology, here, step, owners):
         assert salvage is None
         return
     assert (salvage.step, dict(salvage.owners)) == (step, owners)
-    size = topology.shard_degree * topology.tensor_degree
+    size = topology.replica_size
     assert sorted(owner % size for those in salvage.owners.values() for owner in those) == list(range(size))
 
 

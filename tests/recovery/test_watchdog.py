@@ -114,16 +114,16 @@ def at(collective, group="shard"):
 def test_of_ranks_that_all_wait_those_in_the_oldest_collective_are_suspected(others, suspected):
     heartbeats = dict(enumerate([at(9), *others]))
     silent_s = dict.fromkeys(heartbeats, 0.0)
-    assert [each.rank for each in diagnose(heartbeats, at(9), LIMIT_S, POLICY, silent_s)] == suspected
+    assert [each.worker_id for each in diagnose(heartbeats, at(9), LIMIT_S, POLICY, silent_s)] == suspected
     assert furthest_behind(heartbeats, at(0), {}, LIMIT_S) == frozenset()  # nothing to compare with
 
 
 def test_nobody_counts_as_behind_while_a_rank_is_silent():
     """It was stopped in a collective of another group, and the one behind waits for it."""
     heartbeats = {0: at(9), 1: at(8), 2: at(3, "world")}
-    assert [each.rank for each in diagnose(heartbeats, at(9), LIMIT_S, POLICY, {2: 0.0})] == [1]
+    assert [each.worker_id for each in diagnose(heartbeats, at(9), LIMIT_S, POLICY, {2: 0.0})] == [1]
     assert not diagnose(heartbeats, at(9), LIMIT_S, POLICY, {2: 21.0})
-    assert [each.rank for each in diagnose(heartbeats, at(9), LIMIT_S, POLICY, {2: 41.0})] == [2]
+    assert [each.worker_id for each in diagnose(heartbeats, at(9), LIMIT_S, POLICY, {2: 41.0})] == [2]
 
 
 def test_a_short_limit_leaves_time_for_some_beats():
@@ -138,9 +138,9 @@ def test_a_short_limit_leaves_time_for_some_beats():
 def test_all_that_hang_are_named_with_their_incarnations():
     heartbeats = {5: replace(COMPUTES, incarnation=2), 3: WAITS, 1: WAITS, 0: WAITS}
     assert diagnose(heartbeats, WAITS, LIMIT_S, POLICY, {5: 0.0, 3: 50.0, 1: 0.5, 0: 0.5}) == [
-        HangSuspect(rank=3, incarnation=0, cause="has not been heard of for 50 s; it was computing step 7"),
+        HangSuspect(worker_id=3, incarnation=0, cause="has not been heard of for 50 s; it was computing step 7"),
         HangSuspect(
-            rank=5, incarnation=2, cause="did not come to the shard collective for 41 s; it is computing step 7"
+            worker_id=5, incarnation=2, cause="did not come to the shard collective for 41 s; it is computing step 7"
         ),
     ]
 

@@ -48,6 +48,7 @@ from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
 from hyperpod_plugins.elastic.membership.quorum_policy import ExitWait
 from hyperpod_plugins.elastic.membership.restart_policy import (
     GAVE_UP,
+    NOT_NEEDED,
     JobRestart,
     JobRestartBudget,
     Remedy,
@@ -337,10 +338,9 @@ class HyperPodAgent(SimpleElasticAgent):
             else:
                 self._stop_job(failure, refusal)
             return
-        logger.warning(
-            "rank %d (pid %d, incarnation %d) ended after %.1f s: %s; another takes its place",
-            *(slot.worker_id, slot.pid, slot.incarnation, slot.uptime_s, failure.cause),
-        )
+        was = f"pid {slot.pid}, incarnation {slot.incarnation}) ended after {slot.uptime_s:.1f} s: {failure.cause}"
+        then = "another process waits until the job grows" if code == NOT_NEEDED else "another process takes its place"
+        logger.warning("worker %d (%s; %s", slot.worker_id, was, then)
         self._workers.replace(slot, failure.incarnation + 1)
 
     def _is_unproven_node(self, slot: WorkerSlot, code: int) -> bool:
@@ -436,7 +436,7 @@ class HyperPodAgent(SimpleElasticAgent):
             world = world_or_none(self._job_store)
             worker_ids = range(self._worker_group.workers[0].world_size) if world is None else world.worker_ids
             others = set(worker_ids) - {slot.worker_id}
-            if others and all(self._job_store.try_get(f"{_FINISHED}/{rank}") is not None for rank in sorted(others)):
+            if others and self._job_store.has_all([f"{_FINISHED}/{worker_id}" for worker_id in sorted(others)]):
                 return "all others have finished, and a replacement would hang"
         return refusal
 
@@ -603,7 +603,7 @@ class HyperPodAgent(SimpleElasticAgent):
             self._lose_store(error)
         else:
             self._record_failure(slot, code)
-            failure = FailureRecord(kind="agent", cause=f"rank {slot.worker_id} has ended", reporter=self._reporter)
+            failure = FailureRecord(kind="agent", cause=f"worker {slot.worker_id} has ended", reporter=self._reporter)
             self._stop_job(failure, f"a value in the job's store is malformed ({error})")
 
     def _lose_store(self, error: Exception) -> None:

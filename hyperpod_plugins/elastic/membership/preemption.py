@@ -1,5 +1,6 @@
 """Detection of elastic events for hand-written training loops: is the job about to change, so that it should save?"""
 
+import logging
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 
+log = logging.getLogger(__name__)
 _ASK_EVERY_S = 1.0
 
 
@@ -57,8 +59,11 @@ class _Notices:
         self._asked_s = now_s
         try:
             self._is_planned = self._read_store()
-        except dist.DistError:
-            self._is_planned = True  # the agent that serves the store has exited, and the job with it
+        except dist.DistError as error:
+            log.warning("the store of the job does not answer: %s", error)
+            job = JobEnv.from_environ()
+            if job is not None and not job.etcd_url:  # which may answer again
+                self._is_planned = True  # the agent that serves the store has exited, and the job with it
         return self._is_planned
 
     def _read_store(self) -> bool:
@@ -96,8 +101,8 @@ def elastic_event_detected() -> bool:
     The answer is True once any rank has received SIGTERM, SIGUSR1 or SIGUSR2 since it began to watch (see
     `watch_elastic_events`; the first call of this function also begins to watch). It is also True once rank 0 finds
     in the job store, which it reads at most once a second, that a job with in-place recovery has planned a world of
-    another size or has a worker with a preemption notice. `hyperpodrun` passes notices on to the workers of a program
-    that does not change its size in place.
+    another size or has a worker with a preemption notice, or that the agent which serves the store has exited.
+    `hyperpodrun` passes notices on to the workers of a program that does not change its size in place.
 
     It does not detect the loss of a process, nor nodes that wait for a job whose program cannot take them in.
 

@@ -68,8 +68,8 @@ def why_not_reshard(
     if layout is None:
         allowed = ", ".join(f"{shard} with {tensor}" for shard, tensor in (each.degrees for each in spec.layouts))
         return (
-            f"{name} is not possible in this job; {allowed} are. ElasticTraining(shard_degrees=..., "
-            "tensor_degrees=...) sets the allowed degrees"
+            f"{name} is not possible in this job; allowed shard degrees (each with a tensor degree): {allowed}. "
+            "ElasticTraining(shard_degrees=..., tensor_degrees=...) sets them"
         )
     num_ranks = num_survivors(job_store, world, {})
     if not layout.replicas_in(num_ranks):

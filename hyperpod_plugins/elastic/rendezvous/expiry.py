@@ -55,27 +55,28 @@ def record_worker_exit(job_store: JobStore, failure: FailureRecord, at_least: in
     )
 
 
-def record_node_exit(job_store: JobStore, ranks: Sequence[int], failure: FailureRecord) -> int:
+def record_node_exit(job_store: JobStore, worker_ids: Sequence[int], failure: FailureRecord) -> int:
     """Record the exit of all workers of a node; returns the incarnation of all their replacements.
 
     Args:
         job_store: job store of the round.
-        ranks: worker_ids of the node.
+        worker_ids: of the node.
         failure: what happened to the node. The incarnation is filled in, and the worker_id if it is not of this node.
     """
-    before = job_store.incarnations(ranks)
+    before = job_store.incarnations(worker_ids)
     now, number = list(before), max(before) + 1
     while min(now) < number:
         now = [
-            each if each >= number else job_store.next_incarnation(rank) for rank, each in zip(ranks, now, strict=True)
+            each if each >= number else job_store.next_incarnation(worker_id)
+            for worker_id, each in zip(worker_ids, now, strict=True)
         ]
         number = max(number, *now)  # the silent node may have registered a replacement of its own just now
-    for rank, incarnation in zip(ranks, before, strict=True):
+    for worker_id, incarnation in zip(worker_ids, before, strict=True):
         for gone in range(incarnation, number):
-            job_store.record_exit(replace(failure, worker_id=rank, incarnation=gone))
-    first = ranks.index(failure.worker_id) if failure.worker_id in ranks else 0
-    if any(is_in_world(job_store, worker_id) for worker_id in ranks):
-        end_running_generation(job_store, replace(failure, worker_id=ranks[first], incarnation=before[first]))
+            job_store.record_exit(replace(failure, worker_id=worker_id, incarnation=gone))
+    first = worker_ids.index(failure.worker_id) if failure.worker_id in worker_ids else 0
+    if any(is_in_world(job_store, worker_id) for worker_id in worker_ids):
+        end_running_generation(job_store, replace(failure, worker_id=worker_ids[first], incarnation=before[first]))
     return number
 
 

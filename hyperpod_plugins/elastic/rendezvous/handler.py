@@ -420,13 +420,13 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             self._former_entries(assignment).hand_over(joiner.job_store, end.entry)
         resume_from = self._checked(end.resume_from) if end is not None and end.resume_from else ""
         first = assignment.slot * num_workers
-        ranks, incarnation = range(first, first + num_workers), 0
+        worker_ids, incarnation = range(first, first + num_workers), 0
         if assignment.is_new:
             logger.warning("this node takes the new slot %d and waits until the job grows", assignment.slot)
-            incarnation = register_workers(joiner.job_store, ranks)
+            incarnation = register_workers(joiner.job_store, worker_ids)
         elif assignment.predecessor:
             logger.warning("this node takes over slot %d from %s", assignment.slot, assignment.predecessor)
-            incarnation = record_node_exit(joiner.job_store, ranks, self._loss(assignment))
+            incarnation = record_node_exit(joiner.job_store, worker_ids, self._loss(assignment))
         self.job = replace(
             self._backend.job(name_of_round(self._run_id, assignment.round_number)),
             incarnation=incarnation,
@@ -434,7 +434,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             shard_degree=0 if end is None else end.shard_degree,
             tensor_degree=0 if end is None else end.tensor_degree,
         )
-        self._keep_alive.assignment = replace(assignment, worker_ids=ranks, incarnation=incarnation)
+        self._keep_alive.assignment = replace(assignment, worker_ids=worker_ids, incarnation=incarnation)
         set_worker_environ(replace(self.job, agent_pid=os.getpid()))
         set_snapshot_folder()
 
@@ -459,10 +459,10 @@ class HyperPodRendezvousHandler(RendezvousHandler):
     def _loss(self, assignment: NodeAssignment) -> FailureRecord:
         if assignment.predecessor == self._node:
             failed = self._failed if self._failed is not None and self._failed.how else None
-            how = "one of them failed" if failed is None else f"rank {failed.rank} {failed.how}"
+            how = "one of them failed" if failed is None else f"worker {failed.worker_id} {failed.how}"
             cause = f"torchrun ended all workers of node {assignment.slot}: {how}"
-            rank = -1 if failed is None else failed.rank
-            return FailureRecord(kind="process", cause=cause, worker_id=rank, reporter=assignment.reporter)
+            worker_id = -1 if failed is None else failed.worker_id
+            return FailureRecord(kind="process", cause=cause, worker_id=worker_id, reporter=assignment.reporter)
         return FailureRecord(
             kind="agent", cause=f"the agent {assignment.predecessor} is gone", reporter=assignment.reporter
         )

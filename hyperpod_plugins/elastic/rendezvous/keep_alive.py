@@ -249,9 +249,9 @@ class KeepAlive:
     def _act_on_requests(self, assignment: NodeAssignment) -> None:
         """Act on requests to kill a worker or restart all, for torchrun's agent; `HyperPodAgent` does so itself."""
         self._worker_monitor.adopt(assignment)
-        for rank, incarnation in self._job_store.new_kills():
-            if rank in assignment.worker_ids and incarnation == assignment.incarnation:
-                self._worker_monitor.kill(assignment, rank)
+        for worker_id, incarnation in self._job_store.new_kills():
+            if worker_id in assignment.worker_ids and incarnation == assignment.incarnation:
+                self._worker_monitor.kill(assignment, worker_id)
         if self._ended_assignment is not assignment and self._job_store.try_get(RESTART_KEY) is not None:
             request_new_round(self._rdzv_store, self._job_store, assignment.round_number, self.node)
             self._worker_monitor.kill_after_grace()

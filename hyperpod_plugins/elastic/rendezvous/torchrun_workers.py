@@ -40,7 +40,7 @@ class FailedWorker:
 
     assignment: NodeAssignment
     """The assignment for which it was started."""
-    rank: int
+    worker_id: int
     how: str
     """How it failed, in words; empty for SIGTERM, which torchrun sends when another worker has failed."""
 
@@ -62,15 +62,15 @@ class WorkerMonitor:
     def adopt(self, assignment: NodeAssignment) -> bool:
         """Find workers that were started for an assignment since the last call; returns whether any are known."""
         known = {pid for _, pid, _ in self._workers.values()}
-        for rank, pid in _children(assignment.incarnation):
-            if rank in assignment.worker_ids and pid not in known:
+        for worker_id, pid in _children(assignment.incarnation):
+            if worker_id in assignment.worker_ids and pid not in known:
                 with contextlib.suppress(ProcessLookupError):
-                    self._workers[os.pidfd_open(pid)] = (rank, pid, assignment)
+                    self._workers[os.pidfd_open(pid)] = (worker_id, pid, assignment)
         return bool(self._workers)
 
-    def kill(self, assignment: NodeAssignment, rank: int) -> None:
+    def kill(self, assignment: NodeAssignment, worker_id: int) -> None:
         """Kill a worker; torchrun handles its exit."""
-        _kill(pid for other, pid, whose in self._workers.values() if other == rank and whose is assignment)
+        _kill(pid for other, pid, whose in self._workers.values() if other == worker_id and whose is assignment)
 
     def kill_all(self) -> None:
         """Kill all workers before this process exits at once, as torchrun would leave them behind."""
@@ -83,11 +83,11 @@ class WorkerMonitor:
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
                     return None
-                rank, _, assignment = self._workers.pop(descriptor)
+                worker_id, _, assignment = self._workers.pop(descriptor)
                 how = _how_it_failed(descriptor)
                 os.close(descriptor)
                 if how is not None:
-                    return FailedWorker(assignment=assignment, rank=rank, how=how)
+                    return FailedWorker(assignment=assignment, worker_id=worker_id, how=how)
         if time.monotonic() >= self._doomed_s:
             _kill(pid for _, pid, _ in self._workers.values() if pid in self._to_kill)
             self._doomed_s = math.inf

@@ -55,11 +55,10 @@ class StepBatch:
                 "give global_batch_size, for a batch that is the same for every number of replicas, or "
                 f"samples_per_replica, for one that follows it; they are {sizes[0]} and {sizes[1]}."
             )
-        if max(sizes) < 1 or self.micro_batch_size < 1:
-            name = "global_batch_size" if sizes[0] else "samples_per_replica"
-            raise ConfigError(
-                f"{name} and micro_batch_size must be at least 1, but are {sum(sizes)} and {self.micro_batch_size}."
-            )
+        of_batch = "global_batch_size" if sizes[0] else "samples_per_replica"
+        for name, value in ((of_batch, sum(sizes)), ("micro_batch_size", self.micro_batch_size)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, but is {value}.")
 
     @property
     def follows_world(self) -> bool:

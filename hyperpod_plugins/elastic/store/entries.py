@@ -3,6 +3,7 @@
     value of the job store    content                               written by
     entry/NUMBER              EndedEntry                            each process that leaves it (the first counts)
     entries_before            how many had ended before this round  agents or their rendezvous, before workers start
+    resumed_step              step at which this round resumes      the same
     entries_folder            where the state after each is kept    the first process that keeps one
     checkpoints               [path, step, entry] of each           the first rank
 
@@ -10,6 +11,7 @@ When all workers restart, the program runs from its first line. Entries that hav
 what they returned before, with the state after them restored. So the agents hand these values over to the next round.
 """
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from typing import Any
 
 from hyperpod_plugins.elastic.checkpoint_trust import check_checkpoint
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
-from hyperpod_plugins.elastic.store.job_store import JobStore
+from hyperpod_plugins.elastic.store.job_store import RESTART_KEY, JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord, JsonRecord
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
@@ -27,6 +29,7 @@ TRAINING = ("fit", "steps")
 """Kinds of entries that train."""
 CHECKPOINTS_KEY = "checkpoints"
 _BEFORE = "entries_before"
+_RESUMED_STEP = "resumed_step"
 _FOLDER = "entries_folder"
 _FOLDER_NAME = re.compile(r"hyperpod-ended-[0-9a-f]{12}")
 _WAIT_S = 60.0
@@ -45,15 +48,21 @@ class EndedEntry(JsonRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryRecords:
-    """The ended entries that one round hands over to the next."""
+    """The ended entries that one round hands over to the next, and the step at which that one resumes."""
 
     ended: tuple[EndedEntry, ...] = ()
     folder: str = ""
+    resumed_step: int = 0
+    """Optimizer steps in the checkpoint from which the next round resumes; 0 if there is none."""
 
     @classmethod
     def read(cls, job_store: JobStore) -> "EntryRecords":
         """Read the records of a round."""
-        return cls(ended=ended_entries(job_store), folder=str(_named_folder(job_store) or ""))
+        return cls(
+            ended=ended_entries(job_store),
+            folder=str(_named_folder(job_store) or ""),
+            resumed_step=_step_of_next_round(job_store),
+        )
 
     def hand_over(self, job_store: JobStore, num_before: int) -> None:
         """Write the records for the workers of the next round; `num_before` entries count as ended before it."""
@@ -61,6 +70,7 @@ class EntryRecords:
             job_store.set_if_absent(_FOLDER, self.folder.encode())
         for entry in self.ended:
             record_end(job_store, entry)
+        job_store.set_if_absent(_RESUMED_STEP, str(self.resumed_step).encode())
         job_store.set_if_absent(_BEFORE, str(num_before).encode())
 
     def num_training(self) -> int:
@@ -191,7 +201,7 @@ def restart_from_newest(job_store: JobStore, job: JobEnv, failure: FailureRecord
 def resume_point(job_store: JobStore, resumed_from: str) -> tuple[str, int]:
     """Path and step of the checkpoint to resume from if all workers restart now; `("", 0)` for none.
 
-    If this round has no checkpoint of its own, the path is `resumed_from`, and the step is given as 0.
+    If this round has no checkpoint of its own, it is the one from which this round resumed.
 
     Args:
         job_store: of the round that ends.
@@ -199,9 +209,19 @@ def resume_point(job_store: JobStore, resumed_from: str) -> tuple[str, int]:
     """
     path, step = newest_checkpoint(known_checkpoints(job_store))
     since = ended_entries(job_store)[_number_of(job_store.try_get(_BEFORE)) :]
-    if not path and not any(entry.kind in TRAINING for entry in since):
-        path = resumed_from  # still belongs to the entry that trains next
+    if resumed_from and not path and not any(entry.kind in TRAINING for entry in since):
+        # It still belongs to the entry that trains next.
+        path, step = resumed_from, _number_of(job_store.try_get(_RESUMED_STEP))
     return path, step
+
+
+def _step_of_next_round(job_store: JobStore) -> int:
+    """Optimizer steps in the checkpoint from which the next round resumes: the requested one, or else the newest."""
+    requested = job_store.try_get(RESTART_KEY)
+    if requested is not None:
+        with contextlib.suppress(ValueError, RecursionError):  # not written by this package
+            return JobRestart.from_json(requested).step
+    return resume_point(job_store, "any path, as only the step is used")[1]
 
 
 def from_present_entry(job_store: JobStore, restart: JobRestart) -> JobRestart:

@@ -1,16 +1,16 @@
 """The job store, through which members and agents of a job communicate: a c10d store that no worker hosts.
 
     key                       value                             written by
-    incarnation/RANK          incarnation in a worker slot      the agent, before it starts that process
-    list/replaced/NUMBER      "RANK INCARNATION"                the agent, after that
-    exit/RANK/INCARNATION     FailureRecord                     the agent that saw the process end
+    incarnation/WORKER        incarnation in a worker slot      the agent, before it starts that process
+    list/replaced/NUMBER      "WORKER INCARNATION"              the agent, after that
+    exit/WORKER/INCARNATION   FailureRecord                     the agent that saw the process end
     end/GENERATION            FailureRecord                     the first to detect it (compare and set)
-    arrive/GENERATION/RANK    an arrival (text)                 each process that asks to be a member
+    arrive/GENERATION/WORKER  an arrival (text)                 each process that asks to be a member
     arrived/GENERATION        number of arrivals                each of them, after that
     plan/GENERATION           all arrivals (packed), or `void`  the first to see them all (compare and set)
     world/NUMBER              WorldPlan                         the process that plans it (compare and set)
-    list/kills/NUMBER         "RANK INCARNATION"                a member that wants a stuck process killed
-    beat/RANK                 JSON                              each process, about once a second
+    list/kills/NUMBER         "WORKER INCARNATION"              a member that wants a stuck process killed
+    beat/WORKER               JSON                              each process, about once a second
     value/armed               whether members recover, below    members and agents (compare and set)
     value/NAME                bytes                             any process
     count/NAME                a counter                         any process
@@ -20,7 +20,7 @@
 A generation is over when its `end` exists. The first `plan` forms the next one. Both are written once and never
 change, so all processes act on the same values. This module makes no decisions; see `membership/quorum_policy.py`.
 
-RANK stands for the worker_id: the rank in the initial world, which never changes; see `store/world.py`.
+WORKER stands for the worker_id, the rank in the initial world, which never changes; see `store/world.py`.
 
 Generations begin at 0 again in each round (see `rendezvous/store.py`). Values that outlive a round are kept beside
 these keys.
@@ -35,7 +35,7 @@ increments the count afterwards. A writer that is lost in between thus leaves no
 the count only tells readers where to begin. Each entry begins with a word unique to its writer, so that two equal
 entries stay two.
 
-Unless its docstring says otherwise, a call makes one to three requests to the store, for any number of ranks.
+Unless its docstring says otherwise, a call makes one to three requests to the store, for any number of workers.
 """
 
 import contextlib
@@ -132,36 +132,36 @@ class JobStore:
 
     # -- processes ----------------------------------------------------------------------------------------------
 
-    def incarnation(self, rank: int) -> int:
-        """Incarnation of the process that runs, or is about to start, as this rank."""
-        return self._store.add(f"incarnation/{rank}", 0)
+    def incarnation(self, worker_id: int) -> int:
+        """Incarnation of the process that runs, or is about to start, in this worker slot."""
+        return self._store.add(f"incarnation/{worker_id}", 0)
 
-    def incarnations(self, ranks: Sequence[int]) -> list[int]:
-        """`incarnation` of several ranks, as published by their agents; reads only what is new on this connection."""
+    def incarnations(self, worker_ids: Sequence[int]) -> list[int]:
+        """`incarnation` of several workers, as published by their agents; reads only what is new on this connection."""
         replaced = self.read_list(_REPLACED)
         for text in replaced[self._replacements_seen :]:
-            rank, incarnation = map(int, text.split())
-            self._replaced[rank] = max(incarnation, self._replaced.get(rank, 0))
+            worker_id, incarnation = map(int, text.split())
+            self._replaced[worker_id] = max(incarnation, self._replaced.get(worker_id, 0))
         self._replacements_seen = len(replaced)
-        return [self._replaced.get(rank, 0) for rank in ranks]
+        return [self._replaced.get(worker_id, 0) for worker_id in worker_ids]
 
-    def next_incarnation(self, rank: int) -> int:
-        """Count and return the next incarnation of this rank; everything that earlier ones wrote is void from now on.
+    def next_incarnation(self, worker_id: int) -> int:
+        """Count and return the next incarnation of this worker; what earlier ones wrote is void from now on.
 
         An agent that is lost midway has counted a process that was never started and that it has not published. The
         agent that voids the workers of the lost node counts one more.
         """
-        incarnation = self._store.add(f"incarnation/{rank}", 1)
-        self.append(_REPLACED, lambda _: f"{rank} {incarnation}")
+        incarnation = self._store.add(f"incarnation/{worker_id}", 1)
+        self.append(_REPLACED, lambda _: f"{worker_id} {incarnation}")
         return incarnation
 
     def record_exit(self, failure: FailureRecord) -> None:
         """Record how a process ended."""
         self._store.set(f"exit/{failure.worker_id}/{failure.incarnation}", failure.to_json())
 
-    def exit_of(self, rank: int, incarnation: int) -> FailureRecord | None:
+    def exit_of(self, worker_id: int, incarnation: int) -> FailureRecord | None:
         """How a process ended; None until its agent has recorded it."""
-        text = self._read(f"exit/{rank}/{incarnation}")
+        text = self._read(f"exit/{worker_id}/{incarnation}")
         return None if text is None else FailureRecord.from_json(text)
 
     # -- generations --------------------------------------------------------------------------------------------
@@ -230,31 +230,31 @@ class JobStore:
             self._store.wait([f"plan/{generation}"], timedelta(seconds=timeout_s))
         return self._store.check([f"plan/{generation}"])
 
-    def arrive(self, generation: int, rank: int, arrival: str) -> int:
+    def arrive(self, generation: int, worker_id: int, arrival: str) -> int:
         """Register this process for a generation, with what it brings.
 
         Returns:
-            The number of arrivals. Once it equals the number of ranks, check `arrivals`: some may be outdated since.
+            The number of arrivals. Once it equals the world size, check `arrivals`: some may be outdated since.
         """
-        self._store.set(f"arrive/{generation}/{rank}", arrival)
+        self._store.set(f"arrive/{generation}/{worker_id}", arrival)
         return self._store.add(f"arrived/{generation}", 1)
 
-    def withdraw(self, generation: int, rank: int, arrival: str) -> None:
+    def withdraw(self, generation: int, worker_id: int, arrival: str) -> None:
         """Overwrite this process's arrival with one that does not count."""
-        self._store.set(f"arrive/{generation}/{rank}", arrival)
+        self._store.set(f"arrive/{generation}/{worker_id}", arrival)
         self._store.add(f"arrived/{generation}", -1)
 
     def num_arrived(self, generation: int) -> int:
         """The number of arrivals, as `arrive` last returned it."""
         return self._store.add(f"arrived/{generation}", 0)
 
-    def all_arrived(self, generation: int, ranks: Sequence[int]) -> bool:
-        """Whether a process has arrived for each rank, of whatever incarnation."""
-        return self._store.check([f"arrive/{generation}/{rank}" for rank in ranks])
+    def all_arrived(self, generation: int, worker_ids: Sequence[int]) -> bool:
+        """Whether a process of each worker has arrived, of whatever incarnation."""
+        return self._store.check([f"arrive/{generation}/{worker_id}" for worker_id in worker_ids])
 
-    def arrivals(self, generation: int, ranks: Sequence[int]) -> dict[int, str]:
-        """The arrivals so far, by rank; makes more requests while some are missing."""
-        keys = {f"arrive/{generation}/{rank}": rank for rank in ranks}
+    def arrivals(self, generation: int, worker_ids: Sequence[int]) -> dict[int, str]:
+        """The arrivals so far, by worker_id; makes more requests while some are missing."""
+        keys = {f"arrive/{generation}/{worker_id}": worker_id for worker_id in worker_ids}
         return {keys[key]: text.decode() for key, text in read_keys(self._store, list(keys)).items()}
 
     def void_plan(self, generation: int) -> None:
@@ -309,23 +309,23 @@ class JobStore:
 
     # -- requests, heartbeats and values ------------------------------------------------------------------------
 
-    def ask_to_kill(self, rank: int, incarnation: int) -> None:
-        """Ask the agent of a rank to kill that process."""
-        self.append(_KILLS, lambda _: f"{rank} {incarnation}")
+    def ask_to_kill(self, worker_id: int, incarnation: int) -> None:
+        """Ask the agent of a worker to kill that process."""
+        self.append(_KILLS, lambda _: f"{worker_id} {incarnation}")
 
     def new_kills(self) -> list[tuple[int, int]]:
-        """Kill requests `(rank, incarnation)` since the last call on this connection."""
+        """Kill requests `(worker_id, incarnation)` since the last call on this connection."""
         kills = self.read_list(_KILLS)
         new, self._kills_seen = kills[self._kills_seen :], len(kills)
-        return [(int(rank), int(incarnation)) for rank, incarnation in map(str.split, new)]
+        return [(int(worker_id), int(incarnation)) for worker_id, incarnation in map(str.split, new)]
 
-    def heartbeat(self, rank: int, news: Mapping[str, Any]) -> None:
+    def heartbeat(self, worker_id: int, news: Mapping[str, Any]) -> None:
         """Publish this process's heartbeat: what it does and how far it is."""
-        self._store.set(f"beat/{rank}", json.dumps(news))
+        self._store.set(f"beat/{worker_id}", json.dumps(news))
 
-    def heartbeats(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """The last heartbeat of each rank that has sent one."""
-        keys = {f"beat/{rank}": rank for rank in ranks}
+    def heartbeats(self, worker_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """The last heartbeat of each worker that has sent one."""
+        keys = {f"beat/{worker_id}": worker_id for worker_id in worker_ids}
         return {keys[key]: json.loads(text) for key, text in read_keys(self._store, list(keys)).items()}
 
     def set(self, name: str, value: bytes) -> None:
@@ -433,13 +433,13 @@ def connect_store(job: JobEnv, timeout_s: float) -> Store:
 
 
 def _pack(members: Mapping[int, str]) -> bytes:
-    """Compress a plan: since most members bring the same, it lists the ranks for each distinct arrival."""
-    ranks: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, brought in sorted(members.items()):
-        ranks[brought].append(rank)
-    return zlib.compress(json.dumps(ranks).encode(), level=1)
+    """Compress a plan: since most members bring the same, it lists the worker_ids for each distinct arrival."""
+    worker_ids: defaultdict[str, list[int]] = defaultdict(list)
+    for worker_id, brought in sorted(members.items()):
+        worker_ids[brought].append(worker_id)
+    return zlib.compress(json.dumps(worker_ids).encode(), level=1)
 
 
 def _unpack(packed: bytes) -> dict[int, str]:
-    ranks: dict[str, list[int]] = json.loads(zlib.decompress(packed))
-    return {rank: brought for brought, those in ranks.items() for rank in those}
+    worker_ids: dict[str, list[int]] = json.loads(zlib.decompress(packed))
+    return {worker_id: brought for brought, those in worker_ids.items() for worker_id in those}

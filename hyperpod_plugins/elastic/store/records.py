@@ -90,7 +90,7 @@ class FailureRecord(JsonRecord):
     cause: str
     """One line: an exit code, a signal's name, an exception's text."""
     worker_id: int = -1
-    """worker_id of the process that failed (its rank, unless the job has been resized); -1 if unknown."""
+    """worker_id of the process that failed; -1 if unknown. Its rank may differ once the job has been resized."""
     incarnation: int = 0
     """Incarnation of that process: 0 for the first in its worker slot."""
     reporter: str = ""
@@ -103,6 +103,6 @@ class FailureRecord(JsonRecord):
     """Unix time of the report, in seconds."""
 
     def __str__(self) -> str:
-        """Describe the failure in a clause, such as `rank 2 (process): killed by SIGKILL`."""
-        who = f"rank {self.worker_id}" if self.worker_id >= 0 else self.reporter or "unknown rank"
+        """Describe the failure in a clause, such as `worker 2 (process): killed by SIGKILL`."""
+        who = f"worker {self.worker_id}" if self.worker_id >= 0 else self.reporter or "unknown worker"
         return f"{who} ({self.kind}): {self.cause}"

@@ -1,4 +1,4 @@
-"""Checksums of checkpoints: CRC-32 of each stored part of a tensor, and of the files that describe them.
+"""Checksums (CRC-32) of tensors, and those in a checkpoint: of each stored part, and of the files that describe it.
 
     .metadata           holds the location of each part and the checksum of its bytes
     checksums.json      holds the checksums of `.metadata` and of `meta.pt`
@@ -15,12 +15,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hyperpod_plugins.errors import CheckpointDamaged
 
 SUMS = "checksums.json"
 _BLOCK_BYTES = 2**18  # fits a processor's cache
+
+
+def tensor_checksum(tensor: torch.Tensor, value: int = 0) -> int:
+    """Return the checksum of a tensor's bytes, on any device; `value` is the checksum of what comes before them."""
+    host = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return zlib.crc32(host.numpy().data, value)
 
 
 def write_sums(folder: Path, contents: Mapping[str, bytes]) -> None:

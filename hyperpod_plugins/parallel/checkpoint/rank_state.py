@@ -98,8 +98,7 @@ class RankStateSelector:
         world_size, *degrees = self.saved_layout
         here = self.topology
         if not self.degrees_differ:
-            num_shards = here.shard_degree * here.tensor_degree
-            alike = [rank for rank in ranks if rank % num_shards == self.rank % num_shards]
+            alike = [rank for rank in ranks if rank % here.replica_size == self.rank % here.replica_size]
             if alike:
                 return self.rank if self.rank in alike else alike[0]
         if not (sharded and self.is_training):
