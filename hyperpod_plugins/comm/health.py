@@ -15,6 +15,9 @@ autograd or a hook of FSDP2, so no module is left partly gathered; what the step
 import enum
 import threading
 from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
 
 
 class Phase(enum.Enum):
@@ -58,6 +61,11 @@ class GroupHealth:
         """Why the main thread must not communicate now; empty if it may."""
         self.before_refusal: Callable[[], None] = lambda: None
         """Called before a collective is refused for that reason; may raise another error, or call `allow`."""
+
+        self.on_set_up: Callable[[str, dist.Work, Any], object] | None = None
+        """Called with the kind, handle and outputs of each collective of the main thread before the first step."""
+        self.on_dropped: Callable[[str, Any], object] | None = None
+        """Called with kind and outputs of one that does nothing because this process is detached; may raise."""
 
     @property
     def cause(self) -> str | None:

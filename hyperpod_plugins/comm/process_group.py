@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import Backend, Store
 from hyperpod_plugins.comm import sockets
 from hyperpod_plugins.comm.api import CommOptions, GroupKey
 from hyperpod_plugins.comm.device_queue import device_queue
-from hyperpod_plugins.comm.health import group_health
+from hyperpod_plugins.comm.health import Phase, group_health
 from hyperpod_plugins.comm.traffic import Collective, counters
 from hyperpod_plugins.comm.transport import release_gloo_device, transport_of
 from hyperpod_plugins.comm.work import (
@@ -53,6 +53,10 @@ def num_bytes(tensors: Tensor | Sequence[Any]) -> int:
     if len(tensors) == 1:
         return num_bytes(tensors[0])
     return sum(num_bytes(part) for part in tensors)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class DelegatingGroup(dist.ProcessGroup):
@@ -401,7 +405,7 @@ class ResilientProcessGroup(DelegatingGroup):
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
     ) -> dist.Work:
         # Every collective of every group and its Work pass through here, so this is where faults are detected.
-        if group_health.refusal_reason and threading.current_thread() is threading.main_thread():
+        if group_health.refusal_reason and _is_main_thread():
             group_health.before_refusal()
             if group_health.refusal_reason:
                 raise LoopError(group_health.refusal_reason)
@@ -415,13 +419,15 @@ class ResilientProcessGroup(DelegatingGroup):
             self.mark_broken(error)
             return self._issue_broken(error)
         if isinstance(work, FinishedWork):
+            if group_health.on_dropped is not None and group_health.phase is Phase.DETACHED and _is_main_thread():
+                group_health.on_dropped(kind, args[0] if args else ())
             return work
         if inner is None:  # the main thread has just released it
             return self._issue_broken(PeerLost(group_health.cause or "the groups were broken"))
         is_numbered = kind not in ("send", "recv", "coalesced")
         self.num_issued += is_numbered
         device = queueing_device(inner, args)
-        return ResilientWork(
+        handle = ResilientWork(
             work,
             inner,
             self.mark_broken,
@@ -430,6 +436,9 @@ class ResilientProcessGroup(DelegatingGroup):
             in_slices=device is None and kind not in ("send", "recv"),
             queued_on=device,
         )
+        if group_health.on_set_up is not None and _is_main_thread():
+            group_health.on_set_up(kind, handle, args[0] if args else ())
+        return handle
 
     def mark_broken(self, error: BaseException) -> None:
         """Break all groups of this process, because this one has lost a peer."""

@@ -145,6 +145,7 @@ class TrainerRecovery:
         self.engine = RecoveryEngine(self.member, self.options, callback.repairs, on_repair=self._repaired)
         """What recovery of a Trainer shares with that of a loop written by hand."""
         self.engine.begin_entry(entries.number, is_complete=entries.is_complete)
+        self.member.collectives.begin_set_up(entries.number)
         self._begins_at, self._pending_checkpoint = NO_STATE, ""
         self._broadcasts: Counter[str] = Counter()
         self._skip_batches = 0
@@ -548,6 +549,7 @@ class TrainerRecovery:
             ConfigError: the trainer's state, validation, hooks or loaders do not work with recovery.
         """
         assert self._window is not None
+        self.member.collectives.end_set_up()
         self._find_beginning(trainer)
         if not self._is_checked and not self.is_detached:
             refuse_unreadable(trainer, self._hooks)

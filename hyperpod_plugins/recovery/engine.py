@@ -235,6 +235,7 @@ class RecoveryEngine:
             SystemExit: This process is not part of the next world, or had not yet joined the present one.
         """
         member = self.member
+        member.collectives.begin_again()
         world = member.next_world()
         is_new = world.number != member.world.number
         if is_new:

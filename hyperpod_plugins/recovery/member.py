@@ -33,6 +33,7 @@ from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import EventFile, listen
 from hyperpod_plugins.recovery.abort import follow_final_save, restart_all
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival
+from hyperpod_plugins.recovery.program_collectives import ProgramCollectives
 from hyperpod_plugins.recovery.quorum import Generation, PlanWatcher, QuorumJoiner, WorldChanged
 from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.stop_reports import ResumePoint, StopReports, Survivors
@@ -86,6 +87,8 @@ class Member:
         self.in_step = False
         """Whether the main thread is inside a step."""
         self.job_store = JobStore.connect(job)
+        self.collectives = ProgramCollectives(self.job_store, worker_id, self.restart_all)
+        """Results of the program's own collectives in its set-up."""
         self._reports = JobStore.connect(job)
         self._reporting = threading.Lock()
         self._generation_budget = GenerationBudget()
@@ -153,6 +156,7 @@ class Member:
             publish_initial_world(self.job_store, self.world)
             self._entered_s = time.monotonic()
         group_health.add_listener(self._report)
+        self.collectives.start()
         folder = events_folder()
         if folder is not None:
             self._end_listening = listen(EventFile(Path(folder, f"rank-{self.worker_id}.jsonl")))
@@ -166,6 +170,7 @@ class Member:
             self._is_leaving = True
             self._changed.notify_all()
         group_health.remove_listener(self._report)
+        self.collectives.leave()
         end, self._end_listening = self._end_listening, lambda: None
         end()
 

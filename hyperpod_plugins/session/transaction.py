@@ -83,6 +83,7 @@ class Transactions:
         self._is_complete = is_complete
         if self._engine is not None:
             self._engine.begin_entry(entry, is_complete=is_complete)
+            self._engine.member.collectives.end_set_up()
             self._attach(self._engine)
 
     def begin_at(self, committed: int, resumed_from: str) -> None:

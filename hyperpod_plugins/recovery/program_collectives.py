@@ -1,0 +1,172 @@
+"""What collectives that the program itself calls give to a process that is not connected to the others.
+
+A joiner sets itself up alone, and so does a rank that enters a fit again: collectives do nothing there. For those of
+torch and Lightning this is right, because the state comes from the other ranks later. But a collective in the program's
+own code, such as an all-reduce in `setup`, may have a result that matters. So each rank records the results of its own
+ones in its set-up, and a process that makes the same call without connections gets the recorded result.
+
+All ranks start again from the last checkpoint if such a call has no record: its result was too large, or it comes later
+(in `on_train_batch_start`), where the result may differ each time. A barrier has no result and needs no record.
+
+    adapter       the set-up lasts
+    Lightning     from the creation of the process group in `fit` until `on_train_start` has been called
+    Session       from the creation of the session until its first loop
+"""
+
+import hashlib
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.errors import StateLost
+from hyperpod_plugins.recovery.packing import pack, unpack
+
+log = logging.getLogger(__name__)
+LIMIT_BYTES = 2**16
+"""Largest result that is recorded."""
+MAX_RECORDS = 1000
+"""Most results that a process records before the first step of a call of the program."""
+_LIBRARIES = frozenset(
+    {
+        *("hyperpod_plugins", "torch", "lightning", "pytorch_lightning", "lightning_fabric"),
+        *("torchmetrics", "accelerate", "transformers"),
+    }
+)
+_PLUMBING = (
+    "hyperpod_plugins.comm",
+    "hyperpod_plugins.lightning.collectives",
+    "torch._ops",
+    "torch.autograd",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.c10d_logger",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.nn",
+    "torch.utils._contextlib",
+    "accelerate.utils.operations",
+)
+"""Modules through which a call of the program reaches a group."""
+_PASSED_ON = frozenset({"all_gather", "_all_gather_ddp_if_available", "gather", "reduce", "reduce_boolean_decision"})
+"""Functions of Lightning and Accelerate that only pass on a collective of their caller."""
+_WITHOUT_RESULT = ("barrier",)
+_WITHOUT_RECORD = ("send", "recv", "coalesced")
+
+
+class ProgramCollectives:
+    """Records and repeats the results of one process's own collectives; for the main thread."""
+
+    def __init__(self, job_store: JobStore, worker_id: int, restart_all: Callable[[StateLost], NoReturn]) -> None:
+        """Start at the beginning of a set-up.
+
+        Args:
+            job_store: of the job.
+            worker_id: of this process.
+            restart_all: has all processes start again.
+        """
+        self._job_store = job_store
+        self._worker_id = worker_id
+        self._restart_all = restart_all
+        self._entry, self._is_in_set_up = -1, True
+        self._counts: Counter[str] = Counter()
+        self._num_recorded = 0
+
+    def start(self) -> None:
+        """Record from now on, and give out what was recorded while this process is detached."""
+        group_health.on_set_up, group_health.on_dropped = self._record, self._repeat
+
+    def begin_set_up(self, entry: int) -> None:
+        """The set-up of an entry of the program begins."""
+        self._entry, self._num_recorded, self._is_in_set_up = entry, 0, True
+        self._counts.clear()
+        group_health.on_set_up = self._record
+
+    def begin_again(self) -> None:
+        """This process enters the present entry again, and repeats its set-up."""
+        self._is_in_set_up = True
+        self._counts.clear()
+
+    def end_set_up(self) -> None:
+        """The loops begin: nothing is recorded from here on, or given out."""
+        self._is_in_set_up = False
+        group_health.on_set_up = None
+
+    def leave(self) -> None:
+        """This process no longer takes part in recovery."""
+        group_health.on_set_up, group_health.on_dropped = None, None
+
+    def _record(self, kind: str, work: dist.Work, outputs: Any) -> None:
+        """Record the result of a collective if the program itself has called it."""
+        caller = "" if kind in _WITHOUT_RESULT else program_frames()
+        if not caller:
+            return
+        name = self._next_name(caller)
+        results = [*_tensors_in(outputs)]
+        num_bytes = sum(each.nbytes for each in results)
+        self._num_recorded += 1
+        if kind in _WITHOUT_RECORD or num_bytes > LIMIT_BYTES or self._num_recorded > MAX_RECORDS:
+            log.warning(
+                "%s at %s belongs to the set-up, and its result (%d bytes) is not recorded: if a process is lost, its "
+                "replacement calls it alone, and all processes start again from the last checkpoint. Parameters and "
+                "optimizer state need not be shared: a replacement gets them",
+                *(kind, caller.partition(" < ")[0], num_bytes),
+            )
+            return
+        work.wait()
+        self._job_store.set(name, pack([each.detach().cpu().clone() for each in results]))
+
+    def _repeat(self, kind: str, outputs: Any) -> None:
+        """Give a collective without connections its recorded result if the program itself has called it."""
+        caller = "" if kind in _WITHOUT_RESULT else program_frames()
+        if not caller:
+            return
+        data = self._job_store.try_get(self._next_name(caller)) if self._is_in_set_up else None
+        recorded = [] if data is None else list(unpack(data))
+        places = [*_tensors_in(outputs)]
+        if data is None or [(each.shape, each.dtype) for each in recorded] != [(p.shape, p.dtype) for p in places]:
+            self._restart_all(
+                StateLost(
+                    f"{kind} in {caller.partition(' < ')[0]} was called before this process had joined the others, and "
+                    f"its result was not recorded. Call it in the set-up, where results of up to {LIMIT_BYTES:,} bytes "
+                    "are, or in the computation of a step"
+                )
+            )
+        with torch.no_grad():
+            for place, value in zip(places, recorded, strict=True):
+                place.copy_(value)
+
+    def _next_name(self, caller: str) -> str:
+        number, self._counts[caller] = self._counts[caller], self._counts[caller] + 1
+        digest = hashlib.blake2b(caller.encode(), digest_size=8).hexdigest()
+        return f"own/{self._entry}/{self._worker_id}/{digest}/{number}"
+
+
+def program_frames() -> str:
+    """Functions of the program that are being called, innermost first; empty if a library calls the collective."""
+    found: list[str] = []
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while (frame := frame.f_back) is not None:
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.partition(".")[0] not in _LIBRARIES:
+            found.append(f"{function} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
+        elif not (found or module.startswith((*_PLUMBING, __name__)) or _passes_on(module, function)):
+            return ""
+    return " < ".join(found)
+
+
+def _passes_on(module: str, function: str) -> bool:
+    return function in _PASSED_ON and not module.startswith("torch.")
+
+
+def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, list | tuple):
+        for each in outputs:
+            yield from _tensors_in(each)
