@@ -59,6 +59,11 @@ class RehearsalPlan:
             raise ConfigError(
                 f"phases {', '.join(unknown) or 'none'} cannot be rehearsed. Choose from {', '.join(PHASES)}."
             )
+        repeated = [phase for phase in dict.fromkeys(self.phases) if self.phases.count(phase) > 1]
+        if repeated:
+            raise ConfigError(
+                f"--phases names {', '.join(repeated)} more than once. Name each once: a job kills one rank in a phase."
+            )
         if self.num_ranks < 2:
             raise ConfigError(
                 f"--nproc-per-node must be at least 2, but is {self.num_ranks}: one rank is killed, the others recover."

@@ -140,6 +140,8 @@ def test_plans_that_cannot_be_are_refused_by_name():
     )
     with pytest.raises(ConfigError, match="phases lunch cannot be rehearsed"):
         replace(plan, phases=("lunch",))
+    with pytest.raises(ConfigError, match=r"--phases names vote, setup more than once"):
+        replace(plan, phases=("vote", "setup", "vote", "commit", "setup", "vote"))
     with pytest.raises(ConfigError, match="at least 2"):
         replace(plan, num_ranks=1)
     with pytest.raises(ConfigError, match="no program"):
