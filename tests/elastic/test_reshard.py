@@ -77,8 +77,8 @@ def test_those_that_wait_take_part_in_a_start_of_all(job_store):
         pytest.param((4, 1), "the job has shard degree 4 with tensor degree 1 already", id="as it is"),
         pytest.param(
             (3, 0),
-            "shard degree 3 with tensor degree 1 is not possible in this job; allowed shard degrees (each with a tensor "
-            "degree): 4 with 1, 2",
+            "shard degree 3 with tensor degree 1 is not possible in this job; allowed shard degrees (each "
+            "with a tensor degree): 4 with 1, 2",
             id="3",
         ),
         pytest.param((0, 2), "shard degree 4 with tensor degree 2 is not possible", id="tensor"),
