@@ -21,8 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from hyperpod_plugins.comm import sockets
 from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
-from hyperpod_plugins.comm.sockets import Listener, set_kernel_timeout
-from hyperpod_plugins.comm.sockets import connect as open_connection
+from hyperpod_plugins.comm.sockets import Listener, open_connection, set_kernel_timeout
 from hyperpod_plugins.comm.work import PeerWait
 from hyperpod_plugins.errors import CommError
 
@@ -132,7 +131,7 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
 def _open(group: ResilientProcessGroup, inner: dist.ProcessGroup) -> CommitVote:
     """Connect to the neighbors of this generation; a break shuts these connections down too."""
     store = PrefixStore(f"{group.store_prefix}/ballot", group.root_store)
-    vote = connect(store, group.rank(), group.size(), sockets.own_address(inner), group.timeout)
+    vote = connect_vote(store, group.rank(), group.size(), sockets.own_address(inner), group.timeout)
     sockets.add(inner, [each.dup() for each in vote.sockets])
     if group_health.cause is not None:  # the break came first
         raise ConnectionAbortedError(group_health.cause)
@@ -140,7 +139,7 @@ def _open(group: ResilientProcessGroup, inner: dist.ProcessGroup) -> CommitVote:
     return vote
 
 
-def connect(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> CommitVote:
+def connect_vote(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> CommitVote:
     """Connect one rank to its parent and its children.
 
     Args:

@@ -244,7 +244,7 @@ class Listener:
         caller.close()
 
 
-def connect(invitation: str, rank: int, timeout_s: float) -> socket.socket:
+def open_connection(invitation: str, rank: int, timeout_s: float) -> socket.socket:
     """Connect to a `Listener` as `rank`.
 
     Raises:

@@ -25,7 +25,13 @@ from hyperpod_plugins.lightning.trainer_state import (
     not_restarting,
     set_last_saves,
 )
-from hyperpod_plugins.recovery.entries import Entries, invisible_workers, load_rank_state, save_rank_state, state_folder
+from hyperpod_plugins.recovery.entries import (
+    Entries,
+    invisible_workers,
+    load_entry_values,
+    save_entry_values,
+    state_folder,
+)
 
 KINDS = {"_fit_impl": "fit", "_validate_impl": "validate", "_test_impl": "test", "_predict_impl": "predict"}
 """Kind of entry, by the name of the function that the Trainer launches."""
@@ -47,8 +53,8 @@ def save_entry_end(trainer: Trainer, kind: str, results: Any, worker_id: int) ->
         elif kind == "fit":
             strategy.save_entry_end(state_folder(folder, entries.number))
         if entries.is_complete:
-            save_rank_state(folder, entries.number, worker_id, _values_of(trainer, kind, results))
-            load_rank_state(folder, entries.number, worker_id)  # fails now if only pickle can read it
+            save_entry_values(folder, entries.number, worker_id, _values_of(trainer, kind, results))
+            load_entry_values(folder, entries.number, worker_id)  # fails now if only pickle can read it
     except (CommError, RecoveryError):
         raise
     except Exception as error:  # noqa: BLE001 (of hooks, too: the call has succeeded, and other ranks await the vote)
@@ -84,7 +90,7 @@ def skip_entry(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any],
         worker_id: of this process.
     """
     folder = entries.folder(Path())
-    values, set_random_state = load_rank_state(folder, record.number, worker_id)
+    values, set_random_state = load_entry_values(folder, record.number, worker_id)
     entries.trainer_state = values["trainer"]
     vars(trainer)["_run_stage"] = lambda: record.results
     try:

@@ -141,7 +141,7 @@ class Entries:
         self.is_complete = False
 
 
-def save_rank_state(folder: Path, number: int, worker_id: int, values: dict[str, Any]) -> None:
+def save_entry_values(folder: Path, number: int, worker_id: int, values: dict[str, Any]) -> None:
     """Write this rank's values and the state of its random generators after an entry."""
     path = _path_of_rank(folder, number, worker_id)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,8 +155,8 @@ def invisible_workers(folder: Path, number: int, worker_ids: Iterable[int]) -> l
     return [worker_id for worker_id in worker_ids if not _path_of_rank(folder, number, worker_id).exists()]
 
 
-def load_rank_state(folder: Path, number: int, worker_id: int) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Read the values that `save_rank_state` wrote; also returns a function that restores the random generators.
+def load_entry_values(folder: Path, number: int, worker_id: int) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Read the values that `save_entry_values` wrote; also returns a function that restores the random generators.
 
     If this worker wrote none, use those of worker 0.
 

@@ -38,7 +38,7 @@ from hyperpod_plugins.parallel.checkpoint.state import (
     describe_optimizer,
     model_tensors,
     optimizer_tensors,
-    parameters_of,
+    parameters_by_saved_name,
     set_optimizer,
     step_count_device,
     to_python_scalars,
@@ -284,7 +284,7 @@ class TrainingState:
                 yield from ((f"buffer.{prefix}{name}", buffer) for name, buffer in module.named_buffers())
 
     def _make_state(self, index: int, optimizer: Optimizer, header: dict[str, Any]) -> None:
-        parameters = parameters_of(self.model)
+        parameters = parameters_by_saved_name(self.model)
         prefix = f"optimizer.{index}."
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         present = optimizer_tensors(self.model, optimizer)

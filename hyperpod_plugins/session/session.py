@@ -34,7 +34,7 @@ from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
 from hyperpod_plugins.recovery.engine import join_job
-from hyperpod_plugins.recovery.entries import Entries, load_rank_state, save_rank_state, state_folder
+from hyperpod_plugins.recovery.entries import Entries, load_entry_values, save_entry_values, state_folder
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.session.context import LoopContext
@@ -327,7 +327,7 @@ class Session:
             trained.write(
                 state_folder(folder, entries.number), replace(trained.position(), after_commit=False, result=None)
             )
-            save_rank_state(folder, entries.number, self._worker_id, {})
+            save_entry_values(folder, entries.number, self._worker_id, {})
         except (CheckpointError, ConfigError, OSError) as error:
             entries.mark_not_kept(error)
         if any_rank(not entries.is_complete, default_group()):
@@ -340,7 +340,7 @@ class Session:
         """Restore the state after a loop that has already ended."""
         folder = self._entries.folder(self._folder)
         trained.read(state_folder(folder, self._entries.number))
-        _, set_random_state = load_rank_state(folder, self._entries.number, self._worker_id)
+        _, set_random_state = load_entry_values(folder, self._entries.number, self._worker_id)
         set_random_state()
 
     # -- steps --------------------------------------------------------------------------------------------------

@@ -117,9 +117,9 @@ def test_limits():
 
     def stand_still():
         store.wait(["1"])
-        from hyperpod_plugins.comm.sockets import connect
+        from hyperpod_plugins.comm.sockets import open_connection
 
-        with connect(store.get("1").decode(), 0, 5.0) as connection:
+        with open_connection(store.get("1").decode(), 0, 5.0) as connection:
             connection.sendall(b"\0" * 7)
             began.wait(10)
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
-from hyperpod_plugins.comm.commit_vote import connect
+from hyperpod_plugins.comm.commit_vote import connect_vote
 
 PATIENCE = timedelta(seconds=20)
 
@@ -20,7 +20,7 @@ def votes_of(size, numbers):
     store, found = dist.HashStore(), [[] for _ in range(size)]
 
     def take_part(rank):
-        vote = connect(store, rank, size, "127.0.0.1", PATIENCE)
+        vote = connect_vote(store, rank, size, "127.0.0.1", PATIENCE)
         for said in numbers:
             found[rank].append(vote.all_max(said[rank]))
 
@@ -44,7 +44,7 @@ def test_whoever_calls_without_the_token_is_not_counted():
     found = {}
 
     def root():
-        found[0] = connect(store, 0, 2, "127.0.0.1", PATIENCE).all_max(1)
+        found[0] = connect_vote(store, 0, 2, "127.0.0.1", PATIENCE).all_max(1)
 
     thread = threading.Thread(target=root)
     thread.start()
@@ -54,16 +54,16 @@ def test_whoever_calls_without_the_token_is_not_counted():
         hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it closes with a reset
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"x" * 16)
-        found[1] = connect(store, 1, 2, "127.0.0.1", PATIENCE).all_max(5)
+        found[1] = connect_vote(store, 1, 2, "127.0.0.1", PATIENCE).all_max(5)
     thread.join(30)
     assert found == {0: 5, 1: 5}
 
 
 def test_a_neighbour_that_does_not_come_is_not_waited_for_long():
     with pytest.raises(TimeoutError, match="did not come to vote"):
-        connect(dist.HashStore(), 0, 2, "127.0.0.1", timedelta(seconds=0.3))
+        connect_vote(dist.HashStore(), 0, 2, "127.0.0.1", timedelta(seconds=0.3))
     with pytest.raises(TimeoutError, match="did not come to vote"):
-        connect(dist.HashStore(), 1, 2, "127.0.0.1", timedelta(seconds=0.3))
+        connect_vote(dist.HashStore(), 1, 2, "127.0.0.1", timedelta(seconds=0.3))
 
 
 def vote_until_one_is_gone():

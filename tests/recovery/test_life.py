@@ -44,7 +44,7 @@ from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import CheckpointDamaged, ConfigError, RecoveryError
 from hyperpod_plugins.recovery import abort
 from hyperpod_plugins.recovery.abort import SavedCheckpoints
-from hyperpod_plugins.recovery.entries import Entries, invisible_workers, load_rank_state, save_rank_state
+from hyperpod_plugins.recovery.entries import Entries, invisible_workers, load_entry_values, save_entry_values
 
 TRAINER = """
     kill:1:script:0 kill:2:first-validate:1 kill:0:first-setup-TrainerFn.FITTING:0 raise:2:first-sanity:0
@@ -298,7 +298,7 @@ def test_the_folder_for_ends_is_this_users_alone(tmp_path):
 
 def test_files_of_other_ranks_that_are_not_seen(tmp_path):
     for place in (0, 2):
-        save_rank_state(tmp_path, 3, place, {})
+        save_entry_values(tmp_path, 3, place, {})
     assert invisible_workers(tmp_path, 3, range(4)) == [1, 3]
     assert invisible_workers(tmp_path, 3, (0, 2)) == []
 
@@ -306,9 +306,9 @@ def test_files_of_other_ranks_that_are_not_seen(tmp_path):
 def test_a_node_without_the_state_after_an_entry_is_told_to_share_storage(tmp_path):
     why = rf"{tmp_path} .* call 3 .*3.rank-1.pt nor 3.rank-0.pt.* all nodes share"
     with pytest.raises(CheckpointDamaged, match=why):
-        load_rank_state(tmp_path, 3, 1)
-    save_rank_state(tmp_path, 3, 0, {"of": 0})
-    assert load_rank_state(tmp_path, 3, 1)[0] == {"of": 0}
+        load_entry_values(tmp_path, 3, 1)
+    save_entry_values(tmp_path, 3, 0, {"of": 0})
+    assert load_entry_values(tmp_path, 3, 1)[0] == {"of": 0}
 
 
 def test_a_detached_process_that_communicates_between_two_entries_has_all_restart(monkeypatch):

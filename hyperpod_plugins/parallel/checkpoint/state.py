@@ -268,7 +268,7 @@ def _name_of(parameter: torch.Tensor, names: Mapping[torch.Tensor, str]) -> str:
     return name
 
 
-def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_by_saved_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return parameters by the names under which they are saved."""
     return {canonical_name(name): parameter for name, parameter in model.named_parameters()}
 
