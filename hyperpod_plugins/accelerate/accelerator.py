@@ -19,7 +19,13 @@ from hyperpod_plugins.accelerate.collectives import are_tensors, gathered, gathe
 from hyperpod_plugins.accelerate.compat import Accelerator, get_mixed_precision_context_manager
 from hyperpod_plugins.accelerate.mesh import HyperPodParallelism
 from hyperpod_plugins.accelerate.optimizer import FiniteStepCheck, HyperPodOptimizer, HyperPodScheduler
-from hyperpod_plugins.accelerate.prepare import recompute_blocks, refuse_dropout, shard_with_optimizers, wrap_forward
+from hyperpod_plugins.accelerate.prepare import (
+    recompute_blocks,
+    refuse_dropout,
+    refuse_half_loaded,
+    shard_with_optimizers,
+    wrap_forward,
+)
 from hyperpod_plugins.accelerate.process_state import (
     ResizableJob,
     join,
@@ -142,7 +148,7 @@ class HyperPodAccelerator(Accelerator):
                 if isinstance(each, nn.Module):
                     watch_units(each)
             return prepared
-        shard_with_optimizers(model, optimizers, self._parallelize, self.device)
+        shard_with_optimizers(model, optimizers, self._parallelize)
         self._wrap_forward(model)
         if model not in self._models:
             self._models.append(model)
@@ -155,6 +161,7 @@ class HyperPodAccelerator(Accelerator):
             return  # by an earlier `prepare`
         settings, fsdp = self.plugin.settings, self.state.fsdp_plugin
         assert fsdp is not None
+        refuse_half_loaded(model)
         broadcast_from_rank_0(model, self.device)
         if settings.activation_checkpointing_offload:
             refuse_dropout(model)

@@ -7,19 +7,19 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint  # pyright: ignore
 from torch.optim import Optimizer
 
 from hyperpod_plugins.accelerate.compat import convert_outputs_to_fp32
 from hyperpod_plugins.errors import ConfigError, format_list
+from hyperpod_plugins.parallel.broadcast import match_rank_0
 from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_units, reshard
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
 
 
 def shard_with_optimizers(
-    model: nn.Module, optimizers: Sequence[Optimizer], shard: Callable[[nn.Module], None], device: torch.device
+    model: nn.Module, optimizers: Sequence[Optimizer], shard: Callable[[nn.Module], None]
 ) -> None:
     """Shard a model in place, and replace the old parameters in its optimizers by the new ones.
 
@@ -28,11 +28,11 @@ def shard_with_optimizers(
 
     Raises:
         ConfigError: an optimizer already has state, computes gradients itself, or holds a parameter that is not the
-            model's; or parameters have values on some ranks only.
+            model's; or tensors have values on some ranks only.
     """
     if any(True for _ in fsdp_units(model)):
         return  # by an earlier `prepare`, or by the user: its optimizers hold the shards
-    _refuse_half_loaded(model, device)
+    refuse_half_loaded(model)
     check_no_required_closure(optimizers)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: list[tuple[dict[str, Any], list[str]]] = []
@@ -58,6 +58,20 @@ def shard_with_optimizers(
     parameters = dict(model.named_parameters())
     for group, in_group in held:
         group["params"] = [parameters[name] for name in in_group]
+
+
+def refuse_half_loaded(model: nn.Module) -> None:
+    """Raise `ConfigError` if tensors have values on some ranks only.
+
+    With `cpu_ram_efficient_loading`, which `accelerate launch` enables by default, transformers loads a model only on
+    the first rank of each node.
+    """
+    advice = (
+        "With cpu_ram_efficient_loading, only one rank of a node loads values. Make the plugin's Accelerator before "
+        "loading the model, or set fsdp_cpu_ram_efficient_loading: false. Large models are built inside "
+        "hyperpod_plugins.delayed_init.delayed_init."
+    )
+    match_rank_0(model, compares_types=False, advice=advice)
 
 
 def recompute_blocks(model: nn.Module, class_names: tuple[str, ...]) -> None:
@@ -108,21 +122,3 @@ def _reshard_after_evaluation(model: nn.Module, *_: Any) -> None:
     """Reshard after an evaluation, so that code that averages or swaps weights finds the optimizer's parameters."""
     if not torch.is_grad_enabled():
         reshard(model)
-
-
-def _refuse_half_loaded(model: nn.Module, device: torch.device) -> None:
-    """Raise `ConfigError` if parameters have values on some ranks only: the ranks would wait for each other.
-
-    With `cpu_ram_efficient_loading`, which `accelerate launch` enables by default, transformers loads a model only on
-    the first rank of each node.
-    """
-    here = torch.tensor([sum(parameter.is_meta for parameter in model.parameters())])
-    counts = torch.cat([here, -here]).to(device)
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    most, fewest = int(counts[0]), -int(counts[1])
-    if most != fewest:
-        raise ConfigError(
-            f"some ranks hold {fewest} parameters without values and others {most}, as with cpu_ram_efficient_loading. "
-            "Make the plugin's Accelerator before loading the model, or set fsdp_cpu_ram_efficient_loading: false. "
-            "Large models are built inside hyperpod_plugins.delayed_init.delayed_init."
-        )

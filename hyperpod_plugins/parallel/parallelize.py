@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from hyperpod_plugins.delayed_init import materialize, tapes_of
+from hyperpod_plugins.delayed_init import materialize
+from hyperpod_plugins.parallel.broadcast import broadcast_from_rank_0
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.former_parameters import remember_parameters
 from hyperpod_plugins.parallel.hsdp import shard_hybrid
@@ -36,7 +36,8 @@ def parallelize(
         The same module; its parameters are DTensors.
 
     Raises:
-        ConfigError: the plan or the degrees do not fit the model. The model must not be used afterwards.
+        ConfigError: the plan or the degrees do not fit the model, or ranks have built different models. The model
+            must not be used afterwards.
         InitializationError: a parameter without a value cannot be initialized.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -51,29 +52,6 @@ def parallelize(
     materialize(model, device=torch.device(mesh.device_type), seed=config.random_seed)
     sync_rng_state(mesh["tensor"])
     return model
-
-
-def broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Broadcast parameters and buffers from global rank 0, and the RNG state that delayed parameters start from.
-
-    Otherwise, ranks that built their model from different RNG states would train shards of different models.
-
-    Args:
-        model: a module that is not sharded yet.
-        device: device that the process group communicates on; values on other devices are copied through it.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta and not isinstance(tensor, DTensor):
-            there = tensor.detach().to(device).contiguous()
-            dist.broadcast(there, src=0)
-            if there.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(there)
-    for tape in tapes_of(model):
-        state = tape.rng_state.to(device)
-        dist.broadcast(state, src=0)
-        tape.rng_state = state.cpu()
 
 
 def sync_rng_state(tensor_mesh: DeviceMesh) -> None:

@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from hyperpod_plugins import parallel
-from hyperpod_plugins.delayed_init.materialize import allocate
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel.broadcast import match_rank_0
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
 from hyperpod_plugins.smp.delayed_param import ParamInit
 from hyperpod_plugins.smp.fsdp_arguments import FsdpArguments, translate
 from hyperpod_plugins.smp.job import Job, current_job, set_shard_degree, warn_once
 from hyperpod_plugins.smp.transform import take_transformed
 
+_ADVICE = "Build it in the same way on all ranks, or with all values on rank 0 and sync_module_states=True."
 _ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
@@ -47,7 +48,7 @@ def wrap(
         param_init_fn: that of a `DelayedParamIniter`. Others raise if the model is on the meta device, unless
             `sync_module_states` provides the values.
         post_param_init_fn: that of a `DelayedParamIniter`.
-        sync_module_states: use rank 0's parameters; those of other ranks may be on the meta device.
+        sync_module_states: use rank 0's values; if it has all of them, those of other ranks may be on the meta device.
         device_id: ignored, as the job trains on one type of device.
         **options: see `FsdpArguments`.
 
@@ -55,7 +56,8 @@ def wrap(
         The same module, sharded by FSDP2, with FSDP1's `clip_grad_norm_` and `no_sync`. Its parameters are DTensors.
 
     Raises:
-        ConfigError: an argument is not supported, or the model or a part of it is wrapped already.
+        ConfigError: an argument is not supported, the model or a part of it is wrapped already, or different tensors
+            have values on different ranks.
     """
     job = current_job()
     name = type(module).__name__
@@ -79,9 +81,7 @@ def wrap(
             f"tensor_parallel_degree={job.topology.tensor_degree}, but {name} was not given to transform(). Call "
             "model = torch.sagemaker.transform(model) before it is wrapped."
         )
-    sync = sync_module_states or from_first_rank
-    if sync:
-        _allocate_meta(module)
+    match_rank_0(module, allocates=sync_module_states or from_first_rank, compares_types=False, advice=_ADVICE)
     if param_init_fn is not None and not isinstance(param_init_fn, ParamInit):
         _refuse_own_init(module)
     config = replace(translation.config, hybrid_shard_degree=job.topology.shard_degree)
@@ -124,21 +124,6 @@ def _check_groups(job: Job, process_group: _ProcessGroups | None, device_mesh: D
             f"process_group holds the ranks {given}, and init() has set up {topology}: this rank shards over {shards} "
             f"and replicates over {replicas}. Leave process_group out, or change hybrid_shard_degree."
         )
-
-
-def _allocate_meta(model: nn.Module) -> None:
-    """Allocate memory for tensors on the meta device, whose values come from rank 0.
-
-    Raises:
-        ConfigError: rank 0 has no values, but another rank has; all ranks raise.
-    """
-    waiting = [name for name, tensor in model.named_parameters() if tensor.is_meta]
-    flags: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(flags, bool(waiting))
-    if flags[0] and any(not flag for flag in flags):
-        raise ConfigError("rank 0 should send its values to all ranks, but its model is on the meta device.")
-    if not flags[0]:
-        allocate(model, torch.device("cpu"))
 
 
 def _refuse_own_init(model: nn.Module) -> None:

@@ -244,10 +244,10 @@ def test_accelerate_offloads_activations_where_that_is_right(run_ranks):
     assert wrapped.startswith("0.")
 
 
-def half_loaded():
+def half_loaded(**options):
     from torch import nn
 
-    accelerator = HyperPodPlugin().accelerator()
+    accelerator = HyperPodPlugin(**options).accelerator()
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         net = nn.Linear(4, 4)
     try:
@@ -258,5 +258,8 @@ def half_loaded():
 
 
 @pytest.mark.spawns
-def test_a_model_that_only_one_rank_has_loaded_is_refused_on_all(run_ranks):
-    assert all("cpu_ram_efficient_loading" in told for told in run_ranks(half_loaded, world_size=2))
+@pytest.mark.parametrize("options", [{}, {"offload_params": True}], ids=["sharded here", "sharded by Accelerate"])
+def test_a_model_that_only_one_rank_has_loaded_is_refused_on_all(run_ranks, options):
+    told = run_ranks(half_loaded, world_size=2, timeout_s=60, **options)
+    assert "cpu_ram_efficient_loading" in told[0]
+    assert told[0] == told[1]

@@ -142,3 +142,61 @@ def reset_on_mesh():
 
 def test_plain_meta_model(run_ranks):
     assert run_ranks(reset_on_mesh, world_size=2) == [[True] * 4] * 2
+
+
+def complete_on_mesh():
+    """A model of which some tensors have values before it is sharded, and the rest are initialised afterwards."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from hyperpod_plugins.delayed_init import materialize
+    from hyperpod_plugins.errors import InitializationError
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("shard",))
+
+    class Scaled(nn.Linear):
+        """Its factor depends on a parameter that is sharded."""
+
+        def __init__(self):
+            super().__init__(5, 3)
+            self.register_buffer("factor", torch.ones(1))
+
+        def reset_parameters(self):
+            if "factor" in self._buffers:
+                self.factor.copy_(self.weight.abs().mean())
+
+    def build(missing):
+        torch.manual_seed(1)
+        model = nn.Sequential(Scaled() if missing == "factor" else nn.Linear(5, 3), nn.Linear(3, 3)).to(DEVICE)
+        whole = getattr(model[0], missing)
+        empty = whole.detach().to("meta")
+        setattr(model[0], missing, nn.Parameter(empty) if isinstance(whole, nn.Parameter) else empty)
+        return model
+
+    alone, sharded = build("bias"), build("bias")
+    weight = alone[0].weight.detach().clone()
+    fully_shard(sharded[0], mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    for model in (alone, sharded):
+        materialize(model, device=DEVICE, seed=4)
+    equal = [torch.equal(a.full_tensor(), b) for a, b in zip(sharded.parameters(), alone.parameters(), strict=True)]
+    scaled = build("factor")
+    fully_shard(scaled, mesh=mesh)
+    try:
+        materialize(scaled, device=DEVICE, seed=4)
+        refusal = ""
+    except InitializationError as error:
+        refusal = str(error)
+    dist.destroy_process_group()
+    return [*equal, torch.equal(weight, alone[0].weight)], refusal
+
+
+def test_values_that_exist_stay_in_a_sharded_model(run_ranks):
+    for equal, refusal in run_ranks(complete_on_mesh, world_size=2):
+        assert equal == [True] * 5
+        assert "0.factor is on the meta device" in refusal
+        assert "computes it from weight, bias" in refusal

@@ -40,6 +40,70 @@ def test_ties_stay():
     assert model[1].weight is model[0].weight
 
 
+class Outer(nn.Linear):
+    """Initialises its submodule too, as graph convolutions do."""
+
+    def __init__(self):
+        super().__init__(3, 4)
+        self.inner = nn.Linear(4, 2)
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if "inner" in self._modules:  # nn.Linear's constructor calls this too
+            self.inner.reset_parameters()
+            self.counts.zero_()
+
+
+@pytest.mark.parametrize("missing", ["bias", "weight", "counts"])
+def test_values_that_exist_stay(missing):
+    model = Outer()
+    model.counts += 5
+    model.inner.weight.data[0, 0] = float("nan")
+    model.inner.bias.note = "kept"  # an attribute of the program
+    before = dict([*model.named_parameters(), *model.named_buffers()])
+    values = {name: tensor.detach().clone() for name, tensor in before.items()}
+    alone, state = on_meta(Outer), torch.get_rng_state()
+    materialize(alone, seed=3)
+    whole = getattr(model, missing)
+    empty = whole.detach().to("meta")
+    setattr(model, missing, nn.Parameter(empty) if isinstance(whole, nn.Parameter) else empty)
+    materialize(model, seed=3)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name == missing:
+            assert torch.equal(tensor, getattr(alone, name)), "drawn as if the others were drawn too"
+        else:
+            assert tensor is before[name]
+            assert tensor.detach().numpy().tobytes() == values[name].numpy().tobytes(), name
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+READS = {
+    "fills": lambda module: module.scale.fill_(module.inner.weight.abs().mean()),
+    "copies": lambda module: module.scale.copy_(module.inner.weight.mean()),
+    "multiplies": lambda module: nn.init.ones_(module.scale).mul_(module.inner.weight.mean()),
+    "asks": lambda module: module.scale.fill_(module.inner.weight.mean().item()),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_an_initialiser_that_reads_a_submodule_is_refused(read):
+    """It would read memory without values: submodules are initialised later."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def reset_parameters(self):
+            with torch.no_grad():
+                read(self)
+
+    with pytest.raises(InitializationError, match=r"the root \(Reads\).*delayed_init"):
+        materialize(on_meta(Reads))
+
+
 class NoInitialiser(nn.Module):
     def __init__(self):
         super().__init__()

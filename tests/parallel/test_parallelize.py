@@ -94,3 +94,61 @@ def test_tensor_peers_draw_alike_and_others_as_they_would_have(run_ranks):
     with_tensor, without = zip(*run_ranks(draw_after_parallelize, world_size=4), strict=True)
     assert with_tensor[0] == with_tensor[1] != with_tensor[2] == with_tensor[3]
     assert len(set(without)) == 4
+
+
+UNLIKE = {
+    # name: (what rank 0 builds, what rank 1 builds, words of the message)
+    "meta on rank 1": ((), ("meta",), "0.weight has values on rank 0 and is on the meta device on rank 1"),
+    "meta on rank 0": (("meta",), (), "0.weight is on the meta device on rank 0 and has values on rank 1"),
+    "delayed on rank 0": (("delayed",), ("meta",), "0.weight was built under delayed_init on rank 0"),
+    "another shape": ((8,), (4,), "0.weight has the shape (8, 8) on rank 0 and has the shape (4, 8) on rank 1"),
+    "another type": ((8, torch.bfloat16), (8,), "0.weight is torch.bfloat16 on rank 0 and is torch.float32 on rank 1"),
+    "tied": (("tied",), (), "1.weight is 0.weight on rank 0 and is a tensor of its own on rank 1"),
+    "another layer": ((), ("no bias",), "1.bias has values on rank 0 and does not exist on rank 1"),
+}
+
+
+def parallelize_unlike_models():
+    from hyperpod_plugins.comm import group_health
+    from hyperpod_plugins.delayed_init import delayed_init
+    from hyperpod_plugins.errors import ConfigError
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    dist.init_process_group("hyperpod")
+    config = ParallelConfig()
+    mesh = build_mesh(config.topology(2), DEVICE)
+
+    def build(how="values", dtype=torch.float32):
+        if how == "meta":
+            with torch.device("meta"):
+                return build()
+        if how == "delayed":
+            with delayed_init():
+                return build()
+        width = how if isinstance(how, int) else 8
+        model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8, bias=how != "no bias")).to(dtype)
+        if how == "tied":
+            model[1].weight = model[0].weight
+        return model
+
+    told = {}
+    for name, (*hows, _) in UNLIKE.items():
+        try:
+            parallelize(build(*hows[dist.get_rank()]), mesh, config)
+        except ConfigError as refusal:
+            told[name] = str(refusal)
+    group_health.detach()  # as in a process that replaces another and sets itself up alone
+    if dist.get_rank() == 1:
+        parallelize(build(), mesh, config)
+    group_health.reset()
+    dist.barrier()
+    return told
+
+
+@pytest.mark.spawns
+def test_ranks_that_build_unlike_models_are_refused_by_name(run_ranks):
+    """Each would wait for the other, or take the values of one tensor for those of another."""
+    results = run_ranks(parallelize_unlike_models, world_size=2, timeout_s=40)
+    for name, (_, _, words) in UNLIKE.items():
+        assert words in results[0][name], name
+        assert results[0][name] == results[1][name], name

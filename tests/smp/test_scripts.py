@@ -240,6 +240,94 @@ def test_checkpoints_values_of_rank_0_and_what_is_refused(tmp_path):
             assert words in told[what], what
 
 
+class Shift(torch.nn.Module):
+    """Adds a buffer that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("by", torch.empty(8), persistent=False)
+
+    def reset_parameters(self):
+        self.by.fill_(3.0)
+
+    def forward(self, x):
+        return x + self.by
+
+
+def built_by_each_rank_in_its_way(cases):
+    """For each case, the words in which `wrap` refuses the model, or its first weight and its last tensor."""
+    import contextlib
+
+    import hyperpod_plugins.smp as tsm
+    from hyperpod_plugins.comm import group_health
+    from hyperpod_plugins.delayed_init import delayed_init
+    from hyperpod_plugins.errors import ConfigError
+
+    warnings.simplefilter("ignore")
+    tsm.init()
+    contexts = {"values": contextlib.nullcontext, "meta": lambda: torch.device("meta"), "delayed": delayed_init}
+
+    def build(*layers, with_buffer=False):
+        torch.manual_seed(7 + dist.get_rank())
+        built = []
+        for each in layers:
+            with contexts[each]():
+                built.append(torch.nn.Linear(8, 8))
+        if with_buffer:
+            with torch.device("meta"):
+                built.append(Shift())
+        return torch.nn.Sequential(*built)
+
+    found = {}
+    for name, (layers, options, with_buffer) in cases.items():
+        model = build(*layers[dist.get_rank()], with_buffer=with_buffer)
+        try:
+            tsm.wrap(model, **options)
+        except ConfigError as refusal:
+            found[name] = str(refusal)
+        else:
+            found[name] = (model[0].weight.full_tensor(), [*model.parameters(), *model.buffers()][-1])
+    group_health.detach()  # as in a process that replaces another and sets itself up alone
+    tsm.wrap(build("meta", "meta"))
+    group_health.reset()
+    return found
+
+
+FROM_RANK_0 = {"sync_module_states": True}
+REFUSED = {
+    # name: (the layers of rank 0 and of rank 1, options, words of the message)
+    "values on rank 0 only": (("values", "values"), ("meta", "meta"), {}, "0.weight has values on rank 0"),
+    "no values on rank 0": (("meta", "meta"), ("values", "values"), {}, "0.weight is on the meta device on rank 0"),
+    "own function": (("values", "values"), ("meta", "meta"), {"param_init_fn": print}, "sync_module_states=True"),
+    "delayed on rank 0 only": (("delayed", "meta"), ("meta", "meta"), {}, "0.weight was built under delayed_init"),
+    "partly on meta": (("values", "meta"), ("meta", "meta"), FROM_RANK_0, "Rank 0 has no values for 1.weight, 1.bias"),
+    "sent by none": (("meta", "meta"), ("values", "meta"), FROM_RANK_0, "Rank 0 has no values for 0.weight"),
+}
+SERVED = {
+    # name: (the layers of rank 0 and of rank 1, options, whether a buffer is on the meta device)
+    "sent to delayed layers": (("values", "values"), ("delayed", "delayed"), FROM_RANK_0, False),
+    "sent to one delayed layer": (("values", "values"), ("values", "delayed"), FROM_RANK_0, False),
+    "partly on meta alike": (("values", "meta"), ("values", "meta"), FROM_RANK_0, False),
+    "buffer without values": (("values",), ("values",), FROM_RANK_0, True),
+}
+
+
+@pytest.mark.spawns
+def test_ranks_that_hold_values_of_different_tensors_are_refused_by_name():
+    """Each would wait for the other, or take the values of one tensor for those of another."""
+    cases = {name: ((first, second), options, False) for name, (first, second, options, _) in REFUSED.items()}
+    cases |= {name: ((first, second), options, buffer) for name, (first, second, options, buffer) in SERVED.items()}
+    results = run_ranks(built_by_each_rank_in_its_way, cases, world_size=2)
+    for name, (*_, words) in REFUSED.items():
+        assert words in results[0][name], name
+        assert results[0][name] == results[1][name], name
+    torch.manual_seed(7)
+    weight = torch.nn.Linear(8, 8).weight
+    for found in results:
+        assert all(torch.equal(found[name][0], weight) for name in SERVED)
+        assert found["buffer without values"][1].tolist() == [3.0] * 8
+
+
 def initialised_by_the_script():
     """A script that makes its own gloo group, and gives values by a function of its own."""
     import hyperpod_plugins.smp as tsm
