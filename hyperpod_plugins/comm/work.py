@@ -20,6 +20,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
@@ -60,6 +61,15 @@ class ReduceScatterWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether all reductions have ended, with or without an error. Only `wait` writes the outputs."""
         return all(work.is_completed() for work in self._works)
+
+    def raise_failure(self) -> None:
+        """Raise the error of a reduction that has failed, while others may still run.
+
+        torch prints a warning for each process that calls `is_success` of a work.
+        """
+        for work in self._works:
+            if work.is_completed():
+                _ = work.wait()
 
     def is_success(self) -> bool:
         """Whether no reduction has failed."""
@@ -339,8 +349,9 @@ class ResilientWork(dist.Work):
         inner = self._inner
         if inner is None or not inner.is_completed():
             return inner is None
-        if isinstance(inner, ReduceScatterWork) and inner.is_success():
-            inner.wait()
+        if isinstance(inner, ReduceScatterWork):
+            with suppress(RuntimeError):  # the collective's own error, which `wait` raises
+                inner.wait()
         return True
 
     def is_success(self) -> bool:
@@ -454,8 +465,8 @@ def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
         except RuntimeError:
             if inner.is_completed():
                 return inner.wait()  # raises the collective's own error, or none if it has just ended
-            if not inner.is_success():
-                raise  # one of several reductions has failed
+            if isinstance(inner, ReduceScatterWork):
+                inner.raise_failure()
         if group_health.cause is not None:
             release_work(group, inner)
             raise dist.DistNetworkError(f"the groups are broken: {group_health.cause}")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hyperpod_plugins.comm import WORLD, CommOptions, GroupKey, ResilientProcessGroup, current_wait, device_queue
 from hyperpod_plugins.comm.device_queue import QueuedCollective
-from hyperpod_plugins.comm.work import FinishedWork, PeerWait, ResilientWork, no_op_group, waiting
+from hyperpod_plugins.comm.work import FinishedWork, PeerWait, ReduceScatterWork, ResilientWork, no_op_group, waiting
 
 SHARD, SNAPSHOT = GroupKey("shard"), GroupKey("snapshot", is_strict=True)
 
@@ -51,6 +51,32 @@ def test_a_thread_beside_the_step_leaves_its_wait_alone(key, queued_on):
         assert beside.submit(wait_for, key, queued_on).result(10) == WORLD
         assert current_wait()[0] == WORLD
     assert current_wait() is None
+
+
+class Part(dist.Work):
+    """A reduction that runs, has ended, or has failed."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+
+    def is_completed(self):
+        return self.state != "runs"
+
+    def wait(self, timeout=None):
+        if self.state == "failed":
+            raise RuntimeError("lost")
+        return True
+
+
+def test_a_reduction_that_has_failed_is_found_while_others_run():
+    ReduceScatterWork([Part("ended"), Part("runs")], [], []).raise_failure()
+    with pytest.raises(RuntimeError, match="lost"):
+        ReduceScatterWork([Part("runs"), Part("failed")], [], []).raise_failure()
+    ended = ReduceScatterWork([Part("ended"), Part("failed")], [], [])
+    assert ResilientWork(
+        ended, no_op_group(), pytest.fail, SHARD, number=7, in_slices=True, queued_on=None
+    ).is_completed()
 
 
 @pytest.fixture
