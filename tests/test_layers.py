@@ -120,3 +120,24 @@ def test_the_page_on_layers_shows_the_tree():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_stay_readable(path):
     assert len(path.read_text().splitlines()) <= 900
+
+
+SAME_NOTION_TWICE = {
+    "clip_grad_norm_": "SMP's form of ours, which is torch's name",
+    "get_parser": "of each command",
+    "main": "of each command",
+    "reduced": "the reduction of each adapter's own interface",
+    "refuse_unreadable": "of each adapter's own description of its loop",
+    "register_strategy": "the hook of torch's entry point, and what it calls",
+}
+"""Public names that several files define because each means the same thing for another caller."""
+
+
+def test_no_public_name_has_two_meanings():
+    """Read by hand; a new one in two files is renamed, or listed above with the one thing that it means."""
+    found = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name for name, places in found.items() if len(places) > 1} == set(SAME_NOTION_TWICE)

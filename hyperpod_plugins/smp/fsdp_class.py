@@ -21,7 +21,7 @@ _is_changed = False
 _translates = False
 
 
-def register(wrap: Callable[..., nn.Module], functions: Mapping[str, Callable[..., Any]]) -> None:
+def set_replacements(wrap: Callable[..., nn.Module], functions: Mapping[str, Callable[..., Any]]) -> None:
     """Set what is called instead of the class, and of its static methods on models that FSDP2 has sharded."""
     global _wrap
     _wrap = wrap

@@ -123,7 +123,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-fsdp_class.register(
+fsdp_class.set_replacements(
     wrap,
     {
         "state_dict_type": state_dicts.sm_state_dict_type,
