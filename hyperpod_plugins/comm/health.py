@@ -19,6 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hyperpod_plugins.comm.api import GroupKey
+
 
 class Phase(enum.Enum):
     """What the collectives of broken groups do."""
@@ -62,10 +64,10 @@ class GroupHealth:
         self.before_refusal: Callable[[], None] = lambda: None
         """Called before a collective is refused for that reason; may raise another error, or call `allow`."""
 
-        self.on_set_up: Callable[[str, dist.Work, Any], object] | None = None
-        """Called with the kind, handle and outputs of each collective of the main thread before the first step."""
-        self.on_dropped: Callable[[str, Any], object] | None = None
-        """Called with kind and outputs of one that does nothing because this process is detached; may raise."""
+        self.on_set_up: Callable[[str, GroupKey, Any, dist.Work], object] | None = None
+        """Called with kind, group, outputs and handle of each collective of the main thread in its set-up."""
+        self.on_dropped: Callable[[str, GroupKey, Any], object] | None = None
+        """Called with those of one that does nothing because this process is detached; may raise."""
 
     @property
     def cause(self) -> str | None:

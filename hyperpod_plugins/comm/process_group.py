@@ -420,7 +420,7 @@ class ResilientProcessGroup(DelegatingGroup):
             return self._issue_broken(error)
         if isinstance(work, FinishedWork):
             if group_health.on_dropped is not None and group_health.phase is Phase.DETACHED and _is_main_thread():
-                group_health.on_dropped(kind, args[0] if args else ())
+                group_health.on_dropped(kind, self.key, args[0] if args else ())
             return work
         if inner is None:  # the main thread has just released it
             return self._issue_broken(PeerLost(group_health.cause or "the groups were broken"))
@@ -437,7 +437,7 @@ class ResilientProcessGroup(DelegatingGroup):
             queued_on=device,
         )
         if group_health.on_set_up is not None and _is_main_thread():
-            group_health.on_set_up(kind, handle, args[0] if args else ())
+            group_health.on_set_up(kind, self.key, args[0] if args else (), handle)
         return handle
 
     def mark_broken(self, error: BaseException) -> None:

@@ -87,7 +87,7 @@ class Member:
         self.in_step = False
         """Whether the main thread is inside a step."""
         self.job_store = JobStore.connect(job)
-        self.collectives = ProgramCollectives(self.job_store, worker_id, self.restart_all)
+        self.collectives = ProgramCollectives(self.job_store, worker_id, lambda: self.world.number, self.restart_all)
         """Results of the program's own collectives in its set-up."""
         self._reports = JobStore.connect(job)
         self._reporting = threading.Lock()

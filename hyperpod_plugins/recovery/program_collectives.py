@@ -5,8 +5,9 @@ torch and Lightning this is right, because the state comes from the other ranks 
 own code, such as an all-reduce in `setup`, may have a result that matters. So each rank records the results of its own
 ones in its set-up, and a process that makes the same call without connections gets the recorded result.
 
-All ranks start again from the last checkpoint if such a call has no record: its result was too large, or it comes later
-(in `on_train_batch_start`), where the result may differ each time. A barrier has no result and needs no record.
+All ranks start again from the last checkpoint if such a call has no record: its result was too large or is of another
+world, or it comes later (in `on_train_batch_start`), where the result may differ each time. A barrier has no result and
+needs no record.
 
     adapter       the set-up lasts
     Lightning     from the creation of the process group in `fit` until `on_train_start` has been called
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.comm import WORLD, GroupKey, group_health
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.recovery.packing import pack, unpack
@@ -62,16 +63,24 @@ _WITHOUT_RECORD = ("send", "recv", "coalesced")
 class ProgramCollectives:
     """Records and repeats the results of one process's own collectives; for the main thread."""
 
-    def __init__(self, job_store: JobStore, worker_id: int, restart_all: Callable[[StateLost], NoReturn]) -> None:
+    def __init__(
+        self,
+        job_store: JobStore,
+        worker_id: int,
+        world_number: Callable[[], int],
+        restart_all: Callable[[StateLost], NoReturn],
+    ) -> None:
         """Start at the beginning of a set-up.
 
         Args:
             job_store: of the job.
             worker_id: of this process.
+            world_number: returns the number of its present world.
             restart_all: has all processes start again.
         """
         self._job_store = job_store
         self._worker_id = worker_id
+        self._world_number = world_number
         self._restart_all = restart_all
         self._entry, self._is_in_set_up = -1, True
         self._counts: Counter[str] = Counter()
@@ -101,12 +110,12 @@ class ProgramCollectives:
         """This process no longer takes part in recovery."""
         group_health.on_set_up, group_health.on_dropped = None, None
 
-    def _record(self, kind: str, work: dist.Work, outputs: Any) -> None:
+    def _record(self, kind: str, key: GroupKey, outputs: Any, work: dist.Work) -> None:
         """Record the result of a collective if the program itself has called it."""
         caller = "" if kind in _WITHOUT_RESULT else program_frames()
         if not caller:
             return
-        name = self._next_name(caller)
+        name = self._next_name(caller, kind, key)
         results = [*_tensors_in(outputs)]
         num_bytes = sum(each.nbytes for each in results)
         self._num_recorded += 1
@@ -121,12 +130,12 @@ class ProgramCollectives:
         work.wait()
         self._job_store.set(name, pack([each.detach().cpu().clone() for each in results]))
 
-    def _repeat(self, kind: str, outputs: Any) -> None:
+    def _repeat(self, kind: str, key: GroupKey, outputs: Any) -> None:
         """Give a collective without connections its recorded result if the program itself has called it."""
         caller = "" if kind in _WITHOUT_RESULT else program_frames()
         if not caller:
             return
-        data = self._job_store.try_get(self._next_name(caller)) if self._is_in_set_up else None
+        data = self._job_store.try_get(self._next_name(caller, kind, key)) if self._is_in_set_up else None
         recorded = [] if data is None else list(unpack(data))
         places = [*_tensors_in(outputs)]
         if data is None or [(each.shape, each.dtype) for each in recorded] != [(p.shape, p.dtype) for p in places]:
@@ -141,10 +150,12 @@ class ProgramCollectives:
             for place, value in zip(places, recorded, strict=True):
                 place.copy_(value)
 
-    def _next_name(self, caller: str) -> str:
+    def _next_name(self, caller: str, kind: str, key: GroupKey) -> str:
+        """Name of a result: a broadcast to all has the same on all ranks of all worlds, others are of one rank."""
+        whose = "all" if kind == "broadcast" and key == WORLD else f"{self._world_number()}/{self._worker_id}"
         number, self._counts[caller] = self._counts[caller], self._counts[caller] + 1
         digest = hashlib.blake2b(caller.encode(), digest_size=8).hexdigest()
-        return f"own/{self._entry}/{self._worker_id}/{digest}/{number}"
+        return f"own/{self._entry}/{whose}/{digest}/{number}"
 
 
 def program_frames() -> str:

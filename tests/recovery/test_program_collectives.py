@@ -11,6 +11,7 @@ import pytest
 import torch
 from recovery.test_in_place import PRELOAD
 
+from hyperpod_plugins.comm import WORLD, GroupKey
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.recovery import program_collectives
@@ -30,16 +31,16 @@ def restart_all(lost):
 def collectives(monkeypatch):
     monkeypatch.setattr(program_collectives, "program_frames", lambda: "setup (train.py:20) < <module> (train.py:90)")
     job_store = JobStore(torch.distributed.HashStore())
-    return lambda worker_id=0: ProgramCollectives(job_store, worker_id, restart_all)
+    return lambda worker_id=0, world=0: ProgramCollectives(job_store, worker_id, lambda: world, restart_all)
 
 
-def record(collectives, *results, kind="all_reduce"):
+def record(collectives, *results, kind="all_reduce", key=WORLD):
     for result in results:
-        collectives._record(kind, Done(), result)
+        collectives._record(kind, key, result, Done())
 
 
-def repeat(collectives, place, kind="all_reduce"):
-    collectives._repeat(kind, place)
+def repeat(collectives, place, kind="all_reduce", key=WORLD):
+    collectives._repeat(kind, key, place)
     return place
 
 
@@ -66,6 +67,8 @@ def test_what_has_no_record_makes_all_start_again(collectives):
             repeat(collectives(), place)
     with pytest.raises(StateLost, match="its result was not recorded"):
         repeat(collectives(worker_id=1), [torch.ones(2)])
+    with pytest.raises(StateLost, match="its result was not recorded"):
+        repeat(collectives(world=1), [torch.ones(2)])
     late = collectives()
     late.end_set_up()
     with pytest.raises(StateLost):
@@ -75,6 +78,14 @@ def test_what_has_no_record_makes_all_start_again(collectives):
     with pytest.raises(StateLost):
         repeat(other, [torch.ones(2)])
     repeat(collectives(), [], kind="barrier")  # which has no result
+
+
+def test_a_broadcast_to_all_is_the_same_on_other_ranks_and_in_other_worlds(collectives):
+    record(collectives(), [torch.full((2,), 3.0)], kind="broadcast")
+    record(collectives(), [torch.ones(2)], kind="broadcast", key=GroupKey("shard"))
+    assert repeat(collectives(worker_id=5, world=2), [torch.zeros(2)], kind="broadcast")[0].tolist() == [3.0, 3.0]
+    with pytest.raises(StateLost):
+        repeat(collectives(worker_id=5), [torch.zeros(2)], kind="broadcast", key=GroupKey("shard"))
 
 
 def test_large_results_and_those_of_single_ranks_are_told_of(collectives, caplog):
