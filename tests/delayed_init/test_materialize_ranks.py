@@ -200,3 +200,60 @@ def test_values_that_exist_stay_in_a_sharded_model(run_ranks):
         assert equal == [True] * 5
         assert "0.factor is on the meta device" in refusal
         assert "computes it from weight, bias" in refusal
+
+
+def reset_attention_on_mesh():
+    """Modules whose initialisers write or scale parameters of submodules that are sharded."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from hyperpod_plugins.delayed_init import materialize
+    from hyperpod_plugins.errors import InitializationError
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("shard",))
+
+    class Attention(nn.MultiheadAttention):
+        def reset_parameters(self):
+            self._reset_parameters()
+
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def reset_parameters(self):
+            with torch.no_grad():
+                self.inner.weight.mul_(0.5)
+
+    def filled(build, *, is_sharded):
+        with torch.device("meta"):
+            model = nn.Sequential(build(), nn.Linear(4, 3))
+        if is_sharded:
+            fully_shard(model, mesh=mesh)
+        materialize(model, device=DEVICE, seed=4)
+        return model
+
+    alone = filled(lambda: Attention(4, 2), is_sharded=False)
+    sharded = filled(lambda: Attention(4, 2), is_sharded=True)
+    equal = [torch.equal(a.full_tensor(), b) for a, b in zip(sharded.parameters(), alone.parameters(), strict=True)]
+    zeros = not sharded[0].out_proj.bias.full_tensor().any()
+    drawn = bool(sharded[0].out_proj.weight.full_tensor().std() > 0)
+    try:
+        filled(Scales, is_sharded=True)
+        refusal = ""
+    except InitializationError as error:
+        refusal = str(error)
+    dist.destroy_process_group()
+    return equal, zeros, drawn, refusal
+
+
+def test_initialisers_that_write_sharded_submodules(run_ranks):
+    for equal, zeros, drawn, refusal in run_ranks(reset_attention_on_mesh, world_size=2):
+        assert equal == [True] * 6
+        assert zeros
+        assert drawn
+        assert "the initialiser of 0 (Scales) computes it from 0.inner.weight, of which each rank has a part" in refusal
