@@ -16,6 +16,7 @@ needs no record.
 
 import hashlib
 import logging
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -136,9 +137,9 @@ class ProgramCollectives:
         if not caller:
             return
         data = self._job_store.try_get(self._next_name(caller, kind, key)) if self._is_in_set_up else None
-        recorded = [] if data is None else list(unpack(data))
+        recorded = None if data is None else _tensors_read(data)
         places = [*_tensors_in(outputs)]
-        if data is None or [(each.shape, each.dtype) for each in recorded] != [(p.shape, p.dtype) for p in places]:
+        if recorded is None or [(r.shape, r.dtype) for r in recorded] != [(p.shape, p.dtype) for p in places]:
             self._restart_all(
                 StateLost(
                     f"{kind} in {caller.partition(' < ')[0]} was called before this process had joined the others, and "
@@ -173,6 +174,16 @@ def program_frames() -> str:
 
 def _passes_on(module: str, function: str) -> bool:
     return function in _PASSED_ON and not module.startswith("torch.")
+
+
+def _tensors_read(data: bytes) -> list[torch.Tensor] | None:
+    """The tensors of a record; None if the store, which is not trusted, holds anything else."""
+    try:
+        found = unpack(data)
+    except pickle.UnpicklingError:
+        return None
+    is_record = isinstance(found, list) and all(isinstance(each, torch.Tensor) for each in found)
+    return found if is_record else None
 
 
 def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:

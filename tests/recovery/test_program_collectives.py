@@ -15,6 +15,7 @@ from hyperpod_plugins.comm import WORLD, GroupKey
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.recovery import program_collectives
+from hyperpod_plugins.recovery.packing import pack
 from hyperpod_plugins.recovery.program_collectives import LIMIT_BYTES, ProgramCollectives
 
 
@@ -78,6 +79,18 @@ def test_what_has_no_record_makes_all_start_again(collectives):
     with pytest.raises(StateLost):
         repeat(other, [torch.ones(2)])
     repeat(collectives(), [], kind="barrier")  # which has no result
+
+
+@pytest.mark.parametrize("data", [b"garbage", pack({"tensors": 1}), pack([3.0])])
+def test_a_record_that_no_rank_has_written_counts_as_none(collectives, data):
+    ours = collectives()
+    record(ours, [torch.ones(2)])
+    again = collectives()
+    again._job_store.set(
+        collectives()._next_name("setup (train.py:20) < <module> (train.py:90)", "all_reduce", WORLD), data
+    )
+    with pytest.raises(StateLost):
+        repeat(again, [torch.ones(2)])
 
 
 def test_a_broadcast_to_all_is_the_same_on_other_ranks_and_in_other_worlds(collectives):
