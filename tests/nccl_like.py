@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyperpod_plugins.comm import groups, sockets, transport
+from hyperpod_plugins.comm import groups
 from hyperpod_plugins.comm.device_queue import RECORDERS
-from hyperpod_plugins.comm.work import reduce_scatter, release_group, release_work
+from hyperpod_plugins.comm.transport import Gloo, InnerGroup
+from hyperpod_plugins.comm.work import reduce_scatter
 
 ABORT_S = 0.03
 _SLICE = timedelta(seconds=0.1)
@@ -170,9 +171,9 @@ class QueuedGroup:
             gloo = self._gloo
             if gloo is None:  # aborted just now
                 return False
-            call = getattr(gloo, name)
+            call = getattr(gloo.group, name)
             if "reduce_scatter" in name:  # gloo's own has waits that do not end
-                under_way = reduce_scatter(gloo, call, *args, **kwargs)
+                under_way = reduce_scatter(gloo.group, call, *args, **kwargs)
             else:
                 under_way = call(*args, **kwargs)
             while not self._aborted.is_set():
@@ -189,34 +190,32 @@ class QueuedGroup:
             pass
         finally:
             if under_way is not None and not under_way.is_completed():
-                release_work(gloo, under_way)  # it sleeps on in gloo, and destroying it would wait
+                gloo.release_work(under_way)  # it sleeps on in gloo, and destroying it would wait
         return False
 
     def eager_connect(self):
-        gloo = transport.Gloo().create(self._spec)
+        gloo = InnerGroup(Gloo().create(self._spec), Gloo())
         if self._aborted.is_set():
-            release_group(gloo)
+            gloo.release()
             raise RuntimeError("aborted")
         self._gloo = gloo
 
-    def abort(self):
+    def abort(self, sockets):
         with _aborting:
             time.sleep(ABORT_S)
-            self._end()
+            sockets.shutdown()
+            self.shutdown()
 
-    def _end(self):
+    def shutdown(self):
         with self._adding:
             self._aborted.set()
             self._queue.put(None)
             works = list(self._works)
         gloo, self._gloo = self._gloo, None
-        sockets.shutdown(self)
         if gloo is not None:
-            release_group(gloo)
+            gloo.release()
         for work in works:
             work.done.set()
-
-    shutdown = _end
 
     def set_timeout(self, timeout):
         """nccl's watchdog would end the process; here a collective hangs until it is aborted."""
@@ -280,9 +279,12 @@ class NcclLike:
     def runs_on_device_queue(self, device_type):
         return device_type == "cpu"
 
-    def abort(self, group):
-        if isinstance(group, QueuedGroup):
-            group.abort()
+    def abort(self, inner):
+        if isinstance(inner.group, QueuedGroup):
+            inner.group.abort(inner.sockets)
+
+    def is_connection_error(self, error):
+        return Gloo().is_connection_error(error)
 
 
 def install():

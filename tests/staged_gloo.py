@@ -10,7 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import groups, transport
+from hyperpod_plugins.comm import groups
+from hyperpod_plugins.comm.transport import Gloo
 from hyperpod_plugins.comm.work import reduce_scatter
 
 _FOREVER = timedelta(0)
@@ -136,13 +137,16 @@ class Staged:
         return None
 
     def create(self, spec):
-        return StagedGroup(transport.Gloo().create(spec))
+        return StagedGroup(Gloo().create(spec))
 
     def runs_on_device_queue(self, device_type):
         return False
 
-    def abort(self, group):
+    def abort(self, inner):
         """Cutting the sockets is enough."""
+
+    def is_connection_error(self, error):
+        return Gloo().is_connection_error(error)
 
 
 def install():

@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from hyperpod_plugins.comm import sockets
-from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
+from hyperpod_plugins.comm.runtime import group_health
 from hyperpod_plugins.comm.sockets import Listener, connect_nonblocking, set_kernel_timeout
+from hyperpod_plugins.comm.transport import InnerGroup
 from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import CommError
 
@@ -164,20 +164,17 @@ class Channel:
             group.mark_broken(error)
             raise_peer_lost(group_health.cause or str(error), error)
 
-    def _links_of(self, group: ResilientProcessGroup, inner: dist.ProcessGroup) -> "ChannelConnections":
-        links = _links.setdefault(inner, {})
-        if self._name not in links:
-            store = PrefixStore(f"{group.store_prefix}/channel/{self._name}", group.root_store)
-            links[self._name] = ChannelConnections(
-                store, group.rank(), sockets.own_address(inner), _register_with(inner)
-            )
-        return links[self._name]
+    def _links_of(self, group: ResilientProcessGroup, inner: InnerGroup) -> "ChannelConnections":
+        name = f"channel/{self._name}"
+        links = inner.connections.get(name)
+        if not isinstance(links, ChannelConnections):  # the first transfer of this generation
+            store = PrefixStore(f"{group.store_prefix}/{name}", group.root_store)
+            links = ChannelConnections(store, group.rank(), inner.sockets.own_address, _register_with(inner))
+            inner.connections[name] = links
+        return links
 
 
-_links: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, ChannelConnections]]" = weakref.WeakKeyDictionary()
-
-
-def _register_with(inner: dist.ProcessGroup) -> Callable[[socket.socket], None]:
+def _register_with(inner: InnerGroup) -> Callable[[socket.socket], None]:
     """Return a function that makes a break shut down new connections too."""
     reference = weakref.ref(inner)
 
@@ -185,7 +182,7 @@ def _register_with(inner: dist.ProcessGroup) -> Callable[[socket.socket], None]:
         present = reference()
         if present is None or group_health.cause is not None:
             raise ConnectionAbortedError(group_health.cause or "the group has ended")
-        sockets.add(present, [connection.dup()])
+        present.sockets.add([connection.dup()])
         if group_health.cause is not None:  # the break came first
             raise ConnectionAbortedError(group_health.cause)
 

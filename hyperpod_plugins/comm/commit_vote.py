@@ -13,15 +13,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from hyperpod_plugins.comm import sockets
-from hyperpod_plugins.comm.health import group_health
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
+from hyperpod_plugins.comm.runtime import group_health
 from hyperpod_plugins.comm.sockets import Listener, open_connection, set_kernel_timeout
+from hyperpod_plugins.comm.transport import InnerGroup
 from hyperpod_plugins.comm.work import PeerWait
 from hyperpod_plugins.errors import CommError
 
@@ -93,9 +92,6 @@ class CommitVote:
         return data[1]
 
 
-_votes: "WeakKeyDictionary[dist.ProcessGroup, CommitVote]" = WeakKeyDictionary()
-
-
 def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
     """Return the largest of all ranks' numbers; if a rank is lost, break all groups and return 0.
 
@@ -119,8 +115,8 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
         return mine
     try:
         with PeerWait(group.key):
-            vote = _votes.get(inner)
-            if vote is None:
+            vote = inner.connections.get("vote")
+            if not isinstance(vote, CommitVote):  # the first vote of this generation
                 vote = _open(group, inner)
             return vote.all_max(mine, told)
     except (OSError, dist.DistError) as error:
@@ -128,14 +124,14 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
         return 0
 
 
-def _open(group: ResilientProcessGroup, inner: dist.ProcessGroup) -> CommitVote:
+def _open(group: ResilientProcessGroup, inner: InnerGroup) -> CommitVote:
     """Connect to the neighbors of this generation; a break shuts these connections down too."""
     store = PrefixStore(f"{group.store_prefix}/ballot", group.root_store)
-    vote = connect_vote(store, group.rank(), group.size(), sockets.own_address(inner), group.timeout)
-    sockets.add(inner, [each.dup() for each in vote.sockets])
+    vote = connect_vote(store, group.rank(), group.size(), inner.sockets.own_address, group.timeout)
+    inner.sockets.add([each.dup() for each in vote.sockets])
     if group_health.cause is not None:  # the break came first
         raise ConnectionAbortedError(group_health.cause)
-    _votes[inner] = vote
+    inner.connections["vote"] = vote
     return vote
 
 

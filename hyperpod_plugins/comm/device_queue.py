@@ -100,7 +100,3 @@ class DeviceQueue:
     def _drop_done(self) -> None:
         while self._collectives and self._collectives[0].is_done():
             self._collectives.popleft()
-
-
-device_queue = DeviceQueue()
-"""The queue of this process, which uses one device."""

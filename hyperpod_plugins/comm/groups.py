@@ -5,7 +5,6 @@
 
 import atexit
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -20,10 +19,11 @@ from hyperpod_plugins import env
 from hyperpod_plugins._registration import register_backends
 from hyperpod_plugins.comm import smddp, sockets
 from hyperpod_plugins.comm.api import WORLD, CommOptions, GroupKey, TransportName, key_of_unnamed_group
-from hyperpod_plugins.comm.health import Phase, group_health
-from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup, _groups_by_key, live_groups
+from hyperpod_plugins.comm.health import Phase
+from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup, live_groups
+from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.comm.smddp import Smddp
-from hyperpod_plugins.comm.transport import Gloo, InnerSpec, Nccl, Transport, remember_transport
+from hyperpod_plugins.comm.transport import Gloo, InnerGroup, InnerSpec, Nccl, Transport
 from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.errors import BackendUnavailable, CommError, ConfigError
 
@@ -88,9 +88,6 @@ def _warn_once(message: str) -> None:
     """Warn once per job, on rank 0."""
     if WorkerEnv.from_environ().global_rank == 0:
         warnings.warn(message, UserWarning, stacklevel=3)
-
-
-_num_created: Counter[str] = Counter()  # number of groups that this process has created for each key
 
 
 def register() -> None:
@@ -183,7 +180,7 @@ def spec_for_generation(
     )
 
 
-def connect(spec: InnerSpec, options: CommOptions, world_size: int, key: GroupKey) -> dist.ProcessGroup:
+def connect(spec: InnerSpec, options: CommOptions, world_size: int, key: GroupKey) -> InnerGroup:
     """Connect to the other members over the transport that serves this machine and this group.
 
     Strict groups, which background threads use, work in host memory and always use gloo.
@@ -194,10 +191,13 @@ def connect(spec: InnerSpec, options: CommOptions, world_size: int, key: GroupKe
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     transport = IN_HOST_MEMORY if key.is_strict else transport_for_group(device_type, options, spec.size, world_size)
     with sockets.recording(spec.store) as found:
-        inner = transport.create(spec)
-    sockets.set_sockets(inner, found)
-    remember_transport(inner, transport)
-    return inner
+        group = transport.create(spec)
+    return InnerGroup(group, transport, found)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether `connect` failed because a peer was lost, with any transport."""
+    return any(transport.is_connection_error(error) for transport in TRANSPORTS)
 
 
 def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientProcessGroup:
@@ -215,8 +215,8 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
         root_store = world.root_store if isinstance(given, GroupKey) else root_store
     if isinstance(given, CommOptions):
         options = given
-    _num_created[key.name] += 1
-    first_prefix = _first_prefix(key, _num_created[key.name])
+    runtime.num_created[key.name] += 1
+    first_prefix = _first_prefix(key, runtime.num_created[key.name])
     spec = InnerSpec(
         store=PrefixStore(first_prefix, root_store),
         rank=c10d.group_rank,
@@ -225,7 +225,7 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
         global_ranks=tuple(c10d.global_ranks_in_group or range(c10d.group_size)),
         name=key.short_name(generation=0),
     )
-    is_detached = group_health.phase is Phase.DETACHED  # `Reconfiguration` connects it together with the others
+    is_detached = runtime.health.phase is Phase.DETACHED  # `Reconfiguration` connects it together with the others
     world_size = c10d.group_size if world is None else world.size()
     group = ResilientProcessGroup(
         None if is_detached else connect(spec, options, world_size, key),
@@ -237,7 +237,7 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
         timeout=c10d.timeout,
     )
     group.first_prefix = first_prefix
-    _groups_by_key[key.name] = group
+    runtime.groups[key.name] = group
     _destroy_at_exit()
     return group
 

@@ -14,7 +14,8 @@ autograd or a hook of FSDP2, so no module is left partly gathered; what the step
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -92,6 +93,16 @@ class GroupHealth:
         """Let the main thread communicate again."""
         self.forbid_collectives("")
 
+    @contextmanager
+    def forbid(self, reason: str) -> Generator[None]:
+        """Context in which the main thread's collectives raise `LoopError(reason)`; an inner reason hides the outer."""
+        outer = self.refusal_reason, self.before_refusal
+        self.forbid_collectives(reason)
+        try:
+            yield
+        finally:
+            self.forbid_collectives(*outer)
+
     def add_listener(self, listener: Callable[[str], None]) -> None:
         """Call `listener(cause)` at each break, in the thread that noticed it, after the sockets were shut down."""
         self._listeners.append(listener)
@@ -124,7 +135,3 @@ class GroupHealth:
     def tolerate_breaks(self) -> TolerantPhase:
         """Return a context manager for the inside of a step. A joiner stays detached; a break outlasts the block."""
         return TolerantPhase(self)
-
-
-group_health = GroupHealth()
-"""The instance of this process; c10d's default group is also one per process."""

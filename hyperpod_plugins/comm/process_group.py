@@ -1,9 +1,8 @@
 """The process group that models and meshes hold, over an inner group that can be replaced.
 
 `DelegatingGroup` forwards every collective to an inner group. `ResilientProcessGroup`, the group of the `hyperpod`
-backend, replaces its inner group in each generation of the job. `live_groups` lists those of this process,
-`shutdown_all` shuts down their sockets after a break, and `start_aborts` and `finish_aborts` end what they have
-queued on a device.
+backend, replaces its inner group in each generation of the job. `live_groups` lists those of this process, and
+`shutdown_all` ends their collectives after a break.
 """
 
 # C++ overloads have no single signature that a Python override could match, and several names that c10d calls on a
@@ -12,38 +11,24 @@ queued on a device.
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false, reportPrivateUsage=false
 
 import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Store
 
-from hyperpod_plugins.comm import sockets
 from hyperpod_plugins.comm.api import CommOptions, GroupKey
-from hyperpod_plugins.comm.device_queue import device_queue
-from hyperpod_plugins.comm.health import Phase, group_health
-from hyperpod_plugins.comm.traffic import Collective, counters
-from hyperpod_plugins.comm.transport import release_gloo_device, transport_of
-from hyperpod_plugins.comm.work import (
-    FinishedWork,
-    ResilientWork,
-    discard_pending,
-    is_transport_error,
-    no_op_group,
-    queueing_device,
-    raise_peer_lost,
-    reduce_scatter,
-    release_group,
-    transport_message,
-)
-from hyperpod_plugins.errors import CommError, DeviceHung, LoopError, PeerLost
+from hyperpod_plugins.comm.health import Phase
+from hyperpod_plugins.comm.runtime import group_health, runtime
+from hyperpod_plugins.comm.traffic import Collective
+from hyperpod_plugins.comm.transport import InnerGroup, transport_message
+from hyperpod_plugins.comm.work import FinishedWork, ResilientWork, no_op_group, raise_peer_lost, reduce_scatter
+from hyperpod_plugins.errors import CommError, LoopError, PeerLost
 
 
 def num_bytes(tensors: Tensor | Sequence[Any]) -> int:
@@ -214,15 +199,7 @@ class DelegatingGroup(dist.ProcessGroup):
 
 
 BACKEND = "hyperpod"
-
-
-class _Pins(threading.local):
-    def __init__(self) -> None:
-        self.generations: dict[ResilientProcessGroup, int] = {}
-        """The generation to which each group is pinned in this thread."""
-
-
-_pins = _Pins()
+_NO_OP_GROUP = no_op_group()
 
 
 @contextmanager
@@ -234,13 +211,13 @@ def pin_generation(group: dist.ProcessGroup | None, generation: int) -> Generato
     Raises:
         PeerLost: a collective is issued after the group was reconfigured.
     """
-    before = _pins.generations
+    before = runtime.pinned.generations
     if isinstance(group, ResilientProcessGroup):
-        _pins.generations = {group: generation, **before}
+        runtime.pinned.generations = {group: generation, **before}
     try:
         yield
     finally:
-        _pins.generations = before
+        runtime.pinned.generations = before
 
 
 def generation_of(group: dist.ProcessGroup | None) -> int:
@@ -261,7 +238,7 @@ class ResilientProcessGroup(DelegatingGroup):
 
     def __init__(
         self,
-        inner: dist.ProcessGroup | None,
+        inner: InnerGroup | None,
         *,
         rank: int,
         size: int,
@@ -271,9 +248,9 @@ class ResilientProcessGroup(DelegatingGroup):
         timeout: timedelta,
     ) -> None:
         super().__init__(rank, size)
-        self._inner: dist.ProcessGroup | None = inner
+        self._inner = inner
         self._is_closed = False
-        self._traffic = counters(key.axis)
+        self._traffic = runtime.traffic.of_axis(key.axis)
         self.key = key
         self.options = options
         self.root_store = root_store
@@ -302,7 +279,7 @@ class ResilientProcessGroup(DelegatingGroup):
 
     @property
     def inner(self) -> dist.ProcessGroup:
-        """The inner group of this generation, or a no-op group while collectives are suppressed.
+        """The library's group of this generation, or a no-op group while collectives are suppressed.
 
         Raises:
             CommError: the group was destroyed.
@@ -314,7 +291,7 @@ class ResilientProcessGroup(DelegatingGroup):
                 f"the process group {self.key.name!r} was used after it was destroyed. Models, meshes and "
                 "optimizers cannot outlive their groups: build them again after init_process_group."
             )
-        if _pins.generations.get(self, self.generation) != self.generation:
+        if runtime.pinned.generations.get(self, self.generation) != self.generation:
             raise_peer_lost(f"the group was formed again, in generation {self.generation}")
         if group_health.is_unavailable and (group_health.cause is None or not self.key.is_strict):
             if not group_health.suppresses_collectives:
@@ -322,23 +299,21 @@ class ResilientProcessGroup(DelegatingGroup):
             return _NO_OP_GROUP
         if self._inner is None or group_health.is_unavailable:
             raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
-        return self._inner
+        return self._inner.group
 
     @property
-    def connected(self) -> dist.ProcessGroup | None:
+    def connected(self) -> InnerGroup | None:
         """The inner group, broken or not; None if there is none."""
         return self._inner
 
-    def replace_inner(
-        self, inner: dist.ProcessGroup, *, generation: int, global_ranks: Sequence[int]
-    ) -> dist.ProcessGroup | None:
+    def replace_inner(self, inner: InnerGroup, *, generation: int, global_ranks: Sequence[int]) -> InnerGroup | None:
         """Switch to another inner group, possibly of another size, and return the previous one, or None.
 
         All members must have finished their collectives on the previous group. The caller ends it, because peers may
         not have come this far yet.
 
         Args:
-            inner: A whole group from `connect`, connected to the other members.
+            inner: From `connect`, connected to the other members.
             generation: Its generation, higher than the present one.
             global_ranks: The members' ranks in the world, in order of their rank in `inner`.
 
@@ -347,13 +322,13 @@ class ResilientProcessGroup(DelegatingGroup):
         """
         former = self._inner
         self.check_generation_increases(generation)
-        if len(global_ranks) != inner.size():
+        if len(global_ranks) != inner.group.size():
             raise CommError(
-                f"the new group {self.key.name!r} has {inner.size()} members, but {len(global_ranks)} global ranks "
-                "were given. Pass one per member, in order of their rank in the group."
+                f"the new group {self.key.name!r} has {inner.group.size()} members, but {len(global_ranks)} global "
+                "ranks were given. Pass one per member, in order of their rank in the group."
             )
         self._inner, self.generation, self.num_issued = inner, generation, 0
-        self._set_members(inner.rank(), global_ranks)
+        self._set_members(inner.group.rank(), global_ranks)
         return former
 
     def check_generation_increases(self, generation: int) -> None:
@@ -381,12 +356,12 @@ class ResilientProcessGroup(DelegatingGroup):
         """
         if self._inner is not None:
             raise CommError(f"the group {self.key.name!r} cannot change its members while it is connected to them")
-        if _groups_by_key.get(self.key.name) is self:
-            del _groups_by_key[self.key.name]
-        self.key, _groups_by_key[key.name] = key, self
+        if runtime.groups.get(self.key.name) is self:
+            del runtime.groups[self.key.name]
+        self.key, runtime.groups[key.name] = key, self
         self._set_members(rank, global_ranks)
 
-    def take_inner(self) -> dist.ProcessGroup | None:
+    def take_inner(self) -> InnerGroup | None:
         """Remove and return the inner group, which the caller must end; None if there is none."""
         inner, self._inner = self._inner, None
         return inner
@@ -399,7 +374,7 @@ class ResilientProcessGroup(DelegatingGroup):
     def shutdown_sockets(self) -> None:
         """Wake all threads that wait in a gloo collective of this group, here and at the other members."""
         if self._inner is not None:
-            sockets.shutdown(self._inner)
+            self._inner.sockets.shutdown()
 
     def _issue(
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
@@ -414,7 +389,7 @@ class ResilientProcessGroup(DelegatingGroup):
         try:
             work = call(*args, **kwargs)
         except RuntimeError as error:
-            if not is_transport_error(error):
+            if inner is not None and not inner.transport.is_connection_error(error):
                 raise
             self.mark_broken(error)
             return self._issue_broken(error)
@@ -426,7 +401,7 @@ class ResilientProcessGroup(DelegatingGroup):
             return self._issue_broken(PeerLost(group_health.cause or "the groups were broken"))
         is_numbered = kind not in ("send", "recv", "coalesced")
         self.num_issued += is_numbered
-        device = queueing_device(inner, args)
+        device = inner.queueing_device(args)
         handle = ResilientWork(
             work,
             inner,
@@ -467,7 +442,7 @@ class ResilientProcessGroup(DelegatingGroup):
     def _set_group_desc(self, desc: str) -> None:
         self._description = desc
         if self.key.group_id and desc.startswith("mesh_"):  # set by DeviceMesh; only this tells its axes apart
-            self._traffic = counters(desc.removeprefix("mesh_"))
+            self._traffic = runtime.traffic.of_axis(desc.removeprefix("mesh_"))
 
     def name(self) -> str:
         """The name of the c10d backend."""
@@ -490,30 +465,23 @@ class ResilientProcessGroup(DelegatingGroup):
         self._is_closed = True
         inner = self.take_inner()
         if inner is not None:
-            sockets.close_sockets(inner)
             inner.shutdown()
-            release_group(inner)
         if not live_groups():
-            release_gloo_device()
+            runtime.gloo_devices.clear()
 
     def abort(self) -> None:
         """End the group without waiting for its collectives; peers that wait in them get an error."""
         self.shutdown_sockets()
         if self._inner is not None:
-            start_aborts([self._inner])
-            finish_aborts()
+            self._inner.start_abort()
+            runtime.finish_aborts()
         self.shutdown()
-
-
-_NO_OP_GROUP = no_op_group()
-
-
-_groups_by_key: "WeakValueDictionary[str, ResilientProcessGroup]" = WeakValueDictionary()
 
 
 def live_groups() -> dict[str, ResilientProcessGroup]:
     """Return all groups of this process that were not destroyed, by the names of their keys."""
-    return {name: group for name, group in sorted(_groups_by_key.items()) if not group.is_closed}
+    groups = sorted(runtime.groups.items())
+    return {name: each for name, each in groups if isinstance(each, ResilientProcessGroup) and not each.is_closed}
 
 
 def shutdown_all() -> None:
@@ -521,46 +489,8 @@ def shutdown_all() -> None:
     groups = list(live_groups().values())
     for group in groups:
         group.shutdown_sockets()
-    start_aborts(inner for group in groups if (inner := group.connected) is not None)
-    discard_pending()
-
-
-_ABORT_TIMEOUT_S = 30.0
-_aborts: list[threading.Thread] = []
-_aborted: "WeakSet[dist.ProcessGroup]" = WeakSet()
-_aborts_lock = threading.Lock()
-
-
-def start_aborts(inners: Iterable[dist.ProcessGroup]) -> None:
-    """Abort what these inner groups have queued on a device, each in its own thread; see [Note: aborts].
-
-    Returns at once. An inner group is aborted only once.
-    """
-    for inner in inners:
-        transport = transport_of(inner)
-        if transport is None or not any(transport.runs_on_device_queue(device.type) for device in inner._device_types):
-            continue
-        abort = threading.Thread(target=transport.abort, args=(inner,), name="hyperpod_abort", daemon=True)
-        with _aborts_lock:
-            if inner not in _aborted:
-                _aborted.add(inner)
-                abort.start()
-                _aborts.append(abort)
-
-
-def finish_aborts() -> None:
-    """Wait for all aborts to end. New groups are connected, and another step is voted on, only after that.
-
-    Raises:
-        DeviceHung: an abort did not end within 30 s.
-    """
-    with _aborts_lock:
-        aborts = list(_aborts)
-    deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
-    for abort in aborts:
-        abort.join(max(0.0, deadline_s - time.monotonic()))
-        if abort.is_alive():
-            raise DeviceHung(f"a group's abort did not end within {_ABORT_TIMEOUT_S:.0f} s")
-    with _aborts_lock:
-        _aborts[:] = [each for each in _aborts if each not in aborts]
-    device_queue.clear()
+    for group in groups:
+        inner = group.connected
+        if inner is not None:
+            inner.start_abort()
+    runtime.discard_pending()

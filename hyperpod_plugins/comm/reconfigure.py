@@ -8,19 +8,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hyperpod_plugins.comm import sockets
 from hyperpod_plugins.comm.api import CommOptions, GroupKey
-from hyperpod_plugins.comm.groups import connect, spec_for_generation
-from hyperpod_plugins.comm.health import group_health
-from hyperpod_plugins.comm.process_group import (
-    ResilientProcessGroup,
-    finish_aborts,
-    live_groups,
-    shutdown_all,
-    start_aborts,
-)
-from hyperpod_plugins.comm.transport import InnerSpec
-from hyperpod_plugins.comm.work import discard_pending, is_transport_error, release_group
+from hyperpod_plugins.comm.groups import connect, is_connection_error, spec_for_generation
+from hyperpod_plugins.comm.process_group import ResilientProcessGroup, live_groups, shutdown_all
+from hyperpod_plugins.comm.runtime import group_health, runtime
+from hyperpod_plugins.comm.transport import InnerGroup, InnerSpec
 from hyperpod_plugins.errors import CommError, PeerLost
 
 
@@ -42,9 +34,11 @@ def release_broken() -> None:
     one, so call this earlier, while this one waits for them.
     """
     if group_health.is_unavailable:
-        discard_pending()
+        runtime.discard_pending()
         for group in live_groups().values():
-            _end(group.take_inner())
+            inner = group.take_inner()
+            if inner is not None:
+                inner.discard()
 
 
 class Reconfiguration:
@@ -74,7 +68,7 @@ class Reconfiguration:
     ) -> None:
         self._generation, self._store, self._timeout = generation, store, timedelta(seconds=timeout_s)
         self._members, self._only_listed_groups = dict(members or {}), only_listed_groups
-        self._outcome: list[dist.ProcessGroup] | Exception | None = None
+        self._outcome: list[InnerGroup] | Exception | None = None
         self._lock, self._is_decided = threading.Lock(), threading.Event()
         self.is_cancelled = False
         """Whether `cancel` has ended `run`; its thread may still be connecting then."""
@@ -86,14 +80,14 @@ class Reconfiguration:
             PeerLost: a member did not join, or the attempt was cancelled. The groups are broken then; try again with
                 a higher generation.
             CommError: the generation is not higher than that of the groups.
-            DeviceHung: see `finish_aborts`.
+            DeviceHung: see `CommRuntime.finish_aborts`.
         """
-        finish_aborts()
+        runtime.finish_aborts()
         groups = [
             group for name, group in live_groups().items() if not self._only_listed_groups or name in self._members
         ]
         specs = [self._inner_spec(group) for group in groups]
-        discard_pending()
+        runtime.discard_pending()
         wanted = [
             (spec, group.options, spec.size if group.key.axis == "world" else dist.get_world_size(), group.key)
             for group, spec in zip(groups, specs, strict=True)
@@ -110,8 +104,10 @@ class Reconfiguration:
         if isinstance(outcome, Exception):
             raise outcome
         for group, spec, inner in zip(groups, specs, outcome or [], strict=True):
-            inner.set_timeout(group.timeout)
-            _end(group.replace_inner(inner, generation=self._generation, global_ranks=spec.global_ranks))
+            inner.group.set_timeout(group.timeout)
+            former = group.replace_inner(inner, generation=self._generation, global_ranks=spec.global_ranks)
+            if former is not None:
+                former.discard()
         group_health.reset()
 
     def cancel(self, cause: str) -> None:
@@ -133,29 +129,29 @@ class Reconfiguration:
         )
 
     def _connect(self, wanted: Sequence[tuple[InnerSpec, CommOptions, int, GroupKey]], gpu: int | None) -> None:
-        connected: list[dist.ProcessGroup] = []
+        connected: list[InnerGroup] = []
         try:
             if gpu is not None:
                 torch.cuda.set_device(gpu)
             for spec, options, world_size, key in wanted:
                 inner = connect(spec, options, world_size, key)
                 if self._is_decided.is_set():
-                    _end(inner)  # no shutdown: the sockets recorded here may be the next generation's
+                    inner.discard()  # no shutdown: the sockets recorded here may be the next generation's
                     return
                 connected.append(inner)
             if self._decide(connected):
                 connected = []
         except RuntimeError as error:
             cause = f"the groups could not be formed in generation {self._generation}: {error}".partition("\n")[0]
-            self._decide(PeerLost(cause) if is_transport_error(error) else error)
+            self._decide(PeerLost(cause) if is_connection_error(error) else error)
         finally:
             while connected:
                 inner = connected.pop()
-                sockets.shutdown(inner)  # so that members that are connected already notice
-                _end(inner)
+                inner.sockets.shutdown()  # so that members that are connected already notice
+                inner.discard()
             self._decide(CommError("the groups could not be connected; see the traceback of the thread that tried"))
 
-    def _decide(self, outcome: list[dist.ProcessGroup] | Exception, *, is_abandoned: bool = False) -> bool:
+    def _decide(self, outcome: list[InnerGroup] | Exception, *, is_abandoned: bool = False) -> bool:
         """Record an outcome unless there is one already; return whether this one was recorded."""
         with self._lock:
             if self._is_decided.is_set():
@@ -163,10 +159,3 @@ class Reconfiguration:
             self._outcome, self.is_cancelled = outcome, is_abandoned
             self._is_decided.set()
             return True
-
-
-def _end(former: dist.ProcessGroup | None) -> None:
-    if former is not None:
-        start_aborts([former])  # a group connected in a failed attempt has not been aborted by a break
-        sockets.close_sockets(former)
-        release_group(former)

@@ -31,7 +31,14 @@ from torch._C._distributed_c10d import (
 from hyperpod_plugins import env
 from hyperpod_plugins.comm.process_group import DelegatingGroup
 from hyperpod_plugins.comm.traffic import Collective
-from hyperpod_plugins.comm.transport import InnerSpec, abort_cuda_backend, assemble_group, gloo_backend
+from hyperpod_plugins.comm.transport import (
+    InnerGroup,
+    InnerSpec,
+    Nccl,
+    abort_cuda_backend,
+    assemble_group,
+    gloo_backend,
+)
 
 MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 SUPPORTED_INSTANCES = ("p4d", "p4de")
@@ -98,9 +105,13 @@ class Smddp:
         """See `Transport`."""
         return device_type == "cuda"
 
-    def abort(self, group: dist.ProcessGroup) -> None:
+    def abort(self, inner: InnerGroup) -> None:
         """See `Transport`."""
-        abort_cuda_backend(group)
+        abort_cuda_backend(inner.group)
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        """See `Transport`. How the library words a lost peer is not documented; gloo's and nccl's words are known."""
+        return Nccl().is_connection_error(error)
 
 
 def library_group(c10d: _DistributedBackendOptions) -> Backend | dist.ProcessGroup:

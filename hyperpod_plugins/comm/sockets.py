@@ -22,9 +22,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -61,9 +59,6 @@ class GroupSockets:
             each.close()
 
 
-_wires: WeakKeyDictionary[dist.ProcessGroup, GroupSockets] = WeakKeyDictionary()
-
-
 @contextmanager
 def recording(store: Store) -> Generator[GroupSockets]:
     """Record the sockets that are connected inside the block, except those of `store`.
@@ -77,35 +72,6 @@ def recording(store: Store) -> Generator[GroupSockets]:
         yield sockets
     finally:
         sockets.add(_connected(_open_sockets() - before, server_ports(store)))
-
-
-def set_sockets(group: dist.ProcessGroup, sockets: GroupSockets) -> None:
-    """Store the recorded sockets of an inner group."""
-    _wires[group] = sockets
-
-
-def add(group: dist.ProcessGroup, sockets: list[socket.socket]) -> None:
-    """Add duplicated sockets, to be shut down with those of an inner group."""
-    _wires.setdefault(group, GroupSockets()).add(sockets)
-
-
-def own_address(group: dist.ProcessGroup) -> str:
-    """Return the address of this machine as the other members of an inner group see it."""
-    return _wires.get(group, GroupSockets()).own_address
-
-
-def shutdown(group: dist.ProcessGroup) -> None:
-    """Shut down the sockets of an inner group, which ends the waits in its gloo collectives on all members."""
-    sockets = _wires.get(group)
-    if sockets is not None:
-        sockets.shutdown()
-
-
-def close_sockets(group: dist.ProcessGroup) -> None:
-    """Close the recorded sockets of an inner group that is no longer used."""
-    sockets = _wires.pop(group, None)
-    if sockets is not None:
-        sockets.close()
 
 
 @runtime_checkable

@@ -84,24 +84,25 @@ class AxisCounters:
         self._payload_bytes.clear()
 
 
-_axes: dict[str, AxisCounters] = {}
+class TrafficCounters:
+    """The counters of all axes of a process."""
 
+    def __init__(self) -> None:
+        self._axes: dict[str, AxisCounters] = {}
 
-def counters(axis: str) -> AxisCounters:
-    """Return the counters of an axis, which all groups of this process along it share."""
-    return _axes.setdefault(axis, AxisCounters())
+    def of_axis(self, axis: str) -> AxisCounters:
+        """Return the counters of an axis, which all groups of this process along it share."""
+        return self._axes.setdefault(axis, AxisCounters())
 
+    def snapshot(self) -> dict[str, Traffic]:
+        """Return what was issued on each mesh axis since the last reset; axes without calls are omitted."""
+        snapshots = {axis: sums.snapshot() for axis, sums in self._axes.items()}
+        return {axis: snapshot for axis, snapshot in snapshots.items() if snapshot.calls}
 
-def traffic() -> dict[str, Traffic]:
-    """Return what this process has issued on each mesh axis since the last reset; axes without calls are omitted."""
-    snapshots = {axis: sums.snapshot() for axis, sums in _axes.items()}
-    return {axis: snapshot for axis, snapshot in snapshots.items() if snapshot.calls}
-
-
-def reset_traffic() -> None:
-    """Set the counters of all axes to zero."""
-    for sums in _axes.values():
-        sums.reset()
+    def reset(self) -> None:
+        """Set the counters of all axes to zero."""
+        for sums in self._axes.values():
+            sums.reset()
 
 
 def wire_bytes(kind: Collective, payload_bytes: int, group_size: int) -> float:

@@ -1,20 +1,25 @@
-"""Transports: the collective libraries under a group, and how an inner group is assembled from their backends."""
+"""Transports: the collective libraries under a group; and inner groups, which are assembled from their backends."""
 
 # A `ProcessGroup` can be assembled from backends only through private methods.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Mapping
+import ctypes
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
-_latest_devices: list[Any] = []
-_transports: "WeakKeyDictionary[dist.ProcessGroup, Transport]" = WeakKeyDictionary()
+from hyperpod_plugins.comm.runtime import runtime
+from hyperpod_plugins.comm.sockets import GroupSockets
+
+_RELEASE_TIMEOUT_S = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +68,140 @@ class Transport(Protocol):
         """
         ...
 
-    def abort(self, group: dist.ProcessGroup) -> None:
+    def abort(self, inner: "InnerGroup") -> None:
         """End the queued collectives of a group that `create` made. May take long; called in a separate thread."""
         ...
 
+    def is_connection_error(self, error: BaseException) -> bool:
+        """Whether a collective, or `create`, failed because a peer was lost, rather than because of a wrong call.
 
-def remember_transport(group: dist.ProcessGroup, transport: Transport) -> None:
-    """Record which transport made an inner group."""
-    _transports[group] = transport
+        The first is repaired; the second is a bug in the program, and is raised.
+        """
+        ...
 
 
-def transport_of(group: dist.ProcessGroup) -> Transport | None:
-    """Return the transport that made an inner group; None for a no-op group."""
-    return _transports.get(group)
+class InnerGroup:
+    """What one generation of a group is connected with: the library's group, its sockets, and its unfinished handles.
+
+    Any thread may call the methods.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, transport: Transport, group_sockets: GroupSockets | None = None
+    ) -> None:
+        self.group = group
+        """The group that `transport` has created, broken or not."""
+        self.transport = transport
+        self.sockets = group_sockets or GroupSockets()
+        """Sockets that a break shuts down."""
+        self.connections: dict[str, object] = {}
+        """Further connections of the members, by name: those of the commit vote and of channels."""
+        self._lock = threading.Lock()
+        self._unfinished: list[dist.Work] = []
+        self._is_released = self._is_aborted = False
+
+    def queueing_device(self, arguments: Sequence[Any]) -> torch.device | None:
+        """Return the device on which a collective with these arguments is queued: see `Transport.runs_on_device_queue`.
+
+        A barrier, which has no tensors, is queued if the group serves such a device. None if the caller itself waits.
+        """
+        for argument in arguments:
+            while isinstance(argument, list | tuple) and argument:
+                argument = argument[0]
+            if isinstance(argument, torch.Tensor):
+                return argument.device if self.transport.runs_on_device_queue(argument.device.type) else None
+        devices = self.group._device_types
+        return next((device for device in devices if self.transport.runs_on_device_queue(device.type)), None)
+
+    def start_abort(self) -> None:
+        """Abort what is queued on a device, once and in a separate thread; see [Note: aborts]. Returns at once."""
+        if not any(self.transport.runs_on_device_queue(device.type) for device in self.group._device_types):
+            return
+        abort = threading.Thread(target=self.transport.abort, args=(self,), name="hyperpod_abort", daemon=True)
+        with runtime.aborts_lock:
+            if not self._is_aborted:
+                self._is_aborted = True
+                abort.start()
+                runtime.aborts.append(abort)
+
+    def shutdown(self) -> None:
+        """End an intact group."""
+        self.sockets.close()
+        self.group.shutdown()
+        self.release()
+
+    def discard(self) -> None:
+        """End a group that is broken, or that was connected in vain."""
+        self.start_abort()  # a group connected in a failed attempt has not been aborted by a break
+        self.sockets.close()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the library's group, which will not be used again.
+
+        If one of its collectives still sleeps (see [Note: slices]), both are kept until its timeout ends it, because
+        destroying them would block.
+        """
+        with self._lock:
+            self._is_released = True
+            works, self._unfinished = self._unfinished, []
+        deadline_s = time.monotonic() + _RELEASE_TIMEOUT_S
+        while not _have_ended(works):
+            if time.monotonic() > deadline_s:
+                _keep_alive_until_done(self.group, works)
+                return
+            time.sleep(0.002)
+
+    def release_work(self, work: dist.Work) -> None:
+        """Stop waiting for a collective that has not ended; `release` is called before or after."""
+        with self._lock:
+            if not self._is_released:
+                self._unfinished.append(work)
+                return
+        _keep_alive_until_done(self.group, [work])
+
+
+def _keep_alive_until_done(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
+    for thing in (group, *works):  # they must not be destroyed, not even at process exit
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    threading.Thread(target=_await_ends, args=(group, works), name="hyperpod_asleep", daemon=True).start()
+
+
+def _await_ends(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
+    while not _have_ended(works):
+        time.sleep(1.0)
+    for thing in (group, *works):
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
+
+
+def _have_ended(works: list[dist.Work]) -> bool:
+    return all(work.is_completed() for work in works)
+
+
+_CPP_STACK = "\nException raised from"  # follows the message if TORCH_SHOW_CPP_STACKTRACES is set
+_ANY_LIBRARY = (
+    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|No route to host|Network is unreachable"
+    r"|[Tt]imed out|[Ww]ait timeout"
+)
+_GLOO = re.compile(
+    r"^\[\S*gloo/transport/|^\[enforce fail at \S*gloo/transport/tcp/socket\.cc"
+    rf"|^Application timeout caused pair closure|^Gloo connectFullMesh failed|{_ANY_LIBRARY}"
+)
+"""gloo's transport names its source file in what it throws, and throws nothing else than lost connections."""
+_NCCL = re.compile(r"NCCL (communicator|error)|ncclRemoteError|Watchdog caught collective operation timeout")
+
+
+def _is_lost_peer(error: BaseException, *messages: re.Pattern[str]) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    message = str(error).partition(_CPP_STACK)[0]
+    return type(error) is RuntimeError and any(each.search(message) is not None for each in messages)
+
+
+def transport_message(error: BaseException) -> str:
+    """Return the first line of a library's message, without its source file and its advice."""
+    line = str(error).partition("\n")[0].partition(" This is typically caused")[0]
+    return re.sub(r"^\[\S+\]\s*", "", line)
 
 
 class Gloo:
@@ -105,8 +231,12 @@ class Gloo:
         """See `Transport`."""
         return False
 
-    def abort(self, group: dist.ProcessGroup) -> None:
+    def abort(self, inner: InnerGroup) -> None:
         """Does nothing: shutting down the sockets is enough."""
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        """See `Transport`."""
+        return _is_lost_peer(error, _GLOO)
 
 
 class Nccl:
@@ -150,9 +280,13 @@ class Nccl:
         """See `Transport`."""
         return device_type == "cuda"
 
-    def abort(self, group: dist.ProcessGroup) -> None:
+    def abort(self, inner: InnerGroup) -> None:
         """See `Transport`."""
-        abort_cuda_backend(group)
+        abort_cuda_backend(inner.group)
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        """See `Transport`."""
+        return _is_lost_peer(error, _NCCL, _GLOO)
 
 
 def gloo_backend(spec: InnerSpec) -> Backend:
@@ -164,13 +298,13 @@ def gloo_backend(spec: InnerSpec) -> Backend:
     appear.
     """
     store, gloo = PrefixStore("cpu", spec.store), cast("Any", dist.ProcessGroupGloo)
-    if spec.size == 1 and _latest_devices:
+    if spec.size == 1 and runtime.gloo_devices:
         options = gloo._Options()
-        options._devices, options._timeout = _latest_devices, spec.timeout
+        options._devices, options._timeout = runtime.gloo_devices, spec.timeout
         backend = gloo(store, spec.rank, spec.size, options)
     else:
         backend = gloo(store, spec.rank, spec.size, timeout=spec.timeout)
-        _latest_devices[:] = backend.options._devices
+        runtime.gloo_devices[:] = backend.options._devices
     backend.options.global_ranks_in_group = list(spec.global_ranks)
     backend.options.group_name = spec.name  # pyright: ignore[reportAttributeAccessIssue]
     backend._set_sequence_number_for_group()
@@ -182,16 +316,10 @@ def abort_cuda_backend(group: dist.ProcessGroup) -> None:
 
     [Note: aborts] `ProcessGroupNCCL.abort` runs in a thread of its own and waits for it, so nccl's group calls, which
     are per thread, do not apply to it. An abort can also wait for kernels of another communicator that are
-    queued before its own. So each group is aborted in a separate thread, all at the same time
-    (`process_group.start_aborts`).
+    queued before its own. So each group is aborted in a separate thread, all at the same time.
     """
     backend: Any = group._get_backend(torch.device("cuda"))
     backend.abort()
-
-
-def release_gloo_device() -> None:
-    """Release the gloo device kept for groups of one member; called when no group is left."""
-    _latest_devices.clear()
 
 
 def assemble_group(spec: InnerSpec, backends: Mapping[str, tuple[str, Backend]]) -> dist.ProcessGroup:

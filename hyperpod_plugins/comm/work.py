@@ -1,9 +1,9 @@
 """Handles of collectives (`dist.Work`) that notice a lost peer, and what stands in for broken ones.
 
-`ResilientWork` wraps the library's handle of each collective; a transport error in it breaks all groups of this
-process. `current_wait` reports to the hang detection which collective this process waits in. `release_group` and
-`release_work` keep what still sleeps in gloo after a break. `NoOpGroup` and `FinishedWork` replace an inner group and
-its handles while collectives are suppressed. `reduce_scatter` replaces gloo's own:
+`ResilientWork` wraps the library's handle of each collective; a connection error in it breaks all groups of this
+process. `current_wait` reports to the hang detection which collective this process waits in. `NoOpGroup` and
+`FinishedWork` replace an inner group and its handles while collectives are suppressed. `reduce_scatter` replaces gloo's
+own:
 
 [Note: reduce-scatter on gloo] torch builds it from all-reduces of copies or, if the caller passes one tensor per
 member, from one reduction to each member. It copies this rank's part out of them in `wait`, ignoring the timeout, and
@@ -15,8 +15,6 @@ same is done here from the same reductions, with bitwise equal results.
 # torch 2.10 to 2.13 share is private.
 # pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
 
-import ctypes
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,16 +22,15 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hyperpod_plugins.comm.api import GroupKey
-from hyperpod_plugins.comm.device_queue import QueuedCollective, device_queue, record_event
-from hyperpod_plugins.comm.health import group_health
-from hyperpod_plugins.comm.transport import transport_of
+from hyperpod_plugins.comm.device_queue import QueuedCollective, record_event
+from hyperpod_plugins.comm.runtime import device_queue, group_health, runtime
+from hyperpod_plugins.comm.transport import InnerGroup
 from hyperpod_plugins.errors import PeerLost
 
 _GROUP_TIMEOUT = timedelta(0)
@@ -161,35 +158,7 @@ def _copied(given: Tensor) -> Tensor:
     return given.detach().clone(memory_format=torch.contiguous_format)
 
 
-_TRANSPORT_WORDS = re.compile(
-    r"onnection (closed|reset|refused|was likely closed)|roken pipe|imed? ?out|[Ss]ocket|NCCL (communicator|error)"
-    r"|ncclRemote|[Aa]bort|peer|[Nn]etwork|No route to host|onnect\b|onnectFullMesh|Read error|Write error|writev"
-    r"|short (read|write)|Resource temporarily|EOF"
-)
-"""Library messages for a lost peer or connection; any other error is a bug in the program, and is raised."""
-_CPP_STACK = "\nException raised from"  # follows the message if TORCH_SHOW_CPP_STACKTRACES is set
-
 _SLICE = timedelta(seconds=0.2)
-_RELEASE_TIMEOUT_S = 0.3
-_unfinished: dict[dist.ProcessGroup, list[dist.Work]] = {}
-_gone: "WeakSet[dist.ProcessGroup]" = WeakSet()
-_releasing = threading.Lock()
-
-pending: "WeakSet[ResilientWork]" = WeakSet()
-
-
-def is_transport_error(error: BaseException) -> bool:
-    """Return whether a collective failed because a peer was lost, rather than because it was called wrongly."""
-    if isinstance(error, dist.DistError):
-        return True
-    message = str(error).partition(_CPP_STACK)[0]  # names of functions in the stack contain such words too
-    return type(error) is RuntimeError and _TRANSPORT_WORDS.search(message) is not None
-
-
-def transport_message(error: BaseException) -> str:
-    """Return the first line of a library's message, without its source file and its advice."""
-    line = str(error).partition("\n")[0].partition(" This is typically caused")[0]
-    return re.sub(r"^\[\S+\]\s*", "", line)
 
 
 def raise_peer_lost(cause: str, error: BaseException | None = None) -> NoReturn:
@@ -199,33 +168,6 @@ def raise_peer_lost(cause: str, error: BaseException | None = None) -> NoReturn:
         "recovers in place (hyperpodrun with CheckpointlessRecovery) handles this; otherwise restart from a "
         "checkpoint."
     ) from error
-
-
-def discard_pending() -> None:
-    """Release the library's handles of all collectives under way."""
-    for _ in range(100):
-        try:
-            works = list(pending)
-        except RuntimeError:  # another thread has just issued a collective
-            continue
-        for work in works:
-            work.discard()
-        return
-
-
-class Waiting:
-    """The collective in which the step's thread waits now; read by the hang detection."""
-
-    def __init__(self) -> None:
-        self.key: GroupKey | None = None
-        """Key of the group; None while the thread does not wait."""
-        self.since_s = 0.0
-        """Monotonic time at which the wait began."""
-        self.number = 0
-        """Number of the collective in its group and generation; 0 if it is not known."""
-
-
-waiting = Waiting()
 
 
 class PeerWait:
@@ -241,11 +183,12 @@ class PeerWait:
 
     def __enter__(self) -> None:
         if self._is_said:
+            waiting = runtime.waiting
             waiting.since_s, waiting.number, waiting.key = time.monotonic(), 0, self._key
 
     def __exit__(self, *_: object) -> None:
         if self._is_said:
-            waiting.key = None
+            runtime.waiting.key = None
 
 
 def current_wait() -> tuple[GroupKey, int, float] | None:
@@ -256,6 +199,7 @@ def current_wait() -> tuple[GroupKey, int, float] | None:
     step's thread waits. None if neither waits, and if the device has not reached its oldest collective, even though
     the step's thread may wait in a later one. Any thread may call this, but always the same one.
     """
+    waiting = runtime.waiting
     key, number, since_s = waiting.key, waiting.number, waiting.since_s
     if key is not None and device_queue.is_empty:  # queued collectives are older than this wait
         return key, number, time.monotonic() - since_s
@@ -263,12 +207,12 @@ def current_wait() -> tuple[GroupKey, int, float] | None:
 
 
 class ResilientWork(dist.Work):
-    """A collective under way. A transport error in it breaks all groups; see `health.py` for what happens then."""
+    """A collective under way. A connection error in it breaks all groups; see `health.py` for what happens then."""
 
     def __init__(
         self,
         inner: dist.Work,
-        group: dist.ProcessGroup,
+        group: InnerGroup,
         on_error: Callable[[BaseException], None],
         key: GroupKey,
         *,
@@ -281,7 +225,7 @@ class ResilientWork(dist.Work):
         Args:
             inner: The library's handle.
             group: The inner group.
-            on_error: Called with a transport error.
+            on_error: Called with a connection error.
             key: of the group.
             number: Number of the collective in its group and generation, counted from 1; 0 for operations that not
                 all members issue, such as sends.
@@ -290,20 +234,20 @@ class ResilientWork(dist.Work):
         """
         super().__init__()
         self._inner: dist.Work | None = inner
-        self._group: dist.ProcessGroup | None = group
+        self._group: InnerGroup | None = group
         self._on_error = on_error
         self._key = key
         self._number = number
         self._in_slices = in_slices
         self._queued_on = queued_on
         self._is_reached = None if queued_on is None else record_event(queued_on)
-        pending.add(self)
+        runtime.pending.add(self)
 
     def discard(self) -> None:
-        """Release the library's handle; if it has not ended, `release_work` keeps it."""
+        """Release the library's handle; if it has not ended, the inner group keeps it."""
         (inner, self._inner), (group, self._group) = (self._inner, None), (self._group, None)
         if inner is not None and group is not None and not inner.is_completed():
-            release_work(group, inner)
+            group.release_work(inner)
 
     def wait(self, timeout: timedelta = _GROUP_TIMEOUT) -> bool:
         """Wait for the collective; a zero timeout means that of the group."""
@@ -313,6 +257,7 @@ class ResilientWork(dist.Work):
         # Waits of background threads are not reported, and must not overwrite that of the step's thread.
         is_of_step = threading.current_thread() is threading.main_thread()
         is_said = self._queued_on is None and not self._key.is_strict and is_of_step
+        waiting = runtime.waiting
         if is_said:
             waiting.since_s, waiting.number, waiting.key = time.monotonic(), self._number, self._key
         try:
@@ -322,7 +267,7 @@ class ResilientWork(dist.Work):
                 return inner.wait(timeout)
             return _wait_in_slices(inner, group) if self._in_slices else inner.wait()
         except RuntimeError as error:
-            if not is_transport_error(error):
+            if not group.transport.is_connection_error(error):
                 raise
             self._on_error(error)
             return self._after_break(error)
@@ -387,72 +332,13 @@ class ResilientWork(dist.Work):
         return _done() if self._inner is None else self._inner.get_future()
 
 
-def queueing_device(group: dist.ProcessGroup, arguments: Sequence[Any]) -> torch.device | None:
-    """Return the device on which a collective with these arguments is queued; see `Transport.runs_on_device_queue`.
-
-    A barrier, which has no tensors, is queued if the group serves such a device. None if the caller itself waits.
-    """
-    transport = transport_of(group)
-    if transport is None:
-        return None
-    for argument in arguments:
-        while isinstance(argument, list | tuple) and argument:
-            argument = argument[0]
-        if isinstance(argument, torch.Tensor):
-            return argument.device if transport.runs_on_device_queue(argument.device.type) else None
-    return next((device for device in group._device_types if transport.runs_on_device_queue(device.type)), None)
-
-
-def release_group(group: dist.ProcessGroup) -> None:
-    """Release an inner group whose sockets are shut down, and which will not be used again.
-
-    If one of its collectives still sleeps (see [Note: slices]), both are kept until its timeout ends it, because
-    destroying them would block.
-    """
-    with _releasing:
-        _gone.add(group)
-        works = _unfinished.pop(group, [])
-    deadline_s = time.monotonic() + _RELEASE_TIMEOUT_S
-    while not _have_ended(works):
-        if time.monotonic() > deadline_s:
-            _keep_alive_until_done(group, works)
-            return
-        time.sleep(0.002)
-
-
-def release_work(group: dist.ProcessGroup, work: dist.Work) -> None:
-    """Stop waiting for a collective that has not ended; `release_group` is called for its group before or after."""
-    with _releasing:
-        if group not in _gone:
-            _unfinished.setdefault(group, []).append(work)
-            return
-    _keep_alive_until_done(group, [work])
-
-
-def _keep_alive_until_done(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
-    for thing in (group, *works):  # they must not be destroyed, not even at process exit
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-    threading.Thread(target=_await_ends, args=(group, works), name="hyperpod_asleep", daemon=True).start()
-
-
-def _await_ends(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
-    while not _have_ended(works):
-        time.sleep(1.0)
-    for thing in (group, *works):
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
-
-
-def _have_ended(works: list[dist.Work]) -> bool:
-    return all(work.is_completed() for work in works)
-
-
-def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
+def _wait_in_slices(inner: dist.Work, group: InnerGroup) -> bool:
     """Wait while the groups are intact; for collectives on the CPU.
 
     [Note: slices] When a connection is lost, gloo informs the queued transfers, but not the one whose payload is in
     flight (`Pair::signalException` skips `rx_`, and the unbound buffers in `tx_`; torch 2.13). A collective
     interrupted there sleeps until its timeout. So a wait on the CPU is a series of short waits, and a collective that
-    has not ended after a break is abandoned (see `release_work`). gloo's own reduce-scatter has no such waits, so
+    has not ended after a break is abandoned (see `InnerGroup.release`). gloo's own reduce-scatter has no such waits, so
     `reduce_scatter` replaces it. Sends and receives are not waited for in slices: if the wait for one times out, gloo
     closes all connections of the group.
 
@@ -468,7 +354,7 @@ def _wait_in_slices(inner: dist.Work, group: dist.ProcessGroup) -> bool:
             if isinstance(inner, ReduceScatterWork):
                 inner.raise_failure()
         if group_health.cause is not None:
-            release_work(group, inner)
+            group.release_work(inner)
             raise dist.DistNetworkError(f"the groups are broken: {group_health.cause}")
 
 

@@ -204,17 +204,15 @@ class SavingHooks:
         """A copy of the callback's state; None if its `state_dict` communicates."""
         if (callback, "state_dict") in self._left_out:
             return None
-        refusal, group_health.refusal_reason = group_health.refusal_reason, FOR_PEERS
         try:
-            return copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, callback.state_dict()))
+            with group_health.forbid(FOR_PEERS):
+                return copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, callback.state_dict()))
         except PeerLost:
             return None
         except LoopError as error:
             if str(error) != FOR_PEERS:
                 raise
             return None  # `dump` also finds and reports this
-        finally:
-            group_health.refusal_reason = refusal
 
     def _changed_in(self, part: str, trainer: Trainer) -> list[tuple[Callback, frozenset[str]]]:
         """Callbacks that have state and hooks in a part, with these hooks."""
@@ -235,11 +233,10 @@ class SavingHooks:
         return self._changing[key]
 
     def _try(self, trainer: Trainer) -> dict[str, Any] | LoopError | PeerLost:
-        refusal = group_health.refusal_reason
         with ExitStack() as stack:
             for owner, hook in self._left_out:
                 stack.enter_context(_disabled(owner, hook))
-            group_health.refusal_reason = FOR_PEERS
+            stack.enter_context(group_health.forbid(FOR_PEERS))
             try:
                 return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             except PeerLost as error:
@@ -248,8 +245,6 @@ class SavingHooks:
                 if str(error) != FOR_PEERS:
                     raise
                 return error
-            finally:
-                group_health.refusal_reason = refusal
 
 
 def refuse_interleaved_hooks(trainer: Trainer) -> None:

@@ -9,8 +9,7 @@ it is handled like the parameters: it is sent to replacements, and saved in snap
 # pyright: reportPrivateUsage=false
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -69,7 +68,8 @@ class ShardedAverage(AveragedModel):
             averaged, copied = [*averaged, *copied], []
         if not self.n_averaged:
             averaged, copied = [], [*averaged, *copied]
-        with torch.no_grad(), _without_communication(), LocalDispatchMode():
+        reason = group_health.refusal_reason or _COMMUNICATES
+        with torch.no_grad(), group_health.forbid(reason), LocalDispatchMode():
             for mean, present in copied:
                 mean.copy_(present)
             if self.multi_avg_fn is not None:
@@ -298,15 +298,6 @@ def averaging_callback(trainer: Trainer, former: CallbackAverage | None) -> Call
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
-
-
-@contextmanager
-def _without_communication() -> Generator[None]:
-    refusal, group_health.refusal_reason = group_health.refusal_reason, group_health.refusal_reason or _COMMUNICATES
-    try:
-        yield
-    finally:
-        group_health.refusal_reason = refusal
 
 
 def _alike(pairs: Iterable[_Pair]) -> Iterable[list[_Pair]]:

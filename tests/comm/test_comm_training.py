@@ -126,9 +126,9 @@ def check_seam(mesh, expected):
     assert_equal(subject.tensors(), expected)
     group = mesh.get_group("shard")
     with pytest.raises(CommError, match="numbers only grow"):
-        group.replace_inner(group.inner, generation=3, global_ranks=[0, 1])
+        group.replace_inner(group.connected, generation=3, global_ranks=[0, 1])
     with pytest.raises(CommError, match="2 members, but 3 global ranks"):
-        group.replace_inner(group.inner, generation=4, global_ranks=[0, 1, 2])
+        group.replace_inner(group.connected, generation=4, global_ranks=[0, 1, 2])
 
 
 def check_axis_groups(mesh):

@@ -99,6 +99,19 @@ def test_mending_in_a_step_ends_its_tolerance():
         assert not health.suppresses_collectives
 
 
+def test_collectives_are_forbidden_in_a_block_and_then_as_before():
+    health, asked = GroupHealth(), []
+    health.forbid_collectives("outer", before=lambda: asked.append("outer"))
+    with health.forbid("inner"):
+        health.before_refusal()
+        assert (health.refusal_reason, asked) == ("inner", [])
+    health.before_refusal()
+    assert (health.refusal_reason, asked) == ("outer", ["outer"])
+    with pytest.raises(ZeroDivisionError), health.forbid("inner"):
+        raise ZeroDivisionError
+    assert health.refusal_reason == "outer"
+
+
 def test_listeners_hear_of_each_break_once_and_after_the_cut():
     health, heard = GroupHealth(), []
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from harness import run_ranks
 
 from hyperpod_plugins.comm import CommOptions, break_groups, current_wait, join_world
-from hyperpod_plugins.comm.process_group import finish_aborts
 
 pytestmark = pytest.mark.spawns
 
@@ -38,13 +37,15 @@ def waits_are_queued():
 
 
 def errors_do_not_surface():
+    from hyperpod_plugins.comm.runtime import runtime  # not a copy that came with this function
+
     rank = int(os.environ["RANK"])
     join(rank)
     dist.all_reduce(torch.ones(1))
     float(torch.ones(1).sum())
     if rank == 1:
         break_groups("this rank leaves")
-        finish_aborts()
+        runtime.finish_aborts()
         return None
     time.sleep(0.3)
     value = torch.ones(1)
@@ -54,7 +55,7 @@ def errors_do_not_surface():
     hangs = not work.is_completed()
     key = current_wait()[0].name
     break_groups("a test")
-    finish_aborts()
+    runtime.finish_aborts()
     float(value.sum())  # does not block any more
     return hangs, key
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hyperpod_plugins import comm
 from hyperpod_plugins.comm import Reconfiguration, break_groups, reconfigure
+from hyperpod_plugins.comm.transport import Gloo, InnerGroup
 from hyperpod_plugins.comm.work import no_op_group
 from hyperpod_plugins.errors import CommError, PeerLost
 
@@ -378,7 +379,7 @@ def pinned_to_a_generation():
 def test_a_nested_pin_leaves_the_outer_one_in_force():
     group, other = (
         comm.ResilientProcessGroup(
-            no_op_group(),
+            InnerGroup(no_op_group(), Gloo()),
             rank=0,
             size=1,
             key=comm.GroupKey(axis),

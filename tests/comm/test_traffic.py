@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hyperpod_plugins.comm import WORLD, GroupKey, reset_traffic, traffic, wire_bytes
 from hyperpod_plugins.comm.api import key_of_unnamed_group
 from hyperpod_plugins.comm.process_group import num_bytes
-from hyperpod_plugins.comm.traffic import counters
+from hyperpod_plugins.comm.runtime import runtime
 
 
 def test_roles_have_readable_names():
@@ -37,12 +37,12 @@ def test_num_bytes_sums_nested_lists():
 
 def test_counters_are_shared_by_axis_and_snapshots_stay():
     reset_traffic()
-    counters("a").add("all_reduce", 10)
-    counters("a").add("all_reduce", 5)
-    counters("a").add("barrier", 0)
-    counters("b")
+    runtime.traffic.of_axis("a").add("all_reduce", 10)
+    runtime.traffic.of_axis("a").add("all_reduce", 5)
+    runtime.traffic.of_axis("a").add("barrier", 0)
+    runtime.traffic.of_axis("b")
     before = traffic()
-    counters("a").add("all_reduce", 1)
+    runtime.traffic.of_axis("a").add("all_reduce", 1)
     assert before["a"].calls == {"all_reduce": 2, "barrier": 1}
     assert (before["a"].num_calls, before["a"].num_bytes) == (3, 15)
     assert set(before) == {"a"}

@@ -12,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm.work import is_transport_error, transport_message
+from hyperpod_plugins.comm.smddp import Smddp
+from hyperpod_plugins.comm.transport import Gloo, Nccl, transport_message
+
+TRANSPORTS = (Gloo(), Nccl(), Smddp())
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp"
 ADVICE = "This is typically caused by a remote worker crashing. Check the logs of the remote worker."
@@ -22,6 +25,12 @@ STACK = (
     "recent call first):\n#8 c10d::ProcessGroupGloo::recv(std::vector<at::Tensor>&, int, int) from ??:0\n"
     "#9 c10d::tcputil::SocketImpl::connect() from ??:0"
 )
+
+
+def is_connection_error(error):
+    """What all transports say: all of them serve CPU tensors over gloo."""
+    [answer] = {transport.is_connection_error(error) for transport in TRANSPORTS}
+    return answer
 
 
 def two_gloo_groups(timeout_s):
@@ -102,7 +111,7 @@ def wait_for_a_key():
 def test_a_lost_connection_is_a_transport_error(lose):
     with pytest.raises(RuntimeError) as caught:
         lose()
-    assert is_transport_error(caught.value), caught.value
+    assert is_connection_error(caught.value), caught.value
 
 
 @pytest.mark.parametrize(
@@ -128,19 +137,32 @@ def test_a_lost_connection_is_a_transport_error(lose):
         f"[enforce fail at {GLOO[1:]}/socket.cc:142] rv != -1. connect: Network is unreachable",
         f"Gloo connectFullMesh failed with {GLOO}/pair.cc:152] no error",
         f"Gloo connectFullMesh failed with {GLOO}/pair.cc:152] timed out connecting: SO_ERROR: No route to host",
+        f"{GLOO}/pair.cc:152] read: Resource temporarily unavailable, remote={PEER}",
+        "Operation timed out!",
+    ],
+)
+def test_the_text_of_a_lost_connection_is_recognized(text):
+    assert is_connection_error(RuntimeError(text))
+    assert is_connection_error(RuntimeError(text + STACK))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "NCCL communicator was aborted on rank 1.",
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error",
         "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE, NumelIn=8, "
         "NumelOut=8, Timeout(ms)=600000) ran for 600011 milliseconds before timing out.",
     ],
 )
-def test_the_text_of_a_lost_connection_is_recognized(text):
-    assert is_transport_error(RuntimeError(text))
-    assert is_transport_error(RuntimeError(text + STACK))
+def test_nccl_s_texts_are_recognized_where_nccl_serves(text):
+    for error in (RuntimeError(text), RuntimeError(text + STACK)):
+        assert [each.is_connection_error(error) for each in TRANSPORTS] == [False, True, True]
 
 
 @pytest.mark.parametrize("kind", [dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError])
 def test_torch_s_own_errors_of_connections_need_no_text(kind):
-    assert is_transport_error(kind("NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error"))
+    assert is_connection_error(kind("NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error"))
 
 
 def wrong_calls(group):
@@ -163,7 +185,7 @@ def test_a_wrong_call_is_no_transport_error():
     for name, call in wrong_calls(group).items():
         with pytest.raises(RuntimeError) as caught:
             call().wait()
-        assert not is_transport_error(caught.value), f"{name}: {caught.value}"
+        assert not is_connection_error(caught.value), f"{name}: {caught.value}"
 
 
 @pytest.mark.parametrize(
@@ -176,10 +198,12 @@ def test_a_wrong_call_is_no_transport_error():
         "SMDDP does not support: ReduceOp",
         "Invalid scalar type",
         "[enforce fail at /pytorch/third_party/gloo/gloo/alltoall.cc:30] in->size == out->size. ",
+        "Backend gloo does not support setting timeout",
+        "The peer rank must be in the network of the group, or the call is aborted",
     ],
 )
 def test_the_text_of_a_wrong_call_is_not_taken_for_a_lost_connection(text):
-    assert not is_transport_error(RuntimeError(text))
+    assert not is_connection_error(RuntimeError(text))
 
 
 class DatabaseError(RuntimeError):
@@ -188,7 +212,7 @@ class DatabaseError(RuntimeError):
 
 @pytest.mark.parametrize("kind", [DatabaseError, ValueError, NotImplementedError, ConnectionResetError])
 def test_errors_of_other_types_are_not_the_libraries(kind):
-    assert not is_transport_error(kind("the connection was reset by peer: connection closed"))
+    assert not is_connection_error(kind("the connection was reset by peer: connection closed"))
 
 
 def test_the_message_for_the_user_lacks_source_file_and_advice():

@@ -11,9 +11,12 @@ import torch.distributed as dist
 
 from hyperpod_plugins.comm import WORLD, CommOptions, GroupKey, ResilientProcessGroup, current_wait, device_queue
 from hyperpod_plugins.comm.device_queue import QueuedCollective
-from hyperpod_plugins.comm.work import FinishedWork, PeerWait, ReduceScatterWork, ResilientWork, no_op_group, waiting
+from hyperpod_plugins.comm.runtime import runtime
+from hyperpod_plugins.comm.transport import Gloo, InnerGroup
+from hyperpod_plugins.comm.work import FinishedWork, PeerWait, ReduceScatterWork, ResilientWork, no_op_group
 
 SHARD, SNAPSHOT = GroupKey("shard"), GroupKey("snapshot", is_strict=True)
+INNER = InnerGroup(no_op_group(), Gloo())
 
 
 class Seen(FinishedWork):
@@ -39,7 +42,7 @@ class Handle(dist.Work):
 def wait_for(key, queued_on):
     """The key that is said while this thread waits for a collective."""
     inner = Seen()
-    work = ResilientWork(inner, no_op_group(), pytest.fail, key, number=7, in_slices=False, queued_on=queued_on)
+    work = ResilientWork(inner, INNER, pytest.fail, key, number=7, in_slices=False, queued_on=queued_on)
     work.wait()
     return inner.wait_said and inner.wait_said[0]
 
@@ -74,9 +77,7 @@ def test_a_reduction_that_has_failed_is_found_while_others_run():
     with pytest.raises(RuntimeError, match="lost"):
         ReduceScatterWork([Part("runs"), Part("failed")], [], []).raise_failure()
     ended = ReduceScatterWork([Part("ended"), Part("failed")], [], [])
-    assert ResilientWork(
-        ended, no_op_group(), pytest.fail, SHARD, number=7, in_slices=True, queued_on=None
-    ).is_completed()
+    assert ResilientWork(ended, INNER, pytest.fail, SHARD, number=7, in_slices=True, queued_on=None).is_completed()
 
 
 @pytest.fixture
@@ -98,9 +99,8 @@ def test_the_device_s_older_collective_comes_before_the_one_in_which_the_host_wa
 
 
 def test_only_what_all_members_issue_alike_is_numbered():
-    inner = no_op_group()
     group = ResilientProcessGroup(
-        inner,
+        INNER,
         rank=0,
         size=2,
         key=SHARD,
@@ -123,6 +123,6 @@ def test_only_a_collective_of_the_step_in_which_the_host_waits_is_said():
     assert wait_for(SHARD, torch.device("cpu")) is None
     assert current_wait() is None
     with PeerWait(WORLD):
-        assert waiting.number == 0  # not that of the collective before
+        assert runtime.waiting.number == 0  # not that of the collective before
         assert wait_for(SNAPSHOT, None) == WORLD
         assert current_wait()[0] == WORLD

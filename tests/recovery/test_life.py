@@ -18,6 +18,7 @@ from recovery.test_in_place import PRELOAD
 from torch._C._distributed_c10d import HashStore
 
 from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import publish_initial_world, uses_recovery
 from hyperpod_plugins.elastic.membership.restart_policy import (
@@ -323,8 +324,7 @@ def test_a_detached_process_that_communicates_between_two_entries_has_all_restar
         with pytest.raises(RecoveryError, match="already passed"):
             group_health.before_refusal()
     finally:
-        group_health.allow_collectives()
-        group_health.reset()
+        runtime.reset()
     failure = JobRestart.from_json(job_store.try_get(RESTART_KEY)).failure
     assert str(failure).startswith("worker 2 (request): a replacement process reached a collective between two calls")
 

@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.map_style import MapStyleData
 from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
@@ -47,8 +48,8 @@ def session(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "HYPERPOD_STORE"):
         monkeypatch.delenv(name, raising=False)
     yield Session()
-    group_health.refusal_reason = ""
     dist.destroy_process_group()
+    runtime.reset()
 
 
 class Trained:
