@@ -234,7 +234,7 @@ def make_optimizer(case: Case, net: nn.Module) -> torch.optim.Optimizer:
 
 
 def order_of(case: Case, epoch: int) -> list[int]:
-    from hyperpod_plugins.data.permutation import sample_order
+    from hyperpod_plugins.data.sampler import sample_order
 
     if case.adapter == "accelerate":
         return list(range(case.num_samples))

@@ -45,8 +45,8 @@ from hyperpod_plugins.parallel import (
     parallelize,
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck
-from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters
 from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
+from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
 from hyperpod_plugins.parallel.unit_watch import watch_units
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from hyperpod_plugins.accelerate.compat import convert_outputs_to_fp32
 from hyperpod_plugins.errors import ConfigError, format_list
-from hyperpod_plugins.parallel.broadcast import match_rank_0
 from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_units, reshard
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
+from hyperpod_plugins.parallel.parallelize import match_rank_0
 
 
 def shard_with_optimizers(

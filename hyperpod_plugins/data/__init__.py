@@ -3,10 +3,8 @@
 from hyperpod_plugins.data.batch_cache import MISSING, BatchCache, BatchCacheConfig, cached
 from hyperpod_plugins.data.batch_split import BatchSplit, Cursor, MicroStep, rank_positions, sample_weight
 from hyperpod_plugins.data.loader import LoaderOptions, StatefulLoader
-from hyperpod_plugins.data.permutation import sample_order
-from hyperpod_plugins.data.sampler import ElasticSampler
-from hyperpod_plugins.data.token_dataset import TokenDataset
-from hyperpod_plugins.data.token_file import TokenHeader
+from hyperpod_plugins.data.sampler import ElasticSampler, sample_order
+from hyperpod_plugins.data.token_file import TokenDataset, TokenHeader
 from hyperpod_plugins.data.token_writer import build_tokens, write_tokens
 
 __all__ = [

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from hyperpod_plugins.delayed_init.rng import StreamReplayer
-from hyperpod_plugins.delayed_init.tape import Constant, GeneratorRef, Op, Tape, View, plan_replay
+from hyperpod_plugins.delayed_init.tape import Constant, GeneratorRef, Op, StreamReplayer, Tape, View, plan_replay
 from hyperpod_plugins.errors import InitializationError
 
 

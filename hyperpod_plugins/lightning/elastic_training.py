@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from hyperpod_plugins.data import BatchSplit, Cursor
-from hyperpod_plugins.data.map_style import MapStyleData
+from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import (

@@ -16,8 +16,7 @@ from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
 from hyperpod_plugins.lightning.elastic_training import ElasticTraining
-from hyperpod_plugins.parallel.replica_mean.noise import GradientNormTable, NoiseMeasuringMean
-from hyperpod_plugins.parallel.replica_mean.reproducible import FixedOrderMean
+from hyperpod_plugins.parallel.replica_mean import FixedOrderMean, GradientNormTable, NoiseMeasuringMean
 
 
 class FixedOrderAveraging:

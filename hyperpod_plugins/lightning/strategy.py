@@ -59,10 +59,10 @@ from hyperpod_plugins.parallel import (
     parallelize,
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankLosses
-from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters
 from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.mesh import update_group_members
+from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
 from hyperpod_plugins.recovery import SAVING_GROUP
 from hyperpod_plugins.recovery.kept_state import is_elementwise

@@ -1,6 +1,6 @@
 """Build the `DeviceMesh` and process groups of a topology, and update them when the number of replicas changes."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,7 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
     Returns:
         A mesh of shape `topology.shape` whose groups know their `GroupKey`.
     """
-    global_rank = dist.get_rank()
-    here = topology.coordinates(global_rank)
-    place = {"replicate": here.replicate, "shard": here.shard, "tensor": here.tensor}
-    groups: list[dist.ProcessGroup] = [
-        new_axis_group(
-            _group_key(topology, axis, {other: place[other] for other in AXES if other != axis}),
-            topology.peers(global_rank, axis),
-        )
-        for axis in AXES
-    ]
+    groups: list[dist.ProcessGroup] = [new_axis_group(*_group_of(topology, axis, dist.get_rank())) for axis in AXES]
     ranks = torch.arange(topology.world_size).view(topology.shape)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
 
@@ -43,10 +34,7 @@ def build_data_group(topology: Topology) -> dist.ProcessGroup:
     if topology.tensor_degree == 1:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    global_rank = dist.get_rank()
-    tensor = topology.coordinates(global_rank).tensor
-    ranks = range(tensor, topology.world_size, topology.tensor_degree)
-    return new_axis_group(_group_key(topology, "data", {"tensor": tensor}), ranks)
+    return new_axis_group(*_group_of(topology, "data", dist.get_rank()))
 
 
 def update_group_members(topology: Topology, global_rank: int) -> None:
@@ -61,16 +49,10 @@ def update_group_members(topology: Topology, global_rank: int) -> None:
     Raises:
         CommError: a group was not made by this package, so its members in the new world are unknown.
     """
-    here = topology.coordinates(global_rank)
-    place = {"replicate": here.replicate, "shard": here.shard, "tensor": here.tensor}
     for name, group in live_groups().items():
         axis = group.key.axis
-        if axis in AXES:
-            key = _group_key(topology, axis, {other: place[other] for other in AXES if other != axis})
-            members = topology.peers(global_rank, axis)
-        elif axis == "data":
-            key = _group_key(topology, axis, {"tensor": here.tensor})
-            members = tuple(range(here.tensor, topology.world_size, topology.tensor_degree))
+        if axis in (*AXES, "data"):
+            key, members = _group_of(topology, axis, global_rank)
         elif not group.key.coordinates and not group.key.group_id:  # all ranks
             key, members = group.key, tuple(range(topology.world_size))
         else:
@@ -82,11 +64,19 @@ def update_group_members(topology: Topology, global_rank: int) -> None:
         group.reassign(key, members, members.index(global_rank))
 
 
-def _group_key(topology: Topology, axis: str, place: Mapping[str, int]) -> GroupKey:
-    """Return the key of a group.
+def _group_of(topology: Topology, axis: str, global_rank: int) -> tuple[GroupKey, Sequence[int]]:
+    """Return key and members of a rank's group along an axis of the mesh, or along `data`.
 
-    It contains the degrees, so that groups of different layouts have different names, but not the number of replicas,
-    which may change during the group's lifetime.
+    The key contains the degrees, so that groups of different layouts have different names, but not the number of
+    replicas, which may change during the group's lifetime.
     """
+    here = topology.coordinates(global_rank)
+    place = {"replicate": here.replicate, "shard": here.shard, "tensor": here.tensor}
+    if axis in AXES:
+        members: Sequence[int] = topology.peers(global_rank, axis)
+        del place[axis]
+    else:
+        members = range(here.tensor, topology.world_size, topology.tensor_degree)
+        place = {"tensor": here.tensor}
     degrees = (("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree))
-    return GroupKey(axis=axis, coordinates=(*place.items(), *degrees))
+    return GroupKey(axis=axis, coordinates=(*place.items(), *degrees)), members

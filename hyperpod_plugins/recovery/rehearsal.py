@@ -38,7 +38,7 @@ from typing_extensions import override
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import RecoveryError, format_list
-from hyperpod_plugins.parallel.checkpoint.checksums import tensor_checksum
+from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum
 from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.kept_state import parameters_of

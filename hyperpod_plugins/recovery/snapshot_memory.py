@@ -25,7 +25,7 @@ import torch
 
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, snapshot_folder
-from hyperpod_plugins.parallel.checkpoint.checksums import tensor_checksum
+from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum
 from hyperpod_plugins.parallel.topology import Topology
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from hyperpod_plugins.comm import Channel
 from hyperpod_plugins.errors import ConfigError, RecoveryError, format_list
-from hyperpod_plugins.parallel.checkpoint.checksums import tensor_checksum
+from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum
 from hyperpod_plugins.parallel.checkpoint.parts import (
     AVERAGED,
     CURRENT,

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hyperpod_plugins.comm import CommOptions, group_health
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.data import StatefulLoader
-from hyperpod_plugins.data.map_style import MapStyleData
+from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
@@ -28,8 +28,8 @@ from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, Sta
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
-from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters
 from hyperpod_plugins.parallel.hsdp import fsdp_units
+from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
 from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from hyperpod_plugins import parallel
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.broadcast import match_rank_0
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
+from hyperpod_plugins.parallel.parallelize import match_rank_0
 from hyperpod_plugins.smp.delayed_param import ParamInit
 from hyperpod_plugins.smp.fsdp_arguments import FsdpArguments, translate
 from hyperpod_plugins.smp.job import Job, current_job, set_shard_degree, warn_once

@@ -2,8 +2,7 @@
 
 import torch
 
-from hyperpod_plugins.delayed_init.rng import Draw
-from hyperpod_plugins.delayed_init.tape import Op, plan_replay
+from hyperpod_plugins.delayed_init.tape import Draw, Op, plan_replay
 
 
 def op(*, reads=(), writes=(), makes=(), number=None):

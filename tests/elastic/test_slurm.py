@@ -10,7 +10,7 @@ import pytest
 from elastic.slurm import PATH, Cluster, why_not
 from recovery.elastic_nodes import BATCH, NUM_SAMPLES, Recorded, fill_unwritten, write_ids
 
-from hyperpod_plugins.data.permutation import sample_order
+from hyperpod_plugins.data.sampler import sample_order
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "examples" / "slurm" / "elastic.sbatch"

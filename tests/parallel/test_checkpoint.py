@@ -25,7 +25,7 @@ from hyperpod_plugins.parallel.checkpoint import api as checkpoint
 from hyperpod_plugins.parallel.checkpoint import files as checkpoint_files
 from hyperpod_plugins.parallel.checkpoint import storage as checkpoint_storage
 from hyperpod_plugins.parallel.checkpoint.api import CheckpointWriter, SaveHandle, load_checkpoint
-from hyperpod_plugins.parallel.checkpoint.checksums import tensor_checksum, write_sums
+from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum, write_sums
 from hyperpod_plugins.parallel.checkpoint.storage import SafeReader
 from hyperpod_plugins.parallel.local_optimizer import step_locally
 

@@ -11,7 +11,7 @@ from hyperpod_plugins.data.batch_split import Cursor, rank_positions
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.grad_averaging import noise_of
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.parallel.replica_mean.noise import NoiseMeasuringMean
+from hyperpod_plugins.parallel.replica_mean import NoiseMeasuringMean
 
 LAYOUTS = {
     "2 replicas of 2 shards": {"hybrid_shard_degree": 2},

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
 
-from hyperpod_plugins.parallel.replica_mean.reproducible import FixedOrderMean, nodes_of, tree_sum
+from hyperpod_plugins.parallel.replica_mean import FixedOrderMean, nodes_of, tree_sum
 
 
 def shared(num_leaves, num_replicas):

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
-from hyperpod_plugins.data.map_style import MapStyleData
+from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy

@@ -1,32 +1,39 @@
 """The folder of a checkpoint: it appears complete or not at all, and is read without running foreign code.
 
     step_100/
-        .metadata           location of each tensor (torch.distributed.checkpoint)
+        .metadata           location and checksum of each part (torch.distributed.checkpoint)
         __0_0.distcp ...    the parts that each rank wrote
         meta.pt             everything that is not a tensor of the model or an optimizer
-        checksums.json      checksums of .metadata, which holds those of the parts, and of meta.pt
+        checksums.json      checksums of .metadata and of meta.pt
 
 While it is being written, the folder is named `.step_100.part`. An existing checkpoint of the same name is first
 renamed to `.step_100.old`, so that one of the two exists at any moment; readers and the next writer know that name.
+
+CRC-32 detects every flipped bit, and every burst of up to 32 bits. It does not protect against deliberate changes: an
+attacker can rewrite the checksums too.
 """
 
 import contextlib
 import io
+import json
 import os
 import pickle
 import shutil
 import warnings
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError
-from hyperpod_plugins.parallel.checkpoint.checksums import SUMS, read_checked, read_sums, write_sums
 
 DOCUMENT = "meta.pt"
 FORMAT = "hyperpod-checkpoint-1"
 METADATA = ".metadata"
+SUMS = "checksums.json"
+_BLOCK_BYTES = 2**18  # fits a processor's cache
 # Errors that reading a damaged or foreign pickle can raise.
 UNREADABLE = (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, TypeError, KeyError, IndexError)
 
@@ -149,3 +156,60 @@ def _sync_folder(folder: Path) -> None:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class name if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def tensor_checksum(tensor: torch.Tensor, value: int = 0) -> int:
+    """Return the checksum of a tensor's bytes, on any device; `value` is the checksum of what comes before them."""
+    host = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return zlib.crc32(host.numpy().data, value)
+
+
+def write_sums(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write the checksums of files, given their contents by name, and sync them to disk."""
+    with open(folder / SUMS, "w") as file:
+        json.dump({name: zlib.crc32(content) for name, content in contents.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_sums(folder: Path) -> dict[str, int] | None:
+    """Read the checksums of files, by file name; None if the checkpoint was written by a version without checksums.
+
+    Raises:
+        CheckpointDamaged: the file is damaged.
+    """
+    try:
+        found: Any = json.loads((folder / SUMS).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{folder / SUMS} cannot be read ({error}). Use an older checkpoint.") from error
+    if not isinstance(found, dict) or not all(isinstance(value, int) for value in found.values()):
+        raise CheckpointDamaged(f"{folder / SUMS} does not hold checksums. Use an older checkpoint.")
+    return found
+
+
+def read_checked(file: Path) -> bytes:
+    """Read a file of a checkpoint and compare it with its checksum, if the checkpoint has checksums.
+
+    Raises:
+        CheckpointDamaged: they differ.
+        OSError: the file cannot be read.
+    """
+    content, sums = file.read_bytes(), read_sums(file.parent)
+    if sums is not None and sums.get(file.name) != zlib.crc32(content):
+        raise CheckpointDamaged(
+            f"{file} is not what was written: its checksum differs, so a disk, a copy or a person has changed it. Use "
+            "an older checkpoint, or copy this one again."
+        )
+    return content
+
+
+def checksum_of(file: io.BufferedIOBase, offset: int, length: int) -> int:
+    """Return the checksum of `length` bytes of a file; of fewer if the file ends earlier."""
+    file.seek(offset)
+    block, value = memoryview(bytearray(_BLOCK_BYTES)), 0
+    while length > 0 and (num_read := file.readinto(block[:length])):
+        value = zlib.crc32(block[:num_read], value)
+        length -= num_read
+    return value

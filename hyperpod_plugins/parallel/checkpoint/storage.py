@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
@@ -30,20 +31,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import _get_layout
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError, format_list
-from hyperpod_plugins.parallel.checkpoint.checksums import (
+from hyperpod_plugins.parallel.checkpoint.files import (
+    METADATA,
     SUMS,
-    ChecksumTransforms,
+    UNREADABLE,
     checksum_of,
+    first_line,
     read_checked,
     write_sums,
 )
-from hyperpod_plugins.parallel.checkpoint.files import METADATA, UNREADABLE, first_line
 
 FILE_VISIBILITY_TIMEOUT_S = (
     15.0  # maximum time until the first rank sees a file that another node has closed, in seconds
@@ -91,6 +93,45 @@ def tensor_entries(reader: FileSystemReader, folder: Path) -> dict[str, TensorSt
             raise CheckpointDamaged(f"{folder} holds {name!r}, which is no tensor: it was not written by this package.")
         entries[name] = entry
     return entries
+
+
+class ChecksumStream(io.IOBase):
+    """Writes to another stream and keeps a running checksum."""
+
+    def __init__(self, raw: io.IOBase) -> None:
+        self._raw = raw
+        self.value = 0
+        self.length_bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Write bytes."""
+        self.value = zlib.crc32(data, self.value)
+        self.length_bytes += len(data)
+        self._raw.write(data)
+        return len(data)
+
+    def tell(self) -> int:
+        """Position in the other stream."""
+        return self._raw.tell()
+
+    def close(self) -> None:
+        """Only flush: further parts follow in the same stream."""
+        if not self._raw.closed:
+            self._raw.flush()
+
+
+class ChecksumTransforms:
+    """Wraps the transforms of DCP's writer so that the streams below them keep checksums."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.streams: dict[Any, ChecksumStream] = {}
+        """Streams by the `MetadataIndex` of what was written."""
+
+    def transform_save_stream(self, write_item: WriteItem, raw_stream: io.IOBase) -> Any:
+        """See `torch.distributed.checkpoint.filesystem`."""
+        stream = self.streams[write_item.index] = ChecksumStream(raw_stream)
+        return self._inner.transform_save_stream(write_item, stream)
 
 
 class CheckedWriter(FileSystemWriter):
