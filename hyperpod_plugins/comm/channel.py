@@ -155,7 +155,7 @@ class Channel:
         group = self._present_group()
         inner = group.connected
         if group_health.is_unavailable or inner is None:
-            raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
+            raise_peer_lost(group_health.cause)
         patience_s = group.timeout.total_seconds() if self._patience_s is None else self._patience_s
         try:
             with PeerWait(group.key):

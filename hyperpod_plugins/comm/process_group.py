@@ -293,12 +293,10 @@ class ResilientProcessGroup(DelegatingGroup):
             )
         if runtime.pinned.generations.get(self, self.generation) != self.generation:
             raise_peer_lost(f"the group was formed again, in generation {self.generation}")
-        if group_health.is_unavailable and (group_health.cause is None or not self.key.is_strict):
-            if not group_health.suppresses_collectives:
-                raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
+        if group_health.suppresses_collectives and (group_health.cause is None or not self.key.is_strict):
             return _NO_OP_GROUP
         if self._inner is None or group_health.is_unavailable:
-            raise_peer_lost(group_health.cause or "this process has not joined the other ranks yet")
+            raise_peer_lost(group_health.cause)
         return self._inner.group
 
     @property

@@ -180,12 +180,12 @@ def _have_ended(works: list[dist.Work]) -> bool:
 
 _CPP_STACK = "\nException raised from"  # follows the message if TORCH_SHOW_CPP_STACKTRACES is set
 _ANY_LIBRARY = (
-    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|No route to host|Network is unreachable"
+    r"[Cc]onnection (closed|reset|refused|was likely closed)|[Bb]roken pipe|No route to host|Network is unreachable"
     r"|[Tt]imed out|[Ww]ait timeout"
 )
 _GLOO = re.compile(
-    r"^\[\S*gloo/transport/|^\[enforce fail at \S*gloo/transport/tcp/socket\.cc"
-    rf"|^Application timeout caused pair closure|^Gloo connectFullMesh failed|{_ANY_LIBRARY}"
+    r"\[\S*gloo/transport/|\[enforce fail at \S*gloo/transport/tcp/socket\.cc"
+    rf"|Application timeout caused pair closure|Gloo connectFullMesh failed|{_ANY_LIBRARY}"
 )
 """gloo's transport names its source file in what it throws, and throws nothing else than lost connections."""
 _NCCL = re.compile(r"NCCL (communicator|error)|ncclRemoteError|Watchdog caught collective operation timeout")

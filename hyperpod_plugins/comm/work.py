@@ -161,8 +161,9 @@ def _copied(given: Tensor) -> Tensor:
 _SLICE = timedelta(seconds=0.2)
 
 
-def raise_peer_lost(cause: str, error: BaseException | None = None) -> NoReturn:
-    """Raise `PeerLost` for a broken group, with the first cause."""
+def raise_peer_lost(cause: str | None, error: BaseException | None = None) -> NoReturn:
+    """Raise `PeerLost` for a broken group, with the first cause; None if the group was never connected."""
+    cause = cause or "this process has not joined the other ranks yet"
     raise PeerLost(
         f"the process groups of this rank are broken: {cause}. Nothing was sent or received. A job that "
         "recovers in place (hyperpodrun with CheckpointlessRecovery) handles this; otherwise restart from a "
