@@ -72,7 +72,7 @@ from hyperpod_plugins.lightning.trainer_state import (
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
 from hyperpod_plugins.lightning.window import AccumulationWindow, PartStart
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.parallel.checkpoint.parts import StateParts
+from hyperpod_plugins.parallel.checkpoint.state import StateParts
 from hyperpod_plugins.recovery import (
     NO_STATE,
     Repair,

@@ -21,9 +21,8 @@ from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, rank_local_part
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.parallel.checkpoint.parts import StateParts
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
-from hyperpod_plugins.parallel.checkpoint.state import model_tensors
+from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
 from hyperpod_plugins.recovery.protocols import RESHARD
 
 

@@ -21,8 +21,7 @@ from typing_extensions import override
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.compat import LightningModule, Trainer, WeightAveraging
-from hyperpod_plugins.parallel.checkpoint.parts import CURRENT, NUM_AVERAGED
-from hyperpod_plugins.parallel.checkpoint.state import model_tensors
+from hyperpod_plugins.parallel.checkpoint.state import CURRENT, NUM_AVERAGED, model_tensors
 from hyperpod_plugins.parallel.hsdp import reshard
 from hyperpod_plugins.parallel.local_optimizer import LocalDispatchMode
 from hyperpod_plugins.recovery.local_state import BufferStates

@@ -27,7 +27,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     take_rank_local,
     with_local,
 )
-from hyperpod_plugins.parallel.checkpoint.parts import StateParts
+from hyperpod_plugins.parallel.checkpoint.state import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.kept_state import FreshGradients, HasState, OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import LocalStates

@@ -25,21 +25,19 @@ from torch.optim import Optimizer
 from hyperpod_plugins.comm import Channel
 from hyperpod_plugins.errors import ConfigError, RecoveryError, format_list
 from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum
-from hyperpod_plugins.parallel.checkpoint.parts import (
+from hyperpod_plugins.parallel.checkpoint.state import (
     AVERAGED,
     CURRENT,
     NUM_AVERAGED,
     StateParts,
     TensorPart,
-    shape_and_offset_of,
-)
-from hyperpod_plugins.parallel.checkpoint.state import (
     canonical_name,
     describe_optimizer,
     model_tensors,
     optimizer_tensors,
     parameters_by_saved_name,
     set_optimizer,
+    shape_and_offset_of,
     step_count_device,
     to_python_scalars,
 )

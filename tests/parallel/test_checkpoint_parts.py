@@ -6,8 +6,13 @@ from torch import nn
 
 from hyperpod_plugins.errors import CheckpointError
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
-from hyperpod_plugins.parallel.checkpoint.parts import StateParts, TensorPart
-from hyperpod_plugins.parallel.checkpoint.state import describe_optimizer, model_tensors, optimizer_tensors
+from hyperpod_plugins.parallel.checkpoint.state import (
+    StateParts,
+    TensorPart,
+    describe_optimizer,
+    model_tensors,
+    optimizer_tensors,
+)
 
 
 def trained():

@@ -41,9 +41,10 @@ from hyperpod_plugins.parallel.checkpoint.files import (
     publish,
     read_document,
 )
-from hyperpod_plugins.parallel.checkpoint.parts import PartsPlanner, StateParts, TensorPart
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStates
 from hyperpod_plugins.parallel.checkpoint.state import (
+    StateParts,
+    TensorPart,
     allocate_optimizer_state,
     check_layouts,
     check_model,
@@ -56,6 +57,7 @@ from hyperpod_plugins.parallel.checkpoint.state import (
 )
 from hyperpod_plugins.parallel.checkpoint.storage import (
     CheckedWriter,
+    PartsPlanner,
     SafePlanner,
     SafeReader,
     own_error,

@@ -11,6 +11,7 @@ created from the description in the checkpoint. Both leave step counts and weigh
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,45 @@ from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, format_
 from hyperpod_plugins.parallel.hsdp import layout_of, zeros_on_mesh_of
 
 _EXTRA_STATE = "_extra_state"
+AVERAGED = "average:"
+"""Prefix of the names of averaged weights where they are stored together with the model's own."""
+CURRENT = "current."
+"""Prefix of the names of the model's own weights in a checkpoint whose `model.` entries are the average."""
+NUM_AVERAGED = "num_averaged"
+"""Name of a checkpoint's entry for the number of updates of the average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorPart:
+    """A part of a global tensor."""
+
+    name: str
+    size: tuple[int, ...]
+    """Global shape."""
+    offset: tuple[int, ...]
+    """Where the part begins in the global tensor."""
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateParts:
+    """Parts of the tensors of a model and its optimizers."""
+
+    model: list[TensorPart] = field(default_factory=list[TensorPart])
+    optimizers: list[list[TensorPart]] = field(default_factory=list[list[TensorPart]])
+    """Parts of each optimizer's state, named `<parameter>.<key>`."""
+    extra_parts: list[TensorPart] = field(default_factory=list[TensorPart])
+    """Parts of other tensors, named as in the checkpoint."""
+    descriptions: list[Any] = field(default_factory=list[Any])
+    """Description of each optimizer; see `describe_optimizer`."""
+
+
+def shape_and_offset_of(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the global shape of a tensor, and the offset of this rank's part in it."""
+    if not isinstance(tensor, DTensor):
+        return list(tensor.shape), [0] * tensor.dim()
+    (chunk,) = tensor.__create_chunk_list__()  # pyright: ignore[reportUnknownMemberType]
+    return list(tensor.shape), list(chunk.offsets)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

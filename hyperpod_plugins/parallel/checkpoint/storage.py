@@ -2,24 +2,28 @@
 
 DCP pickles the description of a checkpoint, `.metadata`, and each value that is not a tensor; its own reader and
 planner unpickle both without restrictions.
+
+DCP plans a save from the tensors that a rank has. `PartsPlanner` makes the plan from parts whose offset in the global
+tensor is known, also parts that a rank keeps for another one; the files are the same.
 """
 
 # DCP has no public names for what it writes.
 # pyright: reportPrivateUsage=false
 
 import io
+import math
 import os
 import pickle
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -31,7 +35,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import _get_layout
@@ -46,6 +57,7 @@ from hyperpod_plugins.parallel.checkpoint.files import (
     read_checked,
     write_sums,
 )
+from hyperpod_plugins.parallel.checkpoint.state import TensorPart
 
 FILE_VISIBILITY_TIMEOUT_S = (
     15.0  # maximum time until the first rank sees a file that another node has closed, in seconds
@@ -259,6 +271,48 @@ class SafePlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
+
+
+class PartsPlanner(DefaultSavePlanner):
+    """Plans a save of tensor parts; a part that several ranks hold is written once."""
+
+    def __init__(self, parts: Iterable[TensorPart]) -> None:
+        """Take the parts of this rank; empty parts of non-empty tensors are left out."""
+        super().__init__(flatten_state_dict=False)
+        kept = [part for part in parts if part.values.numel() or 0 in part.size]
+        self._parts = {(part.name, part.offset): part for part in kept}
+
+    def create_local_plan(self) -> SavePlan:
+        """See `SavePlanner`."""
+        return SavePlan([_item(part) for part in self._parts.values()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See `SavePlanner`. Also checks that no part is missing, which torch omits if a single process saves.
+
+        Raises:
+            ValueError: the ranks together do not hold all of a tensor.
+        """
+        plans, metadata = super().create_global_plan(all_plans)
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+                raise ValueError(f"the ranks together do not hold all of {name}")
+        return plans, metadata
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """See `DefaultSavePlanner`."""
+        assert index.offset is not None
+        return self._parts[index.fqn, tuple(index.offset)].values
+
+
+def _item(part: TensorPart) -> WriteItem:
+    offsets, sizes = torch.Size(part.offset), part.values.shape
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+        properties=TensorProperties.create_from_tensor(part.values),
+        size=torch.Size(part.size),
+    )
+    return WriteItem(index=MetadataIndex(part.name, offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
 def safe_planner(planner: object) -> Any:
