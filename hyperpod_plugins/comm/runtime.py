@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hyperpod_plugins.comm.api import GroupKey
 from hyperpod_plugins.comm.device_queue import DeviceQueue
 from hyperpod_plugins.comm.health import GroupHealth
-from hyperpod_plugins.comm.traffic import TrafficCounters
+from hyperpod_plugins.comm.traffic import Traffic, TrafficCounters
 from hyperpod_plugins.errors import DeviceHung
 
 _ABORT_TIMEOUT_S = 30.0
@@ -110,6 +110,16 @@ class CommRuntime:
 
 runtime = CommRuntime()
 group_health = runtime.health
+"""Health of the groups of this process."""
 device_queue = runtime.device_queue
-traffic = runtime.traffic.snapshot
-reset_traffic = runtime.traffic.reset
+"""The queue of this process, which uses one device."""
+
+
+def traffic() -> dict[str, Traffic]:
+    """Return what this process has issued on each mesh axis since the last reset; axes without calls are omitted."""
+    return runtime.traffic.snapshot()
+
+
+def reset_traffic() -> None:
+    """Set the counters of all axes to zero."""
+    runtime.traffic.reset()
