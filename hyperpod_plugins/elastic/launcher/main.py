@@ -314,12 +314,13 @@ def run(args: argparse.Namespace) -> None:
         raise
     finally:
         if is_over:
-            agent.leave_rendezvous()
-    if agent.stopped is not None:
-        print(f"hyperpodrun: the job ends: {agent.stopped} ({agent.stopped.reporter})", file=sys.stderr)  # noqa: T201
+            agent.exit.leave()
+    stopped = agent.node.stopped
+    if stopped is not None:
+        print(f"hyperpodrun: the job ends: {stopped} ({stopped.reporter})", file=sys.stderr)  # noqa: T201
     if result.failures:
         raise ChildFailedError(name=program.target, failures=result.failures)
-    if agent.stopped is not None:
+    if stopped is not None:
         raise HyperPodError("no worker of this node failed")
 
 

@@ -132,6 +132,7 @@ class RestartRound:
     node: int
     """Index of this node."""
     num_nodes: int
+    world_size: int
     master: tuple[str, int] | None = None
     """Host and port of the workers' own store; None if they share the job store's."""
     replacements_master: tuple[str, int] | None = None
@@ -162,6 +163,7 @@ class RoundStarter:
                 number=handler.round_number,
                 node=node,
                 num_nodes=group.group_world_size or 1,
+                world_size=group.workers[0].world_size,
                 master=(group.master_addr, group.master_port),
                 replacements_master=handler.joiners_store,
             )
@@ -189,7 +191,13 @@ class RoundStarter:
             run_id=store.get("run_id").decode(),
             resume_from=store.get("resume_from").decode(),
         )
-        return RestartRound(job=job, number=number, node=node, num_nodes=group.group_world_size or 1)
+        return RestartRound(
+            job=job,
+            number=number,
+            node=node,
+            num_nodes=group.group_world_size or 1,
+            world_size=group.workers[0].world_size,
+        )
 
 
 def worker_slots(group: WorkerGroup, settled: RestartRound, options: AgentOptions) -> tuple[list[WorkerSlot], LogsDest]:
