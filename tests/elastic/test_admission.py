@@ -10,6 +10,7 @@ from elastic.stores import Counted
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import (
     Admission,
+    AdmissionView,
     add_candidate,
     announce_preemption,
     await_turn,
@@ -17,6 +18,9 @@ from hyperpod_plugins.elastic.membership.admission import (
     is_in_world,
     job_status,
     pending_world,
+    plan_growth,
+    plan_scale_down,
+    plan_without_missing,
     present_world,
     publish_initial_world,
     request_replicas,
@@ -293,3 +297,70 @@ def test_a_part_of_the_state_that_is_lost_is_said(job_store):
     wait_as_candidate(job_store, 8)
     with pytest.raises(StateLost, match=r"the part \[1\]"):
         Admission(job_store, TERMS).world_without(world, {1: 0, 3: 0}, waited_s=4.0)
+
+
+def seen(size=4, replica_size=2, sizes=(1, 2, 4), policy=POLICY, **rest):
+    """Of a world of `size` ranks."""
+    spec = ElasticSpec(policy=policy, replica_size=replica_size, sizes=sizes)
+    return AdmissionView(spec=spec, world=WorldPlan.initial(size), **rest)
+
+
+STABLE = replace(POLICY, min_stable_s=10.0, max_backoff_s=40.0)
+
+
+@pytest.mark.parametrize(
+    ("view", "target"),
+    [
+        (seen(), None),
+        (seen(candidates=(8, 9, 10)), None),  # 3 replicas are not allowed
+        (seen(candidates=(8, 9, 10, 11)), 4),
+        (seen(candidates=(8, 9, 10, 11), leaving={1}), None),
+        (seen(candidates=(8, 9, 10, 11), requested=2), None),
+        (seen(2, candidates=(8, 9, 10, 11), requested=2), 2),
+        (seen(2, candidates=(8, 9), since_arrival_s=0.0), None),  # more may come
+        (seen(candidates=(8, 9, 10, 11), since_arrival_s=0.0), 4),  # no more could be taken in
+        (seen(candidates=(8, 9, 10, 11), policy=STABLE, since_change_s=9.0), None),
+        (seen(candidates=(8, 9, 10, 11), policy=STABLE, since_change_s=11.0), 4),
+        (seen(candidates=(8, 9, 10, 11), policy=STABLE, since_change_s=11.0, num_setbacks=1), None),
+    ],
+)
+def test_when_the_job_grows(view, target):
+    change = plan_growth(view)
+    assert (None if change is None else change.num_replicas) == target
+    if change is not None:
+        assert change.staying == {*view.world.worker_ids}
+        assert change.joining == view.candidates
+
+
+@pytest.mark.parametrize(
+    ("view", "target", "staying"),
+    [
+        (seen(8), None, None),
+        (seen(6, sizes=(1, 2, 4)), None, None),  # a size that is not allowed stays until something is asked for
+        (seen(8, requested=4), None, None),
+        (seen(8, requested=3), 2, {*range(8)}),
+        (seen(8, leaving={2}), 2, {*range(8)} - {2}),
+        (seen(8, leaving={0, 2, 4, 6}), None, None),  # nobody would hold their part of the state
+        (seen(2, leaving={0}), None, None),
+    ],
+)
+def test_when_the_job_shrinks_on_request(view, target, staying):
+    change = plan_scale_down(view)
+    assert (None if change is None else (change.num_replicas, change.staying)) == (target and (target, staying))
+
+
+@pytest.mark.parametrize(
+    ("view", "target"),
+    [
+        (seen(missing={3}, since_loss_s=5.0), None),
+        (seen(missing={3}, since_loss_s=31.0), 1),
+        (seen(missing={3}), 1),  # it had got notice
+        (seen(missing={3}, candidates=(8,), since_loss_s=5.0), 2),
+        (seen(missing={2, 3}, candidates=(8,), since_loss_s=5.0), None),
+        (seen(missing={2, 3}, candidates=(8,), since_loss_s=31.0), 1),
+        (seen(missing={0, 1, 2, 3}, since_loss_s=31.0), None),
+    ],
+)
+def test_how_the_job_goes_on_without_those_it_misses(view, target):
+    change = plan_without_missing(view)
+    assert (None if change is None else change.num_replicas) == target
