@@ -1,12 +1,10 @@
 """When to replace a lost worker, when to restart all workers, and when to give up: pure decisions, without I/O."""
 
 import enum
-import json
 import math
 import signal
 from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, field
 
 from hyperpod_plugins.elastic.store.records import FailureRecord, JsonRecord
 from hyperpod_plugins.errors import (
@@ -186,12 +184,6 @@ class JobRestart(JsonRecord):
     """Requested shard degree; 0 without a request."""
     tensor_degree: int = 0
     """Requested tensor degree; 0 without a request."""
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Inverse of `to_json`."""
-        found = cls.from_dict(json.loads(text))
-        return replace(found, failure=FailureRecord.from_dict(found.failure))
 
     def __str__(self) -> str:
         """Describe the restart in a clause, for messages."""
