@@ -26,8 +26,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.launcher.agent_policy import AgentAction, AgentState, AgentView, next_agent_action
-from hyperpod_plugins.elastic.launcher.departure import PART_FOR_LEAVING, Departure
-from hyperpod_plugins.elastic.launcher.exit_barrier import ExitBarrier
+from hyperpod_plugins.elastic.launcher.departure import PART_FOR_LEAVING, Departure, ExitBarrier
 from hyperpod_plugins.elastic.launcher.local_workers import (
     KILLED_S,
     LocalWorkers,
@@ -38,7 +37,7 @@ from hyperpod_plugins.elastic.launcher.local_workers import (
 from hyperpod_plugins.elastic.launcher.logs import open_sinks
 from hyperpod_plugins.elastic.launcher.node_status import STOPPED_KEY, NodeStatus
 from hyperpod_plugins.elastic.launcher.round import AgentOptions, RoundStarter, worker_slots
-from hyperpod_plugins.elastic.launcher.signal_queue import STUCK_S, ExitDeadline, SignalQueue
+from hyperpod_plugins.elastic.launcher.signal_queue import STUCK_S, SignalQueue, exit_in_time
 from hyperpod_plugins.elastic.launcher.worker_exits import WorkerExits
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
@@ -275,8 +274,10 @@ class HyperPodAgent(SimpleElasticAgent):
     def _exit_in_time(self, number: signal.Signals) -> None:
         """End this process after a signal if its main thread does not; runs in a thread of its own."""
         handler = self.node.handler
-        deadline = ExitDeadline(
+        exit_in_time(
+            number,
+            self._workers.running_pids,
+            lambda: self._is_stopping,
             workers_s=longest_stop_s(self._options.shutdown_timeout_s),
             closing_s=handler.closing_s if handler is not None and handler.serves_store else 0.0,
         )
-        deadline.enforce(number, self._workers.running_pids, lambda: self._is_stopping)

@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -151,43 +151,41 @@ class SignalQueue:
             raise _exception(arrived)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitDeadline:
-    """Limits of the time that an agent may live after a signal that ends it."""
+def exit_in_time(
+    number: signal.Signals,
+    running_pids: Callable[[], list[int]],
+    is_stopping: Callable[[], bool],
+    *,
+    workers_s: float,
+    closing_s: float,
+) -> NoReturn:
+    """End the agent after a signal if its main thread, blocked in C, does not; runs in a thread of its own.
 
-    workers_s: float
-    """Seconds that its workers may run."""
-    closing_s: float
-    """Seconds that it may take to close the store that it serves; 0 if it serves none."""
-
-    def enforce(
-        self, number: signal.Signals, running_pids: Callable[[], list[int]], is_stopping: Callable[[], bool]
-    ) -> None:
-        """End this process if its main thread, blocked in C, does not; runs in a thread of its own.
-
-        Args:
-            number: the signal; it is passed on to the workers if the main thread does not do so in time.
-            running_pids: returns the workers that run.
-            is_stopping: whether the main thread has begun to stop them.
-        """
-        began_s = last_s = time.monotonic()
-        is_passed_on = False
-        while time.monotonic() < last_s + _END_S + self.closing_s:
-            time.sleep(_POLL_S)
-            running, age_s = running_pids(), time.monotonic() - began_s
-            if running and age_s < self.workers_s:
-                last_s = time.monotonic()
-            if not (is_passed_on or is_stopping()) and age_s > STUCK_S:
-                is_passed_on = True
-                for pid in running:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-        age_s = time.monotonic() - began_s
-        print(  # noqa: T201
-            f"hyperpodrun: {number.name}: this process did not end by itself within {age_s:.0f} s and exits now",
-            file=sys.stderr,
-        )
-        os._exit(128 + number)  # the fork server ends with this process, and the workers with the fork server
+    Args:
+        number: the signal; it is passed on to the workers if the main thread does not do so in time.
+        running_pids: returns the workers that run.
+        is_stopping: whether the main thread has begun to stop them.
+        workers_s: seconds that they may run.
+        closing_s: seconds that the agent may take to close the store that it serves.
+    """
+    began_s = last_s = time.monotonic()
+    is_passed_on = False
+    while time.monotonic() < last_s + _END_S + closing_s:
+        time.sleep(_POLL_S)
+        running, age_s = running_pids(), time.monotonic() - began_s
+        if running and age_s < workers_s:
+            last_s = time.monotonic()
+        if not (is_passed_on or is_stopping()) and age_s > STUCK_S:
+            is_passed_on = True
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+    age_s = time.monotonic() - began_s
+    print(  # noqa: T201
+        f"hyperpodrun: {number.name}: this process did not end by itself within {age_s:.0f} s and exits now",
+        file=sys.stderr,
+    )
+    os._exit(128 + number)  # the fork server ends with this process, and the workers with the fork server
 
 
 def _exception(number: signal.Signals) -> SignalException:

@@ -9,7 +9,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.utils.logging import get_logger
 
 from hyperpod_plugins.elastic.launcher.agent_policy import AgentState, ExitAction, ExitView, exit_action
-from hyperpod_plugins.elastic.launcher.exit_barrier import DONE_KEY
+from hyperpod_plugins.elastic.launcher.departure import DONE_KEY
 from hyperpod_plugins.elastic.launcher.local_workers import LocalWorkers, WorkerSlot, describe_exit, error_of
 from hyperpod_plugins.elastic.launcher.node_status import NodeStatus
 from hyperpod_plugins.elastic.launcher.signal_queue import SignalQueue

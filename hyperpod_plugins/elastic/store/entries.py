@@ -73,10 +73,6 @@ class EntryRecords:
         job_store.set_if_absent(_RESUMED_STEP, str(self.resumed_step).encode())
         job_store.set_if_absent(_BEFORE, str(num_before).encode())
 
-    def num_training(self) -> int:
-        """How many of the ended entries train."""
-        return sum(entry.kind in TRAINING for entry in self.ended)
-
 
 def record_end(job_store: JobStore, entry: EndedEntry) -> None:
     """Record that an entry has ended and its state is kept, unless this is recorded already."""
