@@ -42,11 +42,10 @@ from hyperpod_plugins.elastic.launcher.fork_client import ForkServerOptions
 from hyperpod_plugins.elastic.launcher.local_workers import Program, failure_report
 from hyperpod_plugins.elastic.launcher.round import AgentOptions
 from hyperpod_plugins.elastic.membership.restart_policy import RestartPolicy
-from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS, raise_open_file_limit
+from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS, raise_open_file_limit, set_snapshot_folder
 from hyperpod_plugins.elastic.rendezvous.backends import CONNECTING
 from hyperpod_plugins.elastic.rendezvous.handler import NAME as SLOTS
 from hyperpod_plugins.elastic.rendezvous.handler import create_rendezvous
-from hyperpod_plugins.elastic.snapshot_folder import set_snapshot_folder
 from hyperpod_plugins.elastic.store.etcd import SCHEME
 from hyperpod_plugins.errors import ConfigError, HyperPodError, NotBuiltYetError
 
