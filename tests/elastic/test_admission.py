@@ -325,28 +325,26 @@ STABLE = replace(POLICY, min_stable_s=10.0, max_backoff_s=40.0)
     ],
 )
 def test_when_the_job_grows(view, target):
-    change = plan_growth(view)
-    assert (None if change is None else change.num_replicas) == target
-    if change is not None:
-        assert change.staying == {*view.world.worker_ids}
-        assert change.joining == view.candidates
+    planned, known = plan_growth(view), (*range(view.world.size), *view.candidates)
+    assert (None if planned is None else planned.worker_ids) == (target and known[: 2 * target])
 
 
 @pytest.mark.parametrize(
-    ("view", "target", "staying"),
+    ("view", "target", "num_lost"),
     [
         (seen(8), None, None),
         (seen(6, sizes=(1, 2, 4)), None, None),  # a size that is not allowed stays until something is asked for
         (seen(8, requested=4), None, None),
-        (seen(8, requested=3), 2, {*range(8)}),
-        (seen(8, leaving={2}), 2, {*range(8)} - {2}),
+        (seen(8, requested=3), 2, 0),
+        (seen(8, leaving={2}), 2, 1),
         (seen(8, leaving={0, 2, 4, 6}), None, None),  # nobody would hold their part of the state
         (seen(2, leaving={0}), None, None),
     ],
 )
-def test_when_the_job_shrinks_on_request(view, target, staying):
-    change = plan_scale_down(view)
-    assert (None if change is None else (change.num_replicas, change.staying)) == (target and (target, staying))
+def test_when_the_job_shrinks_on_request(view, target, num_lost):
+    planned = plan_scale_down(view)
+    assert (None if planned is None else (planned.size, planned.num_lost)) == (target and (2 * target, num_lost))
+    assert planned is None or not view.leaving.intersection(planned.worker_ids)
 
 
 @pytest.mark.parametrize(
@@ -362,5 +360,6 @@ def test_when_the_job_shrinks_on_request(view, target, staying):
     ],
 )
 def test_how_the_job_goes_on_without_those_it_misses(view, target):
-    change = plan_without_missing(view)
-    assert (None if change is None else change.num_replicas) == target
+    planned = plan_without_missing(view)
+    assert (None if planned is None else planned.size) == (target and 2 * target)
+    assert planned is None or not view.missing.intersection(planned.worker_ids)

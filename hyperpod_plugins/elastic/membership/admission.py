@@ -279,29 +279,17 @@ class AdmissionView:
         return next_size(view, self.spec.policy, self.spec.sizes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizeChange:
-    """A decision to continue with another world."""
-
-    num_replicas: int
-    cause: str
-    staying: AbstractSet[int]
-    """worker_ids of the present world that continue."""
-    joining: Sequence[int] = ()
-    """worker_ids of candidates, in the order in which to use them."""
-
-
-def plan_growth(view: AdmissionView) -> SizeChange | None:
-    """Decide whether the job grows now: the policy lets it, and no worker is about to leave."""
+def plan_growth(view: AdmissionView) -> WorldPlan | None:
+    """Plan a larger world if the policy lets the job grow now, and no worker is about to leave."""
     now, target = view.num_replicas, view.next_size(waiting=len(view.candidates) // view.spec.replica_size)
     if view.leaving or target <= now:
         return None
     cause = f"the job grows from {now} to {target} replicas"
-    return SizeChange(num_replicas=target, cause=cause, staying={*view.world.worker_ids}, joining=view.candidates)
+    return _next_world(view, target, cause, set(view.world.worker_ids))
 
 
-def plan_scale_down(view: AdmissionView) -> SizeChange | None:
-    """Decide whether the job shrinks, as fewer replicas were asked for or workers have preemption notices."""
+def plan_scale_down(view: AdmissionView) -> WorldPlan | None:
+    """Plan a smaller world if fewer replicas were asked for, or if workers have preemption notices."""
     if not (view.requested or view.leaving):
         return None
     now, staying = view.num_replicas, set(view.world.worker_ids) - view.leaving
@@ -310,11 +298,15 @@ def plan_scale_down(view: AdmissionView) -> SizeChange | None:
         return None
     many = len(view.leaving)
     why = f"{many} processes have got notice" if many else f"{view.requested} replicas were asked for"
-    return SizeChange(num_replicas=target, cause=f"{why}: the job shrinks from {now} to {target}", staying=staying)
+    return _next_world(view, target, f"{why}: the job shrinks from {now} to {target}", staying)
 
 
-def plan_without_missing(view: AdmissionView) -> SizeChange | None:
-    """Decide how the job continues without missing workers: candidates replace them, or it shrinks; None to wait."""
+def plan_without_missing(view: AdmissionView) -> WorldPlan | None:
+    """Plan the world without missing workers: candidates replace them, or the job shrinks; None to wait.
+
+    Raises:
+        StateLost: no survivor holds a part of the state.
+    """
     now, staying = view.num_replicas, set(view.world.worker_ids) - view.missing
     target, cause = now, f"waiting processes replace {len(view.missing)} lost ones"
     if len(view.candidates) < len(view.missing):
@@ -322,7 +314,19 @@ def plan_without_missing(view: AdmissionView) -> SizeChange | None:
         if target >= now:
             return None
         cause = f"the job shrinks from {now} to {target} replicas"
-    return SizeChange(num_replicas=target, cause=cause, staying=staying, joining=view.candidates)
+    return _next_world(view, target, cause, staying)
+
+
+def _next_world(view: AdmissionView, num_replicas: int, cause: str, staying: AbstractSet[int]) -> WorldPlan:
+    planned = replan_world(
+        view.world,
+        healthy=staying,
+        joining=view.candidates,
+        num_replicas=num_replicas,
+        replica_size=view.spec.replica_size,
+        cause=cause,
+    )
+    return replace(planned, num_lost=view.world.size - len(staying))
 
 
 class Admission:
@@ -387,8 +391,8 @@ class Admission:
             missing=missing.keys(),
             since_loss_s=math.inf if are_leaving else waited_s,
         )
-        change = plan_without_missing(view)
-        return None if change is None else self._propose(world, change)
+        planned = plan_without_missing(view)
+        return None if planned is None else self._propose(world, planned)
 
     def scale_down(self, world: WorldPlan) -> None:
         """Plan a smaller world if one was asked for, or if processes have preemption notices.
@@ -397,10 +401,10 @@ class Admission:
         """
         requested, leaving = _requested_replicas(self._job_store), preempted_workers(self._job_store, world.worker_ids)
         view = AdmissionView(spec=self._spec, world=world, leaving=leaving, requested=requested)
-        change = plan_scale_down(view)
-        if change is None or pending_world(self._job_store) > world.number:
+        planned = plan_scale_down(view)
+        if planned is None or pending_world(self._job_store) > world.number:
             return
-        smaller = self._propose(world, change)
+        smaller = self._propose(world, planned)
         if smaller is not None:
             self._job_store.raise_to(_PENDING_WORLD, smaller.number)
 
@@ -415,35 +419,28 @@ class Admission:
             requested=_requested_replicas(job_store),
             since_arrival_s=since_arrival_s,
         )
-        change = plan_growth(view)
-        history = job_store.history() if change is not None and min_stable_s else []
+        planned = plan_growth(view)
+        history = job_store.history() if planned is not None and min_stable_s else []
         if history:
             initial = WorldPlan.initial(int(job_store.try_get(_INITIAL_WORLD) or 0))
             setbacks = num_setbacks([initial, *history], min_stable_s)
-            change = plan_growth(replace(view, since_change_s=self._age_s(world), num_setbacks=setbacks))
-        if change is not None:
-            self._propose(world, change, after=after)
+            planned = plan_growth(replace(view, since_change_s=self._age_s(world), num_setbacks=setbacks))
+        if planned is not None:
+            self._propose(world, planned, after=after)
 
-    def _propose(self, world: WorldPlan, change: SizeChange, *, after: int | None = None) -> WorldPlan | None:
+    def _propose(self, world: WorldPlan, planned: WorldPlan, *, after: int | None = None) -> WorldPlan | None:
         """Propose the next world; returns the plan if it is the accepted one, by whichever process, else None.
 
         Args:
             world: the present one.
-            change: what to plan.
+            planned: the next one; its number is assigned here.
             after: number of the newest plan known when this was decided, so that only one of several processes that
                 decide the same is accepted; None to come after all plans.
         """
         newest = _newest_plan(self._job_store, world.number) or world
-        planned = replan_world(
-            replace(world, number=newest.number if after is None else after),
-            healthy=change.staying,
-            joining=change.joining,
-            num_replicas=change.num_replicas,
-            replica_size=self._spec.replica_size,
-            cause=change.cause,
-        )
+        number = (newest.number if after is None else after) + 1
         age_s = self._age_s(world) if self._spec.policy.min_stable_s else math.inf
-        planned = replace(planned, num_lost=world.size - len(change.staying), previous_lasted_s=age_s)
+        planned = replace(planned, number=number, previous_lasted_s=age_s)
         if newest.number > world.number and replace(planned, number=newest.number) == newest:
             return newest
         return planned if self._job_store.propose_world(planned) == planned else None
