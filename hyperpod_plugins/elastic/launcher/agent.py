@@ -55,22 +55,11 @@ _STOP_LINGER_S = 0.5
 """How long the store outlives the decision to stop, so that the other nodes can read the reason."""
 
 
-def longest_stop_s(shutdown_timeout_s: float) -> float:
-    """Longest time in seconds that workers may run after a signal that ends the agent.
-
-    It covers the wait for the job to continue without them, the time to SIGKILL, and the exit of killed processes.
-
-    Args:
-        shutdown_timeout_s: from SIGTERM to SIGKILL.
-    """
-    return shutdown_timeout_s * (1 + PART_FOR_LEAVING) + KILLED_S + STUCK_S
-
-
 class HyperPodAgent(SimpleElasticAgent):
     """torch's elastic agent with replacement of single workers. Use it from the main thread.
 
     It looks (`AgentView`), decides (`next_agent_action`) and acts. What follows from the exit of a worker is decided
-    by `exit_action`.
+    by `WorkerExit.decide`.
     """
 
     def __init__(self, spec: WorkerSpec, options: AgentOptions) -> None:
@@ -274,10 +263,12 @@ class HyperPodAgent(SimpleElasticAgent):
     def _exit_in_time(self, number: signal.Signals) -> None:
         """End this process after a signal if its main thread does not; runs in a thread of its own."""
         handler = self.node.handler
+        # The job may continue without the workers, then they get the time to SIGKILL, and killed ones the time to end.
+        longest_s = self._options.shutdown_timeout_s * (1 + PART_FOR_LEAVING) + KILLED_S + STUCK_S
         exit_in_time(
             number,
             self._workers.running_pids,
             lambda: self._is_stopping,
-            workers_s=longest_stop_s(self._options.shutdown_timeout_s),
+            workers_s=longest_s,
             closing_s=handler.closing_s if handler is not None and handler.serves_store else 0.0,
         )

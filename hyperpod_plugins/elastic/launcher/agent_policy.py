@@ -5,8 +5,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from hyperpod_plugins.elastic.launcher.local_workers import WorkerStatus
-from hyperpod_plugins.elastic.membership.restart_policy import GAVE_UP, Remedy, WorkerExit
-from hyperpod_plugins.elastic.store.records import FailureRecord
 
 
 class AgentState(enum.Enum):
@@ -31,7 +29,7 @@ class AgentState(enum.Enum):
 
 
 class AgentAction(enum.Enum):
-    """What an agent does next. The first four change its state; the last three are results for torch's loop."""
+    """What an agent does next: it waits, changes its state, or gives torch's loop a result (the last three)."""
 
     WAIT = "workers run, or this node serves the store of a running job"
     RELEASE = "the job has succeeded while the workers of this node waited to be taken in: kill them"
@@ -83,61 +81,3 @@ def next_agent_action(view: AgentView) -> AgentAction:
         return AgentAction.SUCCEED if view.serves_store and view.is_success else AgentAction.FAIL
     final = {WorkerStatus.DONE, WorkerStatus.LOST} if state is AgentState.RELEASED else {WorkerStatus.DONE}
     return AgentAction.SUCCEED if view.statuses <= final else AgentAction.WAIT
-
-
-class ExitAction(enum.Enum):
-    """What follows from the failure of a worker."""
-
-    REPLACE = "another process takes its place"
-    RESTART = "request a restart of all workers"
-    EXCLUDE = "the job continues without the workers of this node"
-    STOP = "the job ends"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitView:
-    """What an agent sees of a worker that has failed."""
-
-    exit: WorkerExit
-    has_slots: bool = True
-    """Whether the rendezvous gives each node a slot, which another node can take over."""
-    is_unproven: bool = False
-    """Whether this node joined a running job, and none of its workers has run past the time for early faults."""
-    given_up: FailureRecord | None = None
-    """Why the job has given up, if it has."""
-    over_budget: str | None = None
-    """Why the `RestartBudget` of the worker forbids to replace it, if it does."""
-    are_others_finished: bool = False
-
-
-def exit_action(view: ExitView) -> tuple[ExitAction, str]:
-    """Decide what follows, and why the worker is not replaced; the reason is empty for REPLACE and RESTART."""
-    loss = view.exit
-    is_blamed_on_node = (
-        view.given_up is None
-        and loss.is_armed
-        and view.has_slots
-        and (not loss.is_needed or (view.is_unproven and loss.code != GAVE_UP))
-    )
-    if loss.remedy is Remedy.RESTART_ALL and view.given_up is None and not is_blamed_on_node:
-        return ExitAction.RESTART, ""
-    refusal = _why_not_replace(view)
-    if refusal is None:
-        return ExitAction.REPLACE, ""
-    return ExitAction.EXCLUDE if is_blamed_on_node else ExitAction.STOP, refusal
-
-
-def _why_not_replace(view: ExitView) -> str | None:
-    loss = view.exit
-    if view.given_up is not None:
-        return f"the job has given up: {view.given_up}"
-    if loss.remedy is Remedy.END and loss.code > 0 and loss.uses_recovery:
-        return "it failed on its own outside of the program's steps"
-    if not loss.is_armed:
-        return (
-            "no worker takes part in recovery: the program does not use it, has nothing to recover yet, or is "
-            "past its last step"
-        )
-    if view.over_budget is None and view.are_others_finished:
-        return "all others have finished, and a replacement would hang"
-    return view.over_budget

@@ -8,15 +8,16 @@ from dataclasses import replace
 from torch.distributed import DistError
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.launcher.agent_policy import AgentState, ExitAction, ExitView, exit_action
+from hyperpod_plugins.elastic.launcher.agent_policy import AgentState
 from hyperpod_plugins.elastic.launcher.departure import DONE_KEY
 from hyperpod_plugins.elastic.launcher.local_workers import LocalWorkers, WorkerSlot, describe_exit, error_of
 from hyperpod_plugins.elastic.launcher.node_status import NodeStatus
 from hyperpod_plugins.elastic.launcher.signal_queue import SignalQueue
-from hyperpod_plugins.elastic.membership.admission import is_in_world, uses_recovery, world_or_none
+from hyperpod_plugins.elastic.membership.admission import uses_recovery, world_or_none
 from hyperpod_plugins.elastic.membership.restart_policy import (
     NOT_NEEDED,
     JobRestart,
+    Remedy,
     RestartBudget,
     RestartPolicy,
     WorkerExit,
@@ -68,15 +69,16 @@ class WorkerExits:
         is_taken_over = node.job_store.incarnation(slot.worker_id) != failure.incarnation + 1
         if is_taken_over or node.state is AgentState.DRAINING:
             return
-        view = self._look(slot, code)
-        action, why = exit_action(view)
-        if action is ExitAction.REPLACE:
+        loss = self._look(slot, code)
+        budget = self._budgets.setdefault(slot.worker_id, RestartBudget(self._policy))
+        remedy, why = loss.decide(budget.why_not_replace(loss, slot.uptime_s, time.monotonic()))
+        if remedy is Remedy.REPLACE:
             self._replace(slot, code, failure)
-        elif action is ExitAction.RESTART:
-            self._request_restart(slot, view.exit, failure)
+        elif remedy is Remedy.RESTART_ALL:
+            self._request_restart(slot, loss, failure)
         else:
             node.record_failure(slot, code)
-            if action is ExitAction.EXCLUDE:
+            if remedy is Remedy.EXCLUDE:
                 self._exclude_node(failure, why)
             else:
                 node.stop_job(failure, why)
@@ -97,35 +99,28 @@ class WorkerExits:
         self._generation = record_worker_exit(self._node.job_store, failure, self._generation)
         return failure
 
-    def _look(self, slot: WorkerSlot, code: int) -> ExitView:
-        """Gather what the decision needs, and count the replacement that may follow."""
+    def _look(self, slot: WorkerSlot, code: int) -> WorkerExit:
         node, job_store, worker_id = self._node, self._node.job_store, slot.worker_id
-        given_up = job_store.try_get(GAVE_UP_KEY)
-        is_armed, error = job_store.is_armed, error_of(slot) if code > 0 else ""
+        given_up, is_armed = job_store.try_get(GAVE_UP_KEY), job_store.is_armed
+        error = error_of(slot) if code > 0 else ""
         raised = job_store.try_get(f"{RAISED_KEY}/{worker_id}") if error else None
         node.uses_recovery |= uses_recovery(job_store)
-        loss = WorkerExit(
+        world = world_or_none(job_store)
+        others = set(range(node.round.world_size) if world is None else world.worker_ids) - {worker_id}
+        return WorkerExit(
             code=code,
             error=error,
             is_final=raised is not None and raised.decode(errors="replace") == error,
             is_armed=is_armed,
             has_begun=job_store.try_get(BEGUN_KEY) is not None,
             uses_recovery=node.uses_recovery,
-            is_needed=is_in_world(job_store, worker_id),
+            is_needed=world is None or worker_id in world.worker_ids,
             can_all_start=is_armed or not self._has_any_node_left(),
             may_restart=self._policy.max_restarts > 0,
-        )
-        world = world_or_none(job_store)
-        others = set(range(node.round.world_size) if world is None else world.worker_ids) - {worker_id}
-        budget = self._budgets.setdefault(worker_id, RestartBudget(self._policy))
-        return ExitView(
-            exit=loss,
             has_slots=node.handler is not None,
             is_unproven=node.round.job.incarnation > 0 and not self._is_proven,
             given_up=None if given_up is None else FailureRecord.from_json(given_up),
-            over_budget=budget.why_not_replace(loss, slot.uptime_s, time.monotonic()),
-            are_others_finished=bool(others)
-            and job_store.has_all([f"{_FINISHED}/{other}" for other in sorted(others)]),
+            are_others_finished=bool(others) and job_store.has_all([f"{_FINISHED}/{each}" for each in sorted(others)]),
         )
 
     def _has_any_node_left(self) -> bool:
