@@ -25,7 +25,14 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.launcher.agent_policy import AgentAction, AgentState, AgentView, next_agent_action
+from hyperpod_plugins.elastic.launcher.agent_state import (
+    STOPPED_KEY,
+    AgentAction,
+    AgentState,
+    AgentView,
+    NodeStatus,
+    next_agent_action,
+)
 from hyperpod_plugins.elastic.launcher.departure import PART_FOR_LEAVING, Departure, ExitBarrier
 from hyperpod_plugins.elastic.launcher.local_workers import (
     KILLED_S,
@@ -35,7 +42,6 @@ from hyperpod_plugins.elastic.launcher.local_workers import (
     error_of,
 )
 from hyperpod_plugins.elastic.launcher.logs import open_sinks
-from hyperpod_plugins.elastic.launcher.node_status import STOPPED_KEY, NodeStatus
 from hyperpod_plugins.elastic.launcher.round import AgentOptions, RoundStarter, worker_slots
 from hyperpod_plugins.elastic.launcher.signal_queue import STUCK_S, SignalQueue, exit_in_time
 from hyperpod_plugins.elastic.launcher.worker_exits import WorkerExits

@@ -13,9 +13,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.launcher.agent_policy import AgentState
+from hyperpod_plugins.elastic.launcher.agent_state import STOPPED_KEY, AgentState, NodeStatus
 from hyperpod_plugins.elastic.launcher.local_workers import LocalWorkers, WorkerStatus
-from hyperpod_plugins.elastic.launcher.node_status import STOPPED_KEY, NodeStatus
 from hyperpod_plugins.elastic.membership.admission import announce_preemption, world_or_none
 from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
 from hyperpod_plugins.elastic.membership.quorum_policy import ExitWait

@@ -8,10 +8,9 @@ from dataclasses import replace
 from torch.distributed import DistError
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.launcher.agent_policy import AgentState
+from hyperpod_plugins.elastic.launcher.agent_state import AgentState, NodeStatus
 from hyperpod_plugins.elastic.launcher.departure import DONE_KEY
 from hyperpod_plugins.elastic.launcher.local_workers import LocalWorkers, WorkerSlot, describe_exit, error_of
-from hyperpod_plugins.elastic.launcher.node_status import NodeStatus
 from hyperpod_plugins.elastic.launcher.signal_queue import SignalQueue
 from hyperpod_plugins.elastic.membership.admission import uses_recovery, world_or_none
 from hyperpod_plugins.elastic.membership.restart_policy import (

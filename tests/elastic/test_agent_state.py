@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpod_plugins.elastic.launcher.agent_policy import (
+from hyperpod_plugins.elastic.launcher.agent_state import (
     AgentAction,
     AgentState,
     AgentView,
