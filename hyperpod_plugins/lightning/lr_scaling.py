@@ -100,7 +100,7 @@ class LearningRates:
             ConfigError: the state has a different reference batch than requested, or counts schedule steps
                 differently.
         """
-        lr_state, wanted = LRState.of(state["course"]), self.rule.reference_batch_size
+        lr_state, wanted = LRState.from_dict(state["course"]), self.rule.reference_batch_size
         if wanted not in (0, lr_state.reference_batch_size):
             raise ConfigError(
                 f"the checkpoint was made with a reference batch of {lr_state.reference_batch_size} samples, and its "

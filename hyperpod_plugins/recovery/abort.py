@@ -9,7 +9,6 @@ import time
 from typing import NoReturn
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
-from hyperpod_plugins.elastic.checkpoint_trust import why_untrusted
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
 from hyperpod_plugins.elastic.store.entries import (
     CHECKPOINTS_KEY,
@@ -17,6 +16,7 @@ from hyperpod_plugins.elastic.store.entries import (
     known_checkpoints,
     newest_checkpoint,
     restart_from_newest,
+    why_untrusted,
 )
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY
 from hyperpod_plugins.env import JobEnv

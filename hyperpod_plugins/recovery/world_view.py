@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
-from hyperpod_plugins.elastic.membership.admission import world_without
+from hyperpod_plugins.elastic.membership.admission import Admission
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of, what_would_fit
 from hyperpod_plugins.elastic.membership.reshard import num_survivors, restart_layout
 from hyperpod_plugins.elastic.store.world import WorldPlan
@@ -68,7 +68,7 @@ class WorldView:
         assert self._spec is not None
         present, gone = self.at(generation), self._silent_workers(missing)
         try:
-            world = world_without(self._job_store, self._spec, present, missing, waited_s)
+            world = Admission(self._job_store, self._spec).world_without(present, missing, waited_s)
         except StateLost:  # only replacements can continue, from a snapshot
             world = None
         if world is None:

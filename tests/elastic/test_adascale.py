@@ -128,7 +128,7 @@ def test_the_clock_counts_what_steps_are_worth():
         lr_state = lr_state.after(2 * REFERENCE)
         worth += lr_state.factor
         assert lr_state.schedule_step == int(worth)
-        assert lr_state == LRState.of(json.loads(json.dumps(lr_state.to_dict())))
+        assert lr_state == LRState.from_dict(json.loads(json.dumps(lr_state.to_dict())))
     assert 50 < worth < 100
     assert lr_state.num_samples == 100 * REFERENCE
 
@@ -136,7 +136,7 @@ def test_the_clock_counts_what_steps_are_worth():
 def test_a_course_from_before_there_was_adascale():
     state = LRState.initial(REFERENCE, LRScalingRule()).to_dict()
     del state["gains"]
-    assert LRState.of(state) == LRState.initial(REFERENCE, LRScalingRule())
+    assert LRState.from_dict(state) == LRState.initial(REFERENCE, LRScalingRule())
 
 
 # -- what it is for ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from elastic.stores import Counted
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import (
+    Admission,
+    AdmissionView,
     add_candidate,
     announce_preemption,
     await_turn,
@@ -16,13 +18,14 @@ from hyperpod_plugins.elastic.membership.admission import (
     is_in_world,
     job_status,
     pending_world,
+    plan_growth,
     plan_scale_down,
+    plan_without_missing,
     present_world,
     publish_initial_world,
     request_replicas,
     turn_poll_s,
     world_or_none,
-    world_without,
 )
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of, publish_elastic_spec
 from hyperpod_plugins.elastic.rendezvous.store import name_of_round
@@ -83,15 +86,15 @@ def test_a_plan_comes_after_all_that_were_made(job_store):
     announce_preemption(job_store, 3, 0)
     announce_preemption(job_store, 2, 0)
     job_store.propose_world(WorldPlan(worker_ids=(0, 1, 2, 3, 4, 5), number=1, cause="growth"))
-    assert world_without(job_store, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).number == 2
+    assert Admission(job_store, TERMS).world_without(world, {2: 1, 3: 1}, waited_s=0.0).number == 2
 
 
 def test_of_several_who_plan_the_same_one_is_heard(job_store):
     world = begin(job_store, 4)
     for worker_id in (2, 3):
         announce_preemption(job_store, worker_id, 0)
-    first = world_without(job_store, TERMS, world, {2: 1, 3: 1}, waited_s=0.0)
-    assert world_without(job_store, TERMS, world, {2: 1, 3: 1}, waited_s=0.0) == first
+    first = Admission(job_store, TERMS).world_without(world, {2: 1, 3: 1}, waited_s=0.0)
+    assert Admission(job_store, TERMS).world_without(world, {2: 1, 3: 1}, waited_s=0.0) == first
     assert job_store.world(2) is None
 
 
@@ -115,9 +118,9 @@ def test_the_first_terms_hold(job_store):
 
 def test_the_job_waits_for_replacements_before_it_shrinks(job_store):
     world = begin(job_store, 4)
-    assert world_without(job_store, TERMS, world, {3: 0}, waited_s=0.1) is None
-    assert world_without(job_store, TERMS, world, {3: 0}, waited_s=29.0) is None
-    smaller = world_without(job_store, TERMS, world, {3: 0}, waited_s=31.0)
+    assert Admission(job_store, TERMS).world_without(world, {3: 0}, waited_s=0.1) is None
+    assert Admission(job_store, TERMS).world_without(world, {3: 0}, waited_s=29.0) is None
+    smaller = Admission(job_store, TERMS).world_without(world, {3: 0}, waited_s=31.0)
     assert smaller.worker_ids == (0, 1)
     assert smaller.cause == "the job shrinks from 2 to 1 replicas"
 
@@ -125,30 +128,32 @@ def test_the_job_waits_for_replacements_before_it_shrinks(job_store):
 def test_nobody_waits_for_those_that_gave_notice(job_store):
     world = begin(job_store, 4)
     announce_preemption(job_store, 2, 0)
-    assert world_without(job_store, TERMS, world, {2: 1, 3: 1}, waited_s=0.0) is None  # 3 has not
+    assert Admission(job_store, TERMS).world_without(world, {2: 1, 3: 1}, waited_s=0.0) is None  # 3 has not
     announce_preemption(job_store, 3, 0)
-    assert world_without(job_store, TERMS, world, {2: 1, 3: 1}, waited_s=0.0).worker_ids == (0, 1)
-    assert world_without(job_store, TERMS, world, {2: 2, 3: 2}, waited_s=0.0) is None  # those that came after them
+    assert Admission(job_store, TERMS).world_without(world, {2: 1, 3: 1}, waited_s=0.0).worker_ids == (0, 1)
+    assert (
+        Admission(job_store, TERMS).world_without(world, {2: 2, 3: 2}, waited_s=0.0) is None
+    )  # those that came after them
 
 
 def test_the_job_shrinks_by_those_that_got_notice(job_store):
     publish_elastic_spec(job_store, TERMS)
     world = begin(job_store, 8)
-    plan_scale_down(job_store, world)
+    Admission(job_store, elastic_spec_of(job_store)).scale_down(world)
     assert pending_world(job_store) == 0
     announce_preemption(job_store, 2, 0)
     job_store.next_incarnation(5)
     announce_preemption(job_store, 5, 0)  # that process is gone, and another has come
-    plan_scale_down(job_store, world)
+    Admission(job_store, elastic_spec_of(job_store)).scale_down(world)
     planned = job_store.world(pending_world(job_store))
     assert planned.worker_ids == (0, 1, 4, 5)  # 3 replicas are not allowed
     assert planned.num_lost == 1
-    plan_scale_down(job_store, world)
+    Admission(job_store, elastic_spec_of(job_store)).scale_down(world)
     assert pending_world(job_store) == planned.number == 1  # it is on its way
     change(job_store, planned)
     announce_preemption(job_store, 0, 0)
     announce_preemption(job_store, 4, 0)
-    plan_scale_down(job_store, planned)
+    Admission(job_store, elastic_spec_of(job_store)).scale_down(planned)
     assert pending_world(job_store) == 1  # nobody would hold that part of the state
 
 
@@ -169,7 +174,7 @@ def test_a_joiner_that_is_late_does_not_bring_back_a_plan_that_was_superseded(jo
         def __getattr__(self, name):
             if name == "compare_set" and not pending_world(job_store):
                 announce_preemption(job_store, 1, 0)
-                plan_scale_down(job_store, world)
+                Admission(job_store, elastic_spec_of(job_store)).scale_down(world)
                 assert job_store.world(pending_world(job_store)).worker_ids == (0,)
             return getattr(job_store._store, name)
 
@@ -235,21 +240,21 @@ def test_one_that_got_notice_does_not_wait_to_come_in(job_store):
     world = begin(job_store, 4)
     wait_as_candidate(job_store, 7)
     announce_preemption(job_store, 7, 1)
-    assert world_without(job_store, TERMS, world, {1: 0}, waited_s=4.0) is None
+    assert Admission(job_store, TERMS).world_without(world, {1: 0}, waited_s=4.0) is None
 
 
 def test_processes_that_wait_take_the_places_of_lost_ones(job_store):
     world = begin(job_store, 4)
     wait_as_candidate(job_store, 7)
-    assert world_without(job_store, TERMS, world, {1: 0}, waited_s=1.0) is None  # its agent may replace it
-    assert world_without(job_store, TERMS, world, {1: 0}, waited_s=4.0).worker_ids == (0, 7, 2, 3)
+    assert Admission(job_store, TERMS).world_without(world, {1: 0}, waited_s=1.0) is None  # its agent may replace it
+    assert Admission(job_store, TERMS).world_without(world, {1: 0}, waited_s=4.0).worker_ids == (0, 7, 2, 3)
 
 
 def test_a_candidate_that_was_lost_is_none(job_store):
     world = begin(job_store, 4)
     wait_as_candidate(job_store, 7)
     job_store.next_incarnation(7)
-    assert world_without(job_store, TERMS, world, {1: 0}, waited_s=4.0) is None
+    assert Admission(job_store, TERMS).world_without(world, {1: 0}, waited_s=4.0) is None
 
 
 def test_a_process_that_came_in_and_was_lost_with_its_node_does_not_wait_any_more(job_store):
@@ -259,10 +264,10 @@ def test_a_process_that_came_in_and_was_lost_with_its_node_does_not_wait_any_mor
     for number, worker_ids in ((1, (0, 1, 2, 3, 7, 8)), (2, (0, 1, 2, 3))):
         change(job_store, job_store.propose_world(WorldPlan(worker_ids=worker_ids, number=number)))
     world = present_world(job_store)
-    assert world_without(job_store, TERMS, world, {1: 0}, waited_s=4.0) is None
+    assert Admission(job_store, TERMS).world_without(world, {1: 0}, waited_s=4.0) is None
     job_store.next_incarnation(8)
     add_candidate(job_store, 8, 2, world)  # another process in one of these places
-    assert world_without(job_store, TERMS, world, {1: 0}, waited_s=4.0).worker_ids == (0, 8, 2, 3)
+    assert Admission(job_store, TERMS).world_without(world, {1: 0}, waited_s=4.0).worker_ids == (0, 8, 2, 3)
 
 
 def test_the_job_is_stable_for_a_while_before_it_grows_again(job_store, monkeypatch):
@@ -291,4 +296,70 @@ def test_a_part_of_the_state_that_is_lost_is_said(job_store):
     wait_as_candidate(job_store, 7)
     wait_as_candidate(job_store, 8)
     with pytest.raises(StateLost, match=r"the part \[1\]"):
-        world_without(job_store, TERMS, world, {1: 0, 3: 0}, waited_s=4.0)
+        Admission(job_store, TERMS).world_without(world, {1: 0, 3: 0}, waited_s=4.0)
+
+
+def seen(size=4, replica_size=2, sizes=(1, 2, 4), policy=POLICY, **rest):
+    """Of a world of `size` ranks."""
+    spec = ElasticSpec(policy=policy, replica_size=replica_size, sizes=sizes)
+    return AdmissionView(spec=spec, world=WorldPlan.initial(size), **rest)
+
+
+STABLE = replace(POLICY, min_stable_s=10.0, max_backoff_s=40.0)
+
+
+@pytest.mark.parametrize(
+    ("view", "target"),
+    [
+        (seen(), None),
+        (seen(candidates=(8, 9, 10)), None),  # 3 replicas are not allowed
+        (seen(candidates=(8, 9, 10, 11)), 4),
+        (seen(candidates=(8, 9, 10, 11), leaving={1}), None),
+        (seen(candidates=(8, 9, 10, 11), requested=2), None),
+        (seen(2, candidates=(8, 9, 10, 11), requested=2), 2),
+        (seen(2, candidates=(8, 9), since_arrival_s=0.0), None),  # more may come
+        (seen(candidates=(8, 9, 10, 11), since_arrival_s=0.0), 4),  # no more could be taken in
+        (seen(candidates=(8, 9, 10, 11), policy=STABLE, since_change_s=9.0), None),
+        (seen(candidates=(8, 9, 10, 11), policy=STABLE, since_change_s=11.0), 4),
+        (seen(candidates=(8, 9, 10, 11), policy=STABLE, since_change_s=11.0, num_setbacks=1), None),
+    ],
+)
+def test_when_the_job_grows(view, target):
+    planned, known = plan_growth(view), (*range(view.world.size), *view.candidates)
+    assert (None if planned is None else planned.worker_ids) == (target and known[: 2 * target])
+
+
+@pytest.mark.parametrize(
+    ("view", "target", "num_lost"),
+    [
+        (seen(8), None, None),
+        (seen(6, sizes=(1, 2, 4)), None, None),  # a size that is not allowed stays until something is asked for
+        (seen(8, requested=4), None, None),
+        (seen(8, requested=3), 2, 0),
+        (seen(8, leaving={2}), 2, 1),
+        (seen(8, leaving={0, 2, 4, 6}), None, None),  # nobody would hold their part of the state
+        (seen(2, leaving={0}), None, None),
+    ],
+)
+def test_when_the_job_shrinks_on_request(view, target, num_lost):
+    planned = plan_scale_down(view)
+    assert (None if planned is None else (planned.size, planned.num_lost)) == (target and (2 * target, num_lost))
+    assert planned is None or not view.leaving.intersection(planned.worker_ids)
+
+
+@pytest.mark.parametrize(
+    ("view", "target"),
+    [
+        (seen(missing={3}, since_loss_s=5.0), None),
+        (seen(missing={3}, since_loss_s=31.0), 1),
+        (seen(missing={3}), 1),  # it had got notice
+        (seen(missing={3}, candidates=(8,), since_loss_s=5.0), 2),
+        (seen(missing={2, 3}, candidates=(8,), since_loss_s=5.0), None),
+        (seen(missing={2, 3}, candidates=(8,), since_loss_s=31.0), 1),
+        (seen(missing={0, 1, 2, 3}, since_loss_s=31.0), None),
+    ],
+)
+def test_how_the_job_goes_on_without_those_it_misses(view, target):
+    planned = plan_without_missing(view)
+    assert (None if planned is None else planned.size) == (target and 2 * target)
+    assert planned is None or not view.missing.intersection(planned.worker_ids)

@@ -12,6 +12,7 @@ from elastic import endings
 from hyperpod_plugins.elastic.membership.admission import publish_initial_world
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.elastic.store.world import WorldPlan
 
 pytestmark = pytest.mark.spawns
@@ -103,6 +104,23 @@ def test_a_broken_node_that_joins_leaves_the_job_alone(launch):
     last.await_(lambda: lost in {rank for rank, _ in last.said()})
     job_store.set("finish", b"1")
     assert [first.code(), last.code()] == [0, 0], first.text() + last.text()
+
+
+def test_a_node_that_only_serves_the_store_any_more_succeeds_with_the_job(launch):
+    """Its own worker is outside of the world, and fails at each start: the result then named no worker of this node."""
+    port = free_port()
+    host = launch("wait('fail'); sys.exit(3)", *options(port, is_host=True, nodes=2))
+    other = launch("wait('finish')", *options(port, is_host=False, nodes=2))
+    for job in (host, other):
+        job.await_(lambda job=job: job.said())
+    job_store, [(trains, _)] = host.job_store(), other.said()
+    publish_initial_world(job_store, WorldPlan.initial(2))
+    job_store.propose_world(WorldPlan(worker_ids=(trains,), number=1))
+    job_store.end(0, FailureRecord(kind="resize", cause="a test", world=1))
+    job_store.set("fail", b"1")
+    host.await_(lambda: "this node only serves the job's store from now on" in host.text())
+    job_store.set("finish", b"1")
+    assert [host.code(), other.code()] == [0, 0], host.text() + other.text()
 
 
 def test_a_stall_of_the_store_is_ridden_out_and_signals_are_heard_in_it(launch):

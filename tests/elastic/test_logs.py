@@ -35,3 +35,19 @@ def test_a_replacement_writes_to_the_console_where_no_folder_can_be_made(tmp_pat
     (tmp_path / "file").write_text("")
     logs = logs_in(tmp_path / "file").of_replacement(1)
     assert (logs.stdout, logs.stderr, logs.error_file, logs.teed) == ("", "", "", frozenset())
+
+
+def test_a_line_that_is_written_in_parts_is_copied_whole(tmp_path):
+    """torch's `TailLog` copies each part at once, and what another worker writes meanwhile comes between them."""
+    path, out = tmp_path / "out", io.StringIO()
+    tee = Tee()
+    tee.follow(str(path), "[0]: ", Sink("stdout", out))
+    with path.open("w") as file:
+        for part, expected in (("one, ", ""), ("two\nthr", "[0]: one, two\n"), ("ee", "[0]: one, two\n")):
+            file.write(part)
+            file.flush()
+            with tee._lock:
+                tee._copy_all()
+            assert out.getvalue() == expected
+    tee.close()
+    assert out.getvalue() == "[0]: one, two\n[0]: three\n"

@@ -66,7 +66,7 @@ def test_whoever_is_given_the_course_goes_on_as_those_who_gave_it(steps, warmup)
     old = new = LRState.initial(REFERENCE, rule)
     for batch, is_passed_on in steps:
         if is_passed_on:
-            new = LRState.of(json.loads(json.dumps(old.to_dict())))
+            new = LRState.from_dict(json.loads(json.dumps(old.to_dict())))
         old, new = old.with_batch(batch, rule), new.with_batch(batch, rule)
         assert old == new
         assert 0.0 < old.factor <= math.sqrt(900 / REFERENCE)

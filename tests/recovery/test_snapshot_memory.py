@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hyperpod_plugins.elastic import snapshot_folder
+from hyperpod_plugins.elastic import process
 from hyperpod_plugins.errors import PeerLost
 from hyperpod_plugins.recovery import snapshot_memory
 from hyperpod_plugins.recovery.snapshot_memory import SharedSlots, Snapshot, leaves_enough
@@ -153,22 +153,22 @@ def test_broken_groups_end_what_takes_long(tmp_path, num_times):
 
 
 def test_folders_of_agents_that_are_gone_are_removed(tmp_path):
-    here = snapshot_folder._namespace()
-    mine = tmp_path / f"{os.getpid()}-{snapshot_folder._start_of(os.getpid())}-{here}"
+    here = process._namespace()
+    mine = tmp_path / f"{os.getpid()}-{process._start_of(os.getpid())}-{here}"
     foreign = tmp_path / "999999999-1-1"  # of another container, where that number may be alive
     gone = [tmp_path / f"999999999-1-{here}", tmp_path / f"{os.getpid()}-1-{here}"]  # the number was used again
     for folder in (mine, foreign, *gone):
         folder.mkdir()
         (folder / "0-own-0.data").write_bytes(b"x")
-    snapshot_folder.remove_stale(tmp_path)
+    process.remove_stale(tmp_path)
     assert set(tmp_path.iterdir()) == {mine, foreign}
 
 
 def test_a_folder_that_others_can_enter_is_not_used(tmp_path):
     tmp_path.chmod(0o755)
-    assert not snapshot_folder.is_private(tmp_path)
+    assert not process.is_private(tmp_path)
     tmp_path.chmod(0o700)
-    assert snapshot_folder.is_private(tmp_path)
+    assert process.is_private(tmp_path)
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
-    assert not snapshot_folder.is_private(link)
+    assert not process.is_private(link)

@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 ProgramKind = Literal[
     "script",  # a path, run as `python PATH` would
@@ -37,15 +37,6 @@ class SpawnRequest:
     stdout: str = ""
     """File for the output, or empty to inherit the agent's; the same for `stderr`."""
     stderr: str = ""
-
-    def to_message(self) -> dict[str, Any]:
-        """JSON-serializable form of this request."""
-        return asdict(self)
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Self:
-        """Inverse of `to_message`."""
-        return cls(**message)
 
 
 class JsonLines:
@@ -152,7 +143,7 @@ class ForkServerProcess:
 
     def start(self, start: SpawnRequest) -> None:
         """Request a process; the answer is a `Started`."""
-        self._send({"start": start.to_message()})
+        self._send({"start": asdict(start)})
 
     def send_signal(self, request_id: int, number: int, *, group: bool, last: bool) -> None:
         """Signal a process, or with `group` its process group, unless it has ended.

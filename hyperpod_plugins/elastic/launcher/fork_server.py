@@ -137,7 +137,7 @@ class ForkServer:
         while True:
             for message in self._agent.receive():
                 if "start" in message:
-                    start = self._start(SpawnRequest.from_message(message["start"]))
+                    start = self._start(SpawnRequest(**message["start"]))
                     if start is not None:
                         return start
                 else:

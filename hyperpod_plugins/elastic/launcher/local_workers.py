@@ -184,6 +184,11 @@ class LocalWorkers:
         self.send(self.slots, signal.SIGKILL)
         return ended + self._wait_all(time.monotonic() + KILLED_S, inbox, patient=True)
 
+    def running_pids(self) -> list[int]:
+        """Processes of running slots that exist; any thread may call this."""
+        pids = [slot.pid for slot in self.slots if slot.status is WorkerStatus.RUNNING and slot.pid > 0]
+        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
     def close(self) -> None:
         """End the fork server and copy the remaining output; this object cannot be used afterwards."""
         self._fork_server.close()

@@ -1,7 +1,13 @@
-"""Output of workers: torch's choice of files, one more folder for each replacement, and `--tee`."""
+"""Output of workers: torch's choice of files, one more folder for each replacement, and `--tee`.
+
+torch's `TailLog` does not serve `--tee` here: it copies a line that is half written, so that lines of several workers
+run into each other, it never flushes, and it cannot add the files of a replacement.
+"""
 
 import os
+import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self, TextIO
@@ -80,6 +86,18 @@ class Sink:
         return not self.needles or any(needle in line for needle in self.needles)
 
 
+def open_sinks(destination: LogsDest, stdout_filters: Sequence[str], stderr_filters: Sequence[str]) -> list[Sink]:
+    """The console, and torch's files for the lines of each stream that contain one of the filters."""
+    sinks = [Sink("stdout", sys.stdout), Sink("stderr", sys.stderr)]
+    for sink, path, needles in (
+        (sinks[0], destination.filtered_stdout, stdout_filters),
+        (sinks[1], destination.filtered_stderr, stderr_filters),
+    ):
+        if needles:
+            sinks.append(Sink(sink.stream, open(path, "w"), tuple(needles)))  # noqa: SIM115  (until the agent ends)
+    return sinks
+
+
 @dataclass(slots=True)
 class _Tail:
     path: str
@@ -116,10 +134,7 @@ class _Tail:
 
 
 class Tee:
-    """Copies the lines of growing files, each with a prefix, in a single thread.
-
-    Unlike torch's `TailLog`, which has a thread per file, it can add files while it runs.
-    """
+    """Copies the lines of growing files, each with a prefix, in a single thread; files can be added meanwhile."""
 
     def __init__(self) -> None:
         self._tails: list[_Tail] = []

@@ -42,11 +42,10 @@ from hyperpod_plugins.elastic.launcher.fork_client import ForkServerOptions
 from hyperpod_plugins.elastic.launcher.local_workers import Program, failure_report
 from hyperpod_plugins.elastic.launcher.round import AgentOptions
 from hyperpod_plugins.elastic.membership.restart_policy import RestartPolicy
-from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS, raise_open_file_limit
+from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS, raise_open_file_limit, set_snapshot_folder
 from hyperpod_plugins.elastic.rendezvous.backends import CONNECTING
 from hyperpod_plugins.elastic.rendezvous.handler import NAME as SLOTS
 from hyperpod_plugins.elastic.rendezvous.handler import create_rendezvous
-from hyperpod_plugins.elastic.snapshot_folder import set_snapshot_folder
 from hyperpod_plugins.elastic.store.etcd import SCHEME
 from hyperpod_plugins.errors import ConfigError, HyperPodError, NotBuiltYetError
 
@@ -314,12 +313,13 @@ def run(args: argparse.Namespace) -> None:
         raise
     finally:
         if is_over:
-            agent.leave_rendezvous()
-    if agent.stopped is not None:
-        print(f"hyperpodrun: the job ends: {agent.stopped} ({agent.stopped.reporter})", file=sys.stderr)  # noqa: T201
+            agent.exit.leave()
+    stopped = agent.node.stopped
+    if stopped is not None:
+        print(f"hyperpodrun: the job ends: {stopped} ({stopped.reporter})", file=sys.stderr)  # noqa: T201
     if result.failures:
         raise ChildFailedError(name=program.target, failures=result.failures)
-    if agent.stopped is not None:
+    if stopped is not None:
         raise HyperPodError("no worker of this node failed")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Template
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
@@ -132,6 +132,7 @@ class RestartRound:
     node: int
     """Index of this node."""
     num_nodes: int
+    world_size: int
     master: tuple[str, int] | None = None
     """Host and port of the workers' own store; None if they share the job store's."""
     replacements_master: tuple[str, int] | None = None
@@ -162,19 +163,14 @@ class RoundStarter:
                 number=handler.round_number,
                 node=node,
                 num_nodes=group.group_world_size or 1,
+                world_size=group.workers[0].world_size,
                 master=(group.master_addr, group.master_port),
                 replacements_master=handler.joiners_store,
             )
         store = PrefixStore("hyperpod", group.store)
         host, port = group.master_addr, group.master_port
         if not handler.use_agent_store:
-            # Each round has its own server, so that neither workers nor the job store see keys of an earlier round.
-            # The former server is kept, as other nodes may still read there why its round ended.
-            self._former_server = self._server
-            self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if node == 0 else None
-            served = self._server.port if self._server is not None else None
-            info = RendezvousStoreInfo.build(node, store, group.spec.local_addr, served)
-            host, port = info.master_addr, info.master_port
+            host, port = self._serve(host, node, store, group.spec.local_addr)
         if node == 0:
             # If the store outlives the round, the job store needs a new name: generations start at 0 again.
             again = f".{uuid.uuid4().hex[:8]}" if self._num_rounds and handler.use_agent_store else ""
@@ -189,7 +185,25 @@ class RoundStarter:
             run_id=store.get("run_id").decode(),
             resume_from=store.get("resume_from").decode(),
         )
-        return RestartRound(job=job, number=number, node=node, num_nodes=group.group_world_size or 1)
+        return RestartRound(
+            job=job,
+            number=number,
+            node=node,
+            num_nodes=group.group_world_size or 1,
+            world_size=group.workers[0].world_size,
+        )
+
+    def _serve(self, host: str, node: int, store: Store, local_addr: str | None) -> tuple[str, int]:
+        """Serve a store for a round if this is node 0; returns its host and port.
+
+        Each round has its own, so that neither workers nor the job store see keys of an earlier round. The former
+        server is kept, as other nodes may still read there why its round ended.
+        """
+        self._former_server = self._server
+        self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if node == 0 else None
+        served = self._server.port if self._server is not None else None
+        info = RendezvousStoreInfo.build(node, store, local_addr, served)
+        return info.master_addr, info.master_port
 
 
 def worker_slots(group: WorkerGroup, settled: RestartRound, options: AgentOptions) -> tuple[list[WorkerSlot], LogsDest]:

@@ -4,15 +4,24 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from types import FrameType
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 """Preemption notices. An elastic job continues without this node; in other jobs the agent passes them on to its
 workers. They end nothing by themselves unless `--signals-to-handle` names them."""
+
+STUCK_S = 2.0
+"""How long the agent's main thread may take to pass an ending signal on to the workers."""
+_END_S = 4.0
+"""How long the agent may live after a signal that ends it, once no worker runs here and its store is closed."""
+_POLL_S = 0.05
 
 
 def ignore_notices() -> None:
@@ -140,6 +149,43 @@ class SignalQueue:
         else:
             self._is_deferred = True
             raise _exception(arrived)
+
+
+def exit_in_time(
+    number: signal.Signals,
+    running_pids: Callable[[], list[int]],
+    is_stopping: Callable[[], bool],
+    *,
+    workers_s: float,
+    closing_s: float,
+) -> NoReturn:
+    """End the agent after a signal if its main thread, blocked in C, does not; runs in a thread of its own.
+
+    Args:
+        number: the signal; it is passed on to the workers if the main thread does not do so in time.
+        running_pids: returns the workers that run.
+        is_stopping: whether the main thread has begun to stop them.
+        workers_s: seconds that they may run.
+        closing_s: seconds that the agent may take to close the store that it serves.
+    """
+    began_s = last_s = time.monotonic()
+    is_passed_on = False
+    while time.monotonic() < last_s + _END_S + closing_s:
+        time.sleep(_POLL_S)
+        running, age_s = running_pids(), time.monotonic() - began_s
+        if running and age_s < workers_s:
+            last_s = time.monotonic()
+        if not (is_passed_on or is_stopping()) and age_s > STUCK_S:
+            is_passed_on = True
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+    age_s = time.monotonic() - began_s
+    print(  # noqa: T201
+        f"hyperpodrun: {number.name}: this process did not end by itself within {age_s:.0f} s and exits now",
+        file=sys.stderr,
+    )
+    os._exit(128 + number)  # the fork server ends with this process, and the workers with the fork server
 
 
 def _exception(number: signal.Signals) -> SignalException:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.distributed import DistError
 
@@ -126,49 +126,6 @@ def world_or_none(job_store: JobStore) -> WorldPlan | None:
     return job_store.world(number) if number else None if size is None else WorldPlan.initial(int(size))
 
 
-def find_world(job_store: JobStore, worker_id: int, incarnation: int) -> WorldPlan:
-    """Return the world that a joiner is to set itself up for.
-
-    A replacement of a lost process gets the present world at once. Any other joiner registers as a candidate and
-    waits until a planned world includes it.
-
-    Raises:
-        RecoveryError: the job does not change its size.
-        SystemExit: the job ended without needing this process.
-    """
-    world = present_world(job_store)
-    if worker_id in world.worker_ids:
-        return world
-    spec = elastic_spec_of(job_store)
-    if spec is None:
-        raise RecoveryError(
-            f"worker {worker_id} lies outside of a world of {world.size} ranks, and the job does not change its size. "
-            "To let it, use the callback ElasticTraining."
-        )
-    add_candidate(job_store, worker_id, incarnation, world)
-    log.warning("worker %d waits until the job grows", worker_id)
-    came_s = changed_s = quiet_s = time.monotonic()
-    num_waiting, number = 0, world.number
-    seen: tuple[int, ...] = ()
-    while True:
-        if not job_store.is_armed:
-            log.warning("the job has ended; worker %d was not needed", worker_id)
-            raise SystemExit(0)
-        world, planned = present_world(job_store), _newest_plan(job_store, number)
-        number = world.number if planned is None else planned.number
-        if planned is not None and worker_id in planned.worker_ids:
-            return planned
-        now_s, waiting = time.monotonic(), candidates(job_store, world)
-        if len(waiting) != num_waiting:
-            num_waiting, came_s = len(waiting), now_s
-        if planned is None or _is_void(job_store, planned, world) or now_s - changed_s > _SET_UP_S:
-            _plan(job_store, spec, world, waiting, now_s - came_s, after=max(number, world.number))
-            changed_s = now_s
-        if seen != (len(waiting), number, world.number):
-            seen, quiet_s = (len(waiting), number, world.number), now_s
-        time.sleep(poll_s(len(waiting), now_s - quiet_s))
-
-
 def poll_s(num_waiting: int, waited_s: float) -> float:
     """Seconds until a candidate polls again: a small fraction of the time since it last saw a change.
 
@@ -225,43 +182,6 @@ def announce_preemption(job_store: JobStore, worker_id: int, incarnation: int) -
     job_store.count(_NOTICES, 1)
 
 
-def world_without(
-    job_store: JobStore, spec: ElasticSpec, world: WorldPlan, missing: Mapping[int, int], waited_s: float
-) -> WorldPlan | None:
-    """Plan the world that continues without the missing workers; None means: wait and call again.
-
-    Candidates take over the ranks of lost workers if the agents have not replaced those within `_CANDIDATE_TAKEOVER_S`.
-    Otherwise the job shrinks as soon as the policy allows it, or at once if all missing workers had preemption
-    notices.
-
-    Args:
-        job_store: of the job.
-        spec: of the job.
-        world: the present one.
-        missing: worker_ids without a process, each with the incarnation that is awaited there.
-        waited_s: how long they have been missing, in seconds.
-
-    Raises:
-        StateLost: no survivor holds a part of the state.
-    """
-    are_leaving = all_preempted(job_store, missing)
-    if waited_s < _CANDIDATE_TAKEOVER_S and not are_leaving:
-        return None
-    size, now = spec.replica_size, world.size // spec.replica_size
-    healthy = set(world.worker_ids).difference(missing)
-    waiting = candidates(job_store, world)
-    if len(waiting) >= len(missing):
-        target, cause = now, f"waiting processes replace {len(missing)} lost ones"
-    else:
-        whole = num_complete_replicas(world, healthy, size)
-        view = ReplicaView(now=now, healthy=whole, since_loss_s=math.inf if are_leaving else waited_s)
-        target = next_size(view, spec.policy, spec.sizes)
-        cause = f"the job shrinks from {now} to {target} replicas"
-        if target >= now:
-            return None
-    return _propose(job_store, spec, world, target, cause, healthy=healthy, joining=waiting)
-
-
 def all_preempted(job_store: JobStore, missing: Mapping[int, int]) -> bool:
     """Whether all missing workers had preemption notices, so that the job need not wait for replacements."""
     noticed = job_store.try_get_all([_leaving(worker_id) for worker_id in missing])
@@ -274,35 +194,6 @@ def request_replicas(job_store: JobStore, num_replicas: int) -> None:
     The request holds until another number is asked for, also across a restart of all workers.
     """
     job_store.set_lasting(_SCALE, str(num_replicas).encode())
-
-
-def plan_scale_down(job_store: JobStore, world: WorldPlan) -> None:
-    """Plan a smaller world if one was asked for, or if processes have preemption notices.
-
-    One member calls this about once a second.
-    """
-    asked, leaving, spec = (
-        _requested_replicas(job_store),
-        preempted_workers(job_store, world.worker_ids),
-        elastic_spec_of(job_store),
-    )
-    if spec is None or not (asked or leaving) or pending_world(job_store) > world.number:
-        return
-    now, staying = world.size // spec.replica_size, set(world.worker_ids) - leaving
-    view = ReplicaView(
-        now=now,
-        healthy=now,
-        leaving=now - num_complete_replicas(world, staying, spec.replica_size),
-        requested=asked,
-    )
-    target = next_size(view, spec.policy, spec.sizes)
-    if target >= now:
-        return
-    why = f"{len(leaving)} processes have got notice" if leaving else f"{asked} replicas were asked for"
-    cause = f"{why}: the job shrinks from {now} to {target}"
-    smaller = _propose(job_store, spec, world, target, cause, healthy=staying)
-    if smaller is not None:
-        job_store.raise_to(_PENDING_WORLD, smaller.number)
 
 
 def job_status(job_store: JobStore) -> dict[str, int]:
@@ -343,93 +234,251 @@ def preempted_workers(job_store: JobStore, worker_ids: Sequence[int]) -> set[int
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionView:
+    """What a process sees of an elastic job when it plans the next world."""
+
+    spec: ElasticSpec
+    world: WorldPlan
+    """The present one."""
+    candidates: Sequence[int] = ()
+    """worker_ids that wait to be taken in."""
+    leaving: AbstractSet[int] = frozenset()
+    """worker_ids of the world that have a preemption notice."""
+    missing: AbstractSet[int] = frozenset()
+    """worker_ids of the world that have no process."""
+    requested: int = 0
+    """Number of replicas asked for; 0 without a request."""
+    since_loss_s: float = math.inf
+    """Seconds since `missing` were lost; infinite if all of them had preemption notices."""
+    since_arrival_s: float = math.inf
+    """Seconds since the last candidate came."""
+    since_change_s: float = math.inf
+    """Seconds since the world began."""
+    num_setbacks: int = 0
+    """As returned by the function `num_setbacks`."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas in the present world."""
+        return self.world.size // self.spec.replica_size
+
+    def next_size(self, *, healthy: int | None = None, leaving: int = 0, waiting: int = 0) -> int:
+        """The number of replicas for which the policy decides; all are healthy if `healthy` is None."""
+        view = ReplicaView(
+            now=self.num_replicas,
+            healthy=self.num_replicas if healthy is None else healthy,
+            leaving=leaving,
+            waiting=waiting,
+            requested=self.requested,
+            since_loss_s=self.since_loss_s,
+            since_arrival_s=self.since_arrival_s,
+            since_change_s=self.since_change_s,
+            num_setbacks=self.num_setbacks,
+        )
+        return next_size(view, self.spec.policy, self.spec.sizes)
+
+
+def plan_growth(view: AdmissionView) -> WorldPlan | None:
+    """Plan a larger world if the policy lets the job grow now, and no worker is about to leave."""
+    now, target = view.num_replicas, view.next_size(waiting=len(view.candidates) // view.spec.replica_size)
+    if view.leaving or target <= now:
+        return None
+    cause = f"the job grows from {now} to {target} replicas"
+    return _next_world(view, target, cause, set(view.world.worker_ids))
+
+
+def plan_scale_down(view: AdmissionView) -> WorldPlan | None:
+    """Plan a smaller world if fewer replicas were asked for, or if workers have preemption notices."""
+    if not (view.requested or view.leaving):
+        return None
+    now, staying = view.num_replicas, set(view.world.worker_ids) - view.leaving
+    target = view.next_size(leaving=now - num_complete_replicas(view.world, staying, view.spec.replica_size))
+    if target >= now:
+        return None
+    many = len(view.leaving)
+    why = f"{many} processes have got notice" if many else f"{view.requested} replicas were asked for"
+    return _next_world(view, target, f"{why}: the job shrinks from {now} to {target}", staying)
+
+
+def plan_without_missing(view: AdmissionView) -> WorldPlan | None:
+    """Plan the world without missing workers: candidates replace them, or the job shrinks; None to wait.
+
+    Raises:
+        StateLost: no survivor holds a part of the state.
+    """
+    now, staying = view.num_replicas, set(view.world.worker_ids) - view.missing
+    target, cause = now, f"waiting processes replace {len(view.missing)} lost ones"
+    if len(view.candidates) < len(view.missing):
+        target = view.next_size(healthy=num_complete_replicas(view.world, staying, view.spec.replica_size))
+        if target >= now:
+            return None
+        cause = f"the job shrinks from {now} to {target} replicas"
+    return _next_world(view, target, cause, staying)
+
+
+def _next_world(view: AdmissionView, num_replicas: int, cause: str, staying: AbstractSet[int]) -> WorldPlan:
+    planned = replan_world(
+        view.world,
+        healthy=staying,
+        joining=view.candidates,
+        num_replicas=num_replicas,
+        replica_size=view.spec.replica_size,
+        cause=cause,
+    )
+    return replace(planned, num_lost=view.world.size - len(staying))
+
+
+class Admission:
+    """Plans the next world of an elastic job, as one of its processes or candidates. Use it from one thread."""
+
+    def __init__(self, job_store: JobStore, spec: ElasticSpec) -> None:
+        """Use the thread's own connection; `spec` is that of the job."""
+        self._job_store, self._spec = job_store, spec
+
+    def await_world(self, world: WorldPlan, worker_id: int, incarnation: int) -> WorldPlan:
+        """Register a process outside of the present world as a candidate, and wait for a plan that includes it.
+
+        Raises:
+            SystemExit: the job ended without needing this process.
+        """
+        job_store = self._job_store
+        add_candidate(job_store, worker_id, incarnation, world)
+        log.warning("worker %d waits until the job grows", worker_id)
+        came_s = changed_s = quiet_s = time.monotonic()
+        num_waiting, number = 0, world.number
+        seen: tuple[int, ...] = ()
+        while True:
+            if not job_store.is_armed:
+                log.warning("the job has ended; worker %d was not needed", worker_id)
+                raise SystemExit(0)
+            world, planned = present_world(job_store), _newest_plan(job_store, number)
+            number = world.number if planned is None else planned.number
+            if planned is not None and worker_id in planned.worker_ids:
+                return planned
+            now_s, waiting = time.monotonic(), candidates(job_store, world)
+            if len(waiting) != num_waiting:
+                num_waiting, came_s = len(waiting), now_s
+            if planned is None or _is_void(job_store, planned, world) or now_s - changed_s > _SET_UP_S:
+                self._grow(world, waiting, now_s - came_s, after=max(number, world.number))
+                changed_s = now_s
+            if seen != (len(waiting), number, world.number):
+                seen, quiet_s = (len(waiting), number, world.number), now_s
+            time.sleep(poll_s(len(waiting), now_s - quiet_s))
+
+    def world_without(self, world: WorldPlan, missing: Mapping[int, int], waited_s: float) -> WorldPlan | None:
+        """Plan the world that continues without the missing workers; None means: wait and call again.
+
+        Candidates take over the ranks of lost workers if the agents have not replaced those within
+        `_CANDIDATE_TAKEOVER_S`. Otherwise the job shrinks as soon as the policy allows it, or at once if all missing
+        workers had preemption notices.
+
+        Args:
+            world: the present one.
+            missing: worker_ids without a process, each with the incarnation that is awaited there.
+            waited_s: how long they have been missing, in seconds.
+
+        Raises:
+            StateLost: no survivor holds a part of the state.
+        """
+        are_leaving = all_preempted(self._job_store, missing)
+        if waited_s < _CANDIDATE_TAKEOVER_S and not are_leaving:
+            return None
+        view = AdmissionView(
+            spec=self._spec,
+            world=world,
+            candidates=candidates(self._job_store, world),
+            missing=missing.keys(),
+            since_loss_s=math.inf if are_leaving else waited_s,
+        )
+        planned = plan_without_missing(view)
+        return None if planned is None else self._propose(world, planned)
+
+    def scale_down(self, world: WorldPlan) -> None:
+        """Plan a smaller world if one was asked for, or if processes have preemption notices.
+
+        One member calls this about once a second.
+        """
+        requested, leaving = _requested_replicas(self._job_store), preempted_workers(self._job_store, world.worker_ids)
+        view = AdmissionView(spec=self._spec, world=world, leaving=leaving, requested=requested)
+        planned = plan_scale_down(view)
+        if planned is None or pending_world(self._job_store) > world.number:
+            return
+        smaller = self._propose(world, planned)
+        if smaller is not None:
+            self._job_store.raise_to(_PENDING_WORLD, smaller.number)
+
+    def _grow(self, world: WorldPlan, waiting: Sequence[int], since_arrival_s: float, *, after: int) -> None:
+        """Plan a larger world if the policy lets the job grow now."""
+        job_store, min_stable_s = self._job_store, self._spec.policy.min_stable_s
+        view = AdmissionView(
+            spec=self._spec,
+            world=world,
+            candidates=waiting,
+            leaving=preempted_workers(job_store, world.worker_ids),
+            requested=_requested_replicas(job_store),
+            since_arrival_s=since_arrival_s,
+        )
+        planned = plan_growth(view)
+        history = job_store.history() if planned is not None and min_stable_s else []
+        if history:
+            initial = WorldPlan.initial(int(job_store.try_get(_INITIAL_WORLD) or 0))
+            setbacks = num_setbacks([initial, *history], min_stable_s)
+            planned = plan_growth(replace(view, since_change_s=self._age_s(world), num_setbacks=setbacks))
+        if planned is not None:
+            self._propose(world, planned, after=after)
+
+    def _propose(self, world: WorldPlan, planned: WorldPlan, *, after: int | None = None) -> WorldPlan | None:
+        """Propose the next world; returns the plan if it is the accepted one, by whichever process, else None.
+
+        Args:
+            world: the present one.
+            planned: the next one; its number is assigned here.
+            after: number of the newest plan known when this was decided, so that only one of several processes that
+                decide the same is accepted; None to come after all plans.
+        """
+        newest = _newest_plan(self._job_store, world.number) or world
+        number = (newest.number if after is None else after) + 1
+        age_s = self._age_s(world) if self._spec.policy.min_stable_s else math.inf
+        planned = replace(planned, number=number, previous_lasted_s=age_s)
+        if newest.number > world.number and replace(planned, number=newest.number) == newest:
+            return newest
+        return planned if self._job_store.propose_world(planned) == planned else None
+
+    def _age_s(self, world: WorldPlan) -> float:
+        """Age of the present world in seconds, by its members' own clocks; 0 before their first heartbeat."""
+        said = self._job_store.heartbeats(world.worker_ids).values()
+        ages_s = (heartbeat["in_world_s"] for heartbeat in said if heartbeat["world_number"] == world.number)
+        return max(ages_s, default=0.0)
+
+
+def find_world(job_store: JobStore, worker_id: int, incarnation: int) -> WorldPlan:
+    """Return the world that a joiner is to set itself up for.
+
+    A replacement of a lost process gets the present world at once. Any other joiner waits until a planned world
+    includes it.
+
+    Raises:
+        RecoveryError: the job does not change its size.
+        SystemExit: the job ended without needing this process.
+    """
+    world = present_world(job_store)
+    if worker_id in world.worker_ids:
+        return world
+    spec = elastic_spec_of(job_store)
+    if spec is None:
+        raise RecoveryError(
+            f"worker {worker_id} lies outside of a world of {world.size} ranks, and the job does not change its size. "
+            "To let it, use the callback ElasticTraining."
+        )
+    return Admission(job_store, spec).await_world(world, worker_id, incarnation)
+
+
 def num_complete_replicas(world: WorldPlan, staying: AbstractSet[int], replica_size: int) -> int:
     """How many complete replicas the workers in `staying` can form."""
     return min(
         sum(worker_id in staying for worker_id in world.worker_ids[index::replica_size])
         for index in range(replica_size)
-    )
-
-
-def _plan(
-    job_store: JobStore,
-    spec: ElasticSpec,
-    world: WorldPlan,
-    waiting: Sequence[int],
-    since_arrival_s: float,
-    *,
-    after: int,
-) -> None:
-    """Plan a larger world if the policy lets the job grow now, and no worker is about to leave."""
-    if preempted_workers(job_store, world.worker_ids):
-        return
-    now = world.size // spec.replica_size
-    view = ReplicaView(
-        now=now,
-        healthy=now,
-        waiting=len(waiting) // spec.replica_size,
-        requested=_requested_replicas(job_store),
-        since_arrival_s=since_arrival_s,
-    )
-    if next_size(view, spec.policy, spec.sizes) <= now:
-        return
-    history = job_store.history() if spec.policy.min_stable_s else []
-    if history:
-        founders = WorldPlan.initial(int(job_store.try_get(_INITIAL_WORLD) or 0))
-        setbacks = num_setbacks([founders, *history], spec.policy.min_stable_s)
-        view = replace(view, since_change_s=_age_s(job_store, world), num_setbacks=setbacks)
-    target = next_size(view, spec.policy, spec.sizes)
-    if target > now:
-        cause = f"the job grows from {now} to {target} replicas"
-        _propose(job_store, spec, world, target, cause, after=after, joining=waiting)
-
-
-def _propose(
-    job_store: JobStore,
-    spec: ElasticSpec,
-    world: WorldPlan,
-    num_replicas: int,
-    cause: str,
-    *,
-    after: int | None = None,
-    healthy: AbstractSet[int] | None = None,
-    joining: Sequence[int] = (),
-) -> WorldPlan | None:
-    """Propose the next world; returns the plan if it is the accepted one, by whichever process, else None.
-
-    Args:
-        job_store: of the job.
-        spec: of the job.
-        world: the present one.
-        num_replicas: of the next one.
-        cause: for the record.
-        after: number of the newest plan known when this was decided, so that only one of several processes that
-            decide the same is accepted; None to come after all plans.
-        healthy: worker_ids of the present world that continue; all of them if None.
-        joining: worker_ids of the joiners.
-    """
-    newest = _newest_plan(job_store, world.number) or world
-    staying = set(world.worker_ids) if healthy is None else healthy
-    planned = replan_world(
-        replace(world, number=newest.number if after is None else after),
-        healthy=staying,
-        joining=joining,
-        num_replicas=num_replicas,
-        replica_size=spec.replica_size,
-        cause=cause,
-    )
-    age_s = _age_s(job_store, world) if spec.policy.min_stable_s else math.inf
-    planned = replace(planned, num_lost=world.size - len(staying), previous_lasted_s=age_s)
-    if newest.number > world.number and replace(planned, number=newest.number) == newest:
-        return newest
-    return planned if job_store.propose_world(planned) == planned else None
-
-
-def _age_s(job_store: JobStore, world: WorldPlan) -> float:
-    """Age of the present world in seconds, by its members' own clocks; 0 before their first heartbeat."""
-    said = job_store.heartbeats(world.worker_ids).values()
-    return max(
-        (heartbeat["in_world_s"] for heartbeat in said if heartbeat["world_number"] == world.number), default=0.0
     )
 
 

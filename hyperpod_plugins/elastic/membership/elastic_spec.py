@@ -5,13 +5,12 @@ workers. The user says which degrees are allowed. When all workers start togethe
 that the available ranks can form.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.job_store import JobStore
+from hyperpod_plugins.elastic.store.records import JsonRecord
 from hyperpod_plugins.errors import DegreeError
 
 
@@ -94,7 +93,7 @@ _SPEC_KEY = "elastic"  # value: `ElasticSpec`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticSpec:
+class ElasticSpec(JsonRecord):
     """The limits within which a job grows and shrinks."""
 
     policy: ElasticPolicy
@@ -111,23 +110,10 @@ class ElasticSpec:
         """Shard degree and tensor degree of the present world."""
         return self.replica_size // self.tensor_degree, self.tensor_degree
 
-    def to_json(self) -> bytes:
-        """Serialize for the job store."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> "ElasticSpec":
-        """Inverse of `to_json`."""
-        values: dict[str, Any] = json.loads(text)
-        policy = values["policy"] | {"replica_sizes": tuple(values["policy"]["replica_sizes"])}
-        layouts = tuple(Layout(**each | {"sizes": tuple(each["sizes"])}) for each in values["layouts"])
-        whole: dict[str, Any] = {"policy": ElasticPolicy(**policy), "sizes": tuple(values["sizes"]), "layouts": layouts}
-        return cls(**values | whole)
-
 
 def publish_elastic_spec(job_store: JobStore, spec: ElasticSpec) -> None:
     """Publish the spec, so that processes can join from now on; only the first call of a round has an effect."""
-    job_store.set_if_absent(_SPEC_KEY, spec.to_json())
+    job_store.set_if_absent(_SPEC_KEY, spec.to_json().encode())
 
 
 def elastic_spec_of(job_store: JobStore) -> ElasticSpec | None:

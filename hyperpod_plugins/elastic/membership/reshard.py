@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from hyperpod_plugins.elastic.membership.admission import (
+    Admission,
     all_preempted,
     candidates,
     num_complete_replicas,
-    plan_scale_down,
 )
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, elastic_spec_of, first_that_fits
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
@@ -30,8 +30,8 @@ def restart_layout(
 ) -> Layout | None:
     """Choose the layout with which all workers restart if the survivors cannot form a world with the present degrees.
 
-    The arguments are those of `world_without`. Returns None if they can, to wait and call again, or if no layout
-    fits.
+    The arguments are those of `Admission.world_without`. Returns None if they can, to wait and call again, or if no
+    layout fits.
     """
     healthy = set(world.worker_ids).difference(missing)
     if num_complete_replicas(world, healthy, spec.replica_size) >= min(spec.sizes):
@@ -100,8 +100,10 @@ def requested_degrees(job_store: JobStore) -> tuple[int, int] | None:
 
 
 def poll_requests(job_store: JobStore, world: WorldPlan) -> bool:
-    """Call `plan_scale_down`, then return whether other degrees were requested."""
-    plan_scale_down(job_store, world)
+    """Call `Admission.scale_down` if the job is elastic, then return whether other degrees were requested."""
+    spec = elastic_spec_of(job_store)
+    if spec is not None:
+        Admission(job_store, spec).scale_down(world)
     return requested_degrees(job_store) is not None
 
 

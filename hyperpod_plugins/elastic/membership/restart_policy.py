@@ -1,12 +1,10 @@
 """When to replace a lost worker, when to restart all workers, and when to give up: pure decisions, without I/O."""
 
 import enum
-import json
 import math
 import signal
 from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, field
 
 from hyperpod_plugins.elastic.store.records import FailureRecord, JsonRecord
 from hyperpod_plugins.errors import (
@@ -93,6 +91,7 @@ class Remedy(enum.Enum):
 
     REPLACE = "another process replaces it, and the others continue"
     RESTART_ALL = "all workers restart, past the calls that have ended"
+    EXCLUDE = "the job continues without the workers of this node"
     END = "the job ends"
 
 
@@ -118,6 +117,14 @@ class WorkerExit:
     """Whether all nodes can restart: none has finished already."""
     may_restart: bool = True
     """Whether the user allows restarts."""
+    has_slots: bool = True
+    """Whether the rendezvous gives each node a slot, which another node can take over."""
+    is_unproven: bool = False
+    """Whether its node joined a running job, and none of the workers there has run past the time for early faults."""
+    given_up: FailureRecord | None = None
+    """Why the job has given up, if it has."""
+    are_others_finished: bool = False
+    """Whether all other workers have succeeded."""
 
     @property
     def is_own_fault(self) -> bool:
@@ -126,7 +133,7 @@ class WorkerExit:
 
     @property
     def remedy(self) -> Remedy:
-        """What to do, as long as the budget allows it."""
+        """What to do by the kind of failure alone; see `decide`."""
         if self.code in (GAVE_UP, NOT_NEEDED):
             return Remedy.REPLACE  # `RestartBudget` handles both codes
         if self.is_armed and (self.has_begun or self.code < 0):
@@ -137,6 +144,35 @@ class WorkerExit:
             return Remedy.END  # a restart would fail the same way
         can_start_again = self.is_needed and self.can_all_start and self.may_restart
         return Remedy.RESTART_ALL if can_start_again else Remedy.END
+
+    def decide(self, over_budget: str | None) -> tuple[Remedy, str]:
+        """Decide what to do, and why the worker is not replaced; the reason is empty for REPLACE and RESTART_ALL.
+
+        Args:
+            over_budget: why its `RestartBudget` forbids to replace it, if it does.
+        """
+        can_blame_node = self.given_up is None and self.is_armed and self.has_slots
+        is_node_blamed = can_blame_node and (not self.is_needed or (self.is_unproven and self.code != GAVE_UP))
+        if self.remedy is Remedy.RESTART_ALL and self.given_up is None and not is_node_blamed:
+            return Remedy.RESTART_ALL, ""
+        refusal = self._why_not_replace(over_budget)
+        if refusal is None:
+            return Remedy.REPLACE, ""
+        return Remedy.EXCLUDE if is_node_blamed else Remedy.END, refusal
+
+    def _why_not_replace(self, over_budget: str | None) -> str | None:
+        if self.given_up is not None:
+            return f"the job has given up: {self.given_up}"
+        if self.remedy is Remedy.END and self.code > 0 and self.uses_recovery:
+            return "it failed on its own outside of the program's steps"
+        if not self.is_armed:
+            return (
+                "no worker takes part in recovery: the program does not use it, has nothing to recover yet, or is "
+                "past its last step"
+            )
+        if over_budget is None and self.are_others_finished:
+            return "all others have finished, and a replacement would hang"
+        return over_budget
 
 
 def is_of_peer(error: str) -> bool:
@@ -186,12 +222,6 @@ class JobRestart(JsonRecord):
     """Requested shard degree; 0 without a request."""
     tensor_degree: int = 0
     """Requested tensor degree; 0 without a request."""
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Inverse of `to_json`."""
-        found = cls.from_dict(json.loads(text))
-        return replace(found, failure=FailureRecord.from_dict(found.failure))
 
     def __str__(self) -> str:
         """Describe the restart in a clause, for messages."""

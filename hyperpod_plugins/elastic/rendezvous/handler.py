@@ -37,8 +37,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.logging import get_logger
 
-from hyperpod_plugins.elastic.checkpoint_trust import check_checkpoint
 from hyperpod_plugins.elastic.membership.admission import is_in_world, world_or_none
+from hyperpod_plugins.elastic.process import set_snapshot_folder
 from hyperpod_plugins.elastic.rendezvous.backends import StoreBackend, open_etcd, open_served
 from hyperpod_plugins.elastic.rendezvous.expiry import can_take_joiners, expire_slot, record_node_exit, register_workers
 from hyperpod_plugins.elastic.rendezvous.joiner import RendezvousJoiner
@@ -52,8 +52,7 @@ from hyperpod_plugins.elastic.rendezvous.slots import (
 )
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, name_of_round
 from hyperpod_plugins.elastic.rendezvous.torchrun_workers import FailedWorker, prepare_agent_environ, set_worker_environ
-from hyperpod_plugins.elastic.snapshot_folder import set_snapshot_folder
-from hyperpod_plugins.elastic.store.entries import EntryRecords, existing_folder
+from hyperpod_plugins.elastic.store.entries import EntryRecords, check_checkpoint, existing_folder
 from hyperpod_plugins.elastic.store.etcd import SCHEME
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord

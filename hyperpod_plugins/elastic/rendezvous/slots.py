@@ -6,12 +6,12 @@ heartbeats. The slot of a silent node becomes vacant; the lease of the node that
 """
 
 import enum
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from hyperpod_plugins.elastic.store.records import JsonRecord
 from hyperpod_plugins.errors import ConfigError
 
 
@@ -84,7 +84,7 @@ class LeaseState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotLease:
+class SlotLease(JsonRecord):
     """The last lease of a slot."""
 
     node: str
@@ -92,23 +92,6 @@ class SlotLease:
     number: int = 0
     """Number of earlier leases of this slot: 0 for the initial node's."""
     state: LeaseState = LeaseState.HELD
-
-    def to_json(self) -> str:
-        """One line of JSON, identical for equal leases."""
-        return json.dumps({**asdict(self), "state": self.state.name})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Inverse of `to_json`.
-
-        Raises:
-            ValueError: the text is not a lease.
-        """
-        match json.loads(text):
-            case {"node": str(node), "number": int(number), "state": str(state)} if state in LeaseState.__members__:
-                return cls(node=node, number=number, state=LeaseState[state])
-            case values:
-                raise ValueError(f"not a lease of a slot: {values!r:.100}")
 
     def with_state(self, state: LeaseState) -> Self:
         """The same lease in another state."""

@@ -6,12 +6,13 @@ instead, the learning rate follows by a named rule, and schedulers advance by sa
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from hyperpod_plugins.data import BatchSplit
 from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState, GradientNoise
+from hyperpod_plugins.elastic.store.records import JsonRecord
 from hyperpod_plugins.errors import ConfigError
 
 LrScaling = Literal["none", "linear", "sqrt", "adascale"] | Callable[[float], float]
@@ -179,7 +180,7 @@ class LRScalingRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LRState:
+class LRState(JsonRecord):
     """Progress of learning rate and schedule in a job whose batch follows the world."""
 
     reference_batch_size: int
@@ -235,17 +236,6 @@ class LRState:
         """Return the state after one more step of `num_samples` samples."""
         gains = None if self.gains is None else self.gains.after()
         return replace(self, num_samples=self._clock.after(num_samples).num_samples, gains=gains)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "LRState":
-        """Inverse of `to_dict`."""
-        plain: dict[str, Any] = {"gains": None} | {**values}
-        gains = plain.pop("gains")
-        return cls(ramp=Ramp(**plain.pop("ramp")), gains=None if gains is None else AdaScaleState(**gains), **plain)
 
     @property
     def _clock(self) -> SampleClock:

@@ -1,35 +1,46 @@
 """Records that agents and members write to a store: frozen dataclasses as one line of JSON, and `FailureRecord`."""
 
+import enum
 import functools
 import json
 import time
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from types import UnionType
 from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
-_PLAIN = {str: (str,), int: (int,), bool: (bool,), float: (float, int)}
+_PLAIN: dict[Any, tuple[type, ...]] = {
+    str: (str,),
+    int: (int,),
+    bool: (bool,),
+    float: (float, int),
+    type(None): (type(None),),
+}
 
 
 class JsonRecord:
-    """Abstract base of dataclasses with JSON-serializable fields."""
+    """Abstract base of dataclasses whose fields are plain values, enum members, tuples and other dataclasses."""
 
     __slots__ = ()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values; dataclasses become dicts."""
+        return asdict(cast("Any", self))
+
     def to_json(self) -> str:
-        """Return one line of JSON, identical for equal values."""
-        return json.dumps(asdict(cast("Any", self)))
+        """Return one line of JSON, identical for equal values; enum members by their names."""
+        return json.dumps(self.to_dict(), default=lambda member: member.name)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Inverse of `to_json`; safe for untrusted text.
 
         Raises:
-            ValueError: the text is not JSON, a field is missing or unknown, or a plain field has a wrong type.
+            ValueError: the text is not JSON, a field is missing or unknown, or a value has a wrong type.
         """
         try:
-            values = json.loads(text)
+            return cls.from_dict(json.loads(text))
         except RecursionError:
             raise ValueError("the text is nested too deeply") from None
-        return cls.from_dict(values)
 
     @classmethod
     def from_dict(cls, values: object) -> Self:
@@ -38,8 +49,7 @@ class JsonRecord:
         Raises:
             ValueError: as in `from_json`.
         """
-        _check(cls, values)
-        return cls(**cast("dict[str, Any]", values))
+        return _decode(cls, values, cls.__name__)
 
 
 def printable(text: str) -> str:
@@ -47,24 +57,35 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
-def _check(cls: type[JsonRecord], values: object) -> None:
+def _decode(hint: Any, value: Any, name: str) -> Any:
+    """Convert parsed JSON to the type `hint`; `name` is for the message."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        return _decode_fields(cast("type", hint), value)
+    if origin is tuple and isinstance(value, list):  # of any length
+        return tuple(_decode(parts[0], each, name) for each in cast("list[Any]", value))
+    if origin is UnionType:  # a type or None
+        return None if value is None else _decode(parts[0], value, name)
+    if isinstance(hint, enum.EnumType) and isinstance(value, str) and value in hint.__members__:
+        return hint[value]
+    if hint is Any or (origin is Literal and isinstance(value, str) and value in parts):
+        return value
+    if type(value) in _PLAIN.get(hint, ()):
+        return value
+    raise ValueError(f"{name} must be {hint}, not {value!r:.100}")
+
+
+def _decode_fields(cls: type, values: object) -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"{cls.__name__} needs a JSON object, not {type(values).__name__}")
     given, (known, required) = cast("dict[str, object]", values), _fields(cls)
     if not required <= given.keys() <= known.keys():
         raise ValueError(f"{cls.__name__} has the fields {sorted(known)}, but {sorted(given)} are given")
-    for name, value in given.items():
-        hint = known[name]
-        if get_origin(hint) is Literal:
-            is_right = isinstance(value, str) and value in get_args(hint)
-        else:
-            is_right = hint not in _PLAIN or type(value) in _PLAIN[hint]
-        if not is_right:
-            raise ValueError(f"{cls.__name__}.{name} must be {hint}, not {value!r:.100}")
+    return cls(**{name: _decode(known[name], value, f"{cls.__name__}.{name}") for name, value in given.items()})
 
 
 @functools.cache
-def _fields(cls: type[JsonRecord]) -> tuple[dict[str, Any], set[str]]:
+def _fields(cls: type) -> tuple[dict[str, Any], set[str]]:
     """Return the type of each field, and the names of the fields without a default."""
     hints, found = get_type_hints(cls), fields(cast("Any", cls))
     required = {each.name for each in found if each.default is MISSING and each.default_factory is MISSING}

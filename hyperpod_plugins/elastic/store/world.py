@@ -5,15 +5,12 @@ the job lasts. The rank of a worker is the index of its worker_id in the present
 are equal.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
-
-from typing_extensions import override
 
 from hyperpod_plugins.elastic.store.records import JsonRecord
 from hyperpod_plugins.errors import ConfigError, StateLost
@@ -47,13 +44,6 @@ class WorldPlan(JsonRecord):
     def rank_of(self, worker_id: int) -> int | None:
         """Rank of a worker; None if it does not take part."""
         return self.worker_ids.index(worker_id) if worker_id in self.worker_ids else None
-
-    @classmethod
-    @override
-    def from_json(cls, text: str | bytes) -> Self:
-        """Inverse of `to_json`."""
-        values = json.loads(text)
-        return cls(**values | {"worker_ids": tuple(values["worker_ids"])})
 
 
 def replan_world(
