@@ -79,7 +79,7 @@ class Committed(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """No rank has committed the step; all are at its beginning."""
+    """All ranks are at the beginning of one step, which none has committed yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
