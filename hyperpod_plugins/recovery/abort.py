@@ -23,6 +23,7 @@ from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryError, StateLost
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.recovery.plan import RecoveryLevel
+from hyperpod_plugins.recovery.polling import poll_until
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +124,13 @@ def follow_final_save(job_store: JobStore, patience_s: float = _FINAL_SAVE_S) ->
     Raises:
         RecoveryError: Always.
     """
-    deadline_s = time.monotonic() + patience_s
-    giver: FailureRecord | None = None
-    while time.monotonic() < deadline_s:
+
+    def look() -> FailureRecord | None:
         given_up = job_store.try_get(GAVE_UP_KEY)
-        giver = None if given_up is None else FailureRecord.from_json(given_up)
-        if giver is not None and job_store.exit_of(giver.worker_id, giver.incarnation) is not None:
-            break
-        time.sleep(_POLL_S)
+        return None if given_up is None else FailureRecord.from_json(given_up)
+
+    def has_exited(giver: FailureRecord | None) -> bool:
+        return giver is not None and job_store.exit_of(giver.worker_id, giver.incarnation) is not None
+
+    giver = poll_until(look, has_exited, limit_s=patience_s, every_s=_POLL_S)
     raise RecoveryError(f"the job has given up: {giver or 'the process that gave up has not said why'}")

@@ -1,25 +1,23 @@
-"""This process as a member of the job: how it joins generations, reports failures and sends heartbeats.
+"""This process as a member of the job: how it joins generations and reports failures.
 
-Two threads run beside training: `_watch_generation` breaks the groups when the generation ends, and
-`_heartbeat_loop` sends heartbeats and looks for hangs.
+Two threads run beside training: that of `GenerationWatcher` breaks the groups when the generation ends, and that of
+`Watchdog` (`watchdog.py`) sends heartbeats and looks for hangs.
 """
 
 import atexit
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hyperpod_plugins.comm import Reconfiguration, break_groups, current_wait, group_health, release_broken
+from hyperpod_plugins.comm import Reconfiguration, break_groups, group_health, release_broken
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import await_turn, pending_world, publish_initial_world
 from hyperpod_plugins.elastic.membership.quorum_policy import BETWEEN_CALLS, GenerationBudget, MembershipPolicy
@@ -39,12 +37,9 @@ from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.stop_reports import ResumePoint, StopReports, Survivors
 from hyperpod_plugins.recovery.watchdog import (
     HangPolicy,
-    Heartbeat,
-    HeartbeatAges,
+    Status,
     StepTimes,
-    diagnose,
-    is_loading,
-    look_every_s,
+    Watchdog,
 )
 from hyperpod_plugins.recovery.world_view import WorldView
 
@@ -53,9 +48,76 @@ _RECONFIGURE_TIMEOUT_S = 20.0
 _MAX_FAILURES = 10
 """Consecutive failures to form groups after which a member gives up."""
 _FIRST_PAUSE_S = 0.005
-_HEARTBEAT_S = 1.0
-_STAGGER_S = 0.01
 _FOREVER_S = 365 * 86400.0  # waiting costs nothing, while torch logs a warning for each wait that times out
+
+
+class GenerationWatcher:
+    """A thread that breaks the groups, or cancels their reconfiguration, when the generation ends.
+
+    Its methods are for the main thread.
+    """
+
+    def __init__(self, connect: Callable[[], JobStore], on_lost_store: Callable[[Exception], None]) -> None:
+        """Call `connect` and `on_lost_store` in the thread."""
+        self._connect = connect
+        self._on_lost_store = on_lost_store
+        self._changed = threading.Condition()
+        self._is_stopped = self._is_forming = False
+        self._watched = 0
+        self._attempt: Reconfiguration | None = None
+        self.failure: FailureRecord | None = None
+        """The first failure known to this process since the generation was formed; replaced as a whole."""
+
+    def start(self) -> None:
+        """Start the thread, which watches generation 0."""
+        threading.Thread(target=self._run, name="hyperpod_watch_generation", daemon=True).start()
+
+    def stop(self) -> None:
+        """Tell the thread to end; it may still be waiting in the store."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def begin_forming(self) -> None:
+        """From here on, the end of an old generation does not break the groups."""
+        with self._changed:
+            self._is_forming = True
+
+    def watch(self, generation: int, attempt: Reconfiguration) -> None:
+        """Watch another generation, and cancel `attempt` if it ends before `end_forming`."""
+        with self._changed:
+            self._watched, self._attempt = generation, attempt
+            self._changed.notify_all()
+
+    def end_forming(self) -> None:
+        """From here on, the end of the watched generation breaks the groups."""
+        with self._changed:
+            self.failure, self._is_forming, self._attempt = None, False, None
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            job_store = self._connect()
+            while not self._is_stopped:
+                generation = self._watched
+                failure = job_store.wait_ended(generation, timeout_s=_FOREVER_S)
+                if failure is not None:
+                    self._on_end(generation, failure)
+        except dist.DistError as error:
+            if not self._is_stopped:
+                self._on_lost_store(error)
+
+    def _on_end(self, generation: int, failure: FailureRecord) -> None:
+        """React to the end of a generation; return once there is another one to watch."""
+        with self._changed:
+            heard = generation, self._attempt
+            if generation == self._watched:
+                if self._attempt is not None:
+                    self._attempt.cancel(str(failure))
+                elif not self._is_forming:
+                    self.failure = self.failure or failure
+                    break_groups(str(failure))
+            self._changed.wait_for(lambda: self._is_stopped or (self._watched, self._attempt) != heard)
 
 
 class Member:
@@ -76,30 +138,21 @@ class Member:
         self.policy = policy
         self.hangs = hangs
         self.step_times = StepTimes()
-        self.generation = self._watched = 0
-        self.committed = NO_STATE
+        self.status = Status()
+        """Only the main thread replaces it, as a whole; other threads may read it."""
         self.is_joining = job.is_joining
         """Whether this process joined a running job; reset at the end of the first call in which it trains."""
         self.has_torn_state = False
         """Whether this process has no state because a commit was interrupted, not because it is a joiner."""
-        self.activity = "setting up"
-        """What the main thread is doing, in words; sent with each heartbeat, about once a second."""
-        self.in_step = False
-        """Whether the main thread is inside a step."""
         self.job_store = JobStore.connect(job)
         self.collectives = ProgramCollectives(self.job_store, worker_id, lambda: self.world.number, self.restart_all)
         """Results of the program's own collectives in its set-up."""
         self._reports = JobStore.connect(job)
         self._reporting = threading.Lock()
         self._generation_budget = GenerationBudget()
-        self._num_heartbeats = 0
-        self._ages = HeartbeatAges()
-        self._next_look_s = 0.0
-        self._entered_s: float | None = None  # when this process joined its present world
-        self._own_failure: FailureRecord | None = None
         self._worlds = WorldView(self.job_store, world)
         self.is_elastic = False
-        """Whether the job may change its size; the heartbeat thread polls for new worlds only then."""
+        """Whether the job may change its size; the watchdog polls for new worlds only then."""
         self.wants_resize = False
         """Whether the next world is ready to take over, as far as this process knows."""
         survivors = Survivors(self.job_store, patience_s=self._patience_s, outside_s=hangs.outside_s)
@@ -119,15 +172,46 @@ class Member:
             policy=policy,
             survivors=survivors,
         )
-        self._changed = threading.Condition()
-        self._is_leaving = self._is_forming = False
-        self._attempt: Reconfiguration | None = None
+        self._watcher = GenerationWatcher(lambda: JobStore.connect(job), self.on_lost_store)
+        self._watchdog = Watchdog(self, self._reports)
         self._group_store = JobStore.connect(job)
         self._end_listening: Callable[[], None] = lambda: None
-        self._threads = [
-            threading.Thread(target=target, name=f"hyperpod{target.__name__}", daemon=True)
-            for target in (self._watch_generation, self._heartbeat_loop)
-        ]
+
+    @property
+    def activity(self) -> str:
+        """What the main thread is doing, in words; sent with each heartbeat, about once a second."""
+        return self.status.activity
+
+    @activity.setter
+    def activity(self, activity: str) -> None:
+        self.status = replace(self.status, activity=activity)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the main thread is inside a step."""
+        return self.status.in_step
+
+    @in_step.setter
+    def in_step(self, in_step: bool) -> None:
+        self.status = replace(self.status, in_step=in_step)
+
+    @property
+    def committed(self) -> int:
+        """Number of steps that this process has committed; `NO_STATE` if it has no state."""
+        return self.status.committed
+
+    @committed.setter
+    def committed(self, committed: int) -> None:
+        self.status = replace(self.status, committed=committed)
+
+    @property
+    def generation(self) -> int:
+        """Number of the last generation that this process formed, or tried to connect."""
+        return self.status.generation
+
+    @generation.setter
+    def generation(self, generation: int) -> None:
+        self.status = replace(self.status, generation=generation)
 
     @property
     def world(self) -> WorldPlan:
@@ -154,21 +238,20 @@ class Member:
             group_health.detach()
         else:
             publish_initial_world(self.job_store, self.world)
-            self._entered_s = time.monotonic()
+            self.status = replace(self.status, entered_s=time.monotonic())
         group_health.add_listener(self._report)
         self.collectives.start()
         folder = events_folder()
         if folder is not None:
             self._end_listening = listen(EventFile(Path(folder, f"rank-{self.worker_id}.jsonl")))
-        for thread in self._threads:
-            thread.start()
+        self._watcher.start()
+        self._watchdog.start()
         atexit.register(self.leave)
 
     def leave(self) -> None:
         """Stop the threads and leave the job, which continues without this process or has ended."""
-        with self._changed:
-            self._is_leaving = True
-            self._changed.notify_all()
+        self._watcher.stop()
+        self._watchdog.stop()
         group_health.remove_listener(self._report)
         self.collectives.leave()
         end, self._end_listening = self._end_listening, lambda: None
@@ -182,16 +265,17 @@ class Member:
         """
         if has_trained:
             self.is_joining = False
-        self.committed, self.has_torn_state, self.in_step = NO_STATE, False, False
-        self.activity = BETWEEN_CALLS
+        self.has_torn_state = False
+        self.status = replace(self.status, committed=NO_STATE, in_step=False, activity=BETWEEN_CALLS)
 
     def fail(self, kind: FailureKind, cause: str) -> None:
         """End the generation because of a failure of this rank, and break its groups."""
-        self._own_failure = FailureRecord(
+        failure = FailureRecord(
             kind=kind, cause=cause, worker_id=self.worker_id, incarnation=self.job.incarnation, step=self.committed
         )
+        self._watcher.failure = failure
         if not group_health.is_unavailable:  # report the cause before a peer notices the break
-            self._end(self.generation, self._own_failure)
+            self.end(self.generation, failure)
         break_groups(cause)
 
     def yield_to_next_world(self) -> None:
@@ -201,7 +285,7 @@ class Member:
         planned = self.job_store.world(number) if number > self.world.number else None
         if planned is not None:
             failure = FailureRecord(kind="resize", cause=planned.cause, step=self.committed, world=number)
-            break_groups(str(self._end(self.generation, failure)))
+            break_groups(str(self.end(self.generation, failure)))
 
     def next_world(self) -> WorldPlan:
         """The world of the generation that is being formed or comes next."""
@@ -209,7 +293,7 @@ class Member:
 
     def move(self, world: WorldPlan) -> None:
         """Become part of another world, perhaps with another rank."""
-        self._worlds.current, self._entered_s = world, None
+        self._worlds.current, self.status = world, replace(self.status, entered_s=None)
 
     def give_up(self, cause: str) -> None:
         """Tell the agents to replace no more processes; the first cause that is reported ends the job."""
@@ -263,8 +347,7 @@ class Member:
         began_s = time.monotonic()
         num_failures = 0
         self.in_step = False
-        with self._changed:
-            self._is_forming = True  # from here on, the end of an old generation does not break the groups
+        self._watcher.begin_forming()
         while True:
             number = self.job_store.generation(at_least=self.generation)
             why_not = self._generation_budget.why_not_another(self.committed, number, time.monotonic(), self.policy)
@@ -279,9 +362,7 @@ class Member:
             if formed is None:
                 continue
             attempt = Reconfiguration(number, store=self.group_store(), timeout_s=_RECONFIGURE_TIMEOUT_S)
-            with self._changed:
-                self._watched, self._attempt = number, attempt
-                self._changed.notify_all()
+            self._watcher.watch(number, attempt)
             try:
                 attempt.run()
             except PeerLost:
@@ -292,11 +373,9 @@ class Member:
                 num_failures += 1
                 self._refuse_more(num_failures, time.monotonic() - began_s)
                 continue
-            with self._changed:
-                self.generation = number
-                self._own_failure, self._is_forming, self._attempt = None, False, None
-                self._entered_s = self._entered_s or time.monotonic()
-                self._changed.notify_all()
+            entered_s = self.status.entered_s or time.monotonic()
+            self.status = replace(self.status, generation=number, entered_s=entered_s)
+            self._watcher.end_forming()
             return formed
 
     def _refuse_more(self, num_failures: int, lasted_s: float) -> None:
@@ -361,7 +440,7 @@ class Member:
         if self.committed == NO_STATE and self.generation == 0 and self.is_joining:
             known = self.job_store.exit_of(self.worker_id, self.job.incarnation - 1)  # why this process is here
             return known or FailureRecord(kind="request", cause="a new process joins", reporter=f"rank {self.rank}")
-        return self._end(
+        return self.end(
             self.generation, FailureRecord(kind="collective", cause=group_health.cause or "", step=self.committed)
         )
 
@@ -382,110 +461,25 @@ class Member:
 
     def _report(self, cause: str) -> None:
         """Report a break to the other members; called in the thread that noticed it."""
-        told = self._own_failure or FailureRecord(kind="collective", cause=cause, step=self.committed)
+        told = self._watcher.failure or FailureRecord(kind="collective", cause=cause, step=self.committed)
         with contextlib.suppress(dist.DistError):  # the store itself may be lost
-            self._end(self.generation, told)
+            self.end(self.generation, told)
 
-    def _end(self, generation: int, failure: FailureRecord) -> FailureRecord:
+    def end(self, generation: int, failure: FailureRecord) -> FailureRecord:
+        """End a generation, reported by this rank; return what ended it first. Any thread may call this."""
         with self._reporting:
             return self._reports.end(generation, replace(failure, reporter=f"rank {self.rank}"))
 
-    def _watch_generation(self) -> None:
-        """Watcher thread: when a generation ends, break the groups or cancel their reconfiguration."""
-        try:
-            job_store = JobStore.connect(self.job)
-            while not self._is_leaving:
-                generation = self._watched
-                failure = job_store.wait_ended(generation, timeout_s=_FOREVER_S)
-                if failure is not None:
-                    self._on_generation_end(generation, failure)
-        except dist.DistError as error:
-            self._lost_store(error)
-
-    def _on_generation_end(self, generation: int, failure: FailureRecord) -> None:
-        """React to the end of a generation; return once there is another one to watch."""
-        with self._changed:
-            heard = generation, self._attempt
-            if generation == self._watched:
-                if self._attempt is not None:
-                    self._attempt.cancel(str(failure))
-                elif not self._is_forming:
-                    self._own_failure = self._own_failure or failure
-                    break_groups(str(failure))
-            self._changed.wait_for(lambda: self._is_leaving or (self._watched, self._attempt) != heard)
-
-    def _heartbeat_loop(self) -> None:
-        """Heartbeat thread: about once a second, send a heartbeat and look for ranks that hang."""
-        try:
-            while not self._is_leaving:
-                own = self._send_heartbeat()
-                self._reports.heartbeat(self.worker_id, own.to_dict())
-                self._check_hangs(own)
-                if self.is_elastic:
-                    self._poll_worlds()
-                time.sleep(_HEARTBEAT_S)
-        except dist.DistError as error:
-            self._lost_store(error)
-
-    def _poll_worlds(self) -> None:
+    def poll_worlds(self) -> None:
+        """Poll for requests and new worlds; called in the watchdog's thread."""
         is_asked = self.rank == 0 and poll_requests(self._reports, self.world)
         self.wants_resize = is_asked or pending_world(self._reports) > self.world.number
-
-    def _send_heartbeat(self) -> Heartbeat:
-        wait, entered_s = current_wait(), self._entered_s
-        self._num_heartbeats += 1
-        return Heartbeat(
-            incarnation=self.job.incarnation,
-            generation=self.generation,
-            committed=self.committed,
-            activity=self.activity,
-            in_step=self.in_step,
-            is_loading=not self.in_step and is_loading(_main_frame()),
-            waits_for="" if wait is None else wait[0].name,
-            waited_s=0.0 if wait is None else wait[2],
-            collective=0 if wait is None else wait[1],
-            sequence=self._num_heartbeats,
-            world_number=self.world.number,
-            in_world_s=0.0 if entered_s is None else time.monotonic() - entered_s,
-        )
-
-    def _check_hangs(self, own: Heartbeat) -> None:
-        """End the generation and have the hanging process killed, if this rank has waited for it too long."""
-        if not own.waits_for:
-            return
-        limit_s = self.step_times.limit_s(self.hangs)
-        first_s, now_s = min(limit_s, self.hangs.outside_s), time.monotonic()
-        is_late = (
-            own.waited_s > first_s + self.rank * _STAGGER_S
-        )  # staggered by rank: the first rank to look ends the wait of all
-        between_s = look_every_s(first_s, self.world.size)
-        if not is_late and (own.waited_s < between_s or now_s < self._next_look_s):
-            return
-        self._next_look_s = now_s + between_s
-        heard = self._reports.heartbeats(self.world.worker_ids)
-        heartbeats = {worker_id: Heartbeat.from_dict(each) for worker_id, each in heard.items()}
-        silent_s = self._ages.update(heartbeats, time.monotonic())
-        for suspect in diagnose(heartbeats, own, limit_s, self.hangs, silent_s) if is_late else ():
-            failure = FailureRecord(
-                kind="hang",
-                cause=suspect.cause,
-                worker_id=suspect.worker_id,
-                incarnation=suspect.incarnation,
-                step=own.committed,
-            )
-            if self._end(own.generation, failure).reporter == f"rank {self.rank}":
-                self._reports.ask_to_kill(suspect.worker_id, suspect.incarnation)
 
     def _patience_s(self) -> float:
         limit_s = max(self.step_times.limit_s(self.hangs), self.hangs.floor_s)
         return min(limit_s, self.policy.replacement_timeout_s / 2)
 
-    def _lost_store(self, error: Exception) -> None:
-        if not self._is_leaving:
-            log.error("rank %d lost the job store, which an agent or etcd serves: %s", self.rank, error)
-            break_groups(f"the job store is gone: {error}")
-
-
-def _main_frame() -> FrameType | None:
-    """The innermost frame of the main thread."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+    def on_lost_store(self, error: Exception) -> None:
+        """Break the groups, because the job store is gone; called in the thread that noticed it."""
+        log.error("rank %d lost the job store, which an agent or etcd serves: %s", self.rank, error)
+        break_groups(f"the job store is gone: {error}")

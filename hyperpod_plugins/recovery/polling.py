@@ -1,4 +1,10 @@
-"""How often a process polls the store: rarely enough that thousands can poll at the same time. Pure functions."""
+"""How often a process polls the store: rarely enough that thousands can poll at the same time."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+V = TypeVar("V")
 
 _POLLS_A_SECOND = 2000.0
 """Limit for all processes of a job together."""
@@ -23,3 +29,14 @@ def poll_interval_s(rank: int, world_size: int, waited_s: float) -> float:
 def scan_interval_s(rank: int, num_waiting: int) -> float:
     """Seconds until this process scans without a hint from the count: a few of all that wait scan each second."""
     return _LOOK_S * (1 + rank % max(1, num_waiting))
+
+
+def poll_until(look: Callable[[], V], is_done: Callable[[V], bool], *, limit_s: float, every_s: float) -> V | None:
+    """Look every `every_s` seconds, for at most `limit_s`, until `is_done`; return the last view, None if none."""
+    deadline_s, view = time.monotonic() + limit_s, None
+    while time.monotonic() < deadline_s:
+        view = look()
+        if is_done(view):
+            break
+        time.sleep(every_s)
+    return view

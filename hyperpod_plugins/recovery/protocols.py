@@ -1,5 +1,6 @@
 """Interfaces and records of `step.py`: the training loop, the retry policy, the report of a repair, and errors."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,6 +33,45 @@ class RetryPolicy:
         for name, value in (("max_attempts", self.max_attempts), ("max_losses", self.max_losses)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, but is {value}")
+
+
+class Attempts:
+    """Counts the failures that this process has seen since the last commit.
+
+    If the same step keeps failing, the fault is the program's, not the machine's, and the job ends.
+    """
+
+    def __init__(self, policy: RetryPolicy, worker_id: int) -> None:
+        self._policy = policy
+        self._own = ("exception", worker_id)
+        self._failures: Counter[tuple[str, int]] = Counter()
+
+    def failed(self) -> None:
+        """Count an exception from this process's own `compute`."""
+        self._failures[self._own] += 1
+
+    def succeeded(self) -> None:
+        """Reset the counts after a commit."""
+        self._failures.clear()
+
+    def abort_reason(self, failure: FailureRecord, error: Exception | None, step: int) -> str:
+        """Count the failure that ended a generation, and return why the job must end, or an empty string.
+
+        Args:
+            failure: What ended the generation.
+            error: Exception raised by this process's own `compute`.
+            step: Number of the step.
+        """
+        if (failure.kind, failure.worker_id) != self._own:  # `failed` has counted this rank's own exceptions already
+            self._failures[failure.kind, failure.worker_id] += 1
+        if error is not None and self._failures[self._own] >= self._policy.max_attempts:
+            return f"{type(error).__name__} in step {step}, {self._policy.max_attempts} times"
+        if failure.kind == "process" and self._failures["process", failure.worker_id] >= self._policy.max_losses:
+            return (
+                f"worker {failure.worker_id} was lost {self._policy.max_losses} times in step {step}, the last time "
+                f"because: {failure.cause}"
+            )
+        return ""
 
 
 def cause_of_return(step: int) -> str:

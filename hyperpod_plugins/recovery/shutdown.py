@@ -21,6 +21,7 @@ from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.abort import known_checkpoints, newest_checkpoint, request_restart
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import FinalSavePlan, RecoveryLevel, RecoveryPlan, plan_salvage
+from hyperpod_plugins.recovery.polling import poll_until
 from hyperpod_plugins.recovery.protocols import RESHARD, TrainingLoop
 from hyperpod_plugins.recovery.quorum import ReplacementTimeout
 from hyperpod_plugins.recovery.snapshot import Snapshot, Snapshots
@@ -212,6 +213,6 @@ def restart_without_missing(
 
 def _await_restart_request(member: Member) -> None:
     """Wait until the ranks that write have published the checkpoint to restart from."""
-    until_s = time.monotonic() + SAVE_S
-    while member.job_store.try_get(RESTART_KEY) is None and time.monotonic() < until_s:
-        time.sleep(_POLL_S)
+    poll_until(
+        lambda: member.job_store.try_get(RESTART_KEY), lambda found: found is not None, limit_s=SAVE_S, every_s=_POLL_S
+    )

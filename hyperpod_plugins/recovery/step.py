@@ -12,10 +12,11 @@ the optimizer write.
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
-from typing import NoReturn, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from hyperpod_plugins.recovery.plan import (
     plan_recovery,
 )
 from hyperpod_plugins.recovery.protocols import (
+    Attempts,
     Repair,
     RetryPolicy,
     ReturnedToSnapshot,
@@ -52,87 +54,45 @@ from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.shutdown import JobShutdown, reshard_if_asked, restart_without_missing
 from hyperpod_plugins.recovery.snapshot import Snapshots
 
-# If the same step keeps failing, the fault is the program's, not the machine's, and the job ends.
-
-
-class Attempts:
-    """Counts the failures that this process has seen since the last commit."""
-
-    def __init__(self, policy: RetryPolicy, worker_id: int) -> None:
-        self._policy = policy
-        self._own = ("exception", worker_id)
-        self._failures: Counter[tuple[str, int]] = Counter()
-
-    def failed(self) -> None:
-        """Count an exception from this process's own `compute`."""
-        self._failures[self._own] += 1
-
-    def succeeded(self) -> None:
-        """Reset the counts after a commit."""
-        self._failures.clear()
-
-    def abort_reason(self, failure: FailureRecord, error: Exception | None, step: int) -> str:
-        """Count the failure that ended a generation, and return why the job must end, or an empty string.
-
-        Args:
-            failure: What ended the generation.
-            error: Exception raised by this process's own `compute`.
-            step: Number of the step.
-        """
-        if (failure.kind, failure.worker_id) != self._own:  # `failed` has counted this rank's own exceptions already
-            self._failures[failure.kind, failure.worker_id] += 1
-        if error is not None and self._failures[self._own] >= self._policy.max_attempts:
-            return f"{type(error).__name__} in step {step}, {self._policy.max_attempts} times"
-        if failure.kind == "process" and self._failures["process", failure.worker_id] >= self._policy.max_losses:
-            return (
-                f"worker {failure.worker_id} was lost {self._policy.max_losses} times in step {step}, the last time "
-                f"because: {failure.cause}"
-            )
-        return ""
-
-
-# Return to a snapshot: each rank gets its own snapshot, then re-enters the loops where it was taken.
-
-
-def return_to_snapshot(plan: RecoveryPlan, snapshots: Snapshots, member: Member, generation: int) -> None:
-    """Redistribute the snapshots so that each rank has its own, and load it.
-
-    Raises:
-        PeerLost: A rank was lost before all ranks had their snapshots.
-    """
-    try:
-        snapshots.redistribute(plan.step, plan.senders)
-    except PeerLost:
-        # A rank that ends the generation for this return knows that all ranks have their snapshots.
-        ended = member.job_store.ended(generation)
-        if ended is None or ended.cause != cause_of_return(plan.step):
-            raise
-    snapshots.load(plan.step)
-
-
-def end_generation_for_return(plan: RecoveryPlan, member: Member, max_losses: int) -> None:
-    """End the generation so that all ranks re-enter the loops.
-
-    Raises:
-        RecoveryError: The same state was lost `max_losses` times; returning again would not help.
-    """
-    lost_at = plan.step + plan.steps_lost
-    # All ranks count together, in the job store, because after each return all processes may be new. The key includes
-    # the entry, because a program with several fits reaches the same step number in each.
-    number = len(ended_entries(member.job_store))
-    if member.job_store.count(f"returns/{number}/{lost_at}", 1) >= max_losses * member.world.size:
-        cause = f"the state after step {lost_at} was lost {max_losses} times"
-        member.give_up(cause)
-        raise RecoveryError(f"{cause}. Check the logs of the lost ranks; the step itself may be killing them.")
-    wish = FailureRecord(
-        kind="request", cause=cause_of_return(plan.step), step=plan.step, reporter=f"rank {member.rank}"
-    )
-    member.job_store.end(member.generation, wish)
-
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(Generic[R]):
+    """A step that has been computed, or interrupted, and is now to be committed or undone."""
+
+    commit: Callable[[], R]
+    """Commits the computed step; raises if it was interrupted."""
+    error: Exception | None = None
+    """Raised by this rank's own `compute`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed(Generic[R]):
+    """Another rank had committed the step, so this rank has committed it during recovery."""
+
+    value: R
+    """Result of `Pending.commit`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """All ranks are at the beginning of one step, which none has committed yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interruption:
+    """What interrupted a generation, as seen from this rank."""
+
+    failure: FailureRecord
+    began_s: float
+    """When this rank stopped for it, by its wall clock."""
+    abort_reason: str
+    """Why the job must end instead of trying the step again; may be empty."""
+    error: Exception | None
+    """Raised by this rank's own `compute`."""
 
 
 class StepTransaction:
@@ -193,7 +153,7 @@ class StepTransaction:
             self._yield_to_next_world()
         has_recovered = group_health.is_unavailable
         if has_recovered:
-            self._recover(None)
+            self._recover()
         if not self._has_reported_begin:
             self._member.job_store.set(BEGUN_KEY, b"1")
             self._has_reported_begin = True
@@ -218,10 +178,10 @@ class StepTransaction:
             Exception: `part` raised too often on this rank.
         """
         while True:
-            _, error = (None, None) if group_health.cause else self._attempt(part)
-            if error is None and group_health.cause is None:
+            pending = self._attempt(part, _commit_nothing)
+            if pending.error is None and group_health.cause is None:
                 return
-            self._recover(error, _commit_nothing)
+            self._recover(pending)
             self._restart_step()
 
     def join(self) -> None:
@@ -234,7 +194,7 @@ class StepTransaction:
             return
         if self._member.committed != NO_STATE and not self._has_reentered:
             raise PeerLost(f"a rank was lost outside a step: {group_health.cause}")
-        self._recover(None)
+        self._recover()
 
     def barrier(self) -> None:
         """Wait outside a step until all ranks have called this: a barrier.
@@ -270,14 +230,14 @@ class StepTransaction:
             self.begin()
         self._has_begun, self._must_resize = False, False
         while True:
-            result, error = (None, None) if group_health.cause else self._attempt(compute)
-            if error is None and group_health.cause is None and self._rehearsal is not None:
-                result, error = self._rehearse(self._rehearsal, compute, result)
-            if error is None and self._vote():
-                return self._finish(lambda done=result: commit(done))  # type: ignore[misc]
-            committed = self._recover(error, lambda done=result: commit(done))  # type: ignore[misc]
-            if committed is not None:
-                return committed[0]
+            pending = self._attempt(compute, commit)
+            if pending.error is None and group_health.cause is None and self._rehearsal is not None:
+                pending = self._rehearse(self._rehearsal, compute, commit, pending)
+            if pending.error is None and self._vote():
+                return self._finish(pending)
+            outcome = self._recover(pending)
+            if isinstance(outcome, Committed):
+                return outcome.value
             self._restart_step()
 
     def _restart_step(self) -> None:
@@ -291,8 +251,10 @@ class StepTransaction:
         if self._snapshots is not None:
             self._snapshots.maybe_snapshot(self.step, self._training_loop.capture_own_state)
 
-    def _attempt(self, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    def _attempt(self, compute: Callable[[], T], commit: Callable[[T], R]) -> Pending[R]:
         """Compute in tolerant mode. An exception while the groups are healthy is this rank's own."""
+        if group_health.cause is not None:
+            return Pending(_commit_nothing)
         self._member.activity, self._member.in_step = f"computing step {self.step}", True
         try:
             with group_health.tolerate_breaks(), self._computing():
@@ -308,8 +270,9 @@ class StepTransaction:
                 if isinstance(error, HyperPodError):
                     raise  # it would be raised again
                 raise self._failure(error, is_own=is_own) from error
-            return None, error if is_own else None  # after a break, errors caused by garbage values are expected
-        return result, None
+            # After a break, errors caused by garbage values are expected.
+            return Pending(_commit_nothing, error if is_own else None)
+        return Pending(partial(commit, result))
 
     def _failure(self, error: Exception, *, is_own: bool) -> RecoveryError:
         """Return the error that ends this process, because it cannot run the step again."""
@@ -325,29 +288,29 @@ class StepTransaction:
             try:
                 rehearsal.begin(self.step, self._training_loop.capture_state, is_compared=is_compared)
             except PeerLost:
-                self._recover(None)
+                self._recover()
                 is_compared = False
             else:
                 return
 
     def _rehearse(
-        self, rehearsal: Rehearsal, compute: Callable[[], T], result: T | None
-    ) -> tuple[T | None, Exception | None]:
+        self, rehearsal: Rehearsal, compute: Callable[[], T], commit: Callable[[T], R], pending: Pending[R]
+    ) -> Pending[R]:
         """Discard the step and compute it again, if it is one of the rehearsed steps."""
-        outcome: list[tuple[T | None, Exception | None]] = [(result, None)]
 
         def again() -> bool:
+            nonlocal pending
             self._training_loop.undo_step()
             self._training_loop.end_iteration()
             rehearsal.after_undo(self.step, is_compared=True)
-            outcome.append(self._attempt(compute))
-            return outcome[-1][1] is None and group_health.cause is None
+            pending = self._attempt(compute, commit)
+            return pending.error is None and group_health.cause is None
 
         try:
             rehearsal.after_compute(self.step, again)
         except PeerLost:
-            return None, None  # the vote fails, and the step is undone like any other
-        return outcome[-1]
+            return Pending(_commit_nothing)  # the vote fails, and the step is undone like any other
+        return pending
 
     def _vote(self) -> bool:
         """Vote; return whether every rank has valid gradients.
@@ -390,18 +353,18 @@ class StepTransaction:
             reshard_if_asked(self._member, self._shutdown, self.step)
             self._member.yield_to_next_world()
 
-    def _finish(self, commit: Callable[[], R]) -> R:
+    def _finish(self, pending: Pending[R]) -> R:
         """Commit the step: let the optimizer write, then count it. In between, this rank's state is inconsistent.
 
         Raises:
-            PeerLost: `commit` communicated, although it must not, and a rank was lost meanwhile.
+            PeerLost: `pending.commit` communicated, although it must not, and a rank was lost meanwhile.
         """
         step = self.step
         self._member.activity = f"committing step {step}"
         if self._rehearsal is not None:
             self._rehearsal.at("commit", step)
         try:
-            result = commit()
+            result = pending.commit()
             self._synchronize()
         except PeerLost as error:
             raise self.mark_state_lost(f"its optimizer was interrupted: {error}") from error
@@ -419,7 +382,7 @@ class StepTransaction:
         self._member.committed, self._member.has_torn_state, self._voted_step = NO_STATE, True, NO_STATE
         return PeerLost(f"{cause}. Another rank's state takes its place.")
 
-    def _recover(self, error: Exception | None, commit: Callable[[], R] | None = None) -> tuple[R] | None:
+    def _recover(self, pending: Pending[R] | None = None) -> Committed[R] | Retry:
         """Join the next generation, and reach one common step with its members.
 
         A fault during recovery restarts it with the remaining ranks; no rank discards state that it holds. A rank
@@ -427,107 +390,56 @@ class StepTransaction:
         have already done.
 
         Args:
-            error: Exception raised by this rank's own `compute`.
-            commit: Commits the step that this rank computed; None between two steps.
-
-        Returns:
-            The result of `commit`, in a tuple, if another rank had committed the step; None otherwise.
+            pending: The interrupted step; None between two steps.
         """
+        error = None if pending is None else pending.error
         if error is not None:
             self._attempts.failed()
-        if commit is not None and not self._training_loop.can_undo:
+        if pending is not None and not self._training_loop.can_undo:
             raise error or self.mark_state_lost(
                 "it cannot be undone, because the program wrote to parameters for the first time or communicates "
                 "between micro-steps"
             )
         while True:
-            began_s = time.time()
-            failure = self._member.end_generation()
-            ends = self._attempts.abort_reason(failure, error, self.step)
-            formed = self._join(self._arrival(commit, ends), error, commit)
+            fault = self._end_generation(error)
+            formed = self._join(fault, pending)
             if formed is None:
                 continue
-            if isinstance(formed, tuple):
+            if isinstance(formed, Committed):
                 return formed
             assembled_s = time.time()
-            plan = self._plan(formed)
-            failure = self._member.root_cause(failure, plan.senders)
-            outcome = self._adopt(plan, formed, commit)
-            commit = None
+            plan = self._decide(formed)
+            fault = replace(fault, failure=self._member.root_cause(fault.failure, plan.senders))
+            outcome = self._apply(plan, formed, pending)
+            pending = None  # committed or undone, whatever comes next
             try:
                 self._restore(plan, formed)
-                self._finish_recovery(plan, ends, error)
+                self._save_or_end(plan, fault)
             except PeerLost:
-                if outcome is not None:
+                if isinstance(outcome, Committed):
                     return outcome
                 continue
-            break
-        self._member.committed, self._member.has_torn_state = plan.step, False
-        self._has_reentered, self._must_resize, self.pending_checkpoint = False, False, ""
-        self.entered_at = self.entered_part = None
-        repair = Repair(
-            failure=failure,
-            step=plan.step,
-            generation=formed.number,
-            level=plan.level,
-            receivers=tuple(plan.senders),
-            rolled_forward=outcome is not None,
-            noticed_s=max(0.0, began_s - failure.at_s),
-            quorum_s=assembled_s - began_s,
-            restored_s=time.time() - assembled_s,
-            steps_lost=plan.steps_lost,
-        )
-        record(repair.event())
-        self._on_repair(repair)
-        if plan.is_return:
-            end_generation_for_return(plan, self._member, self._policy.max_losses)
-            raise ReturnedToSnapshot(plan)
-        return outcome
+            self._complete(plan, formed, fault, assembled_s, rolled_forward=isinstance(outcome, Committed))
+            return outcome
 
-    def _arrival(self, commit: Callable[[], object] | None, ends: str) -> Arrival:
-        """Build this rank's arrival for the next generation, after any snapshot exchange has ended."""
-        snapshots = self._snapshots
-        if snapshots is not None:
-            self._member.activity = "waiting for a snapshot exchange to end"
-            snapshots.wait()
-            self._member.activity = f"waiting for the members of the next generation, at step {self.step}"
-        return Arrival(
-            incarnation=self._member.job.incarnation,
-            committed=self._member.committed,
-            voted_step=NO_STATE if commit is None else self._voted_step,
-            in_step=not self._has_reentered,
-            entered_part=self.entered_part,
-            snapshots=() if snapshots is None else snapshots.own_steps,
-            source_snapshots=() if snapshots is None else snapshots.source_steps,
-            rank_local_steps=self._training_loop.local_steps,
-            needs_rank_local_state=self._policy.needs_rank_local_state,
-            abort_reason=ends,
-            pending_checkpoint=self.pending_checkpoint,
-        )
+    def _end_generation(self, error: Exception | None) -> Interruption:
+        """End the present generation, and decide whether this rank may try the step again."""
+        began_s = time.time()
+        failure = self._member.end_generation()
+        ends = self._attempts.abort_reason(failure, error, self.step)
+        return Interruption(failure=failure, began_s=began_s, abort_reason=ends, error=error)
 
-    def _adopt(self, plan: RecoveryPlan, formed: Generation, commit: Callable[[], R] | None) -> tuple[R] | None:
-        """Commit the computed step or undo it, as the plan says; return the result of `commit` if it was called."""
-        if not plan.hooks_first:
-            self._check_entry(plan, formed)
-        self._member.activity = f"restoring step {plan.step}"
-        outcome = None
-        if self._member.rank in plan.roll_forward:
-            assert commit is not None
-            outcome = (self._finish(commit),)
-        elif commit is not None:
-            self._training_loop.undo_step()
-        self._voted_step = NO_STATE
-        return outcome
-
-    def _join(
-        self, arrival: Arrival, error: Exception | None, commit: Callable[[], R] | None
-    ) -> Generation | tuple[R] | None:
+    def _join(self, fault: Interruption, pending: Pending[R] | None) -> Generation | Committed[R] | None:
         """Join the next generation; None if it ended while this rank was about to leave its step for it.
 
         If the other ranks have committed the step and are outside one, this rank commits it too and gets the result:
         it must run what follows the step (hooks) before it is outside a step as well.
         """
+        if self._snapshots is not None:
+            self._member.activity = "waiting for a snapshot exchange to end"
+            self._snapshots.wait()
         self._member.activity = f"waiting for the members of the next generation, at step {self.step}"
+        arrival = self._arrival(fault, pending)
         description = self._training_loop.capture_state() if arrival.has_state else b""
         try:
             return self._member.join_next(arrival, lambda number: self._publish_stop_report(number, description))
@@ -536,37 +448,68 @@ class StepTransaction:
                 resume_point = self._member.wait_for_stops(outside.number)
             except PeerLost:
                 return None  # in the next generation, perhaps all ranks are inside a step
-            if commit is not None and resume_point.step == self._voted_step:
-                return (self._finish(commit),)
+            if pending is not None and resume_point.step == self._voted_step:
+                return Committed(self._finish(pending))
             self.state_on_leaving_step = description
-            if commit is not None:
+            if pending is not None:
                 self._training_loop.undo_step()
             raise
         except ReplacementTimeout as late:
-            self._end_without_missing(late, error, commit)
+            final = plan_final_save(late.formed.arrivals, self._topology)
+            self._commit_or_undo(final.roll_forward, pending)
+            if late.restarts_all:
+                restart_without_missing(late, final, self._member, self._shutdown, self._topology, self._snapshots)
+            self._shutdown.end_without_missing(late, final, fault.error)
 
-    def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
-        """Bring this rank to the plan's step. On `PeerLost`, its state is unchanged."""
-        if plan.hooks_first:
-            cause = f"ranks {list(plan.roll_forward)} are running the hooks of the step they have just committed"
-            wish = FailureRecord(kind="request", cause=cause, step=plan.step, reporter=f"rank {self._member.rank}")
-            self._member.job_store.end(formed.number, wish)
-            break_groups(str(wish))
-            raise PeerLost(cause)
+    def _arrival(self, fault: Interruption, pending: Pending[R] | None) -> Arrival:
+        """Build this rank's arrival for the next generation."""
         snapshots = self._snapshots
-        self._training_loop.end_iteration()
-        if not plan.is_return:
-            self._training_loop.restore(plan, self._member.rank)
-        # A barrier: no rank continues before all have their state. Ranks wait here outside a step: limits are long.
-        dist.all_reduce(torch.zeros(1, device=self._device))
-        self._synchronize()
-        if group_health.cause is not None:
-            raise PeerLost(group_health.cause)
-        if snapshots is None:
-            return
-        snapshots.resume_at(newest_restorable_step(formed.arrivals, self._topology))
-        if plan.is_return:
-            return_to_snapshot(plan, snapshots, self._member, formed.number)
+        return Arrival(
+            incarnation=self._member.job.incarnation,
+            committed=self._member.committed,
+            voted_step=NO_STATE if pending is None else self._voted_step,
+            in_step=not self._has_reentered,
+            entered_part=self.entered_part,
+            snapshots=() if snapshots is None else snapshots.own_steps,
+            source_snapshots=() if snapshots is None else snapshots.source_steps,
+            rank_local_steps=self._training_loop.local_steps,
+            needs_rank_local_state=self._policy.needs_rank_local_state,
+            abort_reason=fault.abort_reason,
+            pending_checkpoint=self.pending_checkpoint,
+        )
+
+    def _publish_stop_report(self, number: int, description: bytes) -> None:
+        # Report even without a description: joiners wait for a report from every survivor.
+        self._member.publish_stop(
+            number, in_step=not self._has_reentered, trainer=description, part=self.entered_part or 0
+        )
+
+    def _decide(self, formed: Generation) -> RecoveryPlan:
+        """Plan the recovery; every member of the generation decides the same."""
+        try:
+            plan = plan_recovery(formed.arrivals, self._topology)
+            if plan.is_return and not any(each.has_state for each in formed.arrivals.values()):
+                check_no_newer_checkpoint(plan.step, self._member.job_store)
+            return plan
+        except StateLost as lost:
+            self._member.restart_all(lost)
+
+    def _apply(self, plan: RecoveryPlan, formed: Generation, pending: Pending[R] | None) -> Committed[R] | Retry:
+        """Commit the computed step or undo it, as the plan says."""
+        if not plan.hooks_first:
+            self._check_entry(plan, formed)
+        self._member.activity = f"restoring step {plan.step}"
+        outcome = self._commit_or_undo(plan.roll_forward, pending)
+        self._voted_step = NO_STATE
+        return outcome
+
+    def _commit_or_undo(self, roll_forward: Container[int], pending: Pending[R] | None) -> Committed[R] | Retry:
+        if self._member.rank in roll_forward:
+            assert pending is not None
+            return Committed(self._finish(pending))
+        if pending is not None:
+            self._training_loop.undo_step()
+        return Retry()
 
     def _check_entry(self, plan: RecoveryPlan, formed: Generation) -> None:
         """Check that this rank entered the loops where the plan resumes.
@@ -593,41 +536,64 @@ class StepTransaction:
             raise RecoveryError(f"{cause}; its replacement will enter them there")
         raise PeerLost(cause)
 
-    def _publish_stop_report(self, number: int, description: bytes) -> None:
-        # Report even without a description: joiners wait for a report from every survivor.
-        self._member.publish_stop(
-            number, in_step=not self._has_reentered, trainer=description, part=self.entered_part or 0
-        )
+    def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
+        """Bring this rank to the plan's step. On `PeerLost`, its state is unchanged."""
+        if plan.hooks_first:
+            cause = f"ranks {list(plan.roll_forward)} are running the hooks of the step they have just committed"
+            wish = FailureRecord(kind="request", cause=cause, step=plan.step, reporter=f"rank {self._member.rank}")
+            self._member.job_store.end(formed.number, wish)
+            break_groups(str(wish))
+            raise PeerLost(cause)
+        snapshots = self._snapshots
+        self._training_loop.end_iteration()
+        if not plan.is_return:
+            self._training_loop.restore(plan, self._member.rank)
+        # A barrier: no rank continues before all have their state. Ranks wait here outside a step: limits are long.
+        dist.all_reduce(torch.zeros(1, device=self._device))
+        self._synchronize()
+        if group_health.cause is not None:
+            raise PeerLost(group_health.cause)
+        if snapshots is None:
+            return
+        snapshots.resume_at(newest_restorable_step(formed.arrivals, self._topology))
+        if plan.is_return:
+            return_to_snapshot(plan, snapshots, self._member, formed.number)
 
-    def _plan(self, formed: Generation) -> RecoveryPlan:
-        try:
-            plan = plan_recovery(formed.arrivals, self._topology)
-            if plan.is_return and not any(each.has_state for each in formed.arrivals.values()):
-                check_no_newer_checkpoint(plan.step, self._member.job_store)
-            return plan
-        except StateLost as lost:
-            self._member.restart_all(lost)
-
-    def _end_without_missing(
-        self, late: ReplacementTimeout, error: Exception | None, commit: Callable[[], R] | None
-    ) -> NoReturn:
-        """End because lost ranks were not replaced in time; the survivors first reach their common step."""
-        plan = plan_final_save(late.formed.arrivals, self._topology)
-        if self._member.rank in plan.roll_forward:
-            assert commit is not None
-            self._finish(commit)
-        elif commit is not None:
-            self._training_loop.undo_step()
-        if late.restarts_all:
-            restart_without_missing(late, plan, self._member, self._shutdown, self._topology, self._snapshots)
-        self._shutdown.end_without_missing(late, plan, error)
-
-    def _finish_recovery(self, plan: RecoveryPlan, ends: str, error: Exception | None) -> None:
+    def _save_or_end(self, plan: RecoveryPlan, fault: Interruption) -> None:
         """Write the interrupted checkpoint, if any, and end if the job must not continue."""
         if plan.pending_checkpoint and not plan.is_return:
             self._shutdown.save(plan.step, plan.pending_checkpoint)
         if plan.abort_reason:
-            self._shutdown.end_job(plan, ends, error)
+            self._shutdown.end_job(plan, fault.abort_reason, fault.error)
+
+    def _complete(
+        self, plan: RecoveryPlan, formed: Generation, fault: Interruption, assembled_s: float, *, rolled_forward: bool
+    ) -> None:
+        """Note that all ranks are at the plan's step, and report the repair.
+
+        Raises:
+            ReturnedToSnapshot: They are at an earlier step, where all re-enter the loops.
+        """
+        self._member.committed, self._member.has_torn_state = plan.step, False
+        self._has_reentered, self._must_resize, self.pending_checkpoint = False, False, ""
+        self.entered_at = self.entered_part = None
+        repair = Repair(
+            failure=fault.failure,
+            step=plan.step,
+            generation=formed.number,
+            level=plan.level,
+            receivers=tuple(plan.senders),
+            rolled_forward=rolled_forward,
+            noticed_s=max(0.0, fault.began_s - fault.failure.at_s),
+            quorum_s=assembled_s - fault.began_s,
+            restored_s=time.time() - assembled_s,
+            steps_lost=plan.steps_lost,
+        )
+        record(repair.event())
+        self._on_repair(repair)
+        if plan.is_return:
+            end_generation_for_return(plan, self._member, self._policy.max_losses)
+            raise ReturnedToSnapshot(plan)
 
     def _computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._rehearsal is None else self._rehearsal.computing(self.step)
@@ -637,5 +603,41 @@ class StepTransaction:
             synchronize_or_raise(self._device)
 
 
-def _commit_nothing() -> NoReturn:
+def _commit_nothing(*_: object) -> NoReturn:
     raise RecoveryError("recovery tried to commit a step that this rank did not vote for; please report this")
+
+
+def return_to_snapshot(plan: RecoveryPlan, snapshots: Snapshots, member: Member, generation: int) -> None:
+    """Redistribute the snapshots so that each rank has its own, and load it.
+
+    Raises:
+        PeerLost: A rank was lost before all ranks had their snapshots.
+    """
+    try:
+        snapshots.redistribute(plan.step, plan.senders)
+    except PeerLost:
+        # A rank that ends the generation for this return knows that all ranks have their snapshots.
+        ended = member.job_store.ended(generation)
+        if ended is None or ended.cause != cause_of_return(plan.step):
+            raise
+    snapshots.load(plan.step)
+
+
+def end_generation_for_return(plan: RecoveryPlan, member: Member, max_losses: int) -> None:
+    """End the generation so that all ranks re-enter the loops.
+
+    Raises:
+        RecoveryError: The same state was lost `max_losses` times; returning again would not help.
+    """
+    lost_at = plan.step + plan.steps_lost
+    # All ranks count together, in the job store, because after each return all processes may be new. The key includes
+    # the entry, because a program with several fits reaches the same step number in each.
+    number = len(ended_entries(member.job_store))
+    if member.job_store.count(f"returns/{number}/{lost_at}", 1) >= max_losses * member.world.size:
+        cause = f"the state after step {lost_at} was lost {max_losses} times"
+        member.give_up(cause)
+        raise RecoveryError(f"{cause}. Check the logs of the lost ranks; the step itself may be killing them.")
+    wish = FailureRecord(
+        kind="request", cause=cause_of_return(plan.step), step=plan.step, reporter=f"rank {member.rank}"
+    )
+    member.job_store.end(member.generation, wish)

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
+from enum import Enum, auto
 
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.plan import NO_STATE
-from hyperpod_plugins.recovery.polling import poll_interval_s, scan_interval_s
+from hyperpod_plugins.recovery.polling import poll_interval_s, poll_until, scan_interval_s
 from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.watchdog import HEARTBEATS_MISSED_S, Heartbeat, HeartbeatAges
 from hyperpod_plugins.recovery.world_view import WorldView
@@ -48,6 +49,42 @@ class StopReport:
     """Whether it has published its trainer state, too."""
     part: int = 0
     """Outside steps: index of the part of the program it was in, in the order of the parts that follow a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopView:
+    """What a process that waits for stop reports sees without reading them."""
+
+    generation: int
+    world_size: int
+    num_reports: int
+    """Count of published reports: a hint, as in `QuorumJoiner`."""
+    lost: frozenset[int]
+    """Worker ids whose processes were lost since the last generation."""
+
+
+class Look(Enum):
+    """What a process that waits for stop reports does next."""
+
+    WAIT = auto()
+    READ = auto()
+    """Read all reports."""
+    ALL_LOST = auto()
+    """No process is left that could publish one."""
+
+
+def next_look(view: StopView, seen: StopView | None, *, is_due: bool) -> Look:
+    """Decide whether to read all reports now, for each reads those of all processes.
+
+    Args:
+        view: What this process sees.
+        seen: What it saw when it last read them.
+        is_due: Whether it reads them whatever it sees.
+    """
+    if len(view.lost) == view.world_size:
+        return Look.ALL_LOST
+    may_be_complete = view != seen and view.num_reports + len(view.lost) >= view.world_size
+    return Look.READ if is_due or may_be_complete else Look.WAIT
 
 
 class Survivors:
@@ -169,7 +206,7 @@ class StopReports:
         began_s = time.monotonic()
         here, look_s = -1, 0.0
         known: Mapping[int, int] = {}
-        seen: tuple[int, int, AbstractSet[int]] | None = None
+        seen: StopView | None = None
         given_up = set[int]()
         limit_s = self._policy.replacement_timeout_s
         is_last_look = False
@@ -189,12 +226,17 @@ class StopReports:
             lost = {
                 worker_id for worker_id in worker_ids if incarnations[worker_id] != known.get(worker_id, 0)
             } | given_up
-            if len(lost) == len(worker_ids):
+            view = StopView(
+                generation=here,
+                world_size=len(worker_ids),
+                num_reports=job_store.count(f"stopped/{here}"),
+                lost=frozenset(lost),
+            )
+            look = next_look(view, seen, is_due=is_last_look or waited_s >= look_s)
+            if look is Look.ALL_LOST:
                 cause = "all processes were lost, and with them the training state and its snapshots"
                 return self._without_survivors(here, worker_ids, snapshots, cause)
-            # As in `QuorumJoiner`, a count tells whether reading all reports may be worthwhile.
-            news = here, job_store.count(f"stopped/{here}"), lost
-            if is_last_look or waited_s >= look_s or (news != seen and news[1] + len(lost) >= len(worker_ids)):
+            if look is Look.READ:
                 resume_point = self._scan(here, incarnations, lost, snapshots)
                 if resume_point is not None:
                     return resume_point
@@ -208,7 +250,7 @@ class StopReports:
                     limit_s, is_last_look = waited_s + self._policy.replacement_timeout_s, False
                 stuck = {worker_id: each for worker_id, each in silent.items() if worker_id not in busy}
                 self._survivors.kill_stuck(here, stuck, waited_s)
-                seen, look_s = news, waited_s + scan_interval_s(rank, news[1])
+                seen, look_s = view, waited_s + scan_interval_s(rank, view.num_reports)
             time.sleep(poll_interval_s(rank, len(worker_ids), waited_s))
         raise RecoveryTimeout(
             f"rank {rank} waited for the state of the other ranks, but they did not all stop within "
@@ -239,15 +281,16 @@ class StopReports:
         self._job_store.set(f"snapshot/{number}/{self._worker_id}", b"" if newest is None else newest.trainer)
         if newest is not None:
             return ResumePoint(step=newest.step, in_step=True, trainer=newest.trainer)
-        deadline_s = time.monotonic() + _OTHERS_S
-        while snapshots is not None and time.monotonic() < deadline_s:
-            said = self._job_store.try_get_all(names)
-            trainer = next(filter(None, said.values()), b"")
+        if snapshots is not None:
+            said = poll_until(
+                lambda: self._job_store.try_get_all(names),
+                lambda said: any(said.values()) or len(said) == len(names),
+                limit_s=_OTHERS_S,
+                every_s=_POLL_S,
+            )
+            trainer = next(filter(None, (said or {}).values()), b"")
             if trainer:
                 return ResumePoint(step=0, in_step=True, trainer=trainer)
-            if len(said) == len(names):
-                break
-            time.sleep(_POLL_S)
         raise StateLost(cause)
 
     def _scan(

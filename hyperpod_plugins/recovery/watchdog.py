@@ -1,4 +1,4 @@
-"""Detects ranks that hang, from the last heartbeat of each rank.
+"""Sends the heartbeats of this process, and detects ranks that hang from the last heartbeat of each rank.
 
 A rank that hangs sends no heartbeats, or reports that it is somewhere other than in the collective where the others
 wait for it. A long collective alone is no evidence of a hang. Inside a step, and for a rank that loads its data, the
@@ -10,19 +10,31 @@ on its own monotonic clock how long that number has been unchanged; see `Heartbe
 """
 
 import re
+import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+import torch.distributed as dist
+
+from hyperpod_plugins.comm import current_wait
+from hyperpod_plugins.elastic import FailureRecord, JobStore
+from hyperpod_plugins.elastic.store.world import WorldPlan
+from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.recovery.plan import NO_STATE
 
 HEARTBEATS_MISSED_S = 5.0
 """Longest silence of a process that counts as alive."""
 _PART_HEARD = 0.5
 """Longest silence, as a fraction of the limit, for which a rank's last heartbeat is believed to be still true."""
+_HEARTBEAT_S = 1.0
+_STAGGER_S = 0.01
 _LOOK_S = 1.0
 _PART_OF_LIMIT = 0.125
 _LOOKS_A_SECOND = 200.0
@@ -93,6 +105,18 @@ class Heartbeat:
     def is_alive(self, incarnation: int, silent_s: float, limit_s: float = HEARTBEATS_MISSED_S) -> bool:
         """Whether it is from process `incarnation` and not older than `limit_s` seconds."""
         return self.incarnation == incarnation and silent_s <= limit_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What the main thread of a member does, as its other threads see it."""
+
+    activity: str = "setting up"
+    in_step: bool = False
+    committed: int = NO_STATE
+    generation: int = 0
+    entered_s: float | None = None
+    """When the process joined its present world, on its monotonic clock; None until it has."""
 
 
 class HeartbeatAges:
@@ -238,3 +262,120 @@ def diagnose(
             continue
         found.append(HangSuspect(worker_id=worker_id, incarnation=heartbeat.incarnation, cause=cause))
     return found
+
+
+class WatchedMember(Protocol):
+    """What `Watchdog` reads and calls of the member, in its own thread."""
+
+    job: JobEnv
+    worker_id: int
+    hangs: HangPolicy
+    step_times: StepTimes
+    status: Status
+    is_elastic: bool
+
+    @property
+    def world(self) -> WorldPlan:
+        """The present world of this process."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Its rank in this world."""
+        ...
+
+    def end(self, generation: int, failure: FailureRecord) -> FailureRecord:
+        """End a generation; return what ended it first."""
+        ...
+
+    def poll_worlds(self) -> None:
+        """Poll for requests and new worlds."""
+        ...
+
+    def on_lost_store(self, error: Exception) -> None:
+        """Break the groups, because the job store is gone."""
+        ...
+
+
+class Watchdog:
+    """A thread that sends a heartbeat and looks for ranks that hang, about once a second."""
+
+    def __init__(self, member: WatchedMember, job_store: JobStore) -> None:
+        """Use the connection `job_store`; call `start` and `stop` in the main thread."""
+        self._member = member
+        self._job_store = job_store
+        self._ages = HeartbeatAges()
+        self._num_sent = 0
+        self._next_look_s = 0.0
+        self._is_stopped = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._run, name="hyperpod_heartbeat_loop", daemon=True).start()
+
+    def stop(self) -> None:
+        """Tell the thread to end after its present round."""
+        self._is_stopped = True
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopped:
+                own = self._heartbeat()
+                self._job_store.heartbeat(self._member.worker_id, own.to_dict())
+                self._check_hangs(own)
+                if self._member.is_elastic:
+                    self._member.poll_worlds()
+                time.sleep(_HEARTBEAT_S)
+        except dist.DistError as error:
+            if not self._is_stopped:
+                self._member.on_lost_store(error)
+
+    def _heartbeat(self) -> Heartbeat:
+        wait, status = current_wait(), self._member.status
+        self._num_sent += 1
+        return Heartbeat(
+            incarnation=self._member.job.incarnation,
+            generation=status.generation,
+            committed=status.committed,
+            activity=status.activity,
+            in_step=status.in_step,
+            is_loading=not status.in_step and is_loading(_main_frame()),
+            waits_for="" if wait is None else wait[0].name,
+            waited_s=0.0 if wait is None else wait[2],
+            collective=0 if wait is None else wait[1],
+            sequence=self._num_sent,
+            world_number=self._member.world.number,
+            in_world_s=0.0 if status.entered_s is None else time.monotonic() - status.entered_s,
+        )
+
+    def _check_hangs(self, own: Heartbeat) -> None:
+        """End the generation and have the hanging process killed, if this rank has waited for it too long."""
+        if not own.waits_for:
+            return
+        limit_s = self._member.step_times.limit_s(self._member.hangs)
+        first_s, now_s = min(limit_s, self._member.hangs.outside_s), time.monotonic()
+        is_late = (
+            own.waited_s > first_s + self._member.rank * _STAGGER_S
+        )  # staggered by rank: the first rank to look ends the wait of all
+        between_s = look_every_s(first_s, self._member.world.size)
+        if not is_late and (own.waited_s < between_s or now_s < self._next_look_s):
+            return
+        self._next_look_s = now_s + between_s
+        heard = self._job_store.heartbeats(self._member.world.worker_ids)
+        heartbeats = {worker_id: Heartbeat.from_dict(each) for worker_id, each in heard.items()}
+        silent_s = self._ages.update(heartbeats, time.monotonic())
+        for suspect in diagnose(heartbeats, own, limit_s, self._member.hangs, silent_s) if is_late else ():
+            failure = FailureRecord(
+                kind="hang",
+                cause=suspect.cause,
+                worker_id=suspect.worker_id,
+                incarnation=suspect.incarnation,
+                step=own.committed,
+            )
+            if self._member.end(own.generation, failure).reporter == f"rank {self._member.rank}":
+                self._job_store.ask_to_kill(suspect.worker_id, suspect.incarnation)
+
+
+def _main_frame() -> FrameType | None:
+    """The innermost frame of the main thread."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]

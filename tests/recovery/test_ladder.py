@@ -18,8 +18,7 @@ from hyperpod_plugins.recovery.abort import (
     known_checkpoints,
     newest_checkpoint,
 )
-from hyperpod_plugins.recovery.protocols import RetryPolicy
-from hyperpod_plugins.recovery.step import Attempts
+from hyperpod_plugins.recovery.protocols import Attempts, RetryPolicy
 
 HSDP = Topology(world_size=4, shard_degree=2)
 

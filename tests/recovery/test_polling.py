@@ -2,7 +2,8 @@
 
 import pytest
 
-from hyperpod_plugins.recovery.polling import poll_interval_s, scan_interval_s
+from hyperpod_plugins.recovery.polling import poll_interval_s, poll_until, scan_interval_s
+from hyperpod_plugins.recovery.stop_reports import Look, StopView, next_look
 
 
 @pytest.mark.parametrize("world_size", [1, 16, 256, 4096, 16384])
@@ -25,3 +26,38 @@ def test_a_few_of_those_that_wait_look_each_second(waiting):
     assert min(turns_s) <= len(waiting)
     assert 0 < sum(1 / each for each in turns_s) < 20
     assert scan_interval_s(0, 0) > 0
+
+
+@pytest.mark.parametrize(("limit_s", "last"), [(60.0, 3), (0.0, None), (-1.0, None)])
+def test_a_poll_ends_with_the_first_view_that_decides_or_at_its_deadline(limit_s, last):
+    views = iter(range(1, 10))
+    assert poll_until(lambda: next(views), lambda view: view == 3, limit_s=limit_s, every_s=0.0) == last
+
+
+def test_a_poll_that_is_not_decided_returns_the_last_view():
+    assert poll_until(lambda: "nothing yet", lambda view: False, limit_s=0.02, every_s=0.005) == "nothing yet"
+
+
+def view(num_reports=0, lost=(), generation=2):
+    return StopView(generation=generation, world_size=4, num_reports=num_reports, lost=frozenset(lost))
+
+
+@pytest.mark.parametrize(
+    ("now", "seen", "is_due", "look"),
+    [
+        (view(), None, False, Look.WAIT),
+        (view(), None, True, Look.READ),
+        (view(num_reports=3), None, False, Look.WAIT),
+        (view(num_reports=4), None, False, Look.READ),
+        (view(num_reports=3, lost=[1]), None, False, Look.READ),
+        (view(num_reports=3, lost=[1]), view(num_reports=3), False, Look.READ),
+        (view(num_reports=3, lost=[1]), view(num_reports=3, lost=[1]), False, Look.WAIT),  # read already
+        (view(num_reports=3, lost=[1]), view(num_reports=3, lost=[1], generation=1), False, Look.READ),
+        (view(num_reports=3, lost=[1]), view(num_reports=3, lost=[1]), True, Look.READ),
+        (view(lost=range(3)), None, False, Look.WAIT),
+        (view(lost=range(4)), None, False, Look.ALL_LOST),
+        (view(num_reports=4, lost=range(4)), None, True, Look.ALL_LOST),
+    ],
+)
+def test_reports_are_read_when_they_may_be_complete(now, seen, is_due, look):
+    assert next_look(now, seen, is_due=is_due) is look

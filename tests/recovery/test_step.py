@@ -1,0 +1,146 @@
+"""The life of a fault in one process: what a step returns when another rank is lost, with stand-ins for the others."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyperpod_plugins.comm import break_groups, group_health
+from hyperpod_plugins.elastic import FailureRecord
+from hyperpod_plugins.errors import PeerLost
+from hyperpod_plugins.parallel import Topology
+from hyperpod_plugins.recovery import Arrival, RetryPolicy, StepTransaction, step
+from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop
+from hyperpod_plugins.recovery.watchdog import StepTimes
+
+
+class Others:
+    """A member of a job of two ranks, and the training loop; rank 1 is `peer`, which joins each generation."""
+
+    rank, is_joining, has_torn_state, is_elastic, wants_resize = 0, False, False, False, False
+    can_undo = can_undo_exceptions = True
+    local_steps = None
+
+    def __init__(self, peer, losses=(), outside=None):
+        self.job = SimpleNamespace(incarnation=0)
+        self.job_store = SimpleNamespace(set=lambda key, value: None, end=lambda number, wish: None)
+        self.worker_id, self.generation, self.committed = 0, 0, 0
+        self.step_times = StepTimes()
+        self.peer, self.losses, self.outside, self.done = peer, list(losses), outside, []
+
+    def join_next(self, arrival, stopped):
+        self.generation += 1
+        stopped(self.generation)
+        group_health.reset()
+        if self.outside is not None:
+            raise MustReenterLoop(self.generation)
+        return Generation(number=self.generation, arrivals={0: arrival, 1: self.peer})
+
+    def wait_for_stops(self, number):
+        return SimpleNamespace(step=self.outside)
+
+    def end_generation(self):
+        return FailureRecord(kind="collective", cause="a test")
+
+    def root_cause(self, failure, lost):
+        return failure
+
+    def fail(self, kind, cause):
+        self.done.append("fail")
+        break_groups(cause)
+
+    def restore(self, plan, rank):
+        self.done.append(f"restore {plan.step}")
+        if self.losses and self.losses.pop(0):
+            raise PeerLost("a test")
+
+    def undo_step(self):
+        self.done.append("undo")
+
+    def __getattr__(self, name):
+        if name in ("begin", "end_iteration", "publish_stop", "share_rank_local_state"):
+            return lambda *args, **kwargs: None
+        if name == "capture_state":
+            return lambda: b"state"
+        raise AttributeError(name)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    yield
+    group_health.reset()
+
+
+def run_step(others, monkeypatch, *, lost_in):
+    """Run a step in which rank 1 is lost in `lost_in`, "compute" or "vote", and count the calls."""
+    votes, repairs = [], []
+
+    def vote(wish, passed=None):
+        votes.append(wish)
+        if lost_in == "vote" and len(votes) == 1:
+            break_groups("a test")
+        return 0
+
+    def compute():
+        others.done.append("compute")
+        if lost_in == "compute" and others.done.count("compute") == 1:
+            break_groups("a test")
+        if lost_in == "exception" and others.done.count("compute") == 1:
+            raise ValueError("of this rank")
+        return len(others.done)
+
+    def commit(result):
+        others.done.append("commit")
+        return None if lost_in is None else result
+
+    monkeypatch.setattr(step, "commit_vote", vote)
+    transaction = StepTransaction(
+        others,
+        others,
+        Topology(world_size=2, shard_degree=1),
+        policy=RetryPolicy(),
+        device=torch.device("cpu"),
+        on_repair=repairs.append,
+    )
+    try:
+        return transaction.run(compute, commit), repairs
+    finally:
+        assert others.done.count("commit") <= 1
+
+
+BEHIND, AHEAD = Arrival(incarnation=0, committed=0), Arrival(incarnation=0, committed=1)
+NEW = Arrival(incarnation=1)
+
+
+@pytest.mark.parametrize(
+    ("peer", "losses", "lost_in", "done"),
+    [
+        (BEHIND, [], None, "compute, commit"),
+        (BEHIND, [], "compute", "compute, undo, restore 0, compute, commit"),
+        (BEHIND, [], "vote", "compute, undo, restore 0, compute, commit"),
+        (BEHIND, [], "exception", "compute, fail, undo, restore 0, compute, commit"),
+        (NEW, [], "vote", "compute, undo, restore 0, compute, commit"),
+        (BEHIND, [True, True], "vote", "compute, undo, restore 0, restore 0, restore 0, compute, commit"),
+        (AHEAD, [], "vote", "compute, commit, restore 1"),  # the peer has seen the vote pass
+        (AHEAD, [True], "vote", "compute, commit, restore 1"),  # the hooks of the step come first
+    ],
+)
+def test_a_step_is_committed_once_whenever_a_peer_is_lost(monkeypatch, peer, losses, lost_in, done):
+    others = Others(peer, losses)
+    result, repairs = run_step(others, monkeypatch, lost_in=lost_in)
+    assert ", ".join(others.done) == done
+    assert others.committed == 1
+    assert result == (None if lost_in is None else done.split(", ").index("commit"))
+    assert [each.rolled_forward for each in repairs] == ([] if lost_in is None or losses == [True] else [peer is AHEAD])
+
+
+@pytest.mark.parametrize(("resumes_at", "done"), [(1, "compute, commit"), (0, "compute, undo")])
+def test_a_rank_whose_peers_are_outside_a_step_commits_theirs_or_leaves_its_own(monkeypatch, resumes_at, done):
+    others = Others(BEHIND, outside=resumes_at)
+    with pytest.raises(MustReenterLoop) if resumes_at == 0 else nullcontext():
+        assert run_step(others, monkeypatch, lost_in="vote") == (1, [])
+    assert ", ".join(others.done) == done
+    assert others.committed == resumes_at
