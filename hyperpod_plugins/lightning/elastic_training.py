@@ -30,6 +30,12 @@ from hyperpod_plugins.elastic.membership.elastic_spec import (
     sort_layouts,
 )
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
+from hyperpod_plugins.elastic.scaling.learning_rates import (
+    LearningRates,
+    find_reference,
+    publish_reference,
+    warn_of_adaptive,
+)
 from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.policy_io import PolicyBlock, batch_of, read_policy
@@ -38,7 +44,7 @@ from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback, TrainerLoader
-from hyperpod_plugins.lightning.lr_scaling import LearningRates, warn_of_adaptive
+from hyperpod_plugins.lightning.lr_scaling import take_over_schedulers
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
 
@@ -130,9 +136,6 @@ def initial_world_size(options: DegreeOptions, config: ParallelConfig, world_siz
 
 
 log = logging.getLogger(__name__)
-
-# Key in the job store: reference batch of a job whose batch follows the world, set by the initial world.
-_REFERENCE = "reference_batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,20 +239,11 @@ class ElasticTraining(BatchSizeCallback):
             self._scales = self._scales.fill(global_batch_size, micro_batch_size)
         sizes = (global_batch_size, samples_per_replica, micro_batch_size)
         self.batch = batch_of(self._deepspeed, *sizes, self._scales)
-        if not self.batch.follows_world and rule != LRScalingRule():
-            raise ConfigError(
-                "lr_scaling, reference_batch_size, warmup_samples and scale_adam are for a batch that follows the "
-                "world: give samples_per_replica. With the same global batch the learning rate stays what it is."
-            )
+        rule.check_batch(follows_world=self.batch.follows_world, is_reproducible=reproducible)
         if self._scales is not None and rule.is_adascale:
             raise ConfigError(
                 "lr_scaling='adascale' compares gradients of replicas with the same number of samples each, which "
                 "the batches of a recipe do not guarantee: give samples_per_replica, or a recipe without batch sizes."
-            )
-        if self.batch.follows_world and reproducible:
-            raise ConfigError(
-                "reproducible=True is for a global batch that stays the same: give global_batch_size, not "
-                "samples_per_replica. Another batch is another computation."
             )
         if self.batch.follows_world and source is None and "max_replicas" not in limits:
             raise ConfigError("samples_per_replica needs max_replicas: nothing else limits the batch.")
@@ -290,12 +284,12 @@ class ElasticTraining(BatchSizeCallback):
 
         With AdaScale it is the gain of the last step, because that of the next one is not known yet.
         """
-        return 1.0 if self.rates.lr_state is None else self.rates.lr_state.factor
+        return self.rates.factor
 
     @property
     def schedule_step(self) -> int:
         """Completed steps of the schedule if the batch follows the world, else 0; can serve as a stop condition."""
-        return 0 if self.rates.lr_state is None else self.rates.lr_state.schedule_step
+        return self.rates.schedule_step
 
     @property
     def averages_replicas(self) -> bool:
@@ -406,8 +400,8 @@ class ElasticState:
         self.options.possible_micro_steps = frozenset(each.micro_steps for each in self._splits().values())
         trainer.accumulate_grad_batches = split.micro_steps
         if batch.follows_world:
-            self.options.rates.begin(self._reference())
-            self.options.rates.take_over_schedulers(trainer)
+            self.options.rates.begin(find_reference(self._job_store, self.options.rates.rule, split.global_batch_size))
+            take_over_schedulers(self.options.rates, trainer)
         return config, topology
 
     def _splits(self) -> dict[int, BatchSplit]:
@@ -468,10 +462,7 @@ class ElasticState:
         topology, split = self._topology, self.options.split
         assert topology is not None
         assert split is not None
-        if not split.num_logical_shards:
-            return micro_step, topology.data_rank(rank)
-        here = topology.coordinates(rank)
-        return here.replicate * split.micro_steps + micro_step, here.shard
+        return split.random_stream(micro_step, topology.data_rank(rank))
 
     def publish_spec(self, trainer: Trainer) -> None:
         """Publish the elastic spec, which lets the job change its size from now on.
@@ -508,7 +499,7 @@ class ElasticState:
         if self.options.batch.follows_world:
             batches = [self.options.batch.global_batch_at(size) for size in self._sizes]
             reference = self.options.rates.check(trainer.optimizers, batches)
-            self._job_store.set_if_absent(_REFERENCE, str(reference).encode())
+            publish_reference(self._job_store, reference)
             if self.options.rates.rule.is_adascale and trainer.global_rank == 0:
                 warn_of_adaptive(trainer.optimizers)
         publish_elastic_spec(self._job_store, spec)
@@ -548,12 +539,6 @@ class ElasticState:
             is_first_rank=trainer.global_rank == 0,
         ):
             yield
-
-    def _reference(self) -> int:
-        """Reference batch: the user's, else the one in the job store, else the present global batch."""
-        known = self._job_store.try_get(_REFERENCE)
-        wanted = self.options.rates.rule.reference_batch_size
-        return wanted or (self.options.global_batch_size if known is None else int(known))
 
     def record_resize(self, cause: str, repair: Repair) -> None:
         """Record that the job continues with another number of replicas."""

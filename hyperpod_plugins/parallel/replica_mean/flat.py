@@ -32,7 +32,7 @@ class GradientVector:
                 raise ConfigError(
                     f"{name} is sharded over a mesh with an axis for replicas, so FSDP2 adds up their gradients, and "
                     f"those of a single replica are never seen. For {option} shard over the axis 'shard' alone, or "
-                    "leave sharding to the strategy."
+                    "leave sharding to the strategy or the session."
                 )
         self._model = model
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

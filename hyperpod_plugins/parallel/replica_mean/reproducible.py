@@ -91,15 +91,17 @@ class FixedOrderMean:
 
         Args:
             index: index among this rank's logical shards, from 0; 0 starts a new step.
-            loss: loss of the logical shard, `()`.
+            loss: loss of the logical shard, `()`, or also other means over its samples, `(num_values,)`.
 
         Returns:
-            The mean loss over all logical shards after the last one; None before.
+            The mean over all logical shards of `loss` after the last one; None before.
         """
         if index == 0:
             self._held = []
         leaves = self.leaves
-        self._held.append(((0, leaves[index]), self._vector.flatten(loss, multiple_of=self._replicas.size())))
+        self._held.append(
+            ((0, leaves[index]), self._vector.flatten(*loss.reshape(-1).unbind(), multiple_of=self._replicas.size()))
+        )
         while len(self._held) > 1 and _are_siblings(self._held[-2][0], self._held[-1][0]):
             _, right = self._held.pop()
             (height, place), left = self._held.pop()
@@ -108,7 +110,7 @@ class FixedOrderMean:
             return None
         held, self._held = dict(self._held), []
         whole = self._exchange(held) if self._replicas.size() > 1 else tree_sum(held, self._num_leaves, torch.add)
-        return self._vector.unflatten(whole.div_(self._num_leaves))[0]
+        return self._vector.unflatten(whole.div_(self._num_leaves))[: loss.numel()].view(loss.shape)
 
     def _exchange(self, held: Mapping[Node, Tensor]) -> Tensor:
         """Sum the nodes of all replicas; each replica adds up one slice."""
