@@ -30,6 +30,7 @@ from hyperpod_plugins.elastic.membership.elastic_spec import (
     sort_layouts,
 )
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
+from hyperpod_plugins.elastic.scaling.batch_config import BatchConfig
 from hyperpod_plugins.elastic.scaling.learning_rates import (
     LearningRates,
     find_reference,
@@ -38,7 +39,6 @@ from hyperpod_plugins.elastic.scaling.learning_rates import (
 )
 from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
-from hyperpod_plugins.elastic.scaling.policy_io import PolicyBlock, batch_of, read_policy
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.events import Event, record
@@ -224,34 +224,22 @@ class ElasticTraining(BatchSizeCallback):
         reproducible: bool = False,
         **limits: Any,
     ) -> None:
-        if policy is not None and limits:
-            raise ConfigError(f"give ElasticTraining a policy, or limits ({', '.join(limits)}), not both.")
+        self._config = BatchConfig.of(
+            policy,
+            limits,
+            global_batch_size=global_batch_size,
+            samples_per_replica=samples_per_replica,
+            micro_batch_size=micro_batch_size,
+            reproducible=reproducible,
+        )
         rule = LRScalingRule(
             scaling=lr_scaling,
             reference_batch_size=reference_batch_size,
             warmup_samples=warmup_samples,
             scale_adam=scale_adam,
         )
-        source = None if policy is None else read_policy(policy)
-        self._deepspeed = source.deepspeed if isinstance(source, PolicyBlock) else None
-        self._scales = source.scales if isinstance(source, PolicyBlock) else None
-        if self._scales is not None:
-            self._scales = self._scales.fill(global_batch_size, micro_batch_size)
-        sizes = (global_batch_size, samples_per_replica, micro_batch_size)
-        self.batch = batch_of(self._deepspeed, *sizes, self._scales)
-        rule.check_batch(follows_world=self.batch.follows_world, is_reproducible=reproducible)
-        if self._scales is not None and rule.is_adascale:
-            raise ConfigError(
-                "lr_scaling='adascale' compares gradients of replicas with the same number of samples each, which "
-                "the batches of a recipe do not guarantee: give samples_per_replica, or a recipe without batch sizes."
-            )
-        if self.batch.follows_world and source is None and "max_replicas" not in limits:
-            raise ConfigError("samples_per_replica needs max_replicas: nothing else limits the batch.")
-        limits = {"max_replicas": global_batch_size} | limits
-        try:
-            self._policy = source or ElasticPolicy(**limits)
-        except TypeError as error:
-            raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the available limits.") from None
+        self._config.check_rule(rule)
+        self.batch = self._config.batch
         if JobEnv.from_environ() is not None:
             ignore_notices()  # already here, because setting up model and data may take long
         self.shard_degrees, self.tensor_degrees = as_degrees(shard_degrees, tensor_degrees)
@@ -262,7 +250,8 @@ class ElasticTraining(BatchSizeCallback):
             )
         self.rates = LearningRates(rule=rule)
         self.reproducible = reproducible
-        self._remarks: tuple[str, ...] = ()
+        self.remarks: tuple[str, ...] = ()
+        """Remarks for the user about a recipe, one clause each: what is ignored, and why."""
         self.step_loss: Tensor | None = None
         self.resizes: list[Resize] = []
 
@@ -307,40 +296,15 @@ class ElasticTraining(BatchSizeCallback):
         if self.batch.follows_world:
             self.rates.load_state_dict(state_dict)
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Remarks for the user about a recipe, one clause each: what is ignored, and why."""
-        if isinstance(self._policy, PolicyBlock) and self._policy.is_fixed:
-            return ("is_elastic: false, so the job keeps the recipe's number of nodes", *self._remarks)
-        return self._remarks
-
     def resolve(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
         """Limits and batch for a topology: policies may count in nodes or GPUs, which are converted to replicas.
 
         Raises:
             ConfigError: the nodes or GPUs of the policy do not form whole replicas, or do not match those of the job.
         """
-        policy, batch, scales = self._policy, self.batch, self._scales
-        if scales is not None:
-            node, replica = topology.ranks_per_node, topology.replica_size
-            scales = scales.feasible_on(
-                ranks_per_node=node, ranks_per_replica=replica, tensor_degree=topology.tensor_degree
-            )
-            self.batch = batch = scales.batch(ranks_per_node=node, ranks_per_replica=replica)
-        if isinstance(policy, PolicyBlock):
-            policy = replace(policy, scales=scales)
-            policy = policy.in_replicas(
-                ranks_per_node=topology.ranks_per_node,
-                ranks_per_replica=topology.replica_size,
-                data_ranks_per_replica=topology.shard_degree,
-            )
-        remarks = () if scales is None else scales.remarks
-        self._remarks = (*remarks, *batch.infeasible_reasons(policy, topology.shard_degree))
-        if self._deepspeed is not None:
-            batch = replace(batch, micro_batch_size=self._deepspeed.micro_batch_at(topology.data_degree))
-        if self.reproducible:
-            batch = batch.in_logical_shards(policy, topology.shard_degree)
-        return policy, batch
+        found = self._config.resolve(topology)
+        self.batch, self.remarks = found.given, found.remarks
+        return found.policy, found.batch
 
 
 class ElasticState:
