@@ -30,15 +30,21 @@ from hyperpod_plugins.elastic.membership.elastic_spec import (
     sort_layouts,
 )
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
+from hyperpod_plugins.elastic.scaling.batch_config import BatchConfig
+from hyperpod_plugins.elastic.scaling.learning_rates import (
+    LearningRates,
+    find_reference,
+    publish_reference,
+    warn_of_adaptive,
+)
 from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
-from hyperpod_plugins.elastic.scaling.policy_io import PolicyBlock, batch_of, read_policy
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback, TrainerLoader
-from hyperpod_plugins.lightning.lr_scaling import LearningRates, warn_of_adaptive
+from hyperpod_plugins.lightning.lr_scaling import take_over_schedulers
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
 
@@ -131,9 +137,6 @@ def initial_world_size(options: DegreeOptions, config: ParallelConfig, world_siz
 
 log = logging.getLogger(__name__)
 
-# Key in the job store: reference batch of a job whose batch follows the world, set by the initial world.
-_REFERENCE = "reference_batch"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
@@ -221,43 +224,22 @@ class ElasticTraining(BatchSizeCallback):
         reproducible: bool = False,
         **limits: Any,
     ) -> None:
-        if policy is not None and limits:
-            raise ConfigError(f"give ElasticTraining a policy, or limits ({', '.join(limits)}), not both.")
+        self._config = BatchConfig.of(
+            policy,
+            limits,
+            global_batch_size=global_batch_size,
+            samples_per_replica=samples_per_replica,
+            micro_batch_size=micro_batch_size,
+            reproducible=reproducible,
+        )
         rule = LRScalingRule(
             scaling=lr_scaling,
             reference_batch_size=reference_batch_size,
             warmup_samples=warmup_samples,
             scale_adam=scale_adam,
         )
-        source = None if policy is None else read_policy(policy)
-        self._deepspeed = source.deepspeed if isinstance(source, PolicyBlock) else None
-        self._scales = source.scales if isinstance(source, PolicyBlock) else None
-        if self._scales is not None:
-            self._scales = self._scales.fill(global_batch_size, micro_batch_size)
-        sizes = (global_batch_size, samples_per_replica, micro_batch_size)
-        self.batch = batch_of(self._deepspeed, *sizes, self._scales)
-        if not self.batch.follows_world and rule != LRScalingRule():
-            raise ConfigError(
-                "lr_scaling, reference_batch_size, warmup_samples and scale_adam are for a batch that follows the "
-                "world: give samples_per_replica. With the same global batch the learning rate stays what it is."
-            )
-        if self._scales is not None and rule.is_adascale:
-            raise ConfigError(
-                "lr_scaling='adascale' compares gradients of replicas with the same number of samples each, which "
-                "the batches of a recipe do not guarantee: give samples_per_replica, or a recipe without batch sizes."
-            )
-        if self.batch.follows_world and reproducible:
-            raise ConfigError(
-                "reproducible=True is for a global batch that stays the same: give global_batch_size, not "
-                "samples_per_replica. Another batch is another computation."
-            )
-        if self.batch.follows_world and source is None and "max_replicas" not in limits:
-            raise ConfigError("samples_per_replica needs max_replicas: nothing else limits the batch.")
-        limits = {"max_replicas": global_batch_size} | limits
-        try:
-            self._policy = source or ElasticPolicy(**limits)
-        except TypeError as error:
-            raise ConfigError(f"ElasticTraining: {error}. See ElasticPolicy for the available limits.") from None
+        self._config.check_rule(rule)
+        self.batch = self._config.batch
         if JobEnv.from_environ() is not None:
             ignore_notices()  # already here, because setting up model and data may take long
         self.shard_degrees, self.tensor_degrees = as_degrees(shard_degrees, tensor_degrees)
@@ -268,7 +250,8 @@ class ElasticTraining(BatchSizeCallback):
             )
         self.rates = LearningRates(rule=rule)
         self.reproducible = reproducible
-        self._remarks: tuple[str, ...] = ()
+        self.remarks: tuple[str, ...] = ()
+        """Remarks for the user about a recipe, one clause each: what is ignored, and why."""
         self.step_loss: Tensor | None = None
         self.resizes: list[Resize] = []
 
@@ -290,12 +273,12 @@ class ElasticTraining(BatchSizeCallback):
 
         With AdaScale it is the gain of the last step, because that of the next one is not known yet.
         """
-        return 1.0 if self.rates.lr_state is None else self.rates.lr_state.factor
+        return self.rates.factor
 
     @property
     def schedule_step(self) -> int:
         """Completed steps of the schedule if the batch follows the world, else 0; can serve as a stop condition."""
-        return 0 if self.rates.lr_state is None else self.rates.lr_state.schedule_step
+        return self.rates.schedule_step
 
     @property
     def averages_replicas(self) -> bool:
@@ -313,40 +296,15 @@ class ElasticTraining(BatchSizeCallback):
         if self.batch.follows_world:
             self.rates.load_state_dict(state_dict)
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Remarks for the user about a recipe, one clause each: what is ignored, and why."""
-        if isinstance(self._policy, PolicyBlock) and self._policy.is_fixed:
-            return ("is_elastic: false, so the job keeps the recipe's number of nodes", *self._remarks)
-        return self._remarks
-
     def resolve(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
         """Limits and batch for a topology: policies may count in nodes or GPUs, which are converted to replicas.
 
         Raises:
             ConfigError: the nodes or GPUs of the policy do not form whole replicas, or do not match those of the job.
         """
-        policy, batch, scales = self._policy, self.batch, self._scales
-        if scales is not None:
-            node, replica = topology.ranks_per_node, topology.replica_size
-            scales = scales.feasible_on(
-                ranks_per_node=node, ranks_per_replica=replica, tensor_degree=topology.tensor_degree
-            )
-            self.batch = batch = scales.batch(ranks_per_node=node, ranks_per_replica=replica)
-        if isinstance(policy, PolicyBlock):
-            policy = replace(policy, scales=scales)
-            policy = policy.in_replicas(
-                ranks_per_node=topology.ranks_per_node,
-                ranks_per_replica=topology.replica_size,
-                data_ranks_per_replica=topology.shard_degree,
-            )
-        remarks = () if scales is None else scales.remarks
-        self._remarks = (*remarks, *batch.infeasible_reasons(policy, topology.shard_degree))
-        if self._deepspeed is not None:
-            batch = replace(batch, micro_batch_size=self._deepspeed.micro_batch_at(topology.data_degree))
-        if self.reproducible:
-            batch = batch.in_logical_shards(policy, topology.shard_degree)
-        return policy, batch
+        found = self._config.resolve(topology)
+        self.batch, self.remarks = found.given, found.remarks
+        return found.policy, found.batch
 
 
 class ElasticState:
@@ -406,8 +364,8 @@ class ElasticState:
         self.options.possible_micro_steps = frozenset(each.micro_steps for each in self._splits().values())
         trainer.accumulate_grad_batches = split.micro_steps
         if batch.follows_world:
-            self.options.rates.begin(self._reference())
-            self.options.rates.take_over_schedulers(trainer)
+            self.options.rates.begin(find_reference(self._job_store, self.options.rates.rule, split.global_batch_size))
+            take_over_schedulers(self.options.rates, trainer)
         return config, topology
 
     def _splits(self) -> dict[int, BatchSplit]:
@@ -468,10 +426,7 @@ class ElasticState:
         topology, split = self._topology, self.options.split
         assert topology is not None
         assert split is not None
-        if not split.num_logical_shards:
-            return micro_step, topology.data_rank(rank)
-        here = topology.coordinates(rank)
-        return here.replicate * split.micro_steps + micro_step, here.shard
+        return split.random_stream(micro_step, topology.data_rank(rank))
 
     def publish_spec(self, trainer: Trainer) -> None:
         """Publish the elastic spec, which lets the job change its size from now on.
@@ -508,7 +463,7 @@ class ElasticState:
         if self.options.batch.follows_world:
             batches = [self.options.batch.global_batch_at(size) for size in self._sizes]
             reference = self.options.rates.check(trainer.optimizers, batches)
-            self._job_store.set_if_absent(_REFERENCE, str(reference).encode())
+            publish_reference(self._job_store, reference)
             if self.options.rates.rule.is_adascale and trainer.global_rank == 0:
                 warn_of_adaptive(trainer.optimizers)
         publish_elastic_spec(self._job_store, spec)
@@ -548,12 +503,6 @@ class ElasticState:
             is_first_rank=trainer.global_rank == 0,
         ):
             yield
-
-    def _reference(self) -> int:
-        """Reference batch: the user's, else the one in the job store, else the present global batch."""
-        known = self._job_store.try_get(_REFERENCE)
-        wanted = self.options.rates.rule.reference_batch_size
-        return wanted or (self.options.global_batch_size if known is None else int(known))
 
     def record_resize(self, cause: str, repair: Repair) -> None:
         """Record that the job continues with another number of replicas."""

@@ -33,7 +33,7 @@ from hyperpod_plugins.lightning.datamodule import sample_weight_of
 from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.evaluating import EvaluatingStrategy
-from hyperpod_plugins.lightning.grad_averaging import GradAveraging, grad_averaging_for
+from hyperpod_plugins.lightning.grad_averaging import TrainerAveraging
 from hyperpod_plugins.lightning.module_checks import (
     check_same_layout,
     forbid_inference_mode,
@@ -126,7 +126,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._data_group: dist.ProcessGroup | None = None
         self._snapshot_group: dist.ProcessGroup | None = None
         self._allocator_watch: AllocatorWatch | None = None
-        self._averaging: GradAveraging | None = None
+        self._averaging: TrainerAveraging | None = None
         self._drops_gradients = self._is_set_up = False
         self._rank_local: dict[str, ProgramState] = {}
         self._sigterm_consensus: SigtermConsensus | None = None
@@ -293,7 +293,7 @@ class HyperPodStrategy(EvaluatingStrategy):
                 self._average.begin(module)
             if self._recovery is not None and not entries.is_skipping:
                 if self._elastic is not None:
-                    self._averaging = grad_averaging_for(trainer, module, self.device_mesh, self._elastic.options)
+                    self._averaging = TrainerAveraging.of(trainer, module, self.device_mesh, self._elastic.options)
                 self._recovery.begin_fit(
                     trainer,
                     module,

@@ -63,7 +63,7 @@ class GradientVector:
                 raise ConfigError(
                     f"{name} is sharded over a mesh with an axis for replicas, so FSDP2 adds up their gradients, and "
                     f"those of a single replica are never seen. For {option} shard over the axis 'shard' alone, or "
-                    "leave sharding to the strategy."
+                    "leave sharding to the strategy or the session."
                 )
         self._model = model
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -168,15 +168,17 @@ class FixedOrderMean:
 
         Args:
             index: index among this rank's logical shards, from 0; 0 starts a new step.
-            loss: loss of the logical shard, `()`.
+            loss: loss of the logical shard, `()`, or also other means over its samples, `(num_values,)`.
 
         Returns:
-            The mean loss over all logical shards after the last one; None before.
+            The mean over all logical shards of `loss` after the last one; None before.
         """
         if index == 0:
             self._held = []
         leaves = self.leaves
-        self._held.append(((0, leaves[index]), self._vector.flatten(loss, multiple_of=self._replicas.size())))
+        self._held.append(
+            ((0, leaves[index]), self._vector.flatten(*loss.reshape(-1).unbind(), multiple_of=self._replicas.size()))
+        )
         while len(self._held) > 1 and _are_siblings(self._held[-2][0], self._held[-1][0]):
             _, right = self._held.pop()
             (height, place), left = self._held.pop()
@@ -185,7 +187,7 @@ class FixedOrderMean:
             return None
         held, self._held = dict(self._held), []
         whole = self._exchange(held) if self._replicas.size() > 1 else tree_sum(held, self._num_leaves, torch.add)
-        return self._vector.unflatten(whole.div_(self._num_leaves))[0]
+        return self._vector.unflatten(whole.div_(self._num_leaves))[: loss.numel()].view(loss.shape)
 
     def _exchange(self, held: Mapping[Node, Tensor]) -> Tensor:
         """Sum the nodes of all replicas; each replica adds up one slice."""
@@ -300,3 +302,88 @@ def _num_shards(parameter: Tensor) -> int:
     for axis, placement in enumerate(parameter.placements):
         found *= 1 if placement.is_replicate() else mesh.size(axis)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMicroStep:
+    """One forward and backward pass of this rank, as a part of an optimizer step."""
+
+    index: int
+    """Number within the step, from 0; 0 starts a new step, or the same step again."""
+    count: int
+    """Number of micro-steps by which losses are divided; a last, smaller step has fewer."""
+    is_last: bool
+    """Whether the step ends with it."""
+    weight: float
+    """Factor that the rank's mean loss is multiplied by, so that all samples of the step count equally."""
+
+
+class FixedOrderAveraging:
+    """Averages gradients in a fixed order, so that results do not depend on the number of replicas.
+
+    Each micro-batch of a rank is its part of one logical shard. Losses are not divided, because a quotient would be
+    rounded, and the number of micro-steps depends on the number of replicas.
+    """
+
+    divides_loss = False
+    """Whether losses are divided by the number of micro-steps before backward."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, num_logical_shards: int) -> None:
+        """Average gradients of a module for which FSDP2 does not average over replicas.
+
+        Raises:
+            ConfigError: FSDP2 averages over replicas.
+        """
+        self._mean = FixedOrderMean(module, mesh.get_group("replicate"), num_logical_shards)
+        self._shards = mesh.get_group("shard")
+        self.mean_loss: Tensor | None = None
+        """Mean loss of the last step over its whole global batch, shaped as in `add`; None before the first step."""
+
+    def add(self, micro_step: RankMicroStep, loss: Tensor) -> None:
+        """Take the gradients of one logical shard after its backward; after the last one, leave the step's mean.
+
+        Args:
+            micro_step: whose backward has run.
+            loss: this rank's mean loss, not divided, `()`, or also other means over its samples, `(num_values,)`.
+        """
+        mean = self._mean.add(micro_step.index, loss)
+        if mean is not None:
+            if self._shards.size() > 1:  # each rank had its part of every logical shard
+                dist.all_reduce(mean, group=self._shards)
+            self.mean_loss = mean / self._shards.size()
+
+
+class NoiseMeasuringAveraging:
+    """Averages gradients, and measures the norms that AdaScale estimates gradient noise from.
+
+    The comparison of gradients is part of the step, but AdaScale only uses it at the commit: a step that is computed
+    again is compared again, and a step that is never committed has no effect.
+    """
+
+    divides_loss = True
+    """Whether losses are divided by the number of micro-steps before backward."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Average gradients of a module for which FSDP2 does not average over replicas.
+
+        Raises:
+            ConfigError: FSDP2 averages over replicas.
+        """
+        self._mean = NoiseMeasuringMean(module, mesh)
+        self.ranks_per_replica = mesh.size(1)
+        """Ranks of a replica that read different samples."""
+        self.compared: GradientNormTable | None = None
+        """Comparison of the last step's gradients; None within a step, and before the first."""
+
+    def add(self, micro_step: RankMicroStep, loss: Tensor) -> None:
+        """Take the gradients of a micro-step after its backward; after the last one, leave the step's mean.
+
+        Args:
+            micro_step: whose backward has run.
+            loss: not needed.
+        """
+        self.compared = self._mean.add(micro_step.weight, is_first=micro_step.index == 0, is_last=micro_step.is_last)
+
+
+GradAveraging = FixedOrderAveraging | NoiseMeasuringAveraging
+"""Averages gradients over replicas in place of FSDP2. All ranks call `add` after each backward, in the same order."""

@@ -15,6 +15,8 @@ class StepBatches:
     """One batch per micro-step."""
     weights: tuple[float, ...]
     """Factor for the mean loss of each batch, so that all samples of the step count equally."""
+    num_samples: int
+    """Number of samples of the step, over all ranks."""
     epoch: int
     ends_epoch: bool
 
@@ -30,9 +32,13 @@ def iterate_steps(loader: StatefulLoader, num_epochs: int) -> Iterator[StepBatch
         for index, batch in enumerate(loader):
             batches.append(batch)
             weights.append(sampler.weight(number + index))
-            cursor = sampler.cursor
-            if cursor.position == cursor.step_start:
+            ends_epoch = sampler.cursor.epoch != epoch
+            if ends_epoch or (number + index + 1) % sampler.split.micro_steps == 0:
                 yield StepBatches(
-                    batches=tuple(batches), weights=tuple(weights), epoch=epoch, ends_epoch=cursor.epoch != epoch
+                    batches=tuple(batches),
+                    weights=tuple(weights),
+                    num_samples=sampler.step_size(number + index),
+                    epoch=epoch,
+                    ends_epoch=ends_epoch,
                 )
                 batches, weights = [], []

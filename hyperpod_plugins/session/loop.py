@@ -16,11 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from hyperpod_plugins.data import StatefulLoader
+from hyperpod_plugins.data import BatchSplit, StatefulLoader
+from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.errors import DeviceHung, LoopError, PeerLost, RecoveryError
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, loss_parallel_context
 from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
+from hyperpod_plugins.parallel.replica_mean import (
+    FixedOrderAveraging,
+    GradAveraging,
+    NoiseMeasuringAveraging,
+    RankMicroStep,
+)
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 from hyperpod_plugins.recovery import seed_micro_step
 from hyperpod_plugins.session.context import LoopContext
@@ -61,6 +68,8 @@ class StepComputation:
     """Maximum norm of all gradients as one vector; 0 for no limit."""
     is_step_keyed: bool
     """Whether random numbers are a function of the step."""
+    averaging: GradAveraging | None = None
+    """Averages gradients over replicas; None if FSDP2 does."""
 
     def seed(self, step: int, context: LoopContext, part: str) -> None:
         """Start the random stream of a step's body before the step is computed, or after it was committed."""
@@ -75,7 +84,7 @@ class StepComputation:
         *,
         step: int,
         context: LoopContext,
-        num_micro_steps: int,
+        split: BatchSplit,
     ) -> AttemptResult:
         """Compute the gradients of a step, and average what `compute_loss` returned over the global batch.
 
@@ -85,26 +94,44 @@ class StepComputation:
             weights: weight of each batch's mean loss.
             step: number of the step.
             context: rank and groups of this process.
-            num_micro_steps: number by which accumulated losses are divided; a last, smaller step has fewer batches.
+            split: split of a step; accumulated losses are divided by its micro-steps also in a smaller last step.
         """
+        averaging, data_rank = self.averaging, context.topology.data_rank(context.rank)
+        divides_loss = split.micro_steps > 1 and (averaging is None or averaging.divides_loss)
         total: Any = None
         losses: list[Tensor] = []
         for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             if self.is_step_keyed:
-                seed_micro_step(self.config.random_seed, step, index, context.topology.data_rank(context.rank))
+                seed_micro_step(self.config.random_seed, step, *split.random_stream(index, data_rank))
             is_last = index == len(batches) - 1
+            micro_step = RankMicroStep(index=index, count=split.micro_steps, is_last=is_last, weight=weight)
             with nullcontext() if is_last else without_replica_sync(self.model), loss_parallel_context(self.config):
                 returned = compute_loss(tree_map(lambda leaf: leaf, batch))  # copies containers: it may empty them
                 loss = _loss_of(returned)
                 losses.append(loss.detach())
-                if num_micro_steps > 1:
-                    loss = loss / num_micro_steps
+                if divides_loss:
+                    loss = loss / split.micro_steps
                 self.backward(loss if weight == 1.0 else loss * weight)
-            part = tree_map(lambda value, weight=weight: _detached(value) * (weight / num_micro_steps), returned)
+            values = tree_map(_detached, returned)
+            if averaging is not None:
+                averaging.add(micro_step, _stacked(values))
+            part = tree_map(lambda value, weight=weight: value * (weight / split.micro_steps), values)
             total = part if total is None else tree_map(torch.add, total, part)
         reconcile_gradients(self.model)
         norm = clip_grad_norm_(self.model.parameters(), self.max_grad_norm) if self.max_grad_norm else None
-        return AttemptResult(result=_mean(total, context.data_group), norm=norm, losses=losses)
+        if isinstance(averaging, FixedOrderAveraging):
+            assert averaging.mean_loss is not None
+            return AttemptResult(result=_named(averaging.mean_loss, total), norm=norm, losses=losses)
+        mean = _mean(_stacked(total), context.data_group)
+        return AttemptResult(result=_named(mean, total), norm=norm, losses=losses)
+
+    def gradient_noise(self) -> GradientNoise | None:
+        """The gradient noise of the step that was computed last; None if it was not measured."""
+        averaging = self.averaging
+        if not isinstance(averaging, NoiseMeasuringAveraging) or averaging.compared is None:
+            return None
+        compared = averaging.compared
+        return GradientNoise.of_table(compared.table.tolist(), compared.num_micro_steps, averaging.ranks_per_replica)
 
 
 def _loss_of(returned: Any) -> Tensor:
@@ -121,13 +148,20 @@ def _detached(value: Any) -> Tensor:
     return torch.as_tensor(value).detach().float().reshape(())
 
 
-def _mean(total: Any, group: dist.ProcessGroup) -> Any:
+def _stacked(returned: Any) -> Tensor:
+    """The values of a result as one tensor, `(num_values,)`."""
+    return torch.stack([*returned.values()] if isinstance(returned, Mapping) else [returned])
+
+
+def _named(values: Tensor, returned: Any) -> Any:
+    """Inverse of `_stacked`, for a result like `returned`."""
+    return dict(zip(returned, values.unbind(), strict=True)) if isinstance(returned, Mapping) else values[0]
+
+
+def _mean(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Average over the ranks of a group, in one all-reduce."""
-    names = list(total) if isinstance(total, Mapping) else [""]
-    values = torch.stack([total[name] for name in names] if isinstance(total, Mapping) else [total])
     dist.all_reduce(values, group=group)
-    values /= dist.get_world_size(group)
-    return dict(zip(names, values.unbind(), strict=True)) if isinstance(total, Mapping) else values[0]
+    return values.div_(dist.get_world_size(group))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +295,7 @@ class Loop:
                 ends_epoch=found.ends_epoch,
                 batches=tree_map(self._to_device, found.batches),
                 weights=found.weights,
+                num_samples=found.num_samples,
             )
 
     def _to_device(self, leaf: Any) -> Any:
@@ -282,7 +317,7 @@ class Loop:
 
     def run_step(self, step: Step, compute_loss: Callable[[Any], Any]) -> Any:
         """Run one step as a transaction."""
-        num_micro_steps = self._loader.batch_sampler.split.micro_steps
+        split = self._loader.batch_sampler.split
 
         if self._transactions.rehearsal is not None:
             for index, batch in enumerate(step.batches):
@@ -296,7 +331,7 @@ class Loop:
                 step.weights,
                 step=step.index,
                 context=self._context,
-                num_micro_steps=num_micro_steps,
+                split=split,
             )
             self._trained.computed()
             if self._trained.steps_before_vote:
@@ -307,7 +342,17 @@ class Loop:
             may_update = self._finite.allows_update(
                 done.loss, done.norm, step=step.index, epoch=step.epoch, losses=done.losses
             )
-            with self.guard.allow_optimizer_steps():
+            rates = self._trained.rates
+            scaling = nullcontext()
+            if rates is not None:
+                rates.noise = self._computation.gradient_noise()
+                scaling = rates.step(
+                    *self._trained.optimizers,
+                    batch_size=split.global_batch_size,
+                    num_samples=step.num_samples,
+                    is_first_rank=self._context.rank == 0,
+                )
+            with self.guard.allow_optimizer_steps(), scaling:
                 if may_update:
                     self._trained.update()
                 else:

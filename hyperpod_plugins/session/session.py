@@ -17,11 +17,18 @@ from torch.utils.data import DataLoader
 
 from hyperpod_plugins.comm import CommOptions, group_health
 from hyperpod_plugins.comm.health import Phase
-from hyperpod_plugins.data import StatefulLoader
+from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
-from hyperpod_plugins.elastic.scaling.batch import StepBatch
+from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
+from hyperpod_plugins.elastic.scaling.learning_rates import (
+    LearningRates,
+    find_reference,
+    publish_reference,
+    warn_of_adaptive,
+)
+from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost
@@ -30,6 +37,11 @@ from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.hsdp import fsdp_units
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
+from hyperpod_plugins.parallel.replica_mean import (
+    FixedOrderAveraging,
+    GradAveraging,
+    NoiseMeasuringAveraging,
+)
 from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
@@ -63,9 +75,15 @@ class Session:
             file. Default: the file named by `HYPERPOD_CONFIG`, else hybrid sharding over all ranks.
         global_batch_size: number of samples per optimizer step, over all ranks; 0 for the loader's `batch_size` on
             each data-parallel rank of the initial world.
+        samples_per_replica: number of samples per optimizer step for each replica, instead of `global_batch_size`: the
+            batch follows the world, and schedulers step once for each reference batch.
+        lr_scaling: how the learning rate follows such a batch: `"none"`, `"linear"`, `"sqrt"`, `"adascale"`, a
+            function of batch / reference batch, or an `LRScalingRule` with further options.
+        reproducible: get bitwise identical results whatever the number of replicas, and however often it changes.
+            Needs `elastic`, whose limits determine how a step is split; an agent is not needed.
         recovery: options of fault recovery.
-        elastic: lets the job grow and shrink: limits on the number of replicas, or True for as many replicas as the
-            batch has samples.
+        elastic: lets the job grow and shrink: limits on the number of replicas, or True for as many replicas as
+            `global_batch_size` has samples.
         comm: collective library to use, and whether a fallback is allowed.
         checkpoint_folder: folder for emergency checkpoints.
         timeout_s: seconds after which a collective that does not complete fails.
@@ -84,6 +102,9 @@ class Session:
         config: ParallelConfig | Mapping[str, Any] | str | Path | None = None,
         *,
         global_batch_size: int = 0,
+        samples_per_replica: int = 0,
+        lr_scaling: LrScaling | LRScalingRule = "none",
+        reproducible: bool = False,
         recovery: RecoveryOptions | None = None,
         elastic: ElasticPolicy | bool = False,
         comm: CommOptions | None = None,
@@ -93,17 +114,17 @@ class Session:
     ) -> None:
         self.config = ParallelConfig.of(config_path() if config is None else config, **options)
         self._recovery = recovery or RecoveryOptions()
-        if elastic and not (self._recovery.enabled and global_batch_size):
-            raise ConfigError(
-                "a Session with `elastic` needs global_batch_size, which stays the same in every world, and recovery: "
-                "leave out RecoveryOptions(enabled=False)."
-            )
+        self._rule = lr_scaling if isinstance(lr_scaling, LRScalingRule) else LRScalingRule(scaling=lr_scaling)
+        self._rule.check_batch(follows_world=samples_per_replica > 0)
+        _check_batch(global_batch_size, samples_per_replica, elastic=elastic, reproducible=reproducible)
+        if elastic and not self._recovery.enabled:
+            raise ConfigError("a Session with `elastic` needs recovery: leave out RecoveryOptions(enabled=False).")
         env, job = WorkerEnv.from_environ(), JobEnv.from_environ() if self._recovery.enabled else None
         if job is not None and elastic:
             ignore_notices()  # already now, because setting up model and data may take long
         if elastic is True:
             elastic = ElasticPolicy(max_replicas=global_batch_size)
-        self._elastic = None if job is None else elastic or None
+        self._policy = elastic or None
         self._member = None
         if job is not None:
             self._member = join_job(
@@ -119,6 +140,8 @@ class Session:
             self.config, env, self._member, self._recovery, comm=comm or CommOptions(), timeout_s=timeout_s
         )
         self._global_batch_size = global_batch_size
+        self._samples_per_replica = samples_per_replica
+        self._reproducible = reproducible
         self._folder = Path(checkpoint_folder)
         self._trained: TrainedState | None = None
         self._computation: StepComputation | None = None
@@ -162,11 +185,27 @@ class Session:
         """Call `listener()` each time the job changes its size, after rank, world size and topology are updated."""
         self._context.when_moved.append(listener)
 
+    @property
+    def lr_factor(self) -> float:
+        """Factor of the next step's learning rate if the batch follows the world, else 1; schedulers see the base rate.
+
+        With AdaScale it is the gain of the last step, because that of the next one is not known yet.
+        """
+        rates = None if self._trained is None else self._trained.rates
+        return 1.0 if rates is None else rates.factor
+
+    @property
+    def schedule_step(self) -> int:
+        """Completed steps of the schedule if the batch follows the world, else 0; can serve as a stop condition."""
+        rates = None if self._trained is None else self._trained.rates
+        return 0 if rates is None else rates.schedule_step
+
     # -- setup --------------------------------------------------------------------------------------------------
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Shard a model over the mesh, in place, and move it to the device; see `parallel.parallelize`."""
-        return parallelize(model, self.mesh, self.config).to(self.device)
+        averages_replicas = not (self._reproducible or self._rule.is_adascale)
+        return parallelize(model, self.mesh, self.config, averages_replicas=averages_replicas).to(self.device)
 
     def train(
         self,
@@ -178,7 +217,9 @@ class Session:
         max_grad_norm: float = 0.0,
         non_finite: NonFinitePolicy = "auto",
     ) -> None:
-        """Set what the steps train. In each step, every optimizer and every scheduler steps once.
+        """Set what the steps train. In each step, every optimizer steps once, and so does every scheduler.
+
+        If the batch follows the world, schedulers step once for each reference batch instead.
 
         Args:
             model: a model sharded by `parallelize`, or otherwise over `mesh`.
@@ -214,13 +255,14 @@ class Session:
             verify=self._recovery.verify,
             folder=self._folder,
             tensor_degree=self._context.topology.tensor_degree,
+            rates=LearningRates(rule=self._rule) if self._samples_per_replica else None,
         )
         self._computation = StepComputation(
             model=model,
             config=self.config,
             backward=backward,
             max_grad_norm=max_grad_norm,
-            is_step_keyed=self._recovery.step_keyed_random and self._member is not None,
+            is_step_keyed=self._recovery.step_keyed_random and (self._member is not None or self._reproducible),
         )
         member = self._member if self._transactions is None else self._transactions.member  # None once it has left
         self._transactions = Transactions(member, self._context, self._trained, self._recovery, self.repairs)
@@ -367,12 +409,18 @@ class Session:
         trained, transactions = self._require_train()
         assert self._computation is not None
         data = MapStyleData(loader, seed=self.config.random_seed, taken_by="session.steps(...)")
-        batch = StepBatch(
-            global_batch_size=self._global_batch_size or data.micro_batch_size * self.topology.data_degree,
-            micro_batch_size=data.micro_batch_size,
-        )
-        if self._elastic is not None:
-            self._publish_elastic_spec(batch, self._elastic)
+        batch = self._batch_of(data.micro_batch_size)
+        split = batch.split(self.topology.replicate_degree, self.topology.shard_degree)
+        sizes = (self.topology.replicate_degree,)
+        if self._policy is not None and self._member is not None:
+            sizes = self._allowed_sizes(batch, self._policy)
+        if trained.rates is not None:
+            self._begin_schedule(trained, trained.rates, batch, sizes)
+        if self._member is not None and self._policy is not None and not self._member.is_joining:
+            replica_size = self._context.replica_size
+            spec = ElasticSpec(policy=self._policy, replica_size=replica_size, sizes=sizes)
+            publish_elastic_spec(self._member.job_store, spec)
+        computation = replace(self._computation, averaging=self._averaging_of(trained.model, split))
 
         def build_loader() -> StatefulLoader:
             topology = self.topology
@@ -381,7 +429,7 @@ class Session:
 
         limits = LoopLimits(num_epochs=epochs, max_steps=max_steps)
         assert self._finite is not None
-        loop = Loop(self._context, trained, self._computation, transactions, build_loader, limits, self._finite)
+        loop = Loop(self._context, trained, computation, transactions, build_loader, limits, self._finite)
         return self._run(loop, trained, transactions)
 
     def _run(self, loop: Loop, trained: TrainedState, transactions: Transactions) -> Iterator[Step]:
@@ -416,28 +464,94 @@ class Session:
                 if not is_over:
                     entries.mark_not_kept("its loop was left early")
 
-    def _publish_elastic_spec(self, batch: StepBatch, policy: ElasticPolicy) -> None:
-        """Publish the elastic spec, so that the job can grow and shrink from now on.
+    def _batch_of(self, micro_batch_size: int) -> StepBatch:
+        """The batch of a step in any world.
 
         Raises:
-            ConfigError: `policy` or the batch does not allow the present number of replicas.
+            ConfigError: a reproducible batch cannot be cut into parts of equal size.
         """
-        assert self._member is not None
+        constant = self._global_batch_size or micro_batch_size * self.topology.data_degree
+        batch = StepBatch(
+            global_batch_size=0 if self._samples_per_replica else constant,
+            samples_per_replica=self._samples_per_replica,
+            micro_batch_size=micro_batch_size,
+        )
+        if not self._reproducible:
+            return batch
+        assert self._policy is not None
+        return batch.in_logical_shards(self._policy, self.topology.shard_degree)
+
+    def _begin_schedule(
+        self, trained: TrainedState, rates: LearningRates, batch: StepBatch, sizes: Sequence[int]
+    ) -> None:
+        """Begin the schedule at its first sample, unless a checkpoint was loaded.
+
+        Raises:
+            ConfigError: the learning-rate rule does not fit the optimizers.
+        """
+        store = None if self._member is None else self._member.job_store
+        rates.begin(find_reference(store, rates.rule, batch.global_batch_at(self.topology.replicate_degree)))
+        reference = rates.check(trained.optimizers, [batch.global_batch_at(size) for size in sizes])
+        if store is not None:
+            publish_reference(store, reference)
+        if rates.rule.is_adascale and self.rank == 0:
+            warn_of_adaptive(trained.optimizers)
+
+    def _averaging_of(self, model: nn.Module, split: BatchSplit) -> GradAveraging | None:
+        """The averaging of gradients that the options need; None if FSDP2 averages.
+
+        Raises:
+            ConfigError: FSDP2 averages over replicas, but the options do not allow it.
+        """
+        if self._reproducible:
+            return FixedOrderAveraging(model, self.mesh, split.num_logical_shards)
+        return NoiseMeasuringAveraging(model, self.mesh) if self._rule.is_adascale else None
+
+    def _allowed_sizes(self, batch: StepBatch, policy: ElasticPolicy) -> tuple[int, ...]:
+        """The numbers of replicas that the policy allows and that can share the batch.
+
+        Raises:
+            ConfigError: the present number of replicas is not among them.
+        """
         sizes = batch.feasible_sizes(policy, self.topology.shard_degree)
         if self.topology.replicate_degree not in sizes:
             raise ConfigError(
                 f"the job has {self.topology.replicate_degree} replicas of {self._context.replica_size} ranks, but "
                 f"`elastic` allows {list(sizes)}. Start a different number of processes, or change the limits."
             )
-        if not self._member.is_joining:
-            publish_elastic_spec(
-                self._member.job_store, ElasticSpec(policy=policy, replica_size=self._context.replica_size, sizes=sizes)
-            )
+        return sizes
 
     def _require_train(self) -> tuple[TrainedState, Transactions]:
         if self._trained is None or self._transactions is None:
             raise LoopError("say what is trained first: session.train(model, optimizer, scheduler)")
         return self._trained, self._transactions
+
+
+def _check_batch(
+    global_batch_size: int, samples_per_replica: int, *, elastic: ElasticPolicy | bool, reproducible: bool
+) -> None:
+    """Check the options of a `Session` that determine the batch.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    if global_batch_size and samples_per_replica:
+        raise ConfigError("give global_batch_size or samples_per_replica, not both.")
+    if elastic and not (global_batch_size or samples_per_replica):
+        raise ConfigError(
+            "a Session with `elastic` needs global_batch_size, which stays the same in every world, or "
+            "samples_per_replica, with which the batch follows the world."
+        )
+    if elastic is True and samples_per_replica:
+        raise ConfigError(
+            "samples_per_replica needs elastic=ElasticPolicy(max_replicas=...): nothing else limits the batch."
+        )
+    if reproducible:
+        refuse_reproducible(follows_world=samples_per_replica > 0)
+        if not elastic:
+            raise ConfigError(
+                "reproducible=True needs `elastic`: a step is split such that all its numbers of replicas can share it."
+            )
 
 
 def _listed(given: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hyperpod_plugins.elastic.scaling.learning_rates import LearningRates
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.rank_state import load_rank_state, saved_ranks
@@ -50,6 +51,8 @@ class Position:
     """Hyperparameters of each optimizer's parameter groups."""
     state: dict[str, Any] = field(default_factory=dict[str, Any])
     """Contents of `Session.state`."""
+    rates: dict[str, Any] = field(default_factory=dict[str, Any])
+    """State of learning rate and schedule, if the batch follows the world."""
     local: dict[str, Any] = field(default_factory=dict[str, Any])
     """Rank-local state, in a snapshot of that rank."""
 
@@ -108,6 +111,7 @@ class TrainedState:
         verify: bool,
         folder: Path,
         tensor_degree: int = 1,
+        rates: LearningRates | None = None,
     ) -> None:
         """Wrap what a loop trains.
 
@@ -119,6 +123,7 @@ class TrainedState:
             verify: compare checksums of what a replacement receives.
             folder: folder for emergency checkpoints.
             tensor_degree: number of ranks that each of the model's parallel layers is split over.
+            rates: learning rate and schedule, if the batch follows the world.
 
         Raises:
             ConfigError: an optimizer computes gradients itself, or has hyperparameters that cannot be passed on.
@@ -128,6 +133,7 @@ class TrainedState:
         self.model = model
         self.optimizers = list(optimizers)
         self.schedulers = list(schedulers)
+        self.rates = rates
         self.tensors = TrainingState(model, optimizers, verify=verify)
         self.saving: dist.ProcessGroup | None = None
         """Group of all ranks, used only for checkpoints; if None, one is created when it is needed."""
@@ -144,7 +150,9 @@ class TrainedState:
         self._tensor_degree = tensor_degree
         self._loaded: dict[str, dict[str, Any]] = {}
         writes = not all(map(is_elementwise, self.optimizers))
-        self._beginning = StepStart(model, self.optimizers, OptimizerCopy(self.optimizers) if writes else None)
+        self._beginning = StepStart(
+            model, self.optimizers, OptimizerCopy(self.optimizers, [] if rates is None else [rates]) if writes else None
+        )
         self._modes: list[tuple[nn.Module, bool]] = []
         self._writer: CheckpointWriter | None = None
 
@@ -155,14 +163,17 @@ class TrainedState:
             schedulers=tuple(to_python_scalars(scheduler.state_dict()) for scheduler in self.schedulers),
             groups=tuple(hyperparameters(optimizer) for optimizer in self.optimizers),
             state=dict(self._state),
+            rates={} if self.rates is None else self.rates.state_dict(),
         )
 
     def load_position(self, position: Position) -> None:
-        """Load the state of schedulers, hyperparameters and the program's own state from a position."""
+        """Load the state of schedulers, learning rate, hyperparameters and the program's own state."""
         self._beginning.close()
         for scheduler, state in zip(self.schedulers, position.schedulers, strict=True):
             scheduler.load_state_dict(state)
         load_hyperparameters(position.groups, self.optimizers)
+        if self.rates is not None and position.rates:
+            self.rates.load_state_dict(position.rates)
         self._state.clear()
         self._state.update(position.state)
 
@@ -186,10 +197,11 @@ class TrainedState:
         self._beginning.end()
 
     def advance(self) -> None:
-        """Step each scheduler once, when the step is committed."""
+        """Step the schedulers when the step is committed: once, or once for each reference batch completed."""
         self._beginning.close()
-        for scheduler in self.schedulers:
-            scheduler.step()
+        for _ in range(1) if self.rates is None else self.rates.due_schedule_steps():
+            for scheduler in self.schedulers:
+                scheduler.step()
 
     def skip(self) -> None:
         """Skip the optimizers' step: drop the gradients."""

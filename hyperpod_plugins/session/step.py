@@ -90,6 +90,7 @@ class Step:
         epoch: number of its epoch, from 0.
         ends_epoch: whether it is the last step of its epoch.
         batches: this rank's batches, one per micro-step; empty if the step was committed before.
+        num_samples: number of samples of the step, over all ranks; 0 if the step was committed before.
         is_replay: whether the step was committed before, so that only the code after `run` is repeated.
     """
 
@@ -102,6 +103,7 @@ class Step:
         ends_epoch: bool,
         batches: tuple[Any, ...] = (),
         weights: tuple[float, ...] = (),
+        num_samples: int = 0,
         is_replay: bool = False,
         result: Any = None,
     ) -> None:
@@ -110,6 +112,7 @@ class Step:
         self.ends_epoch = ends_epoch
         self.batches = batches
         self.weights = weights
+        self.num_samples = num_samples
         self.is_replay = is_replay
         self.was_interrupted = False
         """Whether a fault interrupted the body; the loop handles it."""

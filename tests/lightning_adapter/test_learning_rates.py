@@ -7,10 +7,11 @@ import torch
 from torch.optim import lr_scheduler
 
 from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
+from hyperpod_plugins.elastic.scaling.learning_rates import LearningRates, scaled
 from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.events import listen
-from hyperpod_plugins.lightning.lr_scaling import LearningRates, scaled
+from hyperpod_plugins.lightning.lr_scaling import step_schedulers
 
 REFERENCE = 10
 SCHEDULERS = {
@@ -77,7 +78,7 @@ def run(rates, optimizer, trainer, sizes):
             used.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
         for waiting in (False, True):
-            rates.step_schedulers(trainer, waiting_for_metric=waiting)
+            step_schedulers(rates, trainer, waiting_for_metric=waiting)
         left.append(optimizer.param_groups[0]["lr"])
     return used, left
 

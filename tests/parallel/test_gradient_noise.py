@@ -8,8 +8,8 @@ from torch import nn
 
 from hyperpod_plugins.data import BatchSplit, sample_weight
 from hyperpod_plugins.data.batch_split import Cursor, rank_positions
+from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.grad_averaging import noise_of
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.replica_mean import NoiseMeasuringMean
 
@@ -101,7 +101,10 @@ def compare_on_meshes():
                     loss.backward()
                     is_last = attempt == 1 and index == len(micro_steps) - 1
                     compared = mean.add(weight, is_first=index == 0, is_last=is_last)
-            results[layout, case] = noise_of(compared, mesh.size(1)), gradients_of(model)
+            results[layout, case] = (
+                GradientNoise.of_table(compared.table.tolist(), compared.num_micro_steps, mesh.size(1)),
+                gradients_of(model),
+            )
     return results
 
 

@@ -12,6 +12,7 @@ from hyperpod_plugins.elastic.scaling.batch import StepBatch
 pytestmark = pytest.mark.spawns
 PER_REPLICA, REFERENCE, MICRO_BATCH, NUM_STEPS = 13, 8, 4, 30
 CLIP = 0.3
+BATCH = StepBatch(samples_per_replica=PER_REPLICA, micro_batch_size=MICRO_BATCH)
 OPTIONS = {
     "PER_REPLICA": str(PER_REPLICA),
     "REFERENCE": str(REFERENCE),
@@ -21,23 +22,25 @@ OPTIONS = {
 }
 
 
-def parts_of(epoch, position, num_replicas, shards):
+def parts_of(epoch, position, num_replicas, shards, batch=BATCH, num_samples=NUM_SAMPLES, seed=0):
     """Ids of each part of a step that begins there: of each replica, in each micro-step."""
-    split = StepBatch(samples_per_replica=PER_REPLICA, micro_batch_size=MICRO_BATCH).split(num_replicas, shards)
+    split = batch.split(num_replicas, shards)
     start = Cursor(epoch=epoch, position=position, step_start=position)
     parts = []
-    for micro_step in split.walk(start, NUM_SAMPLES, drop_last=False):
+    for micro_step in split.walk(start, num_samples, drop_last=False):
         if micro_step.before.step_start != position:
             break
         for replica in range(num_replicas):
             shares = [split.share(micro_step, rank) for rank in range(replica * shards, (replica + 1) * shards)]
-            order = [sample_order(each, num_samples=NUM_SAMPLES, seed=0, epoch=epoch).tolist() for each in shares]
+            order = [sample_order(each, num_samples=num_samples, seed=seed, epoch=epoch).tolist() for each in shares]
             parts.append([i for ids in order for i in ids])
     return parts
 
 
 class Replay:
     """The same training in one process, without any of our code: AdaScale written down once more."""
+
+    reference = REFERENCE
 
     def __init__(self):
         torch.manual_seed(1)
@@ -48,13 +51,15 @@ class Replay:
         self.count, self.variance, self.signal, self.worth = 0, 0.0, 0.0, 0.0
         self.gains, self.norms = [], []
 
+    def loss(self, ids):
+        x = torch.sin(torch.tensor(ids)[:, None] * torch.arange(1, 17) / 7.0)
+        return (self.net(x) - x.flip(1)).square().mean()
+
     def step(self, parts):
         """Train on a step's parts; the learning rate."""
         gradients, sizes = [], [len(ids) for ids in parts if ids]
         for ids in filter(None, parts):
-            x = torch.sin(torch.tensor(ids)[:, None] * torch.arange(1, 17) / 7.0)
-            loss = (self.net(x) - x.flip(1)).square().mean()
-            gradients.append(torch.autograd.grad(loss, list(self.net.parameters())))
+            gradients.append(torch.autograd.grad(self.loss(ids), list(self.net.parameters())))
         total = sum(sizes)
         means = [sum(n * g for n, g in zip(sizes, each, strict=True)) / total for each in zip(*gradients, strict=True)]
         of_mean = sum(float(mean.square().sum()) for mean in means)
@@ -62,10 +67,10 @@ class Replay:
             apart = [sum(float((g - m).square().sum()) for g, m in zip(part, means, strict=True)) for part in gradients]
             of_sample = sum(size * each for size, each in zip(sizes, apart, strict=True)) / (len(sizes) - 1)
             self.count += 1
-            new = max(1 / self.count, total / REFERENCE / 1000)
-            self.variance += new * (of_sample / REFERENCE - self.variance)
+            new = max(1 / self.count, total / self.reference / 1000)
+            self.variance += new * (of_sample / self.reference - self.variance)
             self.signal += new * (max(0.0, of_mean - of_sample / total) - self.signal)
-        gain = (self.variance + self.signal) / (self.variance / (total / REFERENCE) + self.signal)
+        gain = (self.variance + self.signal) / (self.variance / (total / self.reference) + self.signal)
         self.gains.append(gain)
         self.norms.append(of_mean**0.5)
         for parameter, mean in zip(self.net.parameters(), means, strict=True):

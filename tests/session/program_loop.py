@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).parent.parent / "recovery"))
 from faults import Faults
 
+from hyperpod_plugins.elastic.scaling.lr import LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.recovery import RecoveryOptions
@@ -26,7 +27,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-        self.dropout = nn.Dropout(0.0 if "REPLICAS" in os.environ else 0.25)
+        self.dropout = nn.Dropout(float(os.environ.get("DROPOUT", 0.0 if "REPLICAS" in os.environ else 0.25)))
         self.register_buffer("num_calls", torch.zeros(()))
         if "OWN" in os.environ:
             self.register_buffer("mean", torch.zeros(WIDTH))
@@ -68,9 +69,17 @@ def main():
     elastic = False
     if sizes:
         elastic = ElasticPolicy(max_replicas=int(sizes), scaling_timeout_s=0.0, faulty_scale_down_timeout_s=2.0)
+    batch = {"global_batch_size": 12, "reproducible": "REPRODUCIBLE" in os.environ}
+    if "PER_REPLICA" in os.environ:
+        rule = LRScalingRule(
+            scaling=os.environ.get("LR_SCALING", "linear"),
+            reference_batch_size=int(os.environ.get("REFERENCE", "0")),
+            warmup_samples=int(os.environ.get("WARMUP", "0")),
+        )
+        batch = {"samples_per_replica": int(os.environ["PER_REPLICA"]), "lr_scaling": rule}
     session = Session(
         hybrid_shard_degree=shards,
-        global_batch_size=12,
+        **batch,
         random_seed=5,
         elastic=elastic,
         recovery=RecoveryOptions(
@@ -86,8 +95,12 @@ def main():
     data = torch.randn(NUM_SAMPLES, WIDTH)
     model = session.parallelize(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if os.environ.get("OPTIMIZER") == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    used = []  # learning rates of this process's steps
+    optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
-    session.train(model, optimizer, scheduler, max_grad_norm=0.5)
+    session.train(model, optimizer, scheduler, max_grad_norm=float(os.environ.get("CLIP", "0.5")))
     total = Total()
     if "OWN" in os.environ:
         session.register_rank_local("total", total)
@@ -104,7 +117,7 @@ def main():
         return float(loss) / session.world_size
 
     dataset = TensorDataset(data, torch.arange(NUM_SAMPLES))
-    loader = DataLoader(dataset, batch_size=3, shuffle=True, drop_last=not sizes)
+    loader = DataLoader(dataset, batch_size=3, shuffle=True, drop_last=not sizes or "REPRODUCIBLE" in os.environ)
     num_steps = int(os.environ.get("STEPS", "0"))
     for step in session.steps(loader, epochs=1000 if sizes or num_steps else 3, max_steps=num_steps):
         with step:
@@ -130,6 +143,7 @@ def main():
                 ids=[i for _, ids in step.batches for i in ids.tolist()],
                 loss=float(means["loss"]).hex(),
                 lr=optimizer.param_groups[0]["lr"],
+                used=used[-1] if used else None,
             )
             if step.index % 5 == 4:
                 faults.at("validate", step.index)
@@ -150,6 +164,8 @@ def main():
     result = {
         "state": state,
         "lr": optimizer.param_groups[0]["lr"],
+        "lr_factor": session.lr_factor,
+        "schedule_step": session.schedule_step,
         "best": session.state["best"],
         "total": total.value,
         "name": name,

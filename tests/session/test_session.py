@@ -22,6 +22,7 @@ from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
+from hyperpod_plugins.elastic.scaling.lr import LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
 from hyperpod_plugins.elastic.store.world import WorldPlan
@@ -35,6 +36,7 @@ from hyperpod_plugins.errors import (
     RecoveryError,
     StateLost,
 )
+from hyperpod_plugins.parallel import parallelize
 from hyperpod_plugins.recovery import HangPolicy, Member, abort
 from hyperpod_plugins.session import Session
 from hyperpod_plugins.session.transaction import ends_only_this_process
@@ -50,6 +52,15 @@ def session(monkeypatch):
     yield Session()
     dist.destroy_process_group()
     runtime.reset()
+
+
+@pytest.fixture
+def make_session(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "HYPERPOD_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    yield Session
+    group_health.refusal_reason = ""
+    dist.destroy_process_group()
 
 
 class Trained:
@@ -388,9 +399,85 @@ def test_state_that_a_replacement_could_not_read(session):
         next(iter(session.steps(trained.loader())))
 
 
-def test_growing_needs_a_batch(monkeypatch):
-    with pytest.raises(ConfigError, match="needs global_batch_size"):
-        Session(elastic=ElasticPolicy(max_replicas=2))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"elastic": ElasticPolicy(max_replicas=2)}, "needs global_batch_size"),
+        ({"global_batch_size": 8, "samples_per_replica": 4}, "not both"),
+        ({"samples_per_replica": 4, "elastic": True}, r"elastic=ElasticPolicy\(max_replicas"),
+        ({"global_batch_size": 8, "lr_scaling": "linear"}, "give samples_per_replica"),
+        ({"global_batch_size": 8, "lr_scaling": "adascale"}, "give samples_per_replica"),
+        ({"samples_per_replica": 4, "lr_scaling": "cubic"}, "lr_scaling must be one of"),
+        ({"samples_per_replica": 4, "reproducible": True}, "a global batch that stays the same"),
+        ({"global_batch_size": 8, "reproducible": True}, "needs `elastic`"),
+        ({"global_batch_size": 8, "shard_degrees": (1, 2)}, "shard_degrees"),
+        ({"global_batch_size": 8, "tensor_degrees": (1, 2)}, "tensor_degrees"),
+    ],
+)
+def test_batches_that_are_not_possible(options, words):
+    with pytest.raises(ConfigError, match=words):
+        Session(**options)
+
+
+def test_a_batch_that_follows_the_world_goes_on_where_it_was_saved(make_session, tmp_path):
+    """Steps of 8, 8 and 4 samples are 2, 2 and 1 steps of the schedule, and the factor moves from 1 to 2."""
+    rule = LRScalingRule(scaling="linear", reference_batch_size=4, warmup_samples=16)
+    session = make_session(samples_per_replica=8, lr_scaling=rule)
+    trained, used, factors = Trained(session), [], []
+    trained.optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+    for step in session.steps(trained.loader(shuffle=True), epochs=2):
+        with step:
+            step.run(trained.loss)
+            factors.append((step.num_samples, session.schedule_step, session.lr_factor))
+            if step.index == 3:
+                session.save(tmp_path / "saved")
+    assert factors == [(8, 2, 1.5), (8, 4, 2.0), (4, 5, 2.0), (8, 7, 2.0), (8, 9, 2.0), (4, 10, 2.0)]
+    bases = [0.1 * 0.5 ** (done // 2) for done in (0, 2, 4, 5, 7, 9)]
+    assert used == pytest.approx([base * factor for base, factor in zip(bases, (1, 1.5, 2, 2, 2, 2), strict=True)])
+    weight, seen = trained.model.weight.full_tensor().detach().clone(), trained.seen
+    again = Trained(session)
+    session.load(tmp_path / "saved")
+    for step in map(run_empty(again), session.steps(again.loader(shuffle=True), epochs=2)):
+        assert step.index >= 4
+    assert again.seen == seen[-len(again.seen) :]
+    assert (session.schedule_step, session.lr_factor) == (10, 2.0)
+    assert torch.equal(again.model.weight.full_tensor(), weight)
+
+
+def test_a_rule_that_does_not_fit_the_optimizer(make_session):
+    session = make_session(samples_per_replica=8, lr_scaling=LRScalingRule(scaling="sqrt", scale_adam=True))
+    with pytest.raises(ConfigError, match="scale_adam is for Adam"):
+        session.steps(Trained(session).loader())
+
+
+def test_reproducible_steps_are_those_of_plain_torch(make_session):
+    session = make_session(global_batch_size=10, elastic=ElasticPolicy(max_replicas=2), reproducible=True)
+    trained, results = Trained(session), []
+    for step in session.steps(trained.loader(shuffle=True), epochs=2):
+        with step:
+            results.append(step.run(lambda batch: {"loss": trained.loss(batch), "first": float(batch[1][0])}))
+    weight, wanted = by_hand(trained, trained.seen, micro_steps=2)
+    assert [float(each["loss"]) for each in results] == pytest.approx(wanted)
+    firsts = [ids[0] for ids in trained.seen]
+    assert [float(each["first"]) for each in results] == [sum(firsts[i : i + 2]) / 2 for i in range(0, 8, 2)]
+    torch.testing.assert_close(trained.model.weight.full_tensor().detach(), weight)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"global_batch_size": 10, "elastic": ElasticPolicy(max_replicas=2), "reproducible": True},
+        {"samples_per_replica": 10, "lr_scaling": "adascale"},
+    ],
+    ids=["reproducible", "adascale"],
+)
+def test_a_model_whose_replicas_are_averaged_by_fsdp2_is_refused(make_session, options):
+    session = make_session(**options)
+    trained = Trained(session)
+    model = parallelize(nn.Linear(WIDTH, WIDTH), session.mesh, session.config)
+    session.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="leave sharding to the strategy or the session"):
+        session.steps(trained.loader())
 
 
 def test_an_optimizer_that_was_made_before_sharding_trains_the_shards(session):

@@ -12,7 +12,9 @@ The learning rate of the step is multiplied by r, and the schedule advances by r
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 _MEMORY = 1000
 """Number of reference batches over which the moving averages reach back, as in the paper."""
@@ -38,6 +40,29 @@ class GradientNoise:
     """Each part's share of the samples of the step; parts without samples do not count."""
     mean_squared_norm: float
     """Squared norm of the gradient of the whole step."""
+
+    @classmethod
+    def of_table(cls, table: Sequence[float], num_micro_steps: int, ranks_per_replica: int) -> Self:
+        """Return the noise of a step, given the norms of its parts' weighted gradients.
+
+        A part's weighted gradient is the gradient of its samples times the ratio of its number of samples to that of
+        the mean replica in a full step.
+
+        Args:
+            table: squared norm and weight of each part, then the squared norm of the step's mean.
+            num_micro_steps: number of parts of each replica.
+            ranks_per_replica: ranks of a replica that read different samples.
+        """
+        *parts, of_mean = table
+        per_replica = ranks_per_replica * num_micro_steps
+        shares = [weight / per_replica for weight in parts[1::2]]
+        num_replicas = len(shares) // num_micro_steps
+        norms = [norm / (share * share) if share else 0.0 for norm, share in zip(parts[::2], shares, strict=True)]
+        return cls(
+            squared_norms=tuple(norms),
+            shares=tuple(share / num_replicas for share in shares),
+            mean_squared_norm=of_mean,
+        )
 
     def estimate(self, num_samples: int, reference_batch_size: int) -> NoiseEstimate | None:
         """Estimate variance and signal from one step: unbiased, but clipped at zero.

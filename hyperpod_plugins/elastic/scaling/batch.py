@@ -8,6 +8,19 @@ from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError
 
 
+def refuse_reproducible(*, follows_world: bool) -> None:
+    """Refuse the reproducible mode for a global batch that depends on the number of replicas.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if follows_world:
+        raise ConfigError(
+            "reproducible=True is for a global batch that stays the same: give global_batch_size, not "
+            "samples_per_replica. Another batch is another computation."
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaBatch:
     """Batch of an optimizer step for one number of replicas."""
@@ -159,11 +172,7 @@ class StepBatch:
         Raises:
             ConfigError: the batch follows the world, or cannot be cut into parts of equal size for all ranks.
         """
-        if self.follows_world:
-            raise ConfigError(
-                "reproducible=True is for a global batch that stays the same: give global_batch_size, not "
-                "samples_per_replica. A different batch is a different computation."
-            )
+        refuse_reproducible(follows_world=self.follows_world)
         share, rest = divmod(self.global_batch_size, ranks_per_replica)
         if rest:
             raise ConfigError(

@@ -169,6 +169,21 @@ class LRScalingRule:
         if self.scale_adam and self.scaling != "sqrt":
             raise ConfigError("scale_adam goes with lr_scaling='sqrt': its betas and eps belong to that rule.")
 
+    def check_batch(self, *, follows_world: bool) -> None:
+        """Check the rule against the choice of the batch.
+
+        Args:
+            follows_world: whether the global batch depends on the number of replicas.
+
+        Raises:
+            ConfigError: the rule changes a learning rate whose batch stays the same.
+        """
+        if not follows_world and self != LRScalingRule():
+            raise ConfigError(
+                "lr_scaling, reference_batch_size, warmup_samples and scale_adam are for a batch that follows the "
+                "world: give samples_per_replica. With the same global batch the learning rate stays what it is."
+            )
+
     @property
     def is_adascale(self) -> bool:
         """Whether the factor comes from the gradients of each step: AdaScale."""
