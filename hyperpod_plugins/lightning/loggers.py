@@ -12,6 +12,7 @@ from typing import Any
 
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.lightning.compat import CSVLogger, Trainer
+from hyperpod_plugins.recovery.member import Member
 
 _VERSIONS = "loggers"  # key "loggers/ENTRY": the version of each logger of the first rank, None if it has none
 
@@ -35,6 +36,13 @@ def append_to_csv(loggers: Sequence[Any]) -> None:
     for logger in loggers:
         if isinstance(logger, CSVLogger):
             _keep_rows(logger, Path(logger.log_dir, "metrics.csv"))
+
+
+def continue_runs(member: Member, entry: int, loggers: Sequence[Any]) -> None:
+    """Let a joiner's loggers continue the runs of the lost process in an entry of the program."""
+    restore_runs(member.job_store, entry, loggers)
+    if member.rank == 0:
+        append_to_csv(loggers)
 
 
 class LoggedRows:

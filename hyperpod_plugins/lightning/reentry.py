@@ -2,16 +2,21 @@
 
 Lightning resumes a fit where a checkpoint was saved, and returns at once if a limit has been reached (`max_steps`,
 `should_stop`). It has no way to resume after the last step: at the last validation, or at the hooks at the end of the
-epoch or of the fit.
+epoch or of the fit. `SkipBatches` resumes in the middle of an epoch with loaders that have no state.
 """
 
-# Lightning's connectors have no public API.
+# Lightning's loops and connectors have no public API.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from hyperpod_plugins.data.loader import refuse_out_of_order
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
@@ -142,3 +147,45 @@ class Reentry:
         loop = self._fit.epoch_loop
         loop.reset()
         loop.on_iteration_done()
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether Lightning considers a loader stateful: it has `state_dict` and `load_state_dict`."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def rest_of_epoch(loader: Any, num_done: int, trainer: Trainer) -> Any:
+    """A loader for the rest of the epoch, which skips the batches done; the loader itself if there are none.
+
+    Raises:
+        ConfigError: the loader's batches may come in any order.
+    """
+    if isinstance(loader, DataLoader):
+        refuse_out_of_order(loader)
+    return SkipBatches(loader, num_done, trainer) if num_done else loader
+
+
+class SkipBatches:
+    """A loader that skips its first `count` batches in its first epoch, and yields full epochs after that."""
+
+    def __init__(self, loader: Any, count: int, trainer: Trainer) -> None:
+        self._loader = loader
+        self._count = count
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Lazy: Lightning calls `iter` before it sets the sampler's epoch.
+        count, self._count = self._count, 0
+        if count >= self._trainer.num_training_batches:  # nothing left; Lightning keeps this iterator for later
+            count = 0
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is not None and combined._mode == "max_size_cycle":
+            with suppress(TypeError):  # a loader without a length is never the shorter one
+                count %= max(1, len(self._loader))  # a shorter loader next to a longer one has started over
+        yield from itertools.islice(iter(self._loader), count, None)

@@ -12,9 +12,9 @@ from typing import Any
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.loggers import LoggedRows
+from hyperpod_plugins.lightning.reentry import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.shown_values import ShownValues, Tables, put_tables, tables_of
-from hyperpod_plugins.lightning.skip_batches import is_stateful
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     arguments,
@@ -44,6 +44,8 @@ from hyperpod_plugins.recovery.undo import (
 
 _Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A batch, and arguments of Lightning's `log` in its hooks."""
+SaveForRecovery = Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping[int, dict[str, Any]]] | None], str]
+"""See `HyperPodStrategy._save_for_recovery`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class AccumulationWindow:
         self,
         trainer: Trainer,
         state: TrainingState,
-        save: Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping[int, dict[str, Any]]] | None], str],
+        save: SaveForRecovery,
         hooks: SavingHooks,
         *,
         others: Sequence[HasState] = (),
@@ -76,7 +78,7 @@ class AccumulationWindow:
         Args:
             trainer: whose steps these are.
             state: tensors of model and optimizers.
-            save: see `SavingStrategy._save_for_recovery`.
+            save: see `HyperPodStrategy._save_for_recovery`.
             hooks: saving hooks of the program.
             others: other objects that an optimizer step changes, besides parameters and optimizer state.
             former: window of the same trainer before it left the loops.
