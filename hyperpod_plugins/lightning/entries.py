@@ -16,7 +16,7 @@ import torch
 
 from hyperpod_plugins.elastic.store.entries import EndedEntry
 from hyperpod_plugins.errors import CheckpointError, CommError, RecoveryError, format_list
-from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.lightning.compat import Trainer, override
 from hyperpod_plugins.lightning.local_state import load_local_state
 from hyperpod_plugins.lightning.shown_values import put_tables, tables_of
 from hyperpod_plugins.lightning.trainer_state import (
@@ -112,11 +112,11 @@ def skip_entry(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any],
     folder = entries.folder(Path())
     values, set_random_state = load_entry_values(folder, record.number, worker_id)
     entries.trainer_state = values["trainer"]
-    vars(trainer)["_run_stage"] = lambda: record.results
+    undo = override(trainer, "_run_stage", lambda: record.results)
     try:
         returned = call(str(state_folder(folder, record.number)) if record.kind == "fit" else "")
     finally:
-        del vars(trainer)["_run_stage"]
+        undo()
     put_tables(trainer, values["metrics"])
     if record.kind == "fit":
         trainer.should_stop = values["should_stop"]

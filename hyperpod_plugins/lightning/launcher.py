@@ -18,6 +18,7 @@ from hyperpod_plugins.lightning.compat import (
     ModelSummary,
     SIGTERMException,
     Trainer,
+    callbacks_of,
 )
 from hyperpod_plugins.lightning.entries import KINDS, entries, save_entry_end, skip_entry
 from hyperpod_plugins.lightning.recovery import recovers
@@ -112,7 +113,7 @@ def _replace_ckpt_path(args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
 @contextmanager
 def _no_model_summary(trainer: Trainer) -> Generator[None]:
     """Context in which a re-entered `fit` does not show the model once more."""
-    callbacks: list[Any] = vars(trainer)["callbacks"]
+    callbacks = callbacks_of(trainer)
     depths = {each: each._max_depth for each in callbacks if isinstance(each, ModelSummary)}
     for each in depths:
         each._max_depth = 0

@@ -10,7 +10,7 @@ groups hold the schedulers' value: the rate for the reference batch.
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState, scaled_adam
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.events import Event, record
-from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.lightning.compat import Trainer, original, override
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class LearningRates:
     def take_over_schedulers(self, trainer: Trainer) -> None:
         """Make schedulers with `interval="step"` advance by samples, one step per reference batch, from now on."""
         loop = trainer.fit_loop.epoch_loop
-        theirs: Callable[[str, bool], None] = type(loop).update_lr_schedulers.__get__(loop)
+        theirs = original(loop, "update_lr_schedulers")
 
         def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
             if interval != "step":
@@ -152,7 +152,7 @@ class LearningRates:
             elif not loop._should_accumulate():
                 self.step_schedulers(trainer, waiting_for_metric=update_plateau_schedulers)
 
-        vars(loop)["update_lr_schedulers"] = update_lr_schedulers
+        override(loop, "update_lr_schedulers", update_lr_schedulers)
 
     def step_schedulers(self, trainer: Trainer, *, waiting_for_metric: bool) -> None:
         """Step the schedulers once for each reference batch that has been completed.

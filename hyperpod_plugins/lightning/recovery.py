@@ -20,7 +20,7 @@ from hyperpod_plugins.elastic.membership.reshard import exit_surplus
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import ConfigError, PeerLost, StateLost
-from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, TrainerFn, TrainerStatus
+from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, TrainerFn, TrainerStatus, callbacks_of
 from hyperpod_plugins.lightning.elastic_training import ElasticState, ElasticTraining, initial_world_size
 from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.fit_recovery import FitRecovery, NullFitRecovery
@@ -111,7 +111,7 @@ class CheckpointlessRecovery(Callback):
 
 def recovers(trainer: Trainer) -> bool:
     """Whether the trainer's callbacks leave in-place recovery enabled."""
-    chosen = [each for each in vars(trainer)["callbacks"] if isinstance(each, CheckpointlessRecovery)]
+    chosen = [each for each in callbacks_of(trainer) if isinstance(each, CheckpointlessRecovery)]
     return not chosen or chosen[0].options.enabled
 
 
@@ -347,7 +347,7 @@ def create_recovery(trainer: Trainer, config: ParallelConfig, env: WorkerEnv, *,
         ConfigError: the job is elastic but recovery is disabled, or none of the allowed degrees fits.
         SystemExit: this process is left over after whole replicas have been formed.
     """
-    callbacks: list[Any] = vars(trainer)["callbacks"]
+    callbacks = callbacks_of(trainer)
     chosen = next((callback for callback in callbacks if isinstance(callback, CheckpointlessRecovery)), None)
     elastic = next((callback for callback in callbacks if isinstance(callback, ElasticTraining)), None)
     callback, job = chosen or CheckpointlessRecovery(), JobEnv.from_environ()

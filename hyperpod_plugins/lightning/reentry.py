@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.data.loader import refuse_out_of_order
-from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.lightning.compat import Trainer, original, override, restore
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 
@@ -44,16 +44,15 @@ def install_part_hooks(trainer: Trainer, begin: Callable[[str], None], end: Call
 
     loop, evaluation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     for name, part in (("on_advance_start", EPOCH_BEGIN), ("on_advance_end", EPOCH_END), ("on_run_end", FIT_END)):
-        vars(loop)[name] = partial(begun, part, partial(vars(type(loop))[name], loop))
-    vars(evaluation)["run"] = partial(begun, EVALUATION_BEGIN, partial(vars(type(evaluation))["run"], evaluation))
+        override(loop, name, partial(begun, part, original(loop, name)))
+    override(evaluation, "run", partial(begun, EVALUATION_BEGIN, original(evaluation, "run")))
 
 
 def remove_part_hooks(trainer: Trainer) -> None:
     """Undo `install_part_hooks`: the fit has ended."""
     loop = trainer.fit_loop
-    for name in ("on_advance_start", "on_advance_end", "on_run_end"):
-        vars(loop).pop(name, None)
-    vars(loop.epoch_loop.val_loop).pop("run", None)
+    restore(loop, "on_advance_start", "on_advance_end", "on_run_end")
+    restore(loop.epoch_loop.val_loop, "run")
 
 
 class Reentry:
@@ -67,7 +66,7 @@ class Reentry:
         """The part at which the fit continues: an evaluation, epoch end or fit end; empty once it has begun."""
         self.description = b""
         """Description of the trainer at that part."""
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], None]] = []
         self._has_started = False
 
     def open(self, trainer: Trainer, part: str, description: bytes) -> None:
@@ -100,15 +99,12 @@ class Reentry:
         self.part, self.description = "", b""
         self._set(*self._limits)
         self._trainer.num_sanity_val_steps = self._sanity_steps
-        for owner, name, former in self._replaced:
-            vars(owner).pop(name, None)
-            if former is not None:
-                vars(owner)[name] = former
-        self._replaced = []
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
     def _replace(self, owner: Any, name: str, function: Callable[..., None]) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name)))
-        vars(owner)[name] = partial(function, getattr(owner, name))
+        self._undo.append(override(owner, name, partial(function, getattr(owner, name))))
 
     def _lift(self) -> None:
         self._set(-1, -1, should_stop=False)
