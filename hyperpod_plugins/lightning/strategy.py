@@ -299,8 +299,7 @@ class HyperPodStrategy(ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         """Join the process group and build the device mesh."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         if not self._recovery.is_active:
             self._recovery = create_recovery(trainer, self.config, self._env, ranks_per_node=self.num_processes)
         recovery = self._recovery
@@ -323,9 +322,9 @@ class HyperPodStrategy(ModelParallelStrategy):
         if saving_group is not None:
             self._checkpoints.group = saving_group
         self._is_set_up = False
-        check_same_layout(self.lightning_module, self._device_mesh)
+        check_same_layout(self._module, self._device_mesh)
         self._average = averaging_callback(trainer, self._average)
-        self.lightning_module._device_mesh = self._device_mesh
+        self._module._device_mesh = self._device_mesh
 
     @contextmanager
     @override
@@ -337,8 +336,7 @@ class HyperPodStrategy(ModelParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         """Parallelize the module, then create the optimizers over its sharded parameters."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if any(True for _ in fsdp_units(module)):
@@ -434,8 +432,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         With recovery and manual optimization, the whole `training_step` is one transaction.
         """
         compute = partial(self._training_step, *args, **kwargs)
-        module = self.lightning_module
-        if module is None or module.automatic_optimization:
+        if self._module.automatic_optimization:
             return compute()
         return self._recovery.fit.step(compute, _identity)
 
@@ -530,9 +527,13 @@ class HyperPodStrategy(ModelParallelStrategy):
             return closure()
 
     @property
-    def _trainer(self) -> Trainer:
+    def _module(self) -> LightningModule:
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
 
     @property
     def _begins_window(self) -> bool:
@@ -616,8 +617,7 @@ class HyperPodStrategy(ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's shards of the module's tensors, not copied; hooks may remove or replace some."""
-        assert self.lightning_module is not None
-        return dict(model_tensors(self.lightning_module))
+        return dict(model_tensors(self._module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -634,11 +634,10 @@ class HyperPodStrategy(ModelParallelStrategy):
             raise
 
     def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        assert self.lightning_module is not None
         self._checkpoints.save(
             path,
             checkpoint,
-            module=self.lightning_module,
+            module=self._module,
             optimizers=self.optimizers,
             average=self._average,
             rank_state={self.global_rank: self._rank_local_part(checkpoint)},
@@ -651,10 +650,9 @@ class HyperPodStrategy(ModelParallelStrategy):
 
     def _rank_local_part(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """This rank's rank-local part of a checkpoint; also adds the job's layout to the checkpoint itself."""
-        assert self.lightning_module is not None
         local = checkpoint.pop(LOCAL, None) or self._recovery.fit.local_state
         checkpoint[LAYOUT] = self._layout
-        return {**rank_local_part(checkpoint, self.lightning_module.trainer), LOCAL: local}
+        return {**rank_local_part(checkpoint, self._trainer), LOCAL: local}
 
     def _save_for_recovery(
         self,
@@ -677,8 +675,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         Returns:
             The path.
         """
-        assert self.lightning_module is not None
-        trainer, folder = self.lightning_module.trainer, self.checkpoint_root
+        trainer, folder = self._trainer, self.checkpoint_root
         if path in ("", RESHARD):
             label = "reshard" if path else "emergency"
             for logger in trainer.loggers:
@@ -690,7 +687,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             parts, described = state
             own = {rank: self._rank_local_part(dict(each)) for rank, each in described.items()}
             checkpoint = {**checkpoint, LAYOUT: self._layout}
-            self._checkpoints.save_parts(path, checkpoint, parts, module=self.lightning_module, rank_state=own)
+            self._checkpoints.save_parts(path, checkpoint, parts, module=self._module, rank_state=own)
             return path
         parts = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": [{} for _ in self.optimizers]}
         self._write({**checkpoint, **parts}, path)
@@ -700,8 +697,7 @@ class HyperPodStrategy(ModelParallelStrategy):
     @property
     def checkpoint_root(self) -> Path:
         """Folder of the trainer's checkpoints, where the strategy adds its own."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
         return Path(next((folder for folder in folders if folder), trainer.default_root_dir))
 
@@ -724,11 +720,10 @@ class HyperPodStrategy(ModelParallelStrategy):
 
         In a joiner, and after a fault, `checkpoint_path` is `STATE_OF_PEERS`, and the state comes from other ranks.
         """
-        assert self.lightning_module is not None
         if self._recovery.fit.is_active and checkpoint_path == STATE_OF_PEERS:
             return self._recovery.fit.state_of_peers()
         path = Path(checkpoint_path if entries.is_skipping else self.broadcast(checkpoint_path))
-        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING  # after a fit, optimizers still exist
+        is_fit = self._trainer.state.fn == TrainerFn.FITTING  # after a fit, optimizers still exist
         if path.is_file():
             loaded = super().load_checkpoint(path, weights_only=weights_only)
             if self._average is not None and is_fit:
@@ -738,11 +733,11 @@ class HyperPodStrategy(ModelParallelStrategy):
                         "With that callback, HyperPodStrategy can only resume from folders that it wrote itself. "
                         "Leave the callback out to train from the averaged weights."
                     )
-                self._average.swap_loaded(self.lightning_module, is_averaged=False)
+                self._average.swap_loaded(self._module, is_averaged=False)
             return loaded
         checkpoint = self._checkpoints.load(
             path,
-            module=self.lightning_module,
+            module=self._module,
             optimizers=self.optimizers if is_fit else (),
             average=self._average if is_fit else None,
             weights_only=weights_only,
@@ -761,8 +756,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         self, path: Path, checkpoint: dict[str, Any], layout: Any, *, is_fit: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         """Load this rank's rank-local part of a checkpoint; apply buffers, metrics and means, and return the rest."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         source = RankStateSelector(
             rank=self.global_rank, topology=self.topology, saved_layout=layout, is_training=is_fit
         )
