@@ -23,7 +23,6 @@ OUTSIDE = {"__init__", "_autoload"}
 BROAD_EXCEPT_ALLOWED = {
     "_autoload.py",  # an exception there would break `import torch` for everybody
     "lightning/entries.py",  # a hook that fails after a fit has ended must not end the job, nor hang the other ranks
-    "lightning/saving.py",  # the same hooks
     "events.py",  # a listener's mistake must not end a repair
     "recovery/shutdown.py",  # a checkpoint that fails must not hide why the job ends
     "recovery/step.py",  # whatever a user's step raises is a fault of that step, and is raised again
@@ -126,7 +125,6 @@ SAME_NOTION_TWICE = {
     "clip_grad_norm_": "SMP's form of ours, which is torch's name",
     "get_parser": "of each command",
     "main": "of each command",
-    "reduced": "the reduction of each adapter's own interface",
     "refuse_unreadable": "of each adapter's own description of its loop",
     "register_strategy": "the hook of torch's entry point, and what it calls",
 }

@@ -26,6 +26,8 @@ from benchmarks.recovery_jobs import workload
 from benchmarks.stats import rotated
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
+from hyperpod_plugins.lightning.fit_recovery import FitRecovery
+from hyperpod_plugins.lightning.recovery import NullRecovery
 
 WORLD_SIZE = 2
 LIMIT = 1.01
@@ -54,6 +56,8 @@ class Module(pl.LightningModule):
         self.strategy = self.trainer.strategy
         assert isinstance(self.strategy, HyperPodStrategy)
         self.recovery = self.strategy._recovery
+        assert isinstance(self.recovery.fit, FitRecovery)
+        self.fit_recovery = self.recovery.fit
         gc.collect()
         gc.freeze()  # a collection of all that was imported takes a step's time, and falls into somebody's turn
 
@@ -61,14 +65,13 @@ class Module(pl.LightningModule):
         self.forget_former_turn()
         step = next(self.turns, None)
         assert isinstance(self.strategy, HyperPodStrategy)
-        self.strategy._recovery = self.recovery if step is None or is_on(step, self.schedule) else None
+        self.strategy._recovery = self.recovery if step is None or is_on(step, self.schedule) else NullRecovery()
         return -1 if step is None else None  # -1 ends the epoch
 
     def forget_former_turn(self) -> None:
         """Before each turn: what one without recovery has changed would look like what a hook writes after a step."""
-        assert self.recovery is not None
-        local = self.recovery._local
-        if local is not None and local._last is not None:
+        local = self.fit_recovery.local
+        if local._last is not None:
             local._last = local.state()
 
     def training_step(self, rows: Tensor, batch_idx: int) -> Tensor:

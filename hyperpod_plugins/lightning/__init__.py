@@ -1,9 +1,9 @@
 """PyTorch Lightning integration: the strategy, callbacks and data module for a `Trainer`."""
 
-from hyperpod_plugins.lightning.checkpointless import CheckpointlessRecovery
 from hyperpod_plugins.lightning.datamodule import TokenDataConfig, TokenDataModule, TrainerLoader
 from hyperpod_plugins.lightning.elastic_training import ElasticTraining
 from hyperpod_plugins.lightning.fault_injection import FaultInjection
+from hyperpod_plugins.lightning.recovery import CheckpointlessRecovery
 from hyperpod_plugins.lightning.strategy import HyperPodStrategy
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""Imports from Lightning under either of its names, `lightning.pytorch` or `pytorch_lightning`.
+"""Imports from Lightning under either of its names, and all replacing of its objects' methods.
 
-The two packages have separate copies of every class, and a Trainer of one rejects a strategy of the other. This
-module uses `pytorch_lightning` if the program has imported only that one, otherwise `lightning`.
+The names are `lightning.pytorch` and `pytorch_lightning`. The two packages have separate copies of every class, and a
+Trainer of one rejects a strategy of the other. This module uses `pytorch_lightning` if the program has imported only
+that one, otherwise `lightning`.
 """
 
 # Lightning has no public API for creating its process group and for moving optimizers.
@@ -10,10 +11,29 @@ module uses `pytorch_lightning` if the program has imported only that one, other
 import importlib
 import re
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from hyperpod_plugins.errors import MissingExtraError, OutdatedExtraError
 
+OVERRIDDEN = frozenset(
+    {
+        *("on_advance_start", "on_advance_end", "on_run_start", "on_run_end", "setup_data"),  # of the fit loop
+        *("advance", "run", "update_lr_schedulers", "_broadcast_sigterm_tensor"),  # of the loop over batches
+        *("log", "metrics", "reset", "update_metrics"),  # of logged results
+        *(
+            "log_metrics",
+            "_sigterm_notifier_fn",
+            "prepare_data",
+            "dataloader",
+            "_run_stage",
+        ),  # of a trainer's parts
+        *("setup", "on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict"),  # of callbacks
+        *("_swap_models", "_copy_average_to_current"),  # of WeightAveraging
+    }
+)
+"""The methods that `override` replaces; tests/lightning_adapter/test_compat.py compares their parameters."""
 _OLDEST = (2, 6)
 _PURPOSE = "hyperpod_plugins.lightning"
 
@@ -39,6 +59,46 @@ def version_of(package: str) -> str:
 def outdated(package: str, lacking: str = "") -> OutdatedExtraError:
     """The error for an installed Lightning that is too old, or lacks a module or name."""
     return OutdatedExtraError(package, version_of(package), ">=" + ".".join(map(str, _OLDEST)), _PURPOSE, lacking)
+
+
+def override(owner: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a method of one of Lightning's objects, in that object only; its class stays as it is.
+
+    Args:
+        owner: a trainer, loop, connector, callback, module or collection of results.
+        name: of the method, one of `OVERRIDDEN`.
+        function: takes the method's arguments, without `self`.
+
+    Returns:
+        Restores what the object itself had under that name, if anything.
+    """
+    if name not in OVERRIDDEN:
+        raise KeyError(name)
+    former = vars(owner).get(name)
+    vars(owner)[name] = function
+    return partial(_put_back, owner, name, former)
+
+
+def restore(owner: object, *names: str) -> None:
+    """Give methods of an object back to its class, whichever of them `override` has replaced."""
+    for name in names:
+        vars(owner).pop(name, None)
+
+
+def original(owner: object, name: str) -> Callable[..., Any]:
+    """A method as the object's class has it, whether or not `override` has replaced it."""
+    return partial(getattr(type(owner), name), owner)
+
+
+def callbacks_of(trainer: "Trainer") -> list[Any]:
+    """The trainer's callbacks; Lightning declares them nowhere."""
+    return cast("Any", trainer).callbacks
+
+
+def _put_back(owner: object, name: str, former: Callable[..., Any] | None) -> None:
+    restore(owner, name)
+    if former is not None:
+        vars(owner)[name] = former
 
 
 if TYPE_CHECKING:
@@ -126,8 +186,12 @@ __all__ = [
     "TrainerFn",
     "TrainerStatus",
     "WeightAveraging",
+    "callbacks_of",
     "init_dist_connection",
     "is_overridden",
     "optimizers_to_device",
+    "original",
+    "override",
     "reset_seed",
+    "restore",
 ]

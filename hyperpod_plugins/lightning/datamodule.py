@@ -15,7 +15,13 @@ from hyperpod_plugins.data import BatchSplit, ElasticSampler, StatefulLoader, To
 from hyperpod_plugins.data.loader import LoaderOptions
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.compat import Callback, LightningDataModule, ModelParallelStrategy, Trainer
+from hyperpod_plugins.lightning.compat import (
+    Callback,
+    LightningDataModule,
+    ModelParallelStrategy,
+    Trainer,
+    callbacks_of,
+)
 
 # Batch sizes: loaders take them from their own options, or from a callback such as `ElasticTraining`.
 
@@ -43,7 +49,7 @@ def batch_split(trainer: Trainer, data_world_size: int, *, global_batch_size: in
     Raises:
         ConfigError: a size is 0 and there is no callback, or the batch cannot be split over the ranks.
     """
-    callbacks: list[Any] = vars(trainer)["callbacks"]
+    callbacks = callbacks_of(trainer)
     found = next((callback for callback in callbacks if isinstance(callback, BatchSizeCallback)), None)
     if found is None and not (global_batch_size and micro_batch_size):
         raise ConfigError(

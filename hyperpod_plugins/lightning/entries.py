@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hyperpod_plugins.elastic.store.entries import EndedEntry
-from hyperpod_plugins.errors import CommError, RecoveryError, format_list
-from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.errors import CheckpointError, CommError, RecoveryError, format_list
+from hyperpod_plugins.lightning.compat import Trainer, override
 from hyperpod_plugins.lightning.local_state import load_local_state
 from hyperpod_plugins.lightning.shown_values import put_tables, tables_of
 from hyperpod_plugins.lightning.trainer_state import (
@@ -51,7 +51,7 @@ def save_entry_end(trainer: Trainer, kind: str, results: Any, worker_id: int) ->
                 "what `predict` returned is large, or holds Python objects that are not read without pickle"
             )
         elif kind == "fit":
-            strategy.save_entry_end(state_folder(folder, entries.number))
+            strategy.save_entry_end(_dump_end(trainer), state_folder(folder, entries.number))
         if entries.is_complete:
             save_entry_values(folder, entries.number, worker_id, _values_of(trainer, kind, results))
             load_entry_values(folder, entries.number, worker_id)  # fails now if only pickle can read it
@@ -68,6 +68,26 @@ def save_entry_end(trainer: Trainer, kind: str, results: Any, worker_id: int) ->
         entries.record(kind, results if kind in ("validate", "test") else None)
     elif entries.is_complete:
         entries.mark_not_kept("another rank could not keep its part; see its log")
+
+
+def _dump_end(trainer: Trainer) -> dict[str, Any]:
+    """Collect the trainer's checkpoint data; if a hook raises on one rank, all ranks raise before they write.
+
+    Raises:
+        CheckpointError: a hook failed on some rank.
+    """
+    strategy: Any = trainer.strategy
+    checkpoint: dict[str, Any] = {}
+    problem: Exception | None = None
+    try:
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+    except (CommError, RecoveryError):
+        raise
+    except Exception as error:  # noqa: BLE001 (reported to all ranks)
+        problem = error
+    if not strategy.reduce_boolean_decision(problem is None):
+        raise CheckpointError(f"a saving hook failed: {problem or 'on another rank'}") from problem
+    return checkpoint
 
 
 def _check_visible(founders: Sequence[int]) -> None:
@@ -92,11 +112,11 @@ def skip_entry(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any],
     folder = entries.folder(Path())
     values, set_random_state = load_entry_values(folder, record.number, worker_id)
     entries.trainer_state = values["trainer"]
-    vars(trainer)["_run_stage"] = lambda: record.results
+    undo = override(trainer, "_run_stage", lambda: record.results)
     try:
         returned = call(str(state_folder(folder, record.number)) if record.kind == "fit" else "")
     finally:
-        del vars(trainer)["_run_stage"]
+        undo()
     put_tables(trainer, values["metrics"])
     if record.kind == "fit":
         trainer.should_stop = values["should_stop"]

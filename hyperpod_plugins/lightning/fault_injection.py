@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from hyperpod_plugins.fault_injection.faults import Fault, Injector, parse_faults
-from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer
+from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, callbacks_of
 from hyperpod_plugins.recovery.rehearsal import ScheduledFaults
 
 
@@ -107,6 +107,6 @@ class _RehearsedFaults(FaultInjection):
 
 def rehearse_faults(trainer: Trainer, faults: ScheduledFaults) -> None:
     """Inject the faults of `hyperpod rehearse` in this Trainer's hooks; a second call has no effect."""
-    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    callbacks = callbacks_of(trainer)
     if not any(isinstance(each, _RehearsedFaults) for each in callbacks):
         callbacks.append(_RehearsedFaults(faults))

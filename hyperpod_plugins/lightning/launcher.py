@@ -1,4 +1,4 @@
-"""How a job's processes are launched and connected under Lightning: `RecoveryLauncher` and `LaunchedStrategy`."""
+"""`RecoveryLauncher`: calls the Trainer's functions in the processes of a job with recovery, and recovers `fit`."""
 
 # A strategy uses private parts of Lightning.
 # pyright: reportPrivateUsage=false
@@ -7,29 +7,21 @@ import signal
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
-import torch
 from typing_extensions import override
 
-from hyperpod_plugins.comm import CommOptions, register
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import PeerLost
-from hyperpod_plugins.lightning.checkpointless import recovers
 from hyperpod_plugins.lightning.compat import (
     Launcher,
-    ModelParallelStrategy,
     ModelSummary,
-    ParallelStrategy,
     SIGTERMException,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
     Trainer,
-    init_dist_connection,
-    reset_seed,
+    callbacks_of,
 )
 from hyperpod_plugins.lightning.entries import KINDS, entries, save_entry_end, skip_entry
+from hyperpod_plugins.lightning.recovery import recovers
 
 STATE_OF_PEERS = "memory of the other ranks"
 """Stands for a checkpoint path in a process that gets its state from the other ranks; Lightning logs it as such."""
@@ -121,7 +113,7 @@ def _replace_ckpt_path(args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
 @contextmanager
 def _no_model_summary(trainer: Trainer) -> Generator[None]:
     """Context in which a re-entered `fit` does not show the model once more."""
-    callbacks: list[Any] = vars(trainer)["callbacks"]
+    callbacks = callbacks_of(trainer)
     depths = {each: each._max_depth for each in callbacks if isinstance(each, ModelSummary)}
     for each in depths:
         each._max_depth = 0
@@ -130,91 +122,3 @@ def _no_model_summary(trainer: Trainer) -> Generator[None]:
     finally:
         for each, depth in depths.items():
             each._max_depth = depth
-
-
-class LaunchedStrategy(ModelParallelStrategy):
-    """Abstract strategy that takes the number of nodes and processes from the launcher."""
-
-    def __init__(self, *, comm: CommOptions, timeout_s: float) -> None:
-        self._env = WorkerEnv.from_environ()
-        self._rank_and_world_size: tuple[int, int] | None = None
-        self._num_nodes = 1
-        self._comm = comm
-        super().__init__(timeout=timedelta(seconds=timeout_s), process_group_backend="hyperpod")
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        """Rank in the present world; in the initial world, the one that the launcher assigned."""
-        return super().global_rank if self._rank_and_world_size is None else self._rank_and_world_size[0]
-
-    @property
-    @override
-    def world_size(self) -> int:
-        """Size of the present world."""
-        return super().world_size if self._rank_and_world_size is None else self._rank_and_world_size[1]
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the job, as set by the launcher, else by `Trainer(num_nodes=...)`."""
-        return self._env.num_nodes if self._env.is_distributed and self._is_launched_outside else self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        """One device for each rank of this node."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        # Under a launcher, Lightning counts one CPU "device" whatever the number of processes. Ranks share GPUs
-        # round-robin.
-        if parallel_devices and self._is_launched_outside:
-            here, given = self._env.local_world_size, parallel_devices
-            if given[0].type == "cpu" or len(given) < here:
-                parallel_devices = [given[index % len(given)] for index in range(here)]
-        self._parallel_devices = parallel_devices
-
-    @property
-    def _is_launched_outside(self) -> bool:
-        """Whether a launcher that `WorkerEnv` knows started the processes, rather than Lightning itself."""
-        return isinstance(self.cluster_environment, TorchElasticEnvironment | SLURMEnvironment)
-
-    @property
-    def _device_type(self) -> str:
-        return self.accelerator.name().replace("gpu", "cuda") if self.accelerator is not None else "cpu"
-
-    @override
-    def _configure_launcher(self) -> None:
-        """Use a `RecoveryLauncher` under a HyperPod agent."""
-        super()._configure_launcher()
-        if self._launcher is None and JobEnv.from_environ() is not None:
-            self._launcher = RecoveryLauncher(self._leave_loops)
-
-    def _leave_loops(self, from_checkpoint: bool) -> bool:
-        """Prepare for another call of `fit`; return False if it cannot continue.
-
-        Args:
-            from_checkpoint: whether the last call had a checkpoint path.
-        """
-        raise NotImplementedError
-
-    def _join(self) -> None:
-        """Set this rank's device, and join the process group."""
-        ParallelStrategy.setup_environment(self)
-        reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        register()  # in case `hyperpod_plugins` was imported before torch, with the entry point disabled
-        init_dist_connection(
-            self.cluster_environment,
-            "hyperpod",
-            global_rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=self._timeout,
-            pg_options=self._comm,
-        )

@@ -11,7 +11,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from hyperpod_plugins.errors import CheckpointMismatch
-from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.lightning.compat import Trainer, original, override, restore
 from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, CallbackAverage
 from hyperpod_plugins.recovery.local_state import (
@@ -118,7 +118,7 @@ class LoggedMeans:
         results, forms, self._forms = self._results, self._forms, {}
         if not forms:
             return
-        vars(results)["update_metrics"] = _nothing
+        override(results, "update_metrics", _nothing)
         for key, form in forms.items():
             if key in results and not results[key].has_reset:
                 continue
@@ -157,6 +157,7 @@ class LoggedMeans:
         """Start each sum that is first logged from now on, in the present epoch, from its saved value."""
         self.settle()
         results, self._awaited, epoch = self._results, _sums_in(state_dict), None
+        updated = original(results, "update_metrics")
 
         def update(key: str, value: Any, batch_size: int) -> None:
             nonlocal epoch
@@ -165,9 +166,9 @@ class LoggedMeans:
             if epoch == now and not self._has_begun(key):  # a step that is run again has a new result object
                 self._begun.append(results[key])
                 _fill(results[key], self._awaited.get(key, {}))
-            type(results).update_metrics(results, key, value, batch_size)
+            updated(key, value, batch_size)
 
-        vars(results)["update_metrics"] = update
+        override(results, "update_metrics", update)
 
     def begin(self) -> None:
         """Remember, at the beginning of a step, which sums have begun."""
@@ -179,7 +180,7 @@ class LoggedMeans:
 
     def settle(self) -> None:
         """Drop the saved sums: an epoch begins, and later sums start from zero."""
-        vars(self._results).pop("update_metrics", None)
+        restore(self._results, "update_metrics")
         self._awaited, self._begun = {}, []
 
     def _has_begun(self, key: str) -> bool:

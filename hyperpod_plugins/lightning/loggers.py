@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.lightning.compat import CSVLogger, Trainer
+from hyperpod_plugins.lightning.compat import CSVLogger, Trainer, original, override, restore
+from hyperpod_plugins.recovery.member import Member
 
 _VERSIONS = "loggers"  # key "loggers/ENTRY": the version of each logger of the first rank, None if it has none
 
@@ -26,8 +27,8 @@ def restore_runs(job_store: JobStore, entry: int, loggers: Sequence[Any]) -> Non
     """Make a replacement's loggers write to the recorded runs; call it before they choose new ones."""
     versions = json.loads(job_store.try_get(f"{_VERSIONS}/{entry}") or b"[]")
     for logger, version in zip(loggers, versions, strict=False):
-        if "_version" in vars(logger) and vars(logger)["_version"] is None:
-            vars(logger)["_version"] = version
+        if "_version" in vars(logger) and logger._version is None:
+            logger._version = version
 
 
 def append_to_csv(loggers: Sequence[Any]) -> None:
@@ -35,6 +36,13 @@ def append_to_csv(loggers: Sequence[Any]) -> None:
     for logger in loggers:
         if isinstance(logger, CSVLogger):
             _keep_rows(logger, Path(logger.log_dir, "metrics.csv"))
+
+
+def continue_runs(member: Member, entry: int, loggers: Sequence[Any]) -> None:
+    """Let a joiner's loggers continue the runs of the lost process in an entry of the program."""
+    restore_runs(member.job_store, entry, loggers)
+    if member.rank == 0:
+        append_to_csv(loggers)
 
 
 class LoggedRows:
@@ -50,11 +58,11 @@ class LoggedRows:
     def watch(self, trainer: Trainer) -> None:
         """Intercept what the trainer logs, until `forget`."""
         connector: Any = trainer._logger_connector
-        vars(connector)["log_metrics"] = partial(self._log, trainer, type(connector).log_metrics)
+        override(connector, "log_metrics", partial(self._log, trainer, original(connector, "log_metrics")))
 
     def forget(self, trainer: Trainer) -> None:
         """Undo `watch`."""
-        vars(trainer._logger_connector).pop("log_metrics", None)
+        restore(trainer._logger_connector, "log_metrics")
 
     def begin(self) -> None:
         """Begin a part, perhaps again."""
@@ -88,7 +96,7 @@ class LoggedRows:
                 self._again.remove(row)
                 trainer._logger_connector._logged_metrics.update(metrics)
                 return
-        log(trainer._logger_connector, metrics, step)
+        log(metrics, step)
 
 
 def _keep_rows(logger: CSVLogger, path: Path) -> None:

@@ -3,17 +3,15 @@
 # Lightning's loops have no public API.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable
-
 from hyperpod_plugins.elastic.scaling.learning_rates import LearningRates
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.lightning.compat import Trainer, original, override
 
 
 def take_over_schedulers(rates: LearningRates, trainer: Trainer) -> None:
     """Make schedulers with `interval="step"` advance by samples, one step per reference batch, from now on."""
     loop = trainer.fit_loop.epoch_loop
-    theirs: Callable[[str, bool], None] = type(loop).update_lr_schedulers.__get__(loop)
+    theirs = original(loop, "update_lr_schedulers")
 
     def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
         if interval != "step":
@@ -21,7 +19,7 @@ def take_over_schedulers(rates: LearningRates, trainer: Trainer) -> None:
         elif not loop._should_accumulate():
             step_schedulers(rates, trainer, waiting_for_metric=update_plateau_schedulers)
 
-    vars(loop)["update_lr_schedulers"] = update_lr_schedulers
+    override(loop, "update_lr_schedulers", update_lr_schedulers)
 
 
 def step_schedulers(rates: LearningRates, trainer: Trainer, *, waiting_for_metric: bool) -> None:

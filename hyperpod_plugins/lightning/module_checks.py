@@ -20,6 +20,7 @@ from hyperpod_plugins.lightning.compat import (
     GradientAccumulationScheduler,
     LightningModule,
     Trainer,
+    callbacks_of,
     is_overridden,
 )
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback
@@ -46,7 +47,7 @@ def needs_previous_gradients(trainer: Trainer, module: LightningModule) -> bool:
     Lightning zeroes gradients only after the forward. Without such a hook they can be freed before it, to save
     memory.
     """
-    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    callbacks = callbacks_of(trainer)
     return (
         not module.automatic_optimization
         or is_overridden("optimizer_zero_grad", module)
@@ -127,7 +128,7 @@ def refuse_validation_by_clock(trainer: Trainer) -> None:
     Raises:
         ConfigError: `val_check_interval` is a time.
     """
-    interval_s = vars(trainer).get("_val_check_time_interval")
+    interval_s = getattr(trainer, "_val_check_time_interval", None)
     if interval_s is not None:
         raise ConfigError(
             f"Trainer(val_check_interval=...) is a time ({interval_s:g} s): each rank would decide by its own clock "
@@ -140,7 +141,7 @@ def micro_steps_of(trainer: Trainer) -> set[int]:
     """All numbers of micro-steps that a step may have during the fit."""
     resized = {
         number
-        for each in vars(trainer)["callbacks"]
+        for each in callbacks_of(trainer)
         if isinstance(each, BatchSizeCallback)
         for number in each.possible_micro_steps
     }
@@ -180,7 +181,7 @@ def initial_micro_steps(trainer: Trainer) -> int:
 
 
 def _schedulers_of(trainer: Trainer) -> list[GradientAccumulationScheduler]:
-    return [each for each in vars(trainer)["callbacks"] if isinstance(each, GradientAccumulationScheduler)]
+    return [each for each in callbacks_of(trainer) if isinstance(each, GradientAccumulationScheduler)]
 
 
 def check_validation_interval(trainer: Trainer, worlds: Mapping[int, tuple[int, int]]) -> None:

@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.lightning.compat import SIGTERMException, Trainer
+from hyperpod_plugins.lightning.compat import SIGTERMException, Trainer, override
 
 INTERVAL_S = 3.0
 
@@ -48,8 +48,8 @@ class SigtermConsensus:
         self._under_way: tuple[dist.Work, torch.Tensor] | None = None
         self._num_batches, self._batches_left, self._asked_s = 1, 0, 0.0
         self._batch_s = math.inf
-        vars(trainer._signal_connector)["_sigterm_notifier_fn"] = self._told
-        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = self.ask
+        override(trainer._signal_connector, "_sigterm_notifier_fn", self._told)
+        override(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.ask)
 
     def _told(self, signum: int, frame: FrameType | None) -> None:
         log.info("rank %d received signal %d", self._trainer.global_rank, signum)

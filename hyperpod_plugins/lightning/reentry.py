@@ -2,17 +2,22 @@
 
 Lightning resumes a fit where a checkpoint was saved, and returns at once if a limit has been reached (`max_steps`,
 `should_stop`). It has no way to resume after the last step: at the last validation, or at the hooks at the end of the
-epoch or of the fit.
+epoch or of the fit. `SkipBatches` resumes in the middle of an epoch with loaders that have no state.
 """
 
-# Lightning's connectors have no public API.
+# Lightning's loops and connectors have no public API.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from hyperpod_plugins.lightning.compat import Trainer
+from torch.utils.data import DataLoader
+
+from hyperpod_plugins.data.loader import refuse_out_of_order
+from hyperpod_plugins.lightning.compat import Trainer, original, override, restore
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 
@@ -39,16 +44,15 @@ def install_part_hooks(trainer: Trainer, begin: Callable[[str], None], end: Call
 
     loop, evaluation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     for name, part in (("on_advance_start", EPOCH_BEGIN), ("on_advance_end", EPOCH_END), ("on_run_end", FIT_END)):
-        vars(loop)[name] = partial(begun, part, partial(vars(type(loop))[name], loop))
-    vars(evaluation)["run"] = partial(begun, EVALUATION_BEGIN, partial(vars(type(evaluation))["run"], evaluation))
+        override(loop, name, partial(begun, part, original(loop, name)))
+    override(evaluation, "run", partial(begun, EVALUATION_BEGIN, original(evaluation, "run")))
 
 
 def remove_part_hooks(trainer: Trainer) -> None:
     """Undo `install_part_hooks`: the fit has ended."""
     loop = trainer.fit_loop
-    for name in ("on_advance_start", "on_advance_end", "on_run_end"):
-        vars(loop).pop(name, None)
-    vars(loop.epoch_loop.val_loop).pop("run", None)
+    restore(loop, "on_advance_start", "on_advance_end", "on_run_end")
+    restore(loop.epoch_loop.val_loop, "run")
 
 
 class Reentry:
@@ -62,7 +66,7 @@ class Reentry:
         """The part at which the fit continues: an evaluation, epoch end or fit end; empty once it has begun."""
         self.description = b""
         """Description of the trainer at that part."""
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], None]] = []
         self._has_started = False
 
     def open(self, trainer: Trainer, part: str, description: bytes) -> None:
@@ -95,15 +99,12 @@ class Reentry:
         self.part, self.description = "", b""
         self._set(*self._limits)
         self._trainer.num_sanity_val_steps = self._sanity_steps
-        for owner, name, former in self._replaced:
-            vars(owner).pop(name, None)
-            if former is not None:
-                vars(owner)[name] = former
-        self._replaced = []
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
     def _replace(self, owner: Any, name: str, function: Callable[..., None]) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name)))
-        vars(owner)[name] = partial(function, getattr(owner, name))
+        self._undo.append(override(owner, name, partial(function, getattr(owner, name))))
 
     def _lift(self) -> None:
         self._set(-1, -1, should_stop=False)
@@ -142,3 +143,45 @@ class Reentry:
         loop = self._fit.epoch_loop
         loop.reset()
         loop.on_iteration_done()
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether Lightning considers a loader stateful: it has `state_dict` and `load_state_dict`."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def rest_of_epoch(loader: Any, num_done: int, trainer: Trainer) -> Any:
+    """A loader for the rest of the epoch, which skips the batches done; the loader itself if there are none.
+
+    Raises:
+        ConfigError: the loader's batches may come in any order.
+    """
+    if isinstance(loader, DataLoader):
+        refuse_out_of_order(loader)
+    return SkipBatches(loader, num_done, trainer) if num_done else loader
+
+
+class SkipBatches:
+    """A loader that skips its first `count` batches in its first epoch, and yields full epochs after that."""
+
+    def __init__(self, loader: Any, count: int, trainer: Trainer) -> None:
+        self._loader = loader
+        self._count = count
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Lazy: Lightning calls `iter` before it sets the sampler's epoch.
+        count, self._count = self._count, 0
+        if count >= self._trainer.num_training_batches:  # nothing left; Lightning keeps this iterator for later
+            count = 0
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is not None and combined._mode == "max_size_cycle":
+            with suppress(TypeError):  # a loader without a length is never the shorter one
+                count %= max(1, len(self._loader))  # a shorter loader next to a longer one has started over
+        yield from itertools.islice(iter(self._loader), count, None)

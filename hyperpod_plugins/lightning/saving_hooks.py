@@ -29,7 +29,9 @@ from hyperpod_plugins.lightning.compat import (
     LightningModule,
     Trainer,
     WeightAveraging,
+    callbacks_of,
     is_overridden,
+    override,
 )
 from hyperpod_plugins.lightning.module_checks import micro_steps_of
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
@@ -216,13 +218,13 @@ class SavingHooks:
 
     def _changed_in(self, part: str, trainer: Trainer) -> list[tuple[Callback, frozenset[str]]]:
         """Callbacks that have state and hooks in a part, with these hooks."""
-        if self._looked_at != vars(trainer)["callbacks"]:  # `configure_callbacks` creates new ones in each entry
-            self._looked_at, self._changing = [*vars(trainer)["callbacks"]], {}
+        if self._looked_at != callbacks_of(trainer):  # `configure_callbacks` creates new ones in each entry
+            self._looked_at, self._changing = [*callbacks_of(trainer)], {}
         key = (part, trainer.accumulate_grad_batches > 1)
         if key not in self._changing:
             names = (*_OF_PARTS[part], _BATCH_END) if key == (BATCH, True) else _OF_PARTS[part]
             found: list[tuple[Callback, frozenset[str]]] = []
-            for callback in vars(trainer)["callbacks"]:
+            for callback in callbacks_of(trainer):
                 has = partial(is_overridden, instance=callback, parent=Callback)
                 if isinstance(callback, WeightAveraging | Checkpoint) or not has("state_dict"):
                     continue  # these keep track of the step of the average, or of what has been saved
@@ -256,7 +258,7 @@ def refuse_interleaved_hooks(trainer: Trainer) -> None:
     most = max(micro_steps_of(trainer))
     if most == 1:
         return
-    for callback in vars(trainer)["callbacks"]:
+    for callback in callbacks_of(trainer):
         has = partial(is_overridden, instance=callback, parent=Callback)
         if isinstance(callback, WeightAveraging | Checkpoint) or not has("state_dict"):
             continue
@@ -288,14 +290,11 @@ def _empty(callback: Callback) -> None:
 @contextmanager
 def _disabled(owner: Any, hook: str) -> Generator[None]:
     """Make a hook do nothing inside the context."""
-    present = vars(owner).get(hook)
-    vars(owner)[hook] = dict if hook == "state_dict" else _nothing
+    undo = override(owner, hook, dict if hook == "state_dict" else _nothing)
     try:
         yield
     finally:
-        del vars(owner)[hook]
-        if present is not None:
-            vars(owner)[hook] = present
+        undo()
 
 
 def _nothing(*_: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hyperpod_plugins.errors import CheckpointMismatch
-from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.lightning.compat import Trainer, override, restore
 from hyperpod_plugins.recovery.local_state import are_same, bytes_of, tensors_in
 
 TABLES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
@@ -202,8 +202,7 @@ class ShownValues:
     def drop_given(self) -> None:
         """Stop showing the given cached values, as at the end of an epoch."""
         self._given = {}
-        for name in ("metrics", "reset"):
-            vars(self._results).pop(name, None)
+        restore(self._results, "metrics", "reset")
 
     # -- internals --------------------------------------------------------------------------------------------------
 
@@ -242,7 +241,8 @@ class ShownValues:
             if metrics is None and fx is None:
                 self.drop_given()
 
-        vars(results)["metrics"], vars(results)["reset"] = metrics, reset
+        override(results, "metrics", metrics)
+        override(results, "reset", reset)
 
     def _present(self) -> list[tuple[str, Any, torch.Tensor]]:
         """Cached values, each with its key and its Lightning metadata, or a `Cached` if it was given."""

@@ -6,34 +6,48 @@
 import logging
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from hyperpod_plugins.comm import CommOptions, GroupKey, group_health, new_axis_group
+from hyperpod_plugins.comm import CommOptions, group_health, register
 from hyperpod_plugins.data import StatefulLoader
 from hyperpod_plugins.delayed_init import delayed_init, materialize
 from hyperpod_plugins.elastic.membership.admission import announce
-from hyperpod_plugins.env import JobEnv, config_path
+from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import ConfigError, PeerLost
 from hyperpod_plugins.events import AllocatorWatch
 from hyperpod_plugins.lightning.checkpoint_io import TrainerCheckpoints
-from hyperpod_plugins.lightning.collectives import decided, reduced
-from hyperpod_plugins.lightning.compat import LightningModule, Precision, Trainer, TrainerFn, optimizers_to_device
+from hyperpod_plugins.lightning.compat import (
+    LightningModule,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    Precision,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    Trainer,
+    TrainerFn,
+    init_dist_connection,
+    optimizers_to_device,
+    reset_seed,
+)
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
 from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.entries import entries
-from hyperpod_plugins.lightning.evaluating import EvaluatingStrategy
 from hyperpod_plugins.lightning.grad_averaging import TrainerAveraging
+from hyperpod_plugins.lightning.launcher import STATE_OF_PEERS, RecoveryLauncher
 from hyperpod_plugins.lightning.module_checks import (
     check_same_layout,
     forbid_inference_mode,
@@ -44,12 +58,12 @@ from hyperpod_plugins.lightning.module_checks import (
     treat_steps_as_forward,
     warn_of_placement,
 )
-from hyperpod_plugins.lightning.participation import create_recovery
 from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.lightning.preemption import SigtermConsensus
+from hyperpod_plugins.lightning.recovery import NullRecovery, create_recovery
 from hyperpod_plugins.lightning.saving_hooks import FOR_PEERS
-from hyperpod_plugins.lightning.trainer_state import prepare_data_alone
-from hyperpod_plugins.lightning.weight_averaging import averaging_callback
+from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, rank_local_part
+from hyperpod_plugins.lightning.weight_averaging import CallbackAverage, averaging_callback
 from hyperpod_plugins.parallel import (
     ParallelConfig,
     Topology,
@@ -58,20 +72,22 @@ from hyperpod_plugins.parallel import (
     loss_parallel_context,
     parallelize,
 )
+from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
+from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankLosses
-from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
+from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard, without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.mesh import update_group_members
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
-from hyperpod_plugins.recovery import SAVING_GROUP
 from hyperpod_plugins.recovery.kept_state import is_elementwise
 from hyperpod_plugins.recovery.local_state import ProgramState
+from hyperpod_plugins.recovery.protocols import RESHARD
 
 log = logging.getLogger(__name__)
 
 
-class HyperPodStrategy(EvaluatingStrategy):
+class HyperPodStrategy(ModelParallelStrategy):
     """Hybrid sharding (HSDP on FSDP2) and tensor parallelism for any LightningModule.
 
     The module needs no change: the strategy parallelizes it after `configure_model`. The strategy does not touch a
@@ -115,8 +131,14 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._losses: RankLosses | None = None
         self.local_state: dict[str, dict[str, Any]] = {}
         """Rank-local state of the module, after a fit in a job with recovery."""
-        checkpoints = TrainerCheckpoints(in_background=background_checkpoints, are_trusted=trust_checkpoints)
-        super().__init__(checkpoints, comm=comm or CommOptions(), timeout_s=timeout_s)
+        self._env = WorkerEnv.from_environ()
+        self._rank_and_world_size: tuple[int, int] | None = None
+        self._num_nodes = 1
+        self._comm = comm or CommOptions()
+        super().__init__(timeout=timedelta(seconds=timeout_s), process_group_backend="hyperpod")
+        self._checkpoints = TrainerCheckpoints(in_background=background_checkpoints, are_trusted=trust_checkpoints)
+        self._recovery = NullRecovery()
+        self._average: CallbackAverage | None = None
         job = JobEnv.from_environ()
         if job is not None:
             announce(job)
@@ -130,6 +152,80 @@ class HyperPodStrategy(EvaluatingStrategy):
         self._drops_gradients = self._is_set_up = False
         self._rank_local: dict[str, ProgramState] = {}
         self._sigterm_consensus: SigtermConsensus | None = None
+
+    # -- processes ----------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """Rank in the present world; in the initial world, the one that the launcher assigned."""
+        return super().global_rank if self._rank_and_world_size is None else self._rank_and_world_size[0]
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """Size of the present world."""
+        return super().world_size if self._rank_and_world_size is None else self._rank_and_world_size[1]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the job, as set by the launcher, else by `Trainer(num_nodes=...)`."""
+        return self._env.num_nodes if self._env.is_distributed and self._is_launched_outside else self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """One device for each rank of this node."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        # Under a launcher, Lightning counts one CPU "device" whatever the number of processes. Ranks share GPUs
+        # round-robin.
+        if parallel_devices and self._is_launched_outside:
+            here, given = self._env.local_world_size, parallel_devices
+            if given[0].type == "cpu" or len(given) < here:
+                parallel_devices = [given[index % len(given)] for index in range(here)]
+        self._parallel_devices = parallel_devices
+
+    @property
+    def _is_launched_outside(self) -> bool:
+        """Whether a launcher that `WorkerEnv` knows started the processes, rather than Lightning itself."""
+        return isinstance(self.cluster_environment, TorchElasticEnvironment | SLURMEnvironment)
+
+    @property
+    def _device_type(self) -> str:
+        return self.accelerator.name().replace("gpu", "cuda") if self.accelerator is not None else "cpu"
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Use a `RecoveryLauncher` under a HyperPod agent."""
+        super()._configure_launcher()
+        if self._launcher is None and JobEnv.from_environ() is not None:
+            self._launcher = RecoveryLauncher(self._leave_loops)
+
+    def _leave_loops(self, from_checkpoint: bool) -> bool:
+        return self._recovery.leave_loops(from_checkpoint=from_checkpoint)
+
+    def _join(self) -> None:
+        """Set this rank's device, and join the process group."""
+        ParallelStrategy.setup_environment(self)
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        register()  # in case `hyperpod_plugins` was imported before torch, with the entry point disabled
+        init_dist_connection(
+            self.cluster_environment,
+            "hyperpod",
+            global_rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+            pg_options=self._comm,
+        )
 
     # -- topology and rank-local state --------------------------------------------------------------------------
 
@@ -202,20 +298,14 @@ class HyperPodStrategy(EvaluatingStrategy):
     @override
     def setup_environment(self) -> None:
         """Join the process group and build the device mesh."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if self._recovery is None:
+        trainer = self._trainer
+        if not self._recovery.is_active:
             self._recovery = create_recovery(trainer, self.config, self._env, ranks_per_node=self.num_processes)
-        if self._recovery is not None:
-            self._rank_and_world_size, self._checkpoints.saved = (
-                self._recovery.rank_and_world_size,
-                self._recovery.engine.saved,
-            )
+        recovery = self._recovery
+        self._rank_and_world_size = recovery.rank_and_world_size or self._rank_and_world_size
+        self._checkpoints.saved = recovery.saved
         self._join()
-        if self._recovery is not None and self._recovery.is_detached:
-            prepare_data_alone(trainer)
-            if self._recovery.is_joining:
-                self._recovery.continue_runs(trainer)
+        recovery.prepare(trainer)
         if self._elastic is None:
             self._topology = self.config.topology(self.world_size, ranks_per_node=self.num_processes)
         else:
@@ -223,20 +313,17 @@ class HyperPodStrategy(EvaluatingStrategy):
             self.config, self._topology = self._elastic.setup_world(self.config, *here, trainer)
         if self.global_rank == 0:
             warn_of_placement(self._topology)
-        if self._recovery is not None and self._recovery.engine.has_moved:
+        if recovery.has_moved:
             update_group_members(self._topology, self.global_rank)
         self._device_mesh = build_mesh(self._topology, self.root_device.type)
         self._data_group = build_data_group(self._topology)
-        if self._recovery is not None:  # a joiner would lack a group that is created later
-            key = GroupKey(SAVING_GROUP, is_strict=True)
-            self._checkpoints.group = new_axis_group(key, range(self.world_size))
-            if self._recovery.may_snapshot(self._topology):
-                key = GroupKey("snapshot", is_strict=True)
-                self._snapshot_group = new_axis_group(key, range(self.world_size))
+        saving_group, self._snapshot_group = recovery.create_groups(self._topology)
+        if saving_group is not None:
+            self._checkpoints.group = saving_group
         self._is_set_up = False
-        check_same_layout(self.lightning_module, self._device_mesh)
+        check_same_layout(self._module, self._device_mesh)
         self._average = averaging_callback(trainer, self._average)
-        self.lightning_module._device_mesh = self._device_mesh
+        self._module._device_mesh = self._device_mesh
 
     @contextmanager
     @override
@@ -248,8 +335,7 @@ class HyperPodStrategy(EvaluatingStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         """Parallelize the module, then create the optimizers over its sharded parameters."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if any(True for _ in fsdp_units(module)):
@@ -271,7 +357,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         if self.world_size > 1:
             refuse_validation_by_clock(trainer)
         self.barrier()
-        is_replay = self._recovery is not None and self._recovery.is_fitting  # the optimizers then keep their state
+        is_replay = self._recovery.fit.is_active  # the optimizers then keep their state
         if trainer.state.fn == TrainerFn.FITTING and not is_replay:
             self.setup_optimizers(trainer)
             replace_stale_parameters(self.optimizers, module, num_ranks=self.world_size)
@@ -279,19 +365,19 @@ class HyperPodStrategy(EvaluatingStrategy):
         self.setup_precision_plugin()
         if isinstance(self.precision_plugin, HyperPodPrecision):
             recovery = self._recovery
-            self.precision_plugin.when_fetched = partial(recovery.seed_batch, trainer) if recovery else _nothing
+            self.precision_plugin.when_fetched = lambda: recovery.fit.seed_batch()
             self.precision_plugin.settle = reconcile_gradients
         is_fit = trainer.state.fn == TrainerFn.FITTING
         # After a fault, ranks may be at different batches, so with recovery they do not agree on SIGTERM.
         self._sigterm_consensus = SigtermConsensus(
-            trainer, agrees=is_fit and self.world_size > 1 and self._recovery is None
+            trainer, agrees=is_fit and self.world_size > 1 and not self._recovery.is_active
         )
         if is_fit:
             self._drops_gradients = not needs_previous_gradients(trainer, module)
             optimizers_to_device(self.optimizers, self.root_device)
             if self._average is not None and not is_replay:
                 self._average.begin(module)
-            if self._recovery is not None and not entries.is_skipping:
+            if not entries.is_skipping:
                 if self._elastic is not None:
                     self._averaging = TrainerAveraging.of(trainer, module, self.device_mesh, self._elastic.options)
                 self._recovery.begin_fit(
@@ -326,7 +412,7 @@ class HyperPodStrategy(EvaluatingStrategy):
             return
         is_free = self.root_device.type == "cpu" or (self.world_size > 1 and trainer.gradient_clip_val is None)
         # Another optimizer may compute gradients more than once in a step, which cannot be checked.
-        is_free = self._recovery is not None or (is_free and all(map(is_elementwise, self.optimizers)))
+        is_free = self._recovery.is_active or (is_free and all(map(is_elementwise, self.optimizers)))
         finite = FiniteCheck(policy, waits_anyway=is_free)
         if finite.is_enabled and isinstance(precision, HyperPodPrecision):
             self._finite, self._losses = finite, RankLosses(finite)
@@ -334,7 +420,7 @@ class HyperPodStrategy(EvaluatingStrategy):
 
     @property
     def _elastic(self) -> ElasticState | None:
-        return None if self._recovery is None else self._recovery.elastic
+        return self._recovery.elastic
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -345,18 +431,16 @@ class HyperPodStrategy(EvaluatingStrategy):
         With recovery and manual optimization, the whole `training_step` is one transaction.
         """
         compute = partial(self._training_step, *args, **kwargs)
-        module = self.lightning_module
-        if self._recovery is None or not self._recovery.is_fitting or module is None or module.automatic_optimization:
+        if self._module.automatic_optimization:
             return compute()
-        return self._recovery.step(compute, _identity)
+        return self._recovery.fit.step(compute, _identity)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._recovery is not None:
-            self._recovery.seed()
-            self._recovery.note_batch((args, kwargs))
-            if kwargs or not all(map(_is_leaf, args)):
-                # Copy the containers: the module may remove items from the batch, and the step may run again.
-                args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        fit = self._recovery.fit
+        fit.begin_micro_step((args, kwargs))
+        if fit.is_active and (kwargs or not all(map(_is_leaf, args))):
+            # Copy the containers: the module may remove items from the batch, and the step may run again.
+            args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         if self._drops_gradients and self._begins_window:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -370,8 +454,7 @@ class HyperPodStrategy(EvaluatingStrategy):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward in the context of the forward, with the loss weighted so that all samples count equally."""
         trainer = self._trainer
-        back = 0 if self._recovery is None else self._recovery.num_batches_back
-        batch_index = trainer.fit_loop.epoch_loop.batch_idx - back
+        batch_index = trainer.fit_loop.epoch_loop.batch_idx - self._recovery.fit.num_batches_back
         weight = sample_weight_of(trainer, batch_index)
         if self._losses is not None:
             self._losses.record(batch_index, closure_loss)
@@ -388,24 +471,15 @@ class HyperPodStrategy(EvaluatingStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
         """Run the closure and the optimizer, as one transaction with recovery; then check the allocator."""
-        is_manual = not self._trainer.lightning_module.automatic_optimization
-        recovers = self._recovery is not None and self._recovery.is_fitting
-        if not recovers and self._losses is not None and not is_manual:
-            assert self.lightning_module is not None
-            loss = self.precision_plugin._wrap_closure(self.lightning_module, optimizer, closure)
-            result = self._update(optimizer, loss, **kwargs)
-        elif self._recovery is None or not recovers or is_manual:
+        module, fit = self._trainer.lightning_module, self._recovery.fit
+        if not module.automatic_optimization or not (fit.is_active or self._losses is not None):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        elif self._trainer.fit_loop._should_accumulate():
-            return self._recovery.micro_step(partial(self._unsynchronised, closure))
+        elif fit.is_active and self._trainer.fit_loop._should_accumulate():
+            return fit.micro_step(partial(self._unsynchronised, closure))
         else:
-            assert self.lightning_module is not None
-            compute = partial(self.precision_plugin._wrap_closure, self.lightning_module, optimizer, closure)
+            compute = partial(self.precision_plugin._wrap_closure, module, optimizer, closure)
             update = partial(self._update, optimizer, **kwargs)
-            if self._recovery.steps_before_vote:
-                result = self._recovery.step(lambda: update(compute()), _identity)
-            else:
-                result = self._recovery.step(compute, update)
+            result = fit.step(compute, update)
         if self._losses is not None:
             self._losses.begin()
             self._stop_if_not_finite()
@@ -423,10 +497,7 @@ class HyperPodStrategy(EvaluatingStrategy):
         if error is None:
             return
         log.error("rank %d stops: %s", self.global_rank, error)
-        if self._recovery is not None:
-            with suppress(PeerLost):
-                self.barrier()  # all ranks have logged the error before the first one exits
-            self._recovery.member.give_up(str(error))
+        self._recovery.give_up(str(error), self.barrier)
         raise error
 
     def _update(self, optimizer: Optimizer, loss: Any, **kwargs: Any) -> Any:
@@ -448,16 +519,20 @@ class HyperPodStrategy(EvaluatingStrategy):
 
         With recovery it does, because the strategy may have to run the whole window again.
         """
-        return self._recovery is not None and self._recovery.takes_micro_steps
+        return self._recovery.fit.accumulates
 
     def _unsynchronised(self, closure: Callable[[], Any]) -> Any:
         with self.block_backward_sync():
             return closure()
 
     @property
-    def _trainer(self) -> Trainer:
+    def _module(self) -> LightningModule:
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
 
     @property
     def _begins_window(self) -> bool:
@@ -477,106 +552,291 @@ class HyperPodStrategy(EvaluatingStrategy):
         """Prepare recovery once the loops have been restored."""
         if self._losses is not None:
             self._losses.begin()
-        if self._recovery is not None and self._recovery.is_fitting:
-            assert self.lightning_module is not None
-            self._recovery.on_train_start(self.lightning_module.trainer)
+        self._recovery.fit.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
         """Agree on SIGTERM, and join the other ranks if this process is not connected yet."""
         if self._sigterm_consensus is not None:
             self._sigterm_consensus.agree()
-        if self._recovery is not None:
-            assert self.lightning_module is not None
-            self._recovery.begin_evaluation(self.lightning_module.trainer)
-            self._recovery.rejoin(self.lightning_module.trainer)
-
-    @override
-    def _leave_loops(self, from_checkpoint: bool) -> bool:
-        if self._recovery is None or not self._recovery.is_fitting:
-            return False
-        assert self.lightning_module is not None
-        self._recovery.leave_loops(self.lightning_module.trainer, from_checkpoint=from_checkpoint)
-        return True
+        self._recovery.fit.begin_evaluation()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Tell recovery that a batch has been fetched."""
-        if self._recovery is not None:
-            self._recovery.on_batch()
+        self._recovery.fit.on_batch()
 
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; a barrier named `*_dataloader()` also restarts the numbering of loaders."""
-        if self._recovery is not None and name is not None and name.endswith("_dataloader()"):
-            self._recovery.count_loaders()
+        if name is not None and name.endswith("_dataloader()"):
+            self._recovery.fit.count_loaders()
         super().barrier(name)
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the loader with random numbers keyed by the sample; in a resumed epoch, skip the batches done."""
-        if self._recovery is None or isinstance(dataloader, StatefulLoader):
+        if isinstance(dataloader, StatefulLoader):
             return dataloader
         trainer = self._trainer
         if self._elastic is not None and trainer.training and isinstance(dataloader, DataLoader):
             return self._elastic.divided(dataloader, trainer, seed=self.config.random_seed)
-        dataloader = self._recovery.with_keyed_random(dataloader, trainer)
-        return self._recovery.skip_done_batches(dataloader, trainer) if trainer.training else dataloader
+        return self._recovery.fit.process_loader(dataloader)
+
+    # -- evaluation ---------------------------------------------------------------------------------------------
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `validation_step`, then reshard; see `training_step`."""
+        with self._evaluation():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `test_step`, then reshard; see `training_step`."""
+        with self._evaluation():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `predict_step`, then reshard; see `training_step`."""
+        with self._evaluation():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluation(self) -> Generator[None, None, None]:
+        """Reshard after the step: callbacks that swap or average weights need the optimizer's parameters."""
+        with loss_parallel_context(self.config):
+            yield
+        assert self.model is not None
+        reshard(self.model)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's shards of the module's tensors, not copied; hooks may remove or replace some."""
+        return dict(model_tensors(self._module))
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an empty dict: `save_checkpoint` writes the optimizer states itself, sharded."""
+        return {}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a sharded checkpoint as the folder `filepath`; all ranks call it together."""
+        try:
+            self._write(checkpoint, self.broadcast(filepath), storage_options)
+        except PeerLost:
+            self._recovery.note_interrupted_save(str(filepath))
+            raise
+
+    def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self._checkpoints.save(
+            path,
+            checkpoint,
+            module=self._module,
+            optimizers=self.optimizers,
+            average=self._average,
+            rank_state={self.global_rank: self._rank_local_part(checkpoint)},
+            storage_options=storage_options,
+        )
+
+    @property
+    def _layout(self) -> tuple[int, int, int]:
+        return self.topology.world_size, self.topology.shard_degree, self.topology.tensor_degree
+
+    def _rank_local_part(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """This rank's rank-local part of a checkpoint; also adds the job's layout to the checkpoint itself."""
+        local = checkpoint.pop(LOCAL, None) or self._recovery.fit.local_state
+        checkpoint[LAYOUT] = self._layout
+        return {**rank_local_part(checkpoint, self._trainer), LOCAL: local}
+
+    def _save_for_recovery(
+        self,
+        checkpoint: dict[str, Any],
+        path: str,
+        is_alone: bool,
+        state: tuple[StateParts, Mapping[int, dict[str, Any]]] | None = None,
+    ) -> str:
+        """Write a checkpoint for recovery: one that was interrupted, an emergency checkpoint, or one to reshard from.
+
+        Args:
+            checkpoint: Lightning's checkpoint data.
+            path: of the interrupted checkpoint; empty for an emergency checkpoint before the job ends; `RESHARD` for
+                one from which all workers restart with other degrees. The latter two are written next to the others.
+            is_alone: whether only some ranks are left. Then no group but that of checkpoints works, and the path is
+                not broadcast.
+            state: written instead of the present state: parts of tensors, and the checkpoint data of the ranks that
+                they belong to.
+
+        Returns:
+            The path.
+        """
+        trainer, folder = self._trainer, self.checkpoint_root
+        if path in ("", RESHARD):
+            label = "reshard" if path else "emergency"
+            for logger in trainer.loggers:
+                logger.save()  # this process will not do so later
+            path = str((folder / f"{label}-step={checkpoint['global_step']}.ckpt").absolute())
+        if not is_alone:
+            path = self.broadcast(path)
+        if state is not None:
+            parts, described = state
+            own = {rank: self._rank_local_part(dict(each)) for rank, each in described.items()}
+            checkpoint = {**checkpoint, LAYOUT: self._layout}
+            self._checkpoints.save_parts(path, checkpoint, parts, module=self._module, rank_state=own)
+            return path
+        parts = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": [{} for _ in self.optimizers]}
+        self._write({**checkpoint, **parts}, path)
+        self._checkpoints.wait()
+        return path
+
+    @property
+    def checkpoint_root(self) -> Path:
+        """Folder of the trainer's checkpoints, where the strategy adds its own."""
+        trainer = self._trainer
+        folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+        return Path(next((folder for folder in folders if folder), trainer.default_root_dir))
+
+    def save_entry_end(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write the state after a fit as the folder `path`, and wait for it; all ranks call it together.
+
+        Raises:
+            CheckpointError: the state could not be written.
+        """
+        saved, self._checkpoints.saved = self._checkpoints.saved, None  # this is not a checkpoint of the program
+        try:
+            self.save_checkpoint(checkpoint, path)
+        finally:
+            self._checkpoints.close()
+            self._checkpoints.saved = saved
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a sharded checkpoint written with any degrees, or a checkpoint file that another strategy wrote.
+
+        In a joiner, and after a fault, `checkpoint_path` is `STATE_OF_PEERS`, and the state comes from other ranks.
+        """
+        if self._recovery.fit.is_active and checkpoint_path == STATE_OF_PEERS:
+            return self._recovery.fit.state_of_peers()
+        path = Path(checkpoint_path if entries.is_skipping else self.broadcast(checkpoint_path))
+        is_fit = self._trainer.state.fn == TrainerFn.FITTING  # after a fit, optimizers still exist
+        if path.is_file():
+            loaded = super().load_checkpoint(path, weights_only=weights_only)
+            if self._average is not None and is_fit:
+                if "current_model_state" in loaded:
+                    raise ConfigError(
+                        f"{path} is a file that another strategy wrote with weights averaged by WeightAveraging. "
+                        "With that callback, HyperPodStrategy can only resume from folders that it wrote itself. "
+                        "Leave the callback out to train from the averaged weights."
+                    )
+                self._average.swap_loaded(self._module, is_averaged=False)
+            return loaded
+        checkpoint = self._checkpoints.load(
+            path,
+            module=self._module,
+            optimizers=self.optimizers if is_fit else (),
+            average=self._average if is_fit else None,
+            weights_only=weights_only,
+        )
+        layout = checkpoint.pop(LAYOUT, None)
+        if entries.is_skipping and is_fit:
+            return {**checkpoint, **entries.trainer_state}  # this rank's own: callbacks may differ between ranks
+        if layout is not None:
+            checkpoint |= self._load_rank_local(
+                path, checkpoint, tuple(layout), is_fit=is_fit, weights_only=weights_only
+            )
+        self._recovery.fit.resume_from(checkpoint)
+        return checkpoint
+
+    def _load_rank_local(
+        self, path: Path, checkpoint: dict[str, Any], layout: Any, *, is_fit: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Load this rank's rank-local part of a checkpoint; apply buffers, metrics and means, and return the rest."""
+        trainer = self._trainer
+        source = RankStateSelector(
+            rank=self.global_rank, topology=self.topology, saved_layout=layout, is_training=is_fit
+        )
+        first = rank_local_part(checkpoint, trainer)
+        own = self._checkpoints.load_own(path, source, first, weights_only=weights_only)
+        local = own.pop(LOCAL, {})
+        self._recovery.fit.load_local_state(local, checkpoint, is_of_another_job=not entries.resumed_from)
+        return own
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, once the one that is being written is complete."""
+        self._checkpoints.remove(filepath, partial(super().remove_checkpoint, filepath))
 
     # -- collectives --------------------------------------------------------------------------------------------
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from rank `src` to all; a joiner reads what was sent before it joined from the job store."""
-        if self._recovery is None:
-            return super().broadcast(obj, src)
         frame = sys._getframe(1)
         caller = f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
         return self._recovery.broadcast_or_replay(obj, partial(super().broadcast, obj, src), caller=caller)
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over `group`, by default the ranks that read different samples; tensor peers hold the same value."""
+        """Reduce a copy of a tensor over `group`, by default the ranks that read different samples.
+
+        Tensor peers hold the same value.
+
+        Args:
+            tensor: the same shape on all ranks; a DTensor (such as a loss from split logits) is gathered first.
+            group: to reduce over.
+            reduce_op: a `ReduceOp`, or the name of one; `mean`, `avg` or None for the mean, which is floating point.
+        """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        return reduced(tensor, self._data_group if group is None else group, reduce_op)
+        if group is None:
+            group = self._data_group
+        is_mean = reduce_op in (None, "mean", "avg") or reduce_op == dist.ReduceOp.AVG
+        operation: Any = "sum" if is_mean else reduce_op
+        if isinstance(operation, str):
+            operation = getattr(dist.ReduceOp, operation.upper())
+        result = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        if is_mean and not result.is_floating_point():
+            result = result.float()
+        dist.all_reduce(result, op=operation, group=group)
+        return result / dist.get_world_size(group) if is_mean else result  # not every library can average
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether `decision` is true on all ranks, or on any rank if `all` is False."""
-        return decided(decision, self.root_device, by_all=all)
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes)
 
     @override
     def on_train_end(self) -> None:
         """Agree on SIGTERM; with recovery, wait until all ranks have run the hooks at the end of the fit."""
         if self._sigterm_consensus is not None:
             self._sigterm_consensus.agree()
-        if self._recovery is not None and self._recovery.is_fitting:
+        if self._recovery.fit.is_active:
             self.barrier()
 
     @override
     def teardown(self) -> None:
         """Wait for a checkpoint that is still being written, and end this rank's part in recovery."""
-        if self._recovery is not None and self.lightning_module is not None:
-            self._recovery.finish(self.lightning_module.trainer)
+        self._recovery.fit.finish()
         try:
             self._checkpoints.close()
         finally:
             self._checkpoints.saved = None  # later saves belong to another entry of the program, or to none
-            recovery, self._recovery = self._recovery, None
-            if recovery is not None:
-                self.local_state = recovery.local_state
-                recovery.close(None if self.lightning_module is None else self.lightning_module.trainer)
+            recovery, self._recovery = self._recovery, NullRecovery()
+            if recovery.is_active:
+                self.local_state = recovery.fit.local_state
+            recovery.close(None if self.lightning_module is None else self.lightning_module.trainer)
             super().teardown()
 
 
 def _is_leaf(value: object) -> bool:
     """Whether an argument of `training_step` is a tensor or an integer, and so certainly not a container."""
     return isinstance(value, Tensor | int)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _identity(loss: Any) -> Any:

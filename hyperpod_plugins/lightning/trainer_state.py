@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.lightning.compat import (
-    Callback,
     Trainer,
+    callbacks_of,
+    override,
+    restore,
 )
 from hyperpod_plugins.lightning.module_checks import initial_micro_steps
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
@@ -130,7 +132,7 @@ def take_rank_local(trainer: Trainer, data: bytes, entered_with: bytes) -> list[
         The `state_key` of each callback with state in `data`.
     """
     saved = read_trainer(data)
-    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    callbacks = callbacks_of(trainer)
     states = saved.pop("callbacks")
     for callback in callbacks:
         if callback.state_key in states:
@@ -229,7 +231,7 @@ def _changed_by_loops(
 def arguments(trainer: Trainer) -> dict[str, Any]:
     """The hyperparameters of module and data module, as Lightning adds them to a checkpoint."""
     found: dict[str, Any] = {}
-    for owner in (trainer.lightning_module, vars(trainer).get("datamodule")):
+    for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         if owner is None or not owner.hparams:
             continue
         if "_hparams_name" in vars(owner):
@@ -310,12 +312,13 @@ def make_loaders_as_others(trainer: Trainer, checkpoint: dict[str, Any]) -> None
     every, made_at = vars(trainer)["reload_dataloaders_every_n_epochs"], checkpoint.get(_RELOADED_AT, [])
     for loop, epoch in zip((trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop), made_at, strict=False):
         if every > 1 and loop._combined_loader is None and epoch >= 0:  # the epoch is -inf before loaders exist
-            vars(loop._data_source)["dataloader"] = partial(_made_in, trainer, loop._data_source, epoch, epoch + every)
+            source = loop._data_source
+            override(source, "dataloader", partial(_made_in, trainer, source, epoch, epoch + every))
 
 
 def _made_in(trainer: Trainer, source: Any, epoch: int, next_epoch: int) -> Any:
     """Create loaders as in `epoch`, unless `next_epoch` has been reached, when the next ones are due."""
-    del vars(source)["dataloader"]
+    restore(source, "dataloader")
     counts: Any = trainer.fit_loop.epoch_progress.current
     present = counts.completed
     if present < next_epoch:
@@ -463,11 +466,11 @@ def prepare_data_alone(trainer: Trainer) -> None:
     """Make a detached process prepare data without the barrier, which the other ranks have long passed."""
 
     def prepare_data() -> None:
-        for owner in (vars(trainer).get("datamodule"), trainer.lightning_module):
+        for owner in (getattr(trainer, "datamodule", None), trainer.lightning_module):
             if owner is not None and trainer.local_rank == 0 and owner.prepare_data_per_node:
                 owner.prepare_data()
 
-    vars(trainer._data_connector)["prepare_data"] = prepare_data
+    override(trainer._data_connector, "prepare_data", prepare_data)
 
 
 def begin_afresh(trainer: Trainer) -> None:

@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.compat import LightningModule, Trainer, WeightAveraging
+from hyperpod_plugins.lightning.compat import LightningModule, Trainer, WeightAveraging, callbacks_of
+from hyperpod_plugins.lightning.compat import override as override_method
 from hyperpod_plugins.parallel.checkpoint.state import CURRENT, NUM_AVERAGED, model_tensors
 from hyperpod_plugins.parallel.hsdp import reshard
 from hyperpod_plugins.parallel.local_optimizer import LocalDispatchMode
@@ -163,7 +164,8 @@ class CallbackAverage:
             "_swap_models": self._swap,
             "_copy_average_to_current": self._copy,
         }
-        vars(callback).update(replaced)
+        for name, function in replaced.items():
+            override_method(callback, name, function)
 
     @property
     def average(self) -> ShardedAverage:
@@ -283,7 +285,7 @@ def averaging_callback(trainer: Trainer, former: CallbackAverage | None) -> Call
     Raises:
         ConfigError: there are several such callbacks, or one overrides methods that must be replaced.
     """
-    every: list[Any] = vars(trainer)["callbacks"]
+    every = callbacks_of(trainer)
     callbacks = [callback for callback in every if isinstance(callback, WeightAveraging)]
     if len(callbacks) > 1:
         raise ConfigError(

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hyperpod_plugins.lightning.compat import Trainer
+from hyperpod_plugins.lightning.compat import Trainer, original, override, restore
 from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.loggers import LoggedRows
+from hyperpod_plugins.lightning.reentry import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.shown_values import ShownValues, Tables, put_tables, tables_of
-from hyperpod_plugins.lightning.skip_batches import is_stateful
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     arguments,
@@ -44,6 +44,8 @@ from hyperpod_plugins.recovery.undo import (
 
 _Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A batch, and arguments of Lightning's `log` in its hooks."""
+SaveForRecovery = Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping[int, dict[str, Any]]] | None], str]
+"""See `HyperPodStrategy._save_for_recovery`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class AccumulationWindow:
         self,
         trainer: Trainer,
         state: TrainingState,
-        save: Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping[int, dict[str, Any]]] | None], str],
+        save: SaveForRecovery,
         hooks: SavingHooks,
         *,
         others: Sequence[HasState] = (),
@@ -76,7 +78,7 @@ class AccumulationWindow:
         Args:
             trainer: whose steps these are.
             state: tensors of model and optimizers.
-            save: see `SavingStrategy._save_for_recovery`.
+            save: see `HyperPodStrategy._save_for_recovery`.
             hooks: saving hooks of the program.
             others: other objects that an optimizer step changes, besides parameters and optimizer state.
             former: window of the same trainer before it left the loops.
@@ -110,7 +112,7 @@ class AccumulationWindow:
             self._beginning.written, self._beginning.batches = former._beginning.written, former._beginning.batches
             if former._fresh is not None:
                 former._fresh.close()
-            vars(self._logged()).pop("log", None)
+            restore(self._logged(), "log")
             self.communicates_between = former.communicates_between
         self._fresh = FreshGradients(state.optimizers) if is_manual else None
         self._results: dict[str, dict[str, Any]] = {}
@@ -197,9 +199,9 @@ class AccumulationWindow:
 
     def add(self, closure: Callable[[], Any]) -> None:
         """Add a micro-step to the window."""
-        vars(self._logged()).pop("log", None)
+        restore(self._logged(), "log")
         self._closures.append(closure)
-        self._batches_of.append(vars(self._logged())["batch"])
+        self._batches_of.append(self._logged().batch)
 
     def note_batch(self, batch: Any) -> None:
         """Note the batch that a micro-step is about to compute on."""
@@ -221,14 +223,15 @@ class AccumulationWindow:
     def ends_micro_step(self) -> None:
         """Record what the following hooks log: they are not called again when the window is run again."""
         results, noted = self._logged(), list[_Log]()
+        logged = original(results, "log")
         self._logged_after.append(noted)
         self._num_logged = len(self._logged_after)
 
         def log(*args: Any, **kwargs: Any) -> None:
             noted.append((results.batch, args, kwargs))
-            type(results).log(results, *args, **kwargs)
+            logged(*args, **kwargs)
 
-        vars(results)["log"] = log
+        override(results, "log", log)
 
     def _log_again(self) -> None:
         """Repeat what hooks logged between the previous micro-step and this one."""

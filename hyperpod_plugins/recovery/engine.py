@@ -129,6 +129,8 @@ class RecoveryEngine:
         """Record of the existing checkpoints, on rank 0 within an entry; None if a restart could not use them."""
         self.has_moved = False
         """Whether this process has moved to another world since the last generation was formed."""
+        self.begins_at = NO_STATE
+        """Committed steps at the beginning of the entry; NO_STATE until they are known."""
         self._entry, self._may_record = 0, False
 
     def begin_entry(self, entry: int, *, is_complete: bool) -> None:
@@ -140,8 +142,14 @@ class RecoveryEngine:
                 entry, and checkpoints of this one are of no use to it.
         """
         self._entry, self._may_record = entry, is_complete
-        self.saved, self.snapshots = None, None
+        self.saved, self.snapshots, self.begins_at = None, None, NO_STATE
         self._record_checkpoints()
+
+    def begin_at(self, committed: int, resumed_from: str) -> None:
+        """Set the number of committed steps, and record the checkpoint that the entry was resumed from, if any."""
+        self.begins_at = self.member.committed = committed
+        if self.saved is not None and resumed_from:
+            self.saved.add(resumed_from, committed)
 
     def attach(
         self,

@@ -44,7 +44,6 @@ _LIBRARIES = frozenset(
 )
 _PLUMBING = (
     "hyperpod_plugins.comm",
-    "hyperpod_plugins.lightning.collectives",
     "torch._ops",
     "torch.autograd",
     "torch.distributed._functional_collectives",

@@ -89,9 +89,7 @@ class Transactions:
     def begin_at(self, committed: int, resumed_from: str) -> None:
         """Set the number of committed steps, and record the checkpoint that the loop was resumed from, if any."""
         if self._engine is not None:
-            self._engine.member.committed = committed
-            if self._engine.saved is not None and resumed_from:
-                self._engine.saved.add(resumed_from, committed)
+            self._engine.begin_at(committed, resumed_from)
 
     def arm(self) -> None:
         """Have lost processes replaced from now on."""

@@ -150,7 +150,6 @@ def train_with_lightning(options, micro_batches):
     import lightning.pytorch as pl
 
     from hyperpod_plugins.lightning import HyperPodStrategy
-    from hyperpod_plugins.lightning.collectives import reduced
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -159,7 +158,7 @@ def train_with_lightning(options, micro_batches):
 
         def training_step(self, batch, index):
             loss = self.net(batch)
-            self.losses.append(float(reduced(loss, self.trainer.strategy._data_group, "mean")))
+            self.losses.append(float(self.trainer.strategy.reduce(loss)))
             return loss
 
         def configure_optimizers(self):
@@ -192,7 +191,6 @@ def train_with_lightning(options, micro_batches):
 def train_plainly(options, micro_batches):
     from contextlib import nullcontext
 
-    from hyperpod_plugins.lightning.collectives import reduced
     from hyperpod_plugins.parallel import ParallelConfig, build_data_group, build_mesh, clip_grad_norm_, parallelize
     from hyperpod_plugins.parallel.hsdp import without_replica_sync
 
@@ -219,7 +217,9 @@ def train_plainly(options, micro_batches):
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        losses.append(float(reduced(loss, data_group, "mean")))
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=data_group)
+        losses.append(float(total / dist.get_world_size(data_group)))
     return {"losses": losses, "state": whole_state(net)}
 
 

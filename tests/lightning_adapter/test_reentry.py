@@ -18,7 +18,7 @@ from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
-from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks
+from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks, rest_of_epoch
 from hyperpod_plugins.recovery import Member, abort
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
@@ -129,11 +129,11 @@ def test_a_rank_that_has_lost_a_peer_broadcasts_nothing_of_its_own(make_recovery
 
 
 @pytest.mark.slow_single
-def test_a_loader_without_order_is_refused_for_training(make_recovery):
-    recovery, trainer = make_recovery(), trainer_with()
+def test_a_loader_without_order_is_refused_for_training():
+    trainer = trainer_with()
     loader = torch.utils.data.DataLoader(torch.ones(4, 4), num_workers=1, in_order=False)
     with pytest.raises(ConfigError, match="in_order=False"):
-        recovery.skip_done_batches(loader, trainer)
+        rest_of_epoch(loader, 0, trainer)
 
 
 @pytest.mark.slow_single

@@ -52,16 +52,16 @@ def assigned_buffers_stay():
 
 def callbacks_are_overwritten():
     """After a fault outside of a step, all survivors load the callback state of one rank."""
-    import hyperpod_plugins.lightning.recovery as recovery
+    import hyperpod_plugins.lightning.fit_recovery as fit_recovery
 
-    recovery.merge_own = lambda theirs, own: theirs
+    fit_recovery.merge_own = lambda theirs, own: theirs
 
 
 def batch_hooks_draw_anything():
     """Random numbers of what is done with a batch before the step are not a function of the step."""
-    from hyperpod_plugins.lightning.recovery import TrainerRecovery
+    from hyperpod_plugins.lightning.fit_recovery import FitRecovery
 
-    TrainerRecovery.seed_batch = lambda self, trainer: None
+    FitRecovery.seed_batch = lambda self: None
 
 
 def hooks_come_later():

@@ -1,0 +1,724 @@
+"""Recovery of one entry of a Trainer into its loops: `FitRecovery`, and `NullFitRecovery` where there is none.
+
+A fault inside a step is repaired by the step's transaction. After any other fault, `fit` ends with `PeerLost`; then
+`leave_loops` describes where this rank was, the launcher calls `fit` again with another `FitRecovery`, and its
+`state_of_peers` returns the state that all ranks re-enter the loops with.
+"""
+
+# Lightning's loops and connectors have no public API.
+# pyright: reportPrivateUsage=false
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
+from hyperpod_plugins.elastic.membership.admission import arm
+from hyperpod_plugins.errors import PeerLost, StateLost
+from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerStatus
+from hyperpod_plugins.lightning.elastic_training import ElasticState
+from hyperpod_plugins.lightning.entries import entries
+from hyperpod_plugins.lightning.fault_injection import rehearse_faults
+from hyperpod_plugins.lightning.local_state import register_all
+from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, record_runs
+from hyperpod_plugins.lightning.module_checks import (
+    check_validation_interval,
+    check_validation_now,
+    refuse_own_micro_steps,
+)
+from hyperpod_plugins.lightning.reentry import (
+    Reentry,
+    install_part_hooks,
+    is_stateful,
+    remove_part_hooks,
+    rest_of_epoch,
+)
+from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
+from hyperpod_plugins.lightning.trainer_state import (
+    LOCAL,
+    LOGGED,
+    METRICS,
+    ROWS,
+    accumulate_as_others,
+    batches_done,
+    begin_afresh,
+    forget_loaders,
+    is_epoch_start,
+    is_within_epoch,
+    log_last_batch,
+    make_loaders_as_others,
+    merge_own,
+    part_of,
+    part_order,
+    read_trainer,
+    refuse_unreadable,
+    restore_untracked,
+    show_epoch,
+    steps_done,
+    tear_down_loops,
+    was_asked_to_stop,
+)
+from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
+from hyperpod_plugins.lightning.window import AccumulationWindow, PartStart, SaveForRecovery
+from hyperpod_plugins.parallel import Topology
+from hyperpod_plugins.recovery import NO_STATE, Snapshot, TrainingState, seed_micro_step
+from hyperpod_plugins.recovery.engine import RecoveryEngine
+from hyperpod_plugins.recovery.local_state import LocalStates, RankLocalState
+from hyperpod_plugins.recovery.rng import (
+    AFTER_COMMIT,
+    BATCH,
+    COMPUTE,
+    EPOCH_BEGIN,
+    EPOCH_END,
+    EVALUATION,
+    EVALUATION_BEGIN,
+    FIT_END,
+    TRAINING_END,
+)
+
+log = logging.getLogger(__name__)
+
+WITHIN_WINDOW = (
+    "a collective was called between the micro-steps of one optimizer step (accumulate_grad_batches), in a hook such "
+    "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. If a process is lost in the "
+    "second or a later micro-step, the other ranks cannot run the step again in place, because they would not call "
+    "that collective again when the replacement does: all ranks return to a snapshot, or restart from the last "
+    "checkpoint. To avoid this, communicate in training_step, or after the last micro-step of a step. "
+    "ModelCheckpoint(train_time_interval=...) communicates after each batch."
+)
+
+
+class NullFitRecovery:
+    """What a strategy calls where steps are not transactions: without recovery, outside a fit, before its set-up.
+
+    Nothing is noted, and nothing is repaired.
+    """
+
+    is_active = False
+    """Whether steps run as transactions."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the micro-steps before the last one of a window are run by recovery instead of Lightning."""
+        return False
+
+    @property
+    def num_batches_back(self) -> int:
+        """Batches of the window after the one being computed; above 0 only while the window is run again."""
+        return 0
+
+    @property
+    def local_state(self) -> dict[str, Any]:
+        """Buffers, metrics and logged means of this rank; empty without recovery."""
+        return {}
+
+    def load_local_state(
+        self, local: dict[str, Any], checkpoint: dict[str, Any], *, is_of_another_job: bool = False
+    ) -> None:
+        """Load this rank's buffers, metrics and logged means.
+
+        Args:
+            local: the rank-local state; empty for none.
+            checkpoint: the state of the trainer at the same point.
+            is_of_another_job: whether a different program may have written it.
+        """
+
+    def state_of_peers(self) -> dict[str, Any]:
+        """Wait until all ranks have stopped, and return the state to re-enter the loops with: all but the tensors."""
+        return {}
+
+    def resume_from(self, checkpoint: dict[str, Any]) -> None:
+        """Continue where a persistent checkpoint was written, even if a loader has no state to restore."""
+
+    def on_train_start(self) -> None:
+        """Check the trainer, and complete the restore: loops have been restored, and no batch has been fetched yet.
+
+        Raises:
+            ConfigError: the trainer's state, validation, hooks or loaders do not work with recovery.
+        """
+
+    def count_loaders(self) -> None:
+        """Number loaders from 0 again: the trainer is about to set up its loaders of one kind."""
+
+    def process_loader(self, loader: Any) -> Any:
+        """The loader with random numbers keyed by the sample or the item; in a resumed epoch, for the rest of it.
+
+        Raises:
+            ConfigError: the batches of a loader for training may come in any order.
+        """
+        return loader
+
+    def on_batch(self) -> None:
+        """Note that a batch has been fetched."""
+
+    def begin_evaluation(self) -> None:
+        """Join the other ranks before an evaluation, and count its batches from 0, so that each run draws the same.
+
+        Raises:
+            ConfigError: an epoch of unknown length has ended between the micro-steps of a step.
+        """
+
+    def seed_batch(self) -> None:
+        """Start the random stream of a fetched batch: of what precedes its step, or of its evaluation."""
+
+    def begin_micro_step(self, batch: Any) -> None:
+        """Note the batch that is about to be trained on, and start the random stream of this micro-step."""
+
+    def micro_step(self, closure: Callable[[], Any]) -> None:
+        """Run a micro-step that is not the last of its window; detect whether the program communicates after it."""
+        closure()
+
+    def step(self, closure: Callable[[], Any], commit: Callable[[Any], Any]) -> Any:
+        """Run the last micro-step of a window and the optimizer; with recovery, as a transaction.
+
+        Args:
+            closure: computes the micro-step.
+            commit: runs the optimizer step, given the result of `closure`.
+        """
+        return commit(closure())
+
+    def leave_loops(self, *, from_checkpoint: bool) -> bool:
+        """Leave the loops after a fault outside a step, and stay detached until they have been re-entered.
+
+        This rank keeps its tensors, but not its position in the loops. All ranks get a common position, that of the
+        trainer that has come furthest.
+
+        Args:
+            from_checkpoint: whether the fit was started from a checkpoint.
+
+        Returns:
+            Whether the loops can be re-entered.
+        """
+        return False
+
+    def repaired(self) -> None:
+        """Forget where the loops were entered and left: all ranks are connected again."""
+
+    def finish(self) -> None:
+        """Join the others at the end of a fit, so that a replacement for a rank lost there gets its state."""
+
+    def close(self, *, has_ended: bool) -> None:
+        """Release what this entry has attached to the trainer.
+
+        Args:
+            has_ended: whether the fit has come to its end.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """Rank-local state after a part of the fit, which all ranks run again unless another rank is already past it."""
+
+    part: PartStart
+    """State when the part began."""
+    own: bytes
+    """Description of the trainer."""
+    metrics: dict[str, dict[str, Any]]
+    local: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Left:
+    """Where this rank left the loops, until it has joined the others again."""
+
+    returned: Snapshot | None = None
+    """Snapshot to which all ranks return, if this rank has just been put back to one."""
+    description: bytes = b""
+    """Where this rank can continue; empty without a valid state."""
+    own: bytes = b""
+    """Description of this rank's trainer, whose callbacks and loaders may differ from those of other ranks."""
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    local: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Rank-local state from when this rank first left the loops."""
+    ended: _Ended | None = None
+    """The part at whose end this rank waited for the others, if any."""
+
+
+class FitRecovery(NullFitRecovery):
+    """Step transactions and trainer state of one entry into a fit's loops, first or again after a fault.
+
+    Use it in the main thread only.
+    """
+
+    is_active = True
+
+    def __init__(
+        self,
+        engine: RecoveryEngine,
+        elastic: ElasticState | None,
+        trainer: Trainer,
+        module: LightningModule,
+        topology: Topology,
+        *,
+        seed: int,
+        device: torch.device,
+        snapshot_group: dist.ProcessGroup | None,
+        average: CallbackAverage | None,
+        rank_local: Mapping[str, RankLocalState],
+        save: SaveForRecovery,
+        former: "FitRecovery | None",
+    ) -> None:
+        """Create the step transaction, once model and optimizers exist; see `begin`.
+
+        Args:
+            engine: of this process.
+            elastic: how the job changes its size; None for one that does not.
+            trainer: whose `fit` starts, or is re-entered after a fault.
+            module: sharded.
+            topology: of the job.
+            seed: of the random streams.
+            device: of this rank.
+            snapshot_group: group of all ranks, used for snapshots only; None for no snapshots.
+            average: of the module's weights, if a callback keeps one.
+            rank_local: rank-local states registered by the program.
+            save: see `HyperPodStrategy._save_for_recovery`.
+            former: the entry that a fault has ended; None for the first one.
+
+        Raises:
+            ConfigError: the job is elastic, and the module uses manual optimization, whose steps always have one
+                micro-step, or a callback sets the number of micro-steps.
+        """
+        if elastic is not None:
+            refuse_own_micro_steps(trainer)
+        options = engine.options
+        self.engine = engine
+        self.member = engine.member
+        self.elastic = elastic
+        self.trainer = trainer
+        self._average = average
+        averaged = None if average is None else average.average
+        state = TrainingState(module, trainer.optimizers, average=averaged, verify=options.verify)
+        chosen = None if elastic is None else elastic.options
+        others = [chosen.rates] if chosen is not None and chosen.batch.follows_world else []
+        self._hooks, self._rows = (SavingHooks(), LoggedRows()) if former is None else (former._hooks, former._rows)
+        before = None if former is None else former.window
+        self.window = AccumulationWindow(trainer, state, save, self._hooks, others=others, former=before)
+        if former is None or former._has_moved:
+            self.local = LocalStates(topology, self.member.rank)
+            self.means, self.values = register_all(self.local, module, trainer, average)
+        else:
+            self.local, self.means, self.values = former.local, former.means, former.values
+        for name, registered in rank_local.items():
+            self.local.register(f"registered {name!r}", registered)
+        self.window.set_local_state(self.local, self.means, self.values, self._rows)
+        self.transaction = engine.attach(self.window, state, topology, device=device, snapshot_group=snapshot_group)
+        self._is_keyed, self._random_seed = options.step_keyed_random, seed
+        self._data_rank = topology.data_rank(self.member.rank)
+        self._num_evaluated = self._num_loaders = 0
+        self._reentry = Reentry()
+        self._skip_batches, self._starts_epoch = 0, False
+        self._entered_with: dict[str, Any] = {}
+        self._is_first = former is None
+        self._left = _Left() if former is None else former._left
+        """Where the loops were left last."""
+        self._has_moved = False
+        """Whether this process has moved to another world after it left this entry."""
+        self._left_at_part_end = False
+        """Whether this rank leaves the loops while it waits for the others at the end of a part."""
+        self._is_checked = former is not None and former._is_checked
+        self._is_armed = former is not None and former._is_armed
+
+    # -- setting up ---------------------------------------------------------------------------------------------
+
+    def begin(self, pending_checkpoint: str) -> None:
+        """Attach this entry to the trainer; in a fit that has not trained yet, have lost processes replaced.
+
+        Args:
+            pending_checkpoint: path of the checkpoint whose saving was interrupted; empty for none.
+
+        Raises:
+            SIGTERMException: this process has received SIGTERM, and all workers are about to restart.
+        """
+        trainer, rehearsal = self.trainer, self.engine.rehearsal
+        if rehearsal is not None and rehearsal.faults is not None:
+            rehearse_faults(trainer, rehearsal.faults)
+        self.transaction.pending_checkpoint = pending_checkpoint
+        if self.member.rank == 0 and not self.member.is_joining:
+            record_runs(self.member.job_store, entries.number, trainer.loggers)
+        if steps_done(trainer) == 0 or self.member.is_joining:
+            self._arm()  # a trainer that has trained before is armed in its first step only
+        if self._left.metrics:
+            self.values.load_described(self._left.metrics)  # the trainer drops them when it starts again
+        install_part_hooks(trainer, self._begin_part, self._end_part)
+        self._rows.watch(trainer)
+
+    def _arm(self) -> None:
+        """Have lost processes replaced from now on, unless the state after an earlier entry was not kept.
+
+        Without that state a lost process still restarts all workers.
+        """
+        is_due = entries.is_complete and not self._is_armed
+        if is_due and not arm(self.member.job_store, lambda: self.window.is_told_to_end):
+            raise SIGTERMException
+        self._is_armed = True
+
+    def _begin_part(self, part: str) -> None:
+        group_health.allow_collectives()  # a fit that was asked to stop may be inside a window
+        if part == EPOCH_BEGIN and self._reentry.part:
+            return  # the fit is re-entered at a later part of that epoch
+        if part == EVALUATION_BEGIN:
+            self._rejoin()  # hooks and the creation of loaders may communicate
+        self.window.begin_part(part)
+        if self.window.part is not None:
+            self._rows.begin()
+        if part == EPOCH_END:
+            self.means.restore_missing(self.trainer.lightning_module, self.trainer.strategy.reduce)
+        is_of_epoch = part in (EPOCH_BEGIN, EPOCH_END)
+        self._start_stream(self.trainer.current_epoch if is_of_epoch else self._next_step, 0, part)
+
+    def _end_part(self, part: str) -> None:
+        """Wait until all ranks have ended the part.
+
+        [Note: parts that end together] After a loss all ranks continue from one common position, so a part before it
+        that some rank had not finished would never be run there. Therefore no rank continues past a part until all
+        ranks have run it: the others are still in it, or have finished it and wait here. If any rank has continued,
+        all ranks have run the part.
+        """
+        if self.trainer.sanity_checking:
+            return
+        try:
+            self.transaction.barrier()
+        except PeerLost:
+            if self.trainer.received_sigterm:  # a re-entered fit would not know it
+                raise SIGTERMException from None
+            self._left_at_part_end = self.window.part is not None
+            raise
+        self.window.end_part()
+        self._rows.end()
+
+    @override
+    def on_train_start(self) -> None:
+        trainer = self.trainer
+        self.member.collectives.end_set_up()
+        self._find_beginning()
+        is_detached = group_health.is_unavailable
+        if not self._is_checked and not is_detached:
+            refuse_unreadable(trainer, self._hooks)
+            worlds = {} if self.elastic is None else self.elastic.epoch_lengths(trainer)
+            check_validation_interval(trainer, worlds)
+            refuse_interleaved_hooks(trainer)
+            self._is_checked = True
+        if self.elastic is not None and not is_detached:
+            self.elastic.publish_spec(trainer)
+        if self._starts_epoch:
+            trainer.fit_loop.epoch_loop.restarting = False  # nothing of the epoch has been run, so it is not resumed
+            epochs: Any = trainer.fit_loop.epoch_progress
+            if epochs.total.ready > epochs.total.started:  # Lightning does not count an epoch that it starts again
+                epochs.current.ready = epochs.current.started + 1
+        if self._reentry.part in (EPOCH_END, FIT_END):
+            self._rejoin()  # the next hooks may communicate
+        elif self._skip_batches:
+            show_epoch(trainer)
+        restore_untracked(trainer, self._entered_with)
+        if self.elastic is None:
+            accumulate_as_others(trainer, self._entered_with)
+        self._entered_with = {}
+        self._skip_batches = 0  # every loader skips its batches by now; one created later starts its epoch
+        loader = trainer.fit_loop._combined_loader
+        self.window.set_loader_states([] if loader is None else loader._state_dicts())
+
+    # -- leaving and re-entering the loops ----------------------------------------------------------------------
+
+    @override
+    def leave_loops(self, *, from_checkpoint: bool) -> bool:
+        trainer, member = self.trainer, self.member
+        group_health.allow_collectives()
+        if from_checkpoint and self.engine.begins_at == NO_STATE and not member.is_joining:
+            member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
+        member.end_generation()
+        entered_with = self._reentry.description  # the loops had not yet continued from this position
+        self._reentry.close()
+        self._rows.restart_part()
+        part, metrics = self.window.part, self.window.shown_values()
+        log_last_batch(trainer, member.committed)
+        returned = self.engine.take_returned()
+        if self._average is not None:
+            self._average.put_back(trainer.lightning_module)
+            if returned is None and not member.has_torn_state:
+                self._average.catch_up(trainer, member.committed)
+        own = b"" if returned is not None else self.window.capture_state_outside_step(part)
+        has_ended = self._left_at_part_end and bool(own)
+        after = self.window.capture_state_outside_step(None) if has_ended else b""
+        if not has_ended:
+            self._put_back(part)
+        description = self.engine.stop_state(
+            self.window,
+            returned,
+            is_within_step=not self.window.is_empty,
+            capture=lambda: entered_with or own,
+        )
+        self._left = _Left(
+            returned=returned,
+            description=description,
+            own=own,
+            metrics=metrics if part is None else part.trainer[METRICS],
+            local=self._left.local,
+        )
+        group_health.detach()
+        self._move()
+        if member.committed <= 0:
+            begin_afresh(trainer)
+        tear_down_loops(trainer, has_evaluated=has_ended)
+        if returned is None and not member.has_torn_state and not self._left.local:
+            self._left.local = self.local_state if part is None else part.local  # Lightning resets it
+        if has_ended and part is not None:
+            self._left.ended = _Ended(part=part, own=after, metrics=metrics, local=self.local_state)
+        return True
+
+    def _move(self) -> None:
+        was_first = self.engine.saved is not None
+        if self.engine.move():
+            self._has_moved = True
+            forget_loaders(self.trainer)
+            if self.engine.saved is not None and not was_first:
+                continue_runs(self.member, entries.number, self.trainer.loggers)
+
+    def _stop_outside(self, number: int) -> None:
+        description = self._left.description
+        part = part_order(read_trainer(description)) if description else 0
+        self.member.publish_stop(number, in_step=False, trainer=description, part=part)
+
+    def _rejoin(self) -> None:
+        """Join the other ranks, for instance before a validation, if this process is not connected to them."""
+        self._find_beginning()
+        self.transaction.join()
+
+    def _find_beginning(self) -> None:
+        """Set the number of committed steps from the checkpoint that the trainer resumed from, once it is known."""
+        if self.engine.begins_at != NO_STATE or group_health.is_unavailable or self.member.committed > 0:
+            return
+        self.engine.begin_at(steps_done(self.trainer), entries.resumed_from)
+
+    @override
+    def state_of_peers(self) -> dict[str, Any]:
+        trainer, left, returned = self.trainer, self._left, self._left.returned
+        resume_point = self.engine.wait_for_peers(
+            "waiting for the trainer's state", None if self._is_first else self._stop_outside
+        )
+        is_ours = returned is not None and resume_point.step == returned.step  # partly rank-local
+        description = returned.trainer if returned and is_ours else resume_point.trainer
+        checkpoint = read_trainer(description)
+        self._keep_or_undo_part(checkpoint)
+        self.values.load_described(left.metrics or checkpoint.pop(METRICS, {}))
+        if is_ours:
+            self.load_local_state(checkpoint.pop(LOCAL, {}), checkpoint)
+        else:
+            self.load_local_state(left.local, checkpoint)
+        self.means.expect(checkpoint.pop(LOGGED, {}))
+        rows = checkpoint.pop(ROWS, [])
+        if self.member.committed == NO_STATE and not self.member.has_torn_state:
+            self._rows.expect(rows)
+        if left.own:
+            checkpoint = merge_own(checkpoint, read_trainer(left.own))
+        self.window.entered_with, self._entered_with = description, checkpoint
+        self.transaction.entered_at, self.transaction.entered_part = resume_point.step, part_order(checkpoint)
+        if resume_point.step == 0 and not (resume_point.in_step or is_ours):
+            # Nothing has been trained yet: start from scratch.
+            checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
+            return checkpoint
+        make_loaders_as_others(trainer, checkpoint)
+        self._skip_batches = batches_done(checkpoint)
+        self._starts_epoch, part = is_epoch_start(checkpoint), part_of(checkpoint)
+        trainer.should_stop = was_asked_to_stop(checkpoint)
+        self._reentry.open(trainer, part, description)
+        return checkpoint
+
+    def _keep_or_undo_part(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the changes of a part that this rank has run if another rank is already past it; else undo them."""
+        left = self._left
+        ended, left.ended = left.ended, None
+        if ended is None:
+            return
+        began = read_trainer(left.own)
+        if part_order(checkpoint) > part_order(began):
+            left.own, left.metrics, left.local = ended.own, ended.metrics, ended.local
+            self._hooks.end_part()
+            self._rows.end()
+        else:
+            if part_of(began) == EVALUATION_BEGIN:
+                self.trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(self.trainer.lightning_module)
+            self._put_back(ended.part)
+
+    def _put_back(self, part: PartStart | None) -> None:
+        """Restore callbacks and buffers to the beginning of a part, which is run again."""
+        self._hooks.put_back(self.trainer)
+        self._hooks.end_part()
+        if part is not None:
+            part.buffers.put_back()
+
+    @property
+    @override
+    def local_state(self) -> dict[str, Any]:
+        return {} if self._has_moved else self.local.state()
+
+    @override
+    def load_local_state(
+        self, local: dict[str, Any], checkpoint: dict[str, Any], *, is_of_another_job: bool = False
+    ) -> None:
+        if local:
+            begins_epoch = not is_within_epoch(checkpoint)
+            self.local.load(local, begins_epoch=begins_epoch, is_of_another_job=is_of_another_job)
+
+    @override
+    def resume_from(self, checkpoint: dict[str, Any]) -> None:
+        if "loops" in checkpoint:
+            self._skip_batches = batches_done(checkpoint)
+            self.trainer.should_stop = self.trainer.should_stop or was_asked_to_stop(checkpoint)
+            self._reentry.open(self.trainer, part_of(checkpoint), b"")
+
+    @override
+    def repaired(self) -> None:
+        self.window.entered_with = b""
+        self._left.local = {}
+
+    # -- loaders and batches ------------------------------------------------------------------------------------
+
+    @override
+    def count_loaders(self) -> None:
+        self._num_loaders = 0
+
+    @override
+    def process_loader(self, loader: Any) -> Any:
+        number, self._num_loaders = self._num_loaders, self._num_loaders + 1
+        if self._is_keyed:
+            loader = self._with_keyed_random(loader, number)
+        return rest_of_epoch(loader, self._skip_batches, self.trainer) if self.trainer.training else loader
+
+    def _with_keyed_random(self, loader: Any, number: int) -> Any:
+        """The loader with its random numbers keyed; those of an evaluation are the same each time."""
+        seed, data_rank = self._random_seed, self._data_rank
+        if self.trainer.training:
+            progress: Any = self.trainer.fit_loop.epoch_progress
+            key = LoaderKey(seed=seed, epoch=lambda: progress.current.processed, data_rank=data_rank, sets_epoch=True)
+        else:
+            key = LoaderKey(seed=seed, epoch=lambda: 0, data_rank=data_rank, kind="evaluated sample")
+        key = replace(key, loader_index=number)
+        if isinstance(loader, DataLoader):
+            key_random_numbers(loader, key)
+            return loader
+        return loader if is_stateful(loader) else SeededIterable(loader, key)  # a stateful one may start at any item
+
+    @override
+    def on_batch(self) -> None:
+        self.window.note_fetched()
+
+    @override
+    def begin_evaluation(self) -> None:
+        self._num_evaluated = 0
+        if not self.trainer.sanity_checking and not self.window.is_empty and self.elastic is None:
+            check_validation_now(self.trainer)
+        self._rejoin()
+
+    # -- random streams -----------------------------------------------------------------------------------------
+
+    def _start_stream(self, step: int, index: int, part: str) -> None:
+        if not self._is_keyed:
+            return
+        if self.elastic is not None and part in (BATCH, COMPUTE):
+            stream = self.elastic.random_stream_key(index, self.member.rank)
+        else:
+            stream = index, self._data_rank
+        seed_micro_step(self._random_seed, step, *stream, part)
+
+    @override
+    def seed_batch(self) -> None:
+        if self.trainer.training:
+            self.window.begin_batch()
+            self._start_stream(self._next_step, self.window.num_micro_steps, BATCH)
+        elif self._is_keyed:
+            self._start_stream(self._next_step, self._num_evaluated, EVALUATION)
+            self._num_evaluated += 1
+
+    @property
+    def _next_step(self) -> int:
+        """Number of the next step, valid even before this rank has joined the others."""
+        entered_at = self.transaction.entered_at
+        return self.transaction.step if entered_at is None else entered_at
+
+    @override
+    def begin_micro_step(self, batch: Any) -> None:
+        self._start_stream(self.transaction.step, self.window.micro_step, COMPUTE)
+        self.window.note_batch(batch)
+        if self.engine.rehearsal is not None:
+            self.engine.rehearsal.note_batch(self.window.micro_step, batch)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def accumulates(self) -> bool:
+        return self.window.accumulates
+
+    @property
+    @override
+    def num_batches_back(self) -> int:
+        return self.window.num_micro_steps_after
+
+    @override
+    def micro_step(self, closure: Callable[[], Any]) -> None:
+        self._add(closure)
+        self.transaction.compute_part(self.window.compute)
+        self.window.ends_micro_step()
+        # Not really forbidden: `_notice_collective` notes the first collective, and allows it.
+        group_health.forbid_collectives(WITHIN_WINDOW, self._notice_collective)
+
+    @override
+    def step(self, closure: Callable[[], Any], commit: Callable[[Any], Any]) -> Any:
+        if self.window.steps_before_vote:
+            closure, commit = partial(_compute_and_commit, closure, commit), _nothing_more
+        self._add(closure)
+        result = self.transaction.run(self.window.compute, partial(self._commit, commit))
+        self.window.close()
+        self.engine.publish_layout()
+        self._start_stream(self.transaction.step, 0, AFTER_COMMIT)
+        return result
+
+    def _add(self, closure: Callable[[], Any]) -> None:
+        """Add a micro-step to the window; the first one begins the transaction."""
+        group_health.allow_collectives()
+        if self.window.is_empty:
+            self._arm()
+            self.transaction.begin()
+        self.window.add(closure)
+
+    def _commit(self, commit: Callable[[Any], Any], result: Any) -> Any:
+        self.window.begin_commit()
+        return commit(result)
+
+    def _notice_collective(self) -> None:
+        """Note, and warn once, that the program communicates between micro-steps."""
+        group_health.allow_collectives()
+        if not self.window.communicates_between and self.member.rank == 0:
+            log.warning("%s", WITHIN_WINDOW)
+        self.window.communicates_between = True
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    @override
+    def finish(self) -> None:
+        if self.trainer.state.status != TrainerStatus.INTERRUPTED and group_health.is_unavailable:
+            self.transaction.join()
+
+    @override
+    def close(self, *, has_ended: bool) -> None:
+        self.window.part = None  # release the copies that it holds
+        remove_part_hooks(self.trainer)
+        self._rows.forget(self.trainer)
+        if has_ended:
+            self._start_stream(self.transaction.step, entries.number, TRAINING_END)
+
+
+def _compute_and_commit(closure: Callable[[], Any], commit: Callable[[Any], Any]) -> Any:
+    return commit(closure())
+
+
+def _nothing_more(result: Any) -> Any:
+    return result
