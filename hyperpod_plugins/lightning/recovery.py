@@ -41,7 +41,7 @@ from hyperpod_plugins.lightning.module_checks import (
     check_validation_now,
     refuse_own_micro_steps,
 )
-from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks
+from hyperpod_plugins.lightning.reentry import Reentry, finish_batch_end, install_part_hooks, remove_part_hooks
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.skip_batches import SkipBatches, is_stateful
@@ -165,6 +165,8 @@ class TrainerRecovery:
         self._returned: Snapshot | None = None
         self._entered_with: dict[str, Any] = {}
         self._metrics: dict[str, dict[str, Any]] = {}
+        self._restarted_with: dict[str, Any] = {}
+        """Rank-local state that has been loaded, until `on_train_start` has been called, which may reset it."""
         self._local_on_leave: dict[str, Any] = {}
         """Rank-local state from when this rank left the loops, until it has rejoined the others."""
         self._finished_part: _Ended | None = None
@@ -275,6 +277,8 @@ class TrainerRecovery:
 
     def _begin_part(self, trainer: Trainer, part: str) -> None:
         group_health.allow_collectives()  # a fit that was asked to stop may be inside a window
+        if trainer.sanity_checking:
+            self.member.collectives.pause(is_paused=True)
         if part == EPOCH_BEGIN and self._reentry.part:
             return  # the fit is re-entered at a later part of that epoch
         if part == EVALUATION_BEGIN:
@@ -296,6 +300,8 @@ class TrainerRecovery:
         ranks have run it: the others are still in it, or have finished it and wait here. If any rank has continued,
         all ranks have run the part.
         """
+        if trainer.sanity_checking:
+            self.member.collectives.pause(is_paused=False)
         if trainer.sanity_checking or self._transaction is None or self._window is None:
             return
         try:
@@ -374,7 +380,7 @@ class TrainerRecovery:
         with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
             return torch.load(io.BytesIO(data), weights_only=True)
 
-    def leave_loops(self, trainer: Trainer, *, from_checkpoint: bool) -> None:
+    def leave_loops(self, trainer: Trainer, error: PeerLost, *, from_checkpoint: bool) -> None:
         """Leave the loops after a fault outside a step, and stay detached until they have been re-entered.
 
         This rank keeps its tensors, but not its position in the loops. All ranks get a common position, that of the
@@ -382,10 +388,15 @@ class TrainerRecovery:
 
         Args:
             trainer: whose loops to leave.
+            error: the fault, raised in them.
             from_checkpoint: whether the fit was started from a checkpoint.
         """
         assert self._window is not None
+        assert self._transaction is not None
         group_health.allow_collectives()
+        incomplete = finish_batch_end(trainer, error) if self._window.is_empty else ""
+        if incomplete:
+            self._transaction.mark_state_lost(incomplete)
         if from_checkpoint and self._begins_at == NO_STATE and not self.is_joining:
             self.member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
         self.member.end_generation()
@@ -412,6 +423,7 @@ class TrainerRecovery:
             is_within_step=not self._window.is_empty,
             capture=lambda: entered_with or self._own,
         )
+        self._window.put_back_first_hooks()
         group_health.detach()
         self._move(trainer)
         self._broadcasts.clear()
@@ -472,6 +484,7 @@ class TrainerRecovery:
             checkpoint = merge_own(checkpoint, read_trainer(self._own))
         assert self._transaction is not None
         assert self._window is not None
+        self._window.keep_start()
         self._window.entered_with, self._entered_with = description, checkpoint
         self._transaction.entered_at, self._transaction.entered_part = resume_point.step, part_order(checkpoint)
         if resume_point.step == 0 and not (resume_point.in_step or is_ours):
@@ -505,7 +518,7 @@ class TrainerRecovery:
         self._hooks.put_back(trainer)
         self._hooks.end_part()
         if part is not None:
-            part.buffers.put_back()
+            part.module.put_back()
 
     @property
     def local_state(self) -> dict[str, Any]:
@@ -523,6 +536,7 @@ class TrainerRecovery:
             is_of_another_job: whether a different program may have written it.
         """
         if self._local is not None and local:
+            self._restarted_with = {} if is_of_another_job else local
             begins_epoch = not is_within_epoch(checkpoint)
             self._local.load(local, begins_epoch=begins_epoch, is_of_another_job=is_of_another_job)
 
@@ -550,6 +564,10 @@ class TrainerRecovery:
         """
         assert self._window is not None
         self.member.collectives.end_set_up()
+        self._window.put_back_start()
+        if self._local is not None:
+            self._local.load_again(self._restarted_with)
+        self._restarted_with = {}
         self._find_beginning(trainer)
         if not self._is_checked and not self.is_detached:
             refuse_unreadable(trainer, self._hooks)

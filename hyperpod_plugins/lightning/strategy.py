@@ -34,6 +34,7 @@ from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.evaluating import EvaluatingStrategy
 from hyperpod_plugins.lightning.grad_averaging import GradAveraging, grad_averaging_for
+from hyperpod_plugins.lightning.local_state import attributes_of
 from hyperpod_plugins.lightning.module_checks import (
     check_same_layout,
     forbid_inference_mode,
@@ -291,22 +292,28 @@ class HyperPodStrategy(EvaluatingStrategy):
             optimizers_to_device(self.optimizers, self.root_device)
             if self._average is not None and not is_replay:
                 self._average.begin(module)
-            if self._recovery is not None and not entries.is_skipping:
-                if self._elastic is not None:
-                    self._averaging = grad_averaging_for(trainer, module, self.device_mesh, self._elastic.options)
-                self._recovery.begin_fit(
-                    trainer,
-                    module,
-                    self.topology,
-                    seed=self.config.random_seed,
-                    device=self.root_device,
-                    snapshot_group=self._snapshot_group,
-                    average=self._average,
-                    rank_local=self._rank_local,
-                    save=self._save_for_recovery,
-                )
+            self._begin_fit(trainer, module)
             self._setup_finite_check(trainer, module)
         self._is_set_up = True
+
+    def _begin_fit(self, trainer: Trainer, module: LightningModule) -> None:
+        """Begin recovery of a fit, if there is any; of one that is skipped, only note the attributes."""
+        if entries.is_skipping:
+            attributes_of(trainer)  # their first values are those of here, as where the fit was run
+        elif self._recovery is not None:
+            if self._elastic is not None:
+                self._averaging = grad_averaging_for(trainer, module, self.device_mesh, self._elastic.options)
+            self._recovery.begin_fit(
+                trainer,
+                module,
+                self.topology,
+                seed=self.config.random_seed,
+                device=self.root_device,
+                snapshot_group=self._snapshot_group,
+                average=self._average,
+                rank_local=self._rank_local,
+                save=self._save_for_recovery,
+            )
 
     def _setup_finite_check(self, trainer: Trainer, module: LightningModule) -> None:
         """Set up the check of each step's losses according to `non_finite`.
@@ -492,11 +499,11 @@ class HyperPodStrategy(EvaluatingStrategy):
             self._recovery.rejoin(self.lightning_module.trainer)
 
     @override
-    def _leave_loops(self, from_checkpoint: bool) -> bool:
+    def _leave_loops(self, error: PeerLost, from_checkpoint: bool) -> bool:
         if self._recovery is None or not self._recovery.is_fitting:
             return False
         assert self.lightning_module is not None
-        self._recovery.leave_loops(self.lightning_module.trainer, from_checkpoint=from_checkpoint)
+        self._recovery.leave_loops(self.lightning_module.trainer, error, from_checkpoint=from_checkpoint)
         return True
 
     @override
