@@ -21,7 +21,7 @@ from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector, l
 from hyperpod_plugins.parallel.checkpoint.state import NUM_AVERAGED, StateParts
 from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 from hyperpod_plugins.recovery import SavedCheckpoints
-from hyperpod_plugins.recovery.local_state import are_same
+from hyperpod_plugins.recovery.packing import are_same
 
 
 class TrainerCheckpoints:

@@ -17,7 +17,7 @@ import torch
 from hyperpod_plugins.elastic.store.entries import EndedEntry
 from hyperpod_plugins.errors import CheckpointError, CommError, RecoveryError, format_list
 from hyperpod_plugins.lightning.compat import Trainer, override
-from hyperpod_plugins.lightning.local_state import load_local_state
+from hyperpod_plugins.lightning.local_state import load_attributes, load_local_state
 from hyperpod_plugins.lightning.shown_values import put_tables, tables_of
 from hyperpod_plugins.lightning.trainer_state import (
     describe_end,
@@ -123,6 +123,7 @@ def skip_entry(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any],
         set_last_saves(trainer, values["saved_at"])
         not_restarting(trainer)
         load_local_state(trainer.lightning_module, values["local"])
+        load_attributes(trainer, values["local"])
     set_random_state()
     return values["predictions"] if record.kind == "predict" else returned
 

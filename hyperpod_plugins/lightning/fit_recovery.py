@@ -36,6 +36,7 @@ from hyperpod_plugins.lightning.module_checks import (
 )
 from hyperpod_plugins.lightning.reentry import (
     Reentry,
+    finish_batch_end,
     install_part_hooks,
     is_stateful,
     remove_part_hooks,
@@ -185,13 +186,14 @@ class NullFitRecovery:
         """
         return commit(closure())
 
-    def leave_loops(self, *, from_checkpoint: bool) -> bool:
+    def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
         """Leave the loops after a fault outside a step, and stay detached until they have been re-entered.
 
         This rank keeps its tensors, but not its position in the loops. All ranks get a common position, that of the
         trainer that has come furthest.
 
         Args:
+            error: the fault, raised in the loops.
             from_checkpoint: whether the fit was started from a checkpoint.
 
         Returns:
@@ -319,6 +321,8 @@ class FitRecovery(NullFitRecovery):
         self._is_first = former is None
         self._left = _Left() if former is None else former._left
         """Where the loops were left last."""
+        self._restarted_with: dict[str, Any] = {}
+        """Rank-local state that has been loaded, until `on_train_start` has been called, which may reset it."""
         self._has_moved = False
         """Whether this process has moved to another world after it left this entry."""
         self._left_at_part_end = False
@@ -362,6 +366,8 @@ class FitRecovery(NullFitRecovery):
 
     def _begin_part(self, part: str) -> None:
         group_health.allow_collectives()  # a fit that was asked to stop may be inside a window
+        if self.trainer.sanity_checking:
+            self.member.collectives.pause(is_paused=True)
         if part == EPOCH_BEGIN and self._reentry.part:
             return  # the fit is re-entered at a later part of that epoch
         if part == EVALUATION_BEGIN:
@@ -383,6 +389,7 @@ class FitRecovery(NullFitRecovery):
         all ranks have run the part.
         """
         if self.trainer.sanity_checking:
+            self.member.collectives.pause(is_paused=False)
             return
         try:
             self.transaction.barrier()
@@ -398,6 +405,9 @@ class FitRecovery(NullFitRecovery):
     def on_train_start(self) -> None:
         trainer = self.trainer
         self.member.collectives.end_set_up()
+        self.window.put_back_start()
+        self.local.load_again(self._restarted_with)
+        self._restarted_with = {}
         self._find_beginning()
         is_detached = group_health.is_unavailable
         if not self._is_checked and not is_detached:
@@ -428,9 +438,12 @@ class FitRecovery(NullFitRecovery):
     # -- leaving and re-entering the loops ----------------------------------------------------------------------
 
     @override
-    def leave_loops(self, *, from_checkpoint: bool) -> bool:
+    def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
         trainer, member = self.trainer, self.member
         group_health.allow_collectives()
+        incomplete = finish_batch_end(trainer, error) if self.window.is_empty else ""
+        if incomplete:
+            self.transaction.mark_state_lost(incomplete)
         if from_checkpoint and self.engine.begins_at == NO_STATE and not member.is_joining:
             member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
         member.end_generation()
@@ -455,6 +468,7 @@ class FitRecovery(NullFitRecovery):
             is_within_step=not self.window.is_empty,
             capture=lambda: entered_with or own,
         )
+        self.window.put_back_first_hooks()
         self._left = _Left(
             returned=returned,
             description=description,
@@ -518,6 +532,7 @@ class FitRecovery(NullFitRecovery):
             self._rows.expect(rows)
         if left.own:
             checkpoint = merge_own(checkpoint, read_trainer(left.own))
+        self.window.keep_start()
         self.window.entered_with, self._entered_with = description, checkpoint
         self.transaction.entered_at, self.transaction.entered_part = resume_point.step, part_order(checkpoint)
         if resume_point.step == 0 and not (resume_point.in_step or is_ours):
@@ -552,7 +567,7 @@ class FitRecovery(NullFitRecovery):
         self._hooks.put_back(self.trainer)
         self._hooks.end_part()
         if part is not None:
-            part.buffers.put_back()
+            part.module.put_back()
 
     @property
     @override
@@ -564,6 +579,7 @@ class FitRecovery(NullFitRecovery):
         self, local: dict[str, Any], checkpoint: dict[str, Any], *, is_of_another_job: bool = False
     ) -> None:
         if local:
+            self._restarted_with = {} if is_of_another_job else local
             begins_epoch = not is_within_epoch(checkpoint)
             self.local.load(local, begins_epoch=begins_epoch, is_of_another_job=is_of_another_job)
 

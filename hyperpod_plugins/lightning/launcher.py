@@ -33,12 +33,12 @@ class RecoveryLauncher(Launcher):
     In a joiner, and after a fault, `fit` resumes from the state of the other ranks.
     """
 
-    def __init__(self, leave_loops: Callable[[bool], bool]) -> None:
+    def __init__(self, leave_loops: Callable[[PeerLost, bool], bool]) -> None:
         """Create the launcher.
 
         Args:
-            leave_loops: prepares for another call of `fit`. Its argument says whether the last call had a checkpoint
-                path; it returns False if `fit` cannot continue.
+            leave_loops: prepares for another call of `fit` after a fault. Its second argument says whether the last
+                call had a checkpoint path; it returns False if `fit` cannot continue.
         """
         self._leave_loops = leave_loops
 
@@ -95,8 +95,8 @@ class RecoveryLauncher(Launcher):
                 if not is_fit:
                     raise
                 raise SIGTERMException(128 + signal.SIGTERM) from None  # without an argument the exit code would be 0
-            except PeerLost:
-                if not is_fit or not self._leave_loops(args[4] not in (None, STATE_OF_PEERS)):
+            except PeerLost as error:
+                if not is_fit or not self._leave_loops(error, args[4] not in (None, STATE_OF_PEERS)):
                     raise
                 args, summary = _replace_ckpt_path(args, STATE_OF_PEERS), _no_model_summary(trainer)
 

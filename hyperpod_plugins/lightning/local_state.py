@@ -11,9 +11,19 @@ from torch import nn
 from torchmetrics import Metric
 
 from hyperpod_plugins.errors import CheckpointMismatch
-from hyperpod_plugins.lightning.compat import Trainer, original, override, restore
+from hyperpod_plugins.lightning.compat import (
+    Callback,
+    LightningModule,
+    Trainer,
+    callbacks_of,
+    is_overridden,
+    original,
+    override,
+    restore,
+)
 from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, CallbackAverage
+from hyperpod_plugins.recovery.attributes import ATTRIBUTES, PlainAttributes, is_of_program, modules_of_program
 from hyperpod_plugins.recovery.local_state import (
     BUFFERS,
     EPOCH_SUFFIX,
@@ -237,10 +247,44 @@ def _fill(metric: Any, values: dict[str, Any]) -> None:
 _METRICS_OF_EPOCH = f"metrics {EPOCH_SUFFIX}"
 
 
+def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
+    """The Python attributes of the program's modules and callbacks, by the name of their state.
+
+    Callbacks of Lightning, and callbacks with a `state_dict`, keep their state in other ways. The Trainer keeps them,
+    from its first fit on: what changes is compared with that.
+    """
+    callbacks = callbacks_of(trainer)
+    of_callbacks = [
+        (f"callback {index} ({type(each).__name__})", each)
+        for index, each in enumerate(callbacks)
+        if not (_is_of_lightning(type(each)) or is_overridden("state_dict", each, parent=Callback))
+    ]
+    known: dict[str, PlainAttributes] = vars(trainer).setdefault("_hyperpod_attributes", {})
+    for name, owners, ignored in (
+        (ATTRIBUTES, modules_of_program(trainer.lightning_module), vars(LightningModule()).keys()),
+        (f"{ATTRIBUTES} of callbacks", of_callbacks, ("log", "log_dict")),  # methods that Lightning adds
+    ):
+        former = known.get(name)
+        if former is None or not former.is_of(owners):
+            known[name] = PlainAttributes(owners, ignored=ignored, former=former)
+    return known
+
+
+def _is_of_lightning(cls: type[Callback]) -> bool:
+    """Whether Lightning or this package defines the callback, or a class other than `Callback` that it derives from."""
+    return not all(base in (Callback, object) or is_of_program(base) for base in cls.__mro__)
+
+
 def load_local_state(module: nn.Module, values: dict[str, dict[str, Any]]) -> None:
     """Restore a module's buffers and metrics from what `LocalStates.state` returned after a fit."""
     for name, state in ((BUFFERS, BufferStates(module)), (_METRICS_OF_EPOCH, MetricStates(module))):
         state.load_state_dict(values.get(name, {}))
+
+
+def load_attributes(trainer: Trainer, values: dict[str, dict[str, Any]]) -> None:
+    """Restore attributes from what `LocalStates.state` returned after a fit."""
+    for name, attributes in attributes_of(trainer).items():
+        attributes.load_state_dict(values.get(name, {}))
 
 
 def register_all(
@@ -255,4 +299,7 @@ def register_all(
         states.register("averaged buffers", AveragedBuffers(average.average, module, buffers), is_repeated=True)
     states.register(f"logged means {EPOCH_SUFFIX}", means)
     states.register("logged values", values, is_repeated=True)
+    for name, attributes in attributes_of(trainer).items():
+        if not attributes.is_empty:
+            states.register(name, attributes)
     return means, values

@@ -189,7 +189,7 @@ class NullRecovery:
     def note_interrupted_save(self, path: str) -> None:
         """Note that saving the checkpoint `path` was interrupted; it is written once all ranks are back."""
 
-    def leave_loops(self, *, from_checkpoint: bool) -> bool:
+    def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
         """Leave the loops after a fault outside a step; see `FitRecovery.leave_loops`."""
         return False
 
@@ -306,9 +306,9 @@ class TrainerRecovery(NullRecovery):
         self._pending_checkpoint = path
 
     @override
-    def leave_loops(self, *, from_checkpoint: bool) -> bool:
+    def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
         self._broadcasts.clear()
-        return self.fit.leave_loops(from_checkpoint=from_checkpoint)
+        return self.fit.leave_loops(error, from_checkpoint=from_checkpoint)
 
     @override
     def give_up(self, reason: str, barrier: Callable[[], None]) -> None:

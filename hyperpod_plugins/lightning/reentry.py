@@ -8,16 +8,20 @@ epoch or of the fit. `SkipBatches` resumes in the middle of an epoch with loader
 # Lightning's loops and connectors have no public API.
 # pyright: reportPrivateUsage=false
 
+import dis
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from types import CodeType, TracebackType
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.data.loader import refuse_out_of_order
-from hyperpod_plugins.lightning.compat import Trainer, original, override, restore
+from hyperpod_plugins.errors import PeerLost
+from hyperpod_plugins.lightning.compat import Checkpoint, Trainer, original, override, restore
+from hyperpod_plugins.recovery.program_collectives import is_library
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 
@@ -53,6 +57,104 @@ def remove_part_hooks(trainer: Trainer) -> None:
     loop = trainer.fit_loop
     restore(loop, "on_advance_start", "on_advance_end", "on_run_end")
     restore(loop.epoch_loop.val_loop, "run")
+
+
+_BATCH_END = "on_train_batch_end"
+_CALLS_HOOKS = ("_call_callback_hooks", "_call_lightning_module_hook")
+_RESULT_IS_UNUSED = ("log", "log_dict", "barrier")
+_RETURNS = {"POP_TOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST", "NOP", "CACHE"}
+
+
+def finish_batch_end(trainer: Trainer, error: PeerLost) -> str:
+    """Run the hooks that a fault has left out at the end of a batch whose step is committed.
+
+    [Note: the hooks of a committed step] The loops are re-entered at the next step, where `on_train_batch_end` is not
+    called again, and other ranks may have run it already. A fault in the saving of a checkpoint there is common, and
+    hooks that come after it, such as the update of a teacher in the module's own hook, do not depend on it. So they are
+    run now, while the groups are broken. If one of them communicates, or the hook that was interrupted had more to do
+    than to log or to wait, this rank cannot have the result of an undisturbed run.
+
+    Args:
+        trainer: whose fit has ended with `error`.
+        error: the fault.
+
+    Returns:
+        Why this rank's state is incomplete; empty if it is complete.
+    """
+    found = _interrupted_hooks(error.__traceback__)
+    if found is None:
+        return ""
+    trace, values = found
+    module = trainer.lightning_module
+    interrupted = values.get("callback", module)
+    if not _can_leave_out(interrupted, trace):
+        return (
+            f"{type(interrupted).__name__}.{_BATCH_END} was interrupted in a collective. That hook is not called again "
+            "after its step is committed; communicate in training_step instead"
+        )
+    if interrupted is module:
+        return ""
+    callbacks: list[Any] = values["callbacks"]
+    place = next(index for index, each in enumerate(callbacks) if each is interrupted)
+    later_ones = [each for each in callbacks[place + 1 :] if not isinstance(each, Checkpoint)]  # their saves come later
+    left_out: list[tuple[Any, tuple[Any, ...]]] = [*((each, (trainer, module)) for each in later_ones), (module, ())]
+    former, module._current_fx_name = module._current_fx_name, _BATCH_END
+    try:
+        for owner, first in left_out:
+            try:
+                owner.on_train_batch_end(*first, *values["args"])
+            except PeerLost as later:
+                if later.__traceback__ is None or not _can_leave_out(owner, later.__traceback__):
+                    return f"{type(owner).__name__}.{_BATCH_END} communicates, and peers were lost before it was called"
+    finally:
+        module._current_fx_name = former
+    return ""
+
+
+def _can_leave_out(owner: Any, trace: TracebackType) -> bool:
+    """Whether nothing is lost if a hook ends where it was interrupted; `trace` is that of its caller.
+
+    Callbacks of Lightning communicate for what all ranks do later: a checkpoint, a limit of time.
+    """
+    if is_library(type(owner).__module__):
+        return True
+    return isinstance(owner, Checkpoint) or _has_only_logged_or_waited(trace.tb_next)
+
+
+def _interrupted_hooks(trace: TracebackType | None) -> tuple[TracebackType, dict[str, Any]] | None:
+    """Where Lightning calls the hooks of a batch's end in a traceback, and the variables there."""
+    for each in _frames(trace):
+        values = each.tb_frame.f_locals
+        if each.tb_frame.f_code.co_name in _CALLS_HOOKS and values.get("hook_name") == _BATCH_END:
+            return each, values
+    return None
+
+
+def _has_only_logged_or_waited(trace: TracebackType | None) -> bool:
+    """Whether an error came from a barrier or from logging, and the program had nothing left to do in its functions."""
+    for each in _frames(trace):
+        code = each.tb_frame.f_code
+        if is_library(each.tb_frame.f_globals.get("__name__", "")):
+            return code.co_name in _RESULT_IS_UNUSED
+        if not _returns_next(code, each.tb_lasti):
+            return False
+    return False
+
+
+def _returns_next(code: CodeType, offset: int) -> bool:
+    """Whether a function only returns after the instruction at `offset`."""
+    for each in dis.get_instructions(code):
+        if each.offset > offset and each.opname not in _RETURNS:
+            return False
+        if each.offset > offset and each.opname.startswith("RETURN"):
+            return True
+    return True
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
 
 
 class Reentry:

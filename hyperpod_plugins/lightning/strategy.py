@@ -48,6 +48,7 @@ from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.grad_averaging import TrainerAveraging
 from hyperpod_plugins.lightning.launcher import STATE_OF_PEERS, RecoveryLauncher
+from hyperpod_plugins.lightning.local_state import attributes_of
 from hyperpod_plugins.lightning.module_checks import (
     check_same_layout,
     forbid_inference_mode,
@@ -208,8 +209,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         if self._launcher is None and JobEnv.from_environ() is not None:
             self._launcher = RecoveryLauncher(self._leave_loops)
 
-    def _leave_loops(self, from_checkpoint: bool) -> bool:
-        return self._recovery.leave_loops(from_checkpoint=from_checkpoint)
+    def _leave_loops(self, error: PeerLost, from_checkpoint: bool) -> bool:
+        return self._recovery.leave_loops(error, from_checkpoint=from_checkpoint)
 
     def _join(self) -> None:
         """Set this rank's device, and join the process group."""
@@ -377,22 +378,28 @@ class HyperPodStrategy(ModelParallelStrategy):
             optimizers_to_device(self.optimizers, self.root_device)
             if self._average is not None and not is_replay:
                 self._average.begin(module)
-            if not entries.is_skipping:
-                if self._elastic is not None:
-                    self._averaging = TrainerAveraging.of(trainer, module, self.device_mesh, self._elastic.options)
-                self._recovery.begin_fit(
-                    trainer,
-                    module,
-                    self.topology,
-                    seed=self.config.random_seed,
-                    device=self.root_device,
-                    snapshot_group=self._snapshot_group,
-                    average=self._average,
-                    rank_local=self._rank_local,
-                    save=self._save_for_recovery,
-                )
+            self._begin_fit(trainer, module)
             self._setup_finite_check(trainer, module)
         self._is_set_up = True
+
+    def _begin_fit(self, trainer: Trainer, module: LightningModule) -> None:
+        """Begin recovery of a fit, if there is any; of one that is skipped, only note the attributes."""
+        if entries.is_skipping:
+            attributes_of(trainer)  # their first values are those of here, as where the fit was run
+        else:
+            if self._elastic is not None:
+                self._averaging = TrainerAveraging.of(trainer, module, self.device_mesh, self._elastic.options)
+            self._recovery.begin_fit(
+                trainer,
+                module,
+                self.topology,
+                seed=self.config.random_seed,
+                device=self.root_device,
+                snapshot_group=self._snapshot_group,
+                average=self._average,
+                rank_local=self._rank_local,
+                save=self._save_for_recovery,
+            )
 
     def _setup_finite_check(self, trainer: Trainer, module: LightningModule) -> None:
         """Set up the check of each step's losses according to `non_finite`.

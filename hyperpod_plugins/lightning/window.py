@@ -4,13 +4,24 @@
 # pyright: reportPrivateUsage=false
 
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hyperpod_plugins.lightning.compat import Trainer, original, override, restore
-from hyperpod_plugins.lightning.local_state import LoggedMeans
+import torch
+from torch import nn
+
+from hyperpod_plugins.lightning.compat import (
+    Callback,
+    Trainer,
+    callbacks_of,
+    is_overridden,
+    original,
+    override,
+    restore,
+)
+from hyperpod_plugins.lightning.local_state import LoggedMeans, attributes_of
 from hyperpod_plugins.lightning.loggers import LoggedRows
 from hyperpod_plugins.lightning.reentry import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
@@ -29,9 +40,16 @@ from hyperpod_plugins.lightning.trainer_state import (
 )
 from hyperpod_plugins.parallel.checkpoint.state import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
-from hyperpod_plugins.recovery.kept_state import FreshGradients, HasState, OptimizerCopy, is_elementwise
+from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
+from hyperpod_plugins.recovery.kept_state import (
+    FreshGradients,
+    HasState,
+    OptimizerCopy,
+    is_elementwise,
+    local_tensor,
+)
 from hyperpod_plugins.recovery.local_state import LocalStates
-from hyperpod_plugins.recovery.rng import BATCH, EPOCH_END, EVALUATION_BEGIN, FIT_END
+from hyperpod_plugins.recovery.rng import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 from hyperpod_plugins.recovery.state_transfer import load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import (
     CAN_RESET,
@@ -48,6 +66,27 @@ SaveForRecovery = Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping
 """See `HyperPodStrategy._save_for_recovery`."""
 
 
+class ModuleStart:
+    """What hooks may write besides the state of callbacks, at one moment: buffers, Python attributes, parameters."""
+
+    def __init__(
+        self, module: nn.Module, attributes: Sequence[PlainAttributes], written: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Copy them; `written`: this rank's part of the parameters that the program itself writes."""
+        self._buffers = Buffers(module.modules())
+        self._attributes = [(each, each.keep()) for each in attributes]
+        self._copies = [(each, each.clone()) for each in written]
+
+    def put_back(self) -> None:
+        """Restore them."""
+        self._buffers.put_back()
+        with torch.no_grad():
+            for memory, saved in self._copies:
+                memory.copy_(saved)
+        for each, kept in self._attributes:
+            each.put_back(kept)
+
+
 @dataclass(frozen=True, slots=True)
 class PartStart:
     """State of one rank at the beginning of a part of the fit outside steps."""
@@ -56,8 +95,8 @@ class PartStart:
     """See `describe_part_start`."""
     local: dict[str, dict[str, Any]]
     """See `LocalStates.state`."""
-    buffers: Buffers
-    """All buffers; `local` leaves out large ones that were not written to."""
+    module: ModuleStart
+    """Also holds large buffers that were not written to, and attributes that cannot be sent; `local` does not."""
 
 
 class AccumulationWindow:
@@ -87,27 +126,31 @@ class AccumulationWindow:
             ConfigError: the optimizers have hyperparameters that cannot be sent to another rank.
         """
         to_python_numbers(state.optimizers)
-        self._trainer = trainer
-        self._hooks = hooks
-        self._state = state
-        self._save = save
+        self._trainer, self._hooks, self._state, self._save = trainer, hooks, state, save
         self._closures: list[Callable[[], Any]] = []
-        self._num_done = 0
         self.communicates_between = False
         """Whether the program communicates between the micro-steps of a window, which a replacement cannot do alone."""
         self._batches_of: list[Any] = []
         """The batch of each micro-step of the window; Lightning weights logged values by its size."""
         self._logged_after: list[list[_Log]] = []
         """What hooks have logged after each micro-step but the last one."""
-        self._num_logged = 0
-        """Number of micro-steps whose `_logged_after` is already in the results."""
+        self._num_done, self._num_logged = 0, 0
+        """Number of micro-steps that have been run, and of those whose `_logged_after` is already in the results."""
         is_manual = not trainer.lightning_module.automatic_optimization
         if is_manual:  # schedulers step inside the step, too
             schedulers: list[Any] = [each.scheduler for each in trainer.lr_scheduler_configs]
             others = (*others, *schedulers, trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress)
         writes = is_manual or not all(map(is_elementwise, state.optimizers))
         kept = OptimizerCopy(state.optimizers, others) if writes else None
-        self._beginning = StepStart(state.model, state.optimizers, kept)
+        self._attributes = [*attributes_of(trainer).values()]
+        self._has_hooks, self._is_replay = _has_hooks_around_steps(trainer), False
+        self._has_started = former is not None and former._has_started
+        self._entered: ModuleStart | None = None
+        self._before_hooks: ModuleStart | None = None
+        """State before the first hooks of the step, or of the epoch that it begins; None if they write nothing."""
+        self._starts: dict[int, ModuleStart] = {}
+        """State at the beginning of each later micro-step: hooks between them are not called again."""
+        self._beginning = StepStart(state.model, state.optimizers, kept, attributes=self._attributes)
         if former is not None:
             self._beginning.written, self._beginning.batches = former._beginning.written, former._beginning.batches
             if former._fresh is not None:
@@ -118,8 +161,7 @@ class AccumulationWindow:
         self._results: dict[str, dict[str, Any]] = {}
         self._tables: Tables = {}
         self._zero_grads: dict[str, Any] = {}
-        self._loaders_before: list[Any] = []
-        self._loaders_now: list[Any] = []
+        self._loaders_before, self._loaders_now = list[Any](), list[Any]()
         self._begins_at: int | None = None
         """Batches of the epoch before this window; None if no window has begun."""
         self.micro_step = 0
@@ -168,15 +210,39 @@ class AccumulationWindow:
         if self.is_empty:
             self._hooks.begin_part(self._trainer, BATCH)
             self._begins_at = self._batches.processed
+            if self._has_hooks and (self._before_hooks is None or self._hooks.part == BATCH):
+                self._before_hooks = self._module_start()
 
     def begin_part(self, part: str) -> None:
         """Begin a part of the fit outside steps: keep the state to restore if the part has to be run again."""
         self._hooks.begin_part(self._trainer, part)
         self.part = None
+        self._before_hooks = self._module_start() if part == EPOCH_BEGIN and self._has_hooks else None
         if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) and self.is_empty and not self._trainer.sanity_checking:
             begun = describe_part_start(self._trainer, part, self._means.forms(), self.shown_values())
-            buffers = Buffers(self._state.model.modules())
-            self.part = PartStart(begun, copy.deepcopy(self._local.state()), buffers)
+            self.part = PartStart(begun, copy.deepcopy(self._local.state()), self._module_start())
+
+    def _module_start(self) -> ModuleStart:
+        return ModuleStart(self._state.model, self._attributes)
+
+    def put_back_first_hooks(self) -> None:
+        """Undo what the hooks before a step wrote, once the step is undone: they run again as the loops are entered."""
+        before, self._before_hooks = self._before_hooks, None
+        if before is not None:
+            before.put_back()
+
+    def keep_start(self) -> None:
+        """Keep the state with which the loops are re-entered: `on_train_start` is called again, and may reset it."""
+        self._entered = self._module_start() if self._has_started else None
+
+    def put_back_start(self) -> None:
+        """Undo what `on_train_start` has written in another call, or note what it has written in the first."""
+        if self._entered is not None:
+            self._entered.put_back()
+        if not self._has_started:
+            for each in self._attributes:
+                each.mark_own()
+        self._entered, self._has_started = None, True
 
     def end_part(self) -> None:
         """End a part that all ranks have run: keep its changes, unless it lies inside a window."""
@@ -200,6 +266,9 @@ class AccumulationWindow:
     def add(self, closure: Callable[[], Any]) -> None:
         """Add a micro-step to the window."""
         restore(self._logged(), "log")
+        if self._closures and self._has_hooks:
+            written = map(local_tensor, self._beginning.written.values())
+            self._starts[len(self._closures)] = ModuleStart(self._state.model, self._attributes, written)
         self._closures.append(closure)
         self._batches_of.append(self._logged().batch)
 
@@ -214,6 +283,8 @@ class AccumulationWindow:
             self.micro_step = self._num_done
             if self._num_logged < self.micro_step:
                 self._log_again()
+            if self._is_replay and self.micro_step in self._starts:
+                self._starts[self.micro_step].put_back()
             with _LoggingFor(self._logged(), self._batches_of[self.micro_step]):
                 result = self._closures[self._num_done]()
             self._num_done += 1
@@ -253,6 +324,7 @@ class AccumulationWindow:
     def close(self) -> None:
         """Empty the window after its step was committed."""
         self._closures, self._num_done, self._begins_at = [], 0, None
+        self._before_hooks, self._starts, self._is_replay = None, {}, False
         self._batches_of, self._logged_after, self._num_logged = [], [], 0
         self._hooks.end_part()
         if self._fresh is not None:  # a forward after the last backward leaves parameters unsharded
@@ -311,6 +383,7 @@ class AccumulationWindow:
         if self._zero_grads:
             self._zero_grad_counts.load_state_dict(self._zero_grads)
         self._num_done = self._num_logged = 0
+        self._is_replay = True
 
     def end_iteration(self) -> None:
         """Reset FSDP2's modules to the state at the beginning of an iteration."""
@@ -424,6 +497,20 @@ class AccumulationWindow:
 
     def _logged(self) -> Any:
         return self._trainer.fit_loop.epoch_loop._results
+
+
+def _has_hooks_around_steps(trainer: Trainer) -> bool:
+    """Whether the program has hooks that run before or after each micro-step, or before the first one of an epoch."""
+    names = ("on_train_epoch_start", "on_train_batch_start", "on_train_batch_end")
+    of_batch = ("before_batch", "after_batch")
+    module = trainer.lightning_module
+    callbacks = callbacks_of(trainer)
+    return any(
+        is_overridden(name, module)
+        for name in (*names, *(f"on_{each}_transfer" for each in of_batch), "transfer_batch_to_device")
+    ) or any(
+        is_of_program(type(each)) and is_overridden(name, each, parent=Callback) for each in callbacks for name in names
+    )
 
 
 class _LoggingFor:

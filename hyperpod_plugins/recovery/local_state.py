@@ -24,7 +24,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -35,9 +35,8 @@ from hyperpod_plugins.comm import Channel
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, PeerLost, format_list
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.packing import is_size, pack, unpack
+from hyperpod_plugins.recovery.packing import are_same, as_integers, is_size, pack, unpack
 from hyperpod_plugins.recovery.plan import buddies, sources_of
-from hyperpod_plugins.recovery.undo import as_integers
 
 _log = logging.getLogger(__name__)
 _is_cpu = attrgetter("is_cpu")
@@ -81,6 +80,22 @@ class RankLocalState(Protocol):
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The part of a `state_dict` of another job, perhaps of another program, that this object can load."""
+        ...
+
+
+@runtime_checkable
+class ReplicatedState(RankLocalState, Protocol):
+    """Rank-local state that a joiner first gets from the rank that gives it its parameters.
+
+    It continues with that where its buddy does not have the state of its predecessor.
+    """
+
+    def for_joiner(self) -> dict[str, Any]:
+        """What `take_from_replica` takes in another process."""
+        ...
+
+    def take_from_replica(self, given: dict[str, Any]) -> None:
+        """Take over the state of a replica."""
         ...
 
 
@@ -298,6 +313,7 @@ class LocalStates:
         self._states: dict[str, RankLocalState] = {}
         self._of_program: dict[str, RankLocalState] = {}
         self._repeated: set[str] = set()
+        self._of_replica: dict[str, ReplicatedState] = {}
         self._at_begin: dict[str, dict[str, Any]] = {}
         self._own: dict[int, bytes] = {}
         self._kept: dict[int, bytes] = {}
@@ -323,6 +339,8 @@ class LocalStates:
             self._of_program[name] = state
         if is_repeated:
             self._repeated.add(name)
+        if isinstance(state, ReplicatedState):
+            self._of_replica[name] = state
 
     @property
     def kept_steps(self) -> tuple[int, ...] | None:
@@ -346,9 +364,17 @@ class LocalStates:
             is_of_another_job: whether the states may be of another program; only parts that fit are loaded then.
         """
         for name, state in self._states.items():
+            if is_of_another_job and name in self._of_replica:
+                continue  # a program that resumes from a checkpoint of another job begins with its own
             if not (begins_epoch and name.endswith(EPOCH_SUFFIX)):
                 values = states.get(name, {})
                 state.load_state_dict(state.fitting(values) if is_of_another_job else values)
+
+    def load_again(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Load buffers and attributes once more, which hooks of the program may have reset since."""
+        for name in (BUFFERS, *self._of_replica):
+            if name in self._states and name in states:
+                self._states[name].load_state_dict(states[name])
 
     def reset(self) -> None:
         """Discard what was exchanged so far, as the ranks have assembled anew."""
@@ -468,15 +494,23 @@ class LocalStates:
             PeerLost: a rank was lost meanwhile.
         """
         targets = [target for target, source in sources.items() if source == self._rank]
-        data = bytes([not self._kept]) + give() if targets else b""
-        receives = {sources[self._rank]: [_LARGEST_BYTES]} if self._rank in sources else {}
+        receives = {sources[self._rank]: [_LARGEST_BYTES, _LARGEST_BYTES]} if self._rank in sources else {}
         if not (targets or receives):
             return b""
-        sends = {target: [data] for target in targets}
+        sends = dict.fromkeys(targets, [bytes([not self._kept]) + give(), self._given_first()] if targets else [])
         received = self._channel.exchange("the state of hooks", sends=sends, receives=receives)
-        data = next((_raw(parts[0]) for parts in received.values()), b"")
+        if not receives:
+            return b""
+        data, first = map(_raw, received[sources[self._rank]])
+        given = unpack(first) if first else {}
+        for name in self._of_replica.keys() & given.keys():
+            self._of_replica[name].take_from_replica(given[name])
         self._grows = data[:1] == b"\1"
         return data[1:]
+
+    def _given_first(self) -> bytes:
+        """What joiners get of each `ReplicatedState`, packed; empty if there is none."""
+        return pack({name: each.for_joiner() for name, each in self._of_replica.items()}) if self._of_replica else b""
 
     def _send_kept_states(self, step: int, targets: Sequence[int]) -> tuple[bytes, dict[str, list[str]]]:
         """Pass states from buddies to joiners. A joiner gets its state and the parts that it must not load."""
@@ -567,23 +601,6 @@ def _last_two(states: Mapping[int, bytes], step: int, data: bytes) -> dict[int, 
     """The last state before a step, and the state of that step; later ones are dropped."""
     before = max(filter(step.__gt__, states), default=step)
     return {before: states.get(before, data), step: data}
-
-
-def are_same(one: Any, other: Any) -> bool:
-    """Whether plain containers and tensors are bitwise equal."""
-    if one is other:
-        return True
-    if type(one) is bytes:
-        return type(other) is bytes and one == other
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
-            return False
-        return torch.equal(as_integers(one), as_integers(other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(are_same, one, other))
-    return type(one) is type(other) and one == other
 
 
 def _raw(data: torch.Tensor) -> bytes:

@@ -1,4 +1,4 @@
-"""Serialize small states to bytes, and read them without running code. Each step does this on every rank.
+"""Serialize small states to bytes, read them without running code, and compare them. Each step does this.
 
 For a small state, writing the archive of `torch.save` takes longer than sending it. So numbers, strings, plain
 containers and tensors are pickled directly, and read by an unpickler that allows no classes (see "Restricting
@@ -16,6 +16,7 @@ import torch
 _ZIP = b"PK"
 """First bytes of a `torch.save` archive."""
 _INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPES = {str(dtype): dtype for dtype in (*_INTEGERS, torch.float16, torch.float32, torch.float64, torch.bfloat16)}
 
 
@@ -124,3 +125,29 @@ class _Unpickler(pickle.Unpickler):
 def is_size(value: object) -> bool:
     """Whether an untrusted value is a valid size in a tensor's shape."""
     return type(value) is int and 0 <= value < 2**63
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Whether plain containers and tensors are bitwise equal."""
+    if one is other:
+        return True
+    if type(one) is bytes:
+        return type(other) is bytes and one == other
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+            return False
+        return torch.equal(as_integers(one), as_integers(other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """View of the same memory as integers of the same size, for bitwise comparison; a copy for a conjugated view."""
+    real = tensor.detach()
+    if tensor.is_complex() or tensor.is_neg():  # only these may have a conj or neg bit, which changes the values
+        real = real.resolve_conj().resolve_neg()
+        real = torch.view_as_real(real) if real.is_complex() else real
+    return real.view(_INTEGER_OF_SIZE[real.element_size()])

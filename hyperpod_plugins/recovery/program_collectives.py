@@ -2,8 +2,9 @@
 
 A joiner sets itself up alone, and so does a rank that enters a fit again: collectives do nothing there. For those of
 torch and Lightning this is right, because the state comes from the other ranks later. But a collective in the program's
-own code, such as an all-reduce in `setup`, may have a result that matters. So each rank records the results of its own
-ones in its set-up, and a process that makes the same call without connections gets the recorded result.
+own code, such as an all-reduce in `setup` or the forward of a sharded model, may have a result that matters. So each
+rank records the results of its own ones in its set-up, and a process that makes the same call without connections gets
+the recorded result.
 
 All ranks start again from the last checkpoint if such a call has no record: its result was too large or is of another
 world, or it comes later (in `on_train_batch_start`), where the result may differ each time. A barrier has no result and
@@ -39,7 +40,7 @@ MAX_RECORDS = 1000
 _LIBRARIES = frozenset(
     {
         *("hyperpod_plugins", "torch", "lightning", "pytorch_lightning", "lightning_fabric"),
-        *("torchmetrics", "accelerate", "transformers"),
+        *("torchmetrics", "accelerate", "transformers", "peft", "builtins", "typing", "abc"),
     }
 )
 _PLUMBING = (
@@ -54,6 +55,17 @@ _PLUMBING = (
     "accelerate.utils.operations",
 )
 """Modules through which a call of the program reaches a group."""
+_COMPUTATIONS = (
+    "torch.distributed.fsdp._fully_shard._fsdp_state",
+    "torch.distributed.tensor._dispatch",
+    "torch.distributed.tensor._redistribute",
+)
+"""Modules of torch that communicate while the program computes: the forward of a sharded model, a DTensor's operation.
+
+Its other collectives set up modules and tensors, whose values a joiner gets with its state.
+"""
+_OF_MODELS = ("torch.", "transformers.", "peft.")
+"""Modules through which a call of the program reaches a computation."""
 _PASSED_ON = frozenset({"all_gather", "_all_gather_ddp_if_available", "gather", "reduce", "reduce_boolean_decision"})
 """Functions of Lightning and Accelerate that only pass on a collective of their caller."""
 _WITHOUT_RESULT = ("barrier",)
@@ -100,6 +112,11 @@ class ProgramCollectives:
         """This process enters the present entry again, and repeats its set-up."""
         self._is_in_set_up = True
         self._counts.clear()
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Stop recording for a while, such as in a sanity check, whose results a joiner does not need; or go on."""
+        if self._is_in_set_up:
+            group_health.on_set_up = None if is_paused else self._record
 
     def end_set_up(self) -> None:
         """The loops begin: nothing is recorded from here on, or given out."""
@@ -158,17 +175,28 @@ class ProgramCollectives:
         return f"own/{self._entry}/{whose}/{digest}/{number}"
 
 
+def is_library(module: str) -> bool:
+    """Whether a module, by its full name, belongs to a library whose collectives are not the program's own."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
 def program_frames() -> str:
     """Functions of the program that are being called, innermost first; empty if a library calls the collective."""
     found: list[str] = []
+    is_computed, is_within_model = False, False
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while (frame := frame.f_back) is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module.partition(".")[0] not in _LIBRARIES:
+        if not is_library(module):
             found.append(f"{function} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
-        elif not (found or module.startswith((*_PLUMBING, __name__)) or _passes_on(module, function)):
+        elif found or module.startswith((*_PLUMBING, __name__)) or _passes_on(module, function):
+            continue
+        elif module.startswith(_OF_MODELS):
+            is_computed |= module.startswith(_COMPUTATIONS)
+            is_within_model = True
+        else:
             return ""
-    return " < ".join(found)
+    return "" if is_within_model and not is_computed else " < ".join(found)
 
 
 def _passes_on(module: str, function: str) -> bool:

@@ -54,8 +54,8 @@ REASONS = {
     "or a hook of the batch, do not depend on seed, epoch and sample alone. Draw from the global generators of torch, "
     "NumPy or Python, which are seeded from these",
     "gradient": "computing the step again gave other gradients from the same state: it depends on something that is "
-    "not restored, such as a Python attribute that the step changes, or a random generator of the program. Keep it in "
-    "a registered buffer, or derive it from the step number",
+    "not restored, such as a global variable that the step changes, an object that is not a module, or a random "
+    "generator of the program. Keep it in the module, or derive it from the step number",
     "parameter": "a parameter differs: it was changed outside of the optimizer's step, or the optimizer keeps state "
     "that is missing from its state_dict()",
     "unowned": "no optimizer has this parameter, and its gradient was kept from an earlier step or attempt: give it to "

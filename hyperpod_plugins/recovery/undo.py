@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from hyperpod_plugins.parallel.hsdp import reshard
 from hyperpod_plugins.parallel.unit_watch import check_next_step, clear_trace
+from hyperpod_plugins.recovery.attributes import PlainAttributes
 from hyperpod_plugins.recovery.kept_state import OptimizerCopy, local_tensor, parameters_of
+from hyperpod_plugins.recovery.packing import as_integers
 
 CAN_RESET = "reset_iter_state" in vars(FSDPModule)
 """Whether this torch (2.13 and later) can reset FSDP2's modules after an exception."""
@@ -38,7 +40,6 @@ _values_of = methodcaller("values")
 _LEAVES = bool, int, float, str, bytes, type(None)
 _MAPPINGS = dict, Mapping
 """In this order: `isinstance` with `Mapping` is slow."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Buffers:
@@ -114,9 +115,10 @@ class Batches:
 class StepStart:
     """What the computation of a step may change beside gradients, as it was when the step began.
 
-    This covers buffers, metrics that are modules, tensors of batches, and parameters that the program itself writes
-    (clipped weights, a teacher's average). Such parameters are detected while steps succeed, and copied from then on
-    when a step begins. A fault in the very step that writes one for the first time cannot be undone.
+    This covers buffers, Python attributes of the program's own modules, metrics that are modules, tensors of batches,
+    and parameters that the program itself writes (clipped weights, a teacher's average). Such parameters are detected
+    while steps succeed, and copied from then on when a step begins. A fault in the very step that writes one for the
+    first time cannot be undone.
 
     [Note: how writes are found] A write to a parameter advances its version counter, or that of a DTensor's local
     part. A write through `.data`, or to a DTensor by a `torch._foreach` function, advances neither, so bits are
@@ -128,11 +130,20 @@ class StepStart:
         model: a sharded or plain model.
         optimizers: optimizers of its parameters.
         kept: if the optimizers step before the vote, the copy of what they write.
+        attributes: Python attributes that the program may change.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], kept: OptimizerCopy | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        kept: OptimizerCopy | None = None,
+        *,
+        attributes: Sequence[PlainAttributes] = (),
+    ) -> None:
         self._model = model
         self._optimizers = optimizers
+        self._attributes = [(each, each.keep()) for each in attributes]
         self.kept = kept
         self.parts: list[nn.Module] = []
         """All modules of the model."""
@@ -169,6 +180,7 @@ class StepStart:
         self.batches.begin()
         self._collect()
         self._buffers.keep()
+        self._attributes = [(each, each.keep()) for each, _ in self._attributes]
         self._counts = [_counts(part) for part in self._counting]
         self._drop_unowned()
         if self.kept is not None:
@@ -233,6 +245,8 @@ class StepStart:
         if self.kept is not None:
             self.kept.restore()
         self._buffers.put_back()
+        for each, values in self._attributes:
+            each.put_back(values)
         self.batches.put_back()
         with torch.no_grad():
             for memory, saved in self._copies.values():
@@ -306,15 +320,6 @@ def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
         return []
     sums = [as_integers(each).sum(dtype=torch.int64) for each in map(local_tensor, tensors)]
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
-
-
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """View of the same memory as integers of the same size, for bitwise comparison; a copy for a conjugated view."""
-    real = tensor.detach()
-    if tensor.is_complex() or tensor.is_neg():  # only these may have a conj or neg bit, which changes the values
-        real = real.resolve_conj().resolve_neg()
-        real = torch.view_as_real(real) if real.is_complex() else real
-    return real.view(_INTEGERS[real.element_size()])
 
 
 def _counts(part: nn.Module) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
 from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
+from hyperpod_plugins.recovery.attributes import ATTRIBUTES, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.kept_state import OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates, ProgramState
 from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
@@ -150,9 +151,9 @@ class TrainedState:
         self._tensor_degree = tensor_degree
         self._loaded: dict[str, dict[str, Any]] = {}
         writes = not all(map(is_elementwise, self.optimizers))
-        self._beginning = StepStart(
-            model, self.optimizers, OptimizerCopy(self.optimizers, [] if rates is None else [rates]) if writes else None
-        )
+        self.attributes = PlainAttributes(modules_of_program(model))
+        kept = OptimizerCopy(self.optimizers, [] if rates is None else [rates]) if writes else None
+        self._beginning = StepStart(model, self.optimizers, kept, attributes=[self.attributes])
         self._modes: list[tuple[nn.Module, bool]] = []
         self._writer: CheckpointWriter | None = None
 
@@ -252,6 +253,8 @@ class TrainedState:
         """Load what `local_state` returned when a checkpoint was written."""
         buffers, saved = BufferStates(self.model), values.get(BUFFERS, {})
         buffers.load_state_dict(buffers.fitting(saved) if is_of_another_job else saved)
+        if not is_of_another_job:
+            self.attributes.load_state_dict(values.get(ATTRIBUTES, {}))
         self._loaded = values
         for name, state in self.rank_local.items():
             state.load_state_dict(values.get(rank_local_name(name), {}))

@@ -9,6 +9,7 @@ from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
 from hyperpod_plugins.errors import DeviceHung, RecoveryError
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair, SavedCheckpoints, Snapshot
+from hyperpod_plugins.recovery.attributes import ATTRIBUTES
 from hyperpod_plugins.recovery.engine import RecoveryEngine
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
@@ -195,6 +196,8 @@ class Transactions:
             buffers = BufferStates(trained.model)
             if not buffers.is_empty:  # the same on all ranks
                 trained.local.register(BUFFERS, buffers)
+            if not trained.attributes.is_empty:
+                trained.local.register(ATTRIBUTES, trained.attributes)
         for name, state in trained.rank_local.items():
             trained.local.register(rank_local_name(name), state)
         engine.attach(

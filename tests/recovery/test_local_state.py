@@ -10,8 +10,8 @@ from torch import nn
 
 from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _last_two, are_same, bytes_of
-from hyperpod_plugins.recovery.packing import unpack
+from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _last_two, bytes_of
+from hyperpod_plugins.recovery.packing import are_same, unpack
 
 
 class Net(nn.Module):

@@ -8,8 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from hyperpod_plugins.recovery.local_state import are_same
-from hyperpod_plugins.recovery.packing import pack, unpack
+from hyperpod_plugins.recovery.packing import are_same, pack, unpack
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 

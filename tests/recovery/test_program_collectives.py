@@ -123,6 +123,9 @@ def frames_of(module, function):
     [
         ("torch.distributed.distributed_c10d", "all_reduce", True),
         ("torch.distributed.fsdp._fully_shard", "all_reduce", False),
+        ("torch.distributed.fsdp._fully_shard._fsdp_state", "_pre_forward", True),
+        ("torch.distributed.tensor._redistribute", "redistribute_local_tensor", True),
+        ("torch.distributed.tensor._api", "distribute_tensor", False),
         ("lightning.pytorch.core.module", "all_gather", True),
         ("lightning.pytorch.trainer.trainer", "_log_hyperparams", False),
         ("hyperpod_plugins.lightning.strategy", "reduce_boolean_decision", True),

@@ -88,7 +88,7 @@ def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_p
         (tmp_path / f"rank-{rank}.jsonl").write_text(text + '{"step": 4, "poi')  # torn by a kill
     found = first_difference(wanted, read_lines(tmp_path))
     assert found == Difference(rank=1, step=2, what="computing it", names=("gradient a",))
-    assert "Python attribute" in found.reason
+    assert "global variable" in found.reason
     assert first_difference(dict(read_lines(tmp_path)), read_lines(tmp_path)) is None
 
 
@@ -188,10 +188,10 @@ def test_a_lightning_program_recovers_exactly(phases, environ):
 
 @pytest.mark.spawns
 def test_what_a_replacement_lacks_is_named_with_the_phase():
-    code, text = rehearse("--phases", "vote", FAULT="attribute")
+    code, text = rehearse("--phases", "vote", FAULT="global")
     assert code == 1, text
     assert re.search(
-        r"vote +1 +2 +rank \d, step \d+, computing it: gradient \S+.* differs. Likely .*Python attribute", text
+        r"vote +1 +2 +rank \d, step \d+, computing it: gradient \S+.* differs. Likely .*global variable", text
     )
 
 
@@ -217,7 +217,7 @@ def test_a_rehearsed_step_names_what_an_old_fault_does_not_put_back(fault, told)
     ("fault", "told"),
     [
         ("", "trained to"),
-        ("attribute", "step 2, computing the step again: gradient"),
+        ("global", "step 2, computing the step again: gradient"),
         ("drift", "step 2, compared with its replicas: parameter first.weight"),
     ],
 )

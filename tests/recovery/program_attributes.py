@@ -1,0 +1,189 @@
+# ruff: noqa: E402 (warnings are off before the imports that would give them)
+"""What `test_attributes.py` runs: programs whose steps and hooks change Python attributes, and compute with them."""
+
+import json
+import sys
+import warnings
+from collections import Counter, deque
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from program_parts import RANK, Faults, checksum
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
+from hyperpod_plugins.recovery import TrainingState
+from hyperpod_plugins.session import Session
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from device import ACCELERATOR, devices
+
+torch.set_num_threads(1)
+
+
+class Scaled(nn.Module):
+    """Counts its calls; its result depends on them, and on what it was given before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.num_calls = nn.Linear(8, 8), 0
+        self.last, self.recent, self.largest = 0.0, deque(maxlen=3), torch.zeros(())
+
+    def forward(self, x):
+        if self.training:
+            self.num_calls += 1
+            self.recent.append(float(x.mean()))
+            self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return self.layer(x) * (1 + 0.1 * (self.num_calls % 7)) + sum(self.recent) + self.largest
+
+    def values(self):
+        return [self.num_calls, *self.recent, float(self.largest)]
+
+
+class Module(pl.LightningModule):
+    def __init__(self, faults):
+        super().__init__()
+        self.faults, self.calls = faults, Counter()
+        self.net, self.teacher = Scaled(), nn.Linear(8, 8)
+        self.teacher.requires_grad_(False)
+        self.outputs, self.means = [], []
+        self.register_buffer("ends", torch.zeros(()))
+
+    def training_step(self, batch, index):
+        self.calls["step"] += 1
+        self.seen += 1
+        self.faults.at(f"step{index}", self.trainer)
+        loss = (self.net(batch) - self.teacher(batch)).square().mean() * (1 + self.calls["end"] / 100 + self.ends / 9)
+        self.faults.at(f"after{index}", self.trainer)
+        return loss
+
+    def on_train_start(self):
+        self.seen, self.my_rank = 0, RANK
+
+    def on_train_epoch_start(self):
+        self.calls["epoch"] += 1
+
+    def on_train_batch_start(self, batch, index):
+        self.calls["start"] += 1
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.calls["end"] += 1
+        self.ends += 1
+        with torch.no_grad():  # a hook after that of ModelCheckpoint, in whose save a rank may be lost
+            for own, other in zip(self.teacher.parameters(), self.net.layer.parameters(), strict=True):
+                own.lerp_(other, 0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        if not self.trainer.strategy.saves_for_peers:
+            self.faults.at(f"save{self.global_step}", self.trainer)
+
+    def validation_step(self, batch, index):
+        self.outputs.append((self.net(batch) - batch).square().mean())
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            mean = torch.stack(self.outputs).mean()
+            self.means.append(float(self.all_gather(mean).mean()))  # of all ranks: another's is the same
+        self.outputs.clear()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+
+class Plain(pl.Callback):
+    """Has no `state_dict`."""
+
+    def __init__(self, communicates):
+        self.calls, self.total, self.communicates = Counter(), torch.zeros(()), communicates
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if self.communicates and index == 3:
+            module.faults.at("hook3", trainer)
+            value = torch.ones((), device=trainer.strategy.root_device) * trainer.global_step
+            dist.all_reduce(value)
+            self.total += value.cpu()
+        self.calls["end"] += 1
+
+    def on_validation_end(self, trainer, module):
+        self.calls["val"] += not trainer.sanity_checking
+
+    def on_train_epoch_end(self, trainer, module):
+        self.calls["epoch"] += 1
+
+
+def fit(folder, faults):
+    faults = faults.split()
+    scripted = Faults([fault for fault in faults if ":" in fault], folder)
+    plain = Plain("communicates" in faults)
+    # In the second case all return to a checkpoint, and one that is saved within a batch's hooks lacks later ones.
+    saves = {"save_on_train_epoch_end": True} if plain.communicates else {"every_n_train_steps": 2}
+    trainer = pl.Trainer(
+        strategy=HyperPodStrategy(hybrid_shard_degree=2),
+        accelerator=ACCELERATOR,
+        devices=devices(4),
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=2 if "accumulates" in faults else 1,
+        callbacks=[
+            plain,
+            scripted,
+            pl.callbacks.ModelCheckpoint(f"{folder}/checkpoints", save_top_k=-1, **saves),
+            CheckpointlessRecovery(),
+        ],
+    )
+    module = Module(scripted)
+    train, val = (DataLoader(torch.randn(size, 8), batch_size=4) for size in (96, 32))
+    trainer.fit(module, train, val)
+    return {
+        "calls": module.calls,
+        "seen": [module.seen, module.my_rank, float(module.ends)],
+        "net": module.net.values(),
+        "means": module.means,
+        "callback": [plain.calls, float(plain.total)],
+        "step": trainer.global_step,
+        "parameters": checksum(module),
+    }
+
+
+class Place:
+    """A trainer to `Faults`: each is of epoch 0."""
+
+    sanity_checking, current_epoch = False, 0
+
+
+def loop(folder, faults):
+    scripted = Faults(faults.split(), folder)
+    session = Session(hybrid_shard_degree=2, checkpoint_folder=folder)
+    model = session.parallelize(Scaled())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    session.train(model, optimizer)
+    for step in session.steps(DataLoader(torch.randn(96, 8), batch_size=4), epochs=2):
+        with step:
+
+            def loss_of(batch, index=step.index):
+                loss = model(batch).square().mean()
+                scripted.at(f"step{index}", Place)
+                return loss
+
+            step.run(loss_of)
+    return {"net": model.values(), "state": TrainingState(model, [optimizer]).checksum()}
+
+
+def main(folder, text):
+    """Run `fit` or `loop` with faults: the kind and they are the words of `text`."""
+    pl.seed_everything(0)
+    kind, _, faults = text.partition(" ")
+    result = {"fit": fit, "loop": loop}[kind](folder, faults)
+    Path(folder, f"rank{RANK}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

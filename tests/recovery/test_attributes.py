@@ -1,0 +1,269 @@
+"""Python attributes that a program changes: undone with a step, and given to a replacement."""
+
+import copy
+import logging
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+from recovery.test_life import results
+from torch import nn
+
+from hyperpod_plugins.recovery.attributes import MAX_ENTRIES, PlainAttributes, is_of_program, modules_of_program
+from hyperpod_plugins.recovery.packing import are_same, pack, unpack
+
+
+class Owner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(2))
+        self.count, self.name, self.rate, self.nothing = 0, "a", 0.5, None
+        self.items, self.table, self.seen = [1, [2]], {"a": {"b": 1}}, {1}
+        self.recent, self.tally, self.ordered, self.by_name = (
+            deque([1]),
+            Counter("ab"),
+            OrderedDict(a=1),
+            defaultdict(int),
+        )
+        self.values, self.array, self.pair = torch.zeros(3), np.zeros(3), (1, 2)
+        self.function, self.objects, self.large = len, [object()], torch.zeros(MAX_ENTRIES + 1)
+
+
+CHANGES = {
+    "a number": lambda it: vars(it).update(count=3),
+    "another type": lambda it: vars(it).update(nothing=1.5, name=b"b"),
+    "a new one": lambda it: vars(it).update(late={"x": 1}),
+    "a list within a list": lambda it: it.items[1].append(5),
+    "a dictionary within one": lambda it: it.table["a"].update(c=(1, 2)),
+    "a set": lambda it: it.seen.add(7),
+    "a deque": lambda it: it.recent.appendleft(0.5),
+    "a counter": lambda it: it.tally.update("b"),
+    "an ordered dictionary": lambda it: it.ordered.update(b=2),
+    "a dictionary with a default": lambda it: it.by_name.update(x=1),
+    "a tensor in place": lambda it: it.values.add_(1),
+    "a tensor assigned": lambda it: vars(it).update(values=torch.ones(5, dtype=torch.int64)),
+    "a tensor that is no number": lambda it: it.values.fill_(float("nan")),
+    "an array in place": lambda it: it.array.__iadd__(2),
+    "a tuple": lambda it: vars(it).update(pair=(3, "x")),
+}
+
+
+def plain(owner):
+    """The attributes that `Owner` has in common with others of its class, and that a change may touch."""
+    left_out = {"function", "objects", "large", *vars(nn.Module())}
+    return {key: value for key, value in vars(owner).items() if key not in left_out}
+
+
+def same(one, other):
+    one, other = plain(one), plain(other)
+    if one.keys() != other.keys():
+        return False
+    pairs = [(one[key], other[key]) for key in one]
+    return all(
+        type(a) is type(b) and (np.array_equal(a, b) if isinstance(a, np.ndarray) else are_same(a, b)) for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_undone_and_reaches_another_process(change):
+    owner, other = Owner(), Owner()
+    attributes, others = (PlainAttributes([("module", each)]) for each in (owner, other))
+    assert attributes.state_dict() == {}
+    before, kept, identities = copy.deepcopy(plain(owner)), attributes.keep(), {**vars(owner)}
+    for _ in range(2):  # twice: a step may be undone again
+        change(owner)
+        state = attributes.state_dict()
+        assert attributes.written({})
+        assert not attributes.written(state)
+        attributes.put_back(kept)
+        assert vars(owner).keys() == identities.keys()
+        assert all(vars(owner)[key] is value for key, value in identities.items())
+        assert attributes.state_dict() == {}
+        restored = copy.copy(owner)
+        vars(restored).update(before)
+        assert same(owner, restored)
+    change(owner)
+    others.load_state_dict(unpack(pack(state)))
+    assert same(owner, other)
+    others.load_state_dict({})
+    assert same(other, Owner())
+
+
+def test_objects_and_large_values_are_undone_and_not_sent(caplog):
+    owner = Owner()
+    attributes = PlainAttributes([("module x", owner)])
+    kept, first = attributes.keep(), owner.objects[0]
+    owner.objects.append(object())
+    owner.function, owner.count = max, 5
+    with caplog.at_level(logging.WARNING):
+        assert attributes.state_dict() == attributes.state_dict() == {"module x": None}
+    assert len(caplog.records) == 1
+    assert "module x" in caplog.text
+    assert "function of module x (builtin_function_or_method), objects of module x (list)" in caplog.text
+    other = Owner()
+    other.count = 7
+    others = PlainAttributes([("module x", other)])
+    others.load_state_dict({"module x": None})
+    assert other.count == 7
+    attributes.put_back(kept)
+    assert (owner.objects, owner.function, owner.count) == ([first], len, 0)
+
+
+def test_results_of_a_step_are_sent_without_their_graph(caplog):
+    owner, other = Owner(), Owner()
+    attributes, others = (PlainAttributes([("module", each)]) for each in (owner, other))
+    owner.loss = (torch.ones(2, requires_grad=True) * 2).sum()
+    owner.items.append(owner.loss)
+    others.load_state_dict(unpack(pack(attributes.state_dict())))
+    assert (float(other.loss), other.loss.requires_grad, float(other.items[-1])) == (4.0, False, 4.0)
+    assert not caplog.records
+
+
+class Held:
+    """Values that libraries and programs keep in attributes, and that no copy or comparison may stumble over."""
+
+    def __init__(self):
+        self.arrays, self.cyclic = {"a": [np.zeros(2)]}, {}
+        self.cyclic["self"] = self.cyclic
+        self.meta, self.big_endian = torch.empty(2, device="meta"), np.zeros(2, ">f8")
+        self.long, self.view, self.frozen = np.zeros(2, np.longdouble), torch.zeros(1).expand(3), frozenset({1})
+        self.nested = {"loss": deque([1.0], maxlen=2), "by": defaultdict(list, a=[1])}
+        self.order, self.parts = OrderedDict(a=1, b=2), {"a": torch.zeros(800), "b": torch.zeros(800)}
+        self.history, self.scalar, self.complex = list(range(MAX_ENTRIES + 5)), np.float64(1.5), 1j
+        with torch.inference_mode():
+            self.inferred = torch.zeros(2)
+
+
+def test_odd_values_are_undone_where_they_can_be_and_named_where_they_cannot_be_sent(caplog):
+    held = Held()
+    attributes = PlainAttributes([("it", held)])
+    kept, inner, by = attributes.keep(), held.nested["loss"], held.nested["by"]
+    assert attributes.state_dict() == {}
+    held.arrays["a"][0] += 1
+    held.cyclic["x"] = 1
+    held.nested["loss"].extend([2.0, 3.0])
+    held.nested["by"]["b"].append(1)
+    held.order.move_to_end("a")
+    held.parts["a"].add_(1)
+    held.history.append(7)
+    held.frozen, held.scalar, held.complex, held.big_endian = frozenset({2}), np.float64(2.5), 2j, held.big_endian + 1
+    assert attributes.state_dict() == {"it": None}
+    assert all(f"{name} of it" in caplog.text for name in ("cyclic", "parts", "history", "frozen", "scalar"))
+    attributes.put_back(kept)
+    assert held.arrays["a"][0].tolist() == [0, 0]
+    assert [*held.cyclic] == ["self"]
+    assert held.nested == {"loss": deque([1.0]), "by": {"a": [1]}}
+    assert (held.nested["loss"], held.nested["by"]) == (inner, by)
+    assert (inner.maxlen, by.default_factory, [*held.order]) == (2, list, ["a", "b"])
+    assert float(held.parts["a"].sum()) == 0
+    assert held.history == list(range(MAX_ENTRIES + 5))
+    assert (held.frozen, held.scalar, held.complex) == (frozenset({1}), 1.5, 1j)
+
+
+def test_types_deletions_and_other_shapes_reach_another_process():
+    owner, other = Owner(), Owner()
+    attributes, others = (PlainAttributes([("module", each)]) for each in (owner, other))
+    owner.nothing, owner.count = deque([1], maxlen=3), defaultdict(int, x=2)
+    owner.array, owner.values = np.array(1.5), torch.tensor([0.5, 0.7, 0.9], dtype=torch.float64)
+    del owner.rate
+    owner.replaced = 1
+    others.load_state_dict(unpack(pack(attributes.state_dict())))
+    assert (other.nothing, other.nothing.maxlen) == (deque([1]), 3)
+    assert (type(other.count), other.count.default_factory, other.count) == (defaultdict, int, {"x": 2})
+    assert (type(other.array), other.array.shape, float(other.array)) == (np.ndarray, (), 1.5)
+    assert other.values.tolist() == [0.5, 0.7, 0.9]
+    assert not hasattr(other, "rate")
+    assert other.replaced == 1
+    assert not others.written(attributes.state_dict())
+
+
+def test_a_module_that_takes_the_place_of_an_attribute_is_not_hidden():
+    owner = Owner()
+    attributes = PlainAttributes([("module", owner)])
+    owner.nothing = nn.Linear(2, 2)
+    attributes.load_state_dict({})
+    attributes.load_state_dict({"module": {"nothing": 3, "forward": 1, 5: 6, "buffer": 1}})
+    assert isinstance(owner.nothing, nn.Linear)
+    assert callable(owner.forward)
+
+
+def test_what_both_set_ups_have_written_differently_stays():
+    source, joiner = Owner(), Owner()
+    of_source, of_joiner = (PlainAttributes([("module", each)]) for each in (source, joiner))
+    for rank, (owner, attributes) in enumerate(((source, of_source), (joiner, of_joiner))):
+        owner.my_rank, owner.count = rank, 0
+        attributes.mark_own()
+    source.count, source.late = 57, [1]
+    of_joiner.take_from_replica(unpack(pack(of_source.for_joiner())))
+    assert (joiner.my_rank, joiner.count, joiner.late) == (1, 57, [1])
+
+
+def test_objects_that_are_replaced_begin_anew_and_others_keep_their_first_values():
+    one, two, three = Owner(), Owner(), Owner()
+    former = PlainAttributes([("a", one), ("b", two)])
+    one.count = two.count = 4
+    three.count = 9
+    attributes = PlainAttributes([("a", one), ("b", three)], former=former)
+    assert former.is_of([("a", one), ("b", two)])
+    assert not former.is_of([("a", one), ("b", three)])
+    assert attributes.state_dict() == {"a": {"count": 4}}
+
+
+def test_only_what_the_program_defines_is_looked_at():
+    model = nn.Sequential(nn.Linear(2, 2), Owner())
+    assert [name for name, _ in modules_of_program(model)] == ["module 1"]
+    assert not is_of_program(nn.Linear)
+    assert is_of_program(Owner)
+    assert PlainAttributes(modules_of_program(nn.Linear(2, 2))).is_empty
+
+
+def test_what_a_peer_sends_changes_no_attribute_of_a_library():
+    owner = Owner()
+    attributes = PlainAttributes([("module", owner)], ignored=["rate"])
+    attributes.load_state_dict(
+        {"module": {"_parameters": {}, "training": 0, "rate": 9.0, "count": 2}, "other": {"x": 1}}
+    )
+    assert (owner.training, owner.rate, owner.count) == (True, 0.5, 2)
+    assert "buffer" in dict(owner.named_buffers())
+
+
+FIT = """
+    kill:3:step1:0 kill:0:after3:0 kill:1:save4:0 kill:2:val_batch1:0 kill:1:epoch_end:0
+    kill:0:batch2:1 kill:3:save10:1 kill:1:val_end:1 kill:2:epoch_start:2 kill:3:after3:2
+"""
+
+
+@pytest.mark.spawns
+def test_attributes_of_modules_and_callbacks_survive_losses_everywhere(tmp_path):
+    undisturbed, _ = results("program_attributes.py", tmp_path / "undisturbed", "fit")
+    disturbed, text = results("program_attributes.py", tmp_path / "disturbed", " ".join(["fit", *FIT.split()]))
+    assert len(list((tmp_path / "disturbed").glob("done-*"))) == len(FIT.split())
+    assert text.count(" 0 steps lost") == len(FIT.split()), text[-8000:]
+    assert disturbed == undisturbed
+
+
+@pytest.mark.spawns
+def test_what_hooks_write_between_micro_steps_is_there_when_a_step_is_run_again(tmp_path):
+    faults = "kill:3:step3:0 kill:0:after5:0 kill:2:step1:1"
+    undisturbed, _ = results("program_attributes.py", tmp_path / "undisturbed", "fit accumulates")
+    disturbed, text = results("program_attributes.py", tmp_path / "disturbed", f"fit accumulates {faults}")
+    assert text.count(" 0 steps lost") == 3, text[-8000:]
+    assert disturbed == undisturbed
+
+
+@pytest.mark.spawns
+def test_attributes_of_a_model_survive_losses_in_a_loop(tmp_path):
+    faults = "kill:1:step2:0 kill:2:step5:0 raise:0:step6:0"
+    undisturbed, _ = results("program_attributes.py", tmp_path / "undisturbed", "loop")
+    disturbed, text = results("program_attributes.py", tmp_path / "disturbed", f"loop {faults}")
+    assert text.count(" 0 steps lost") == 3, text[-8000:]
+    assert disturbed == undisturbed
+
+
+@pytest.mark.spawns
+def test_a_hook_that_is_interrupted_in_a_collective_after_its_step_is_not_left_half_done(tmp_path):
+    undisturbed, _ = results("program_attributes.py", tmp_path / "undisturbed", "fit communicates")
+    disturbed, text = results("program_attributes.py", tmp_path / "disturbed", "fit communicates kill:1:hook3:1")
+    assert "Plain.on_train_batch_end was interrupted in a collective" in text
+    assert disturbed == undisturbed
