@@ -50,6 +50,7 @@ _WRITTEN_QUICKLY = frozenset({list, dict, set})
 _KINDS: dict[str, Any] = {
     each.__name__: each for each in (list, tuple, set, deque, dict, OrderedDict, Counter, defaultdict)
 }
+_DICT_NAMES = frozenset(each.__name__ for each in _DICTS)
 _FACTORIES = {each.__name__: each for each in (int, float, str, bool, list, dict, set)}
 _INTERNAL = frozenset(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -299,7 +300,7 @@ class PlainAttributes:
         table = vars(owner)
         if not isinstance(key, str) or key in self._ignored or any(key in table.get(each, {}) for each in _TABLES):
             return False
-        return key in table or not hasattr(type(owner), key)
+        return key in table or not any(key in vars(base) for base in type(owner).__mro__)
 
     def _put_back(self, index: int, value: Any, contents: _Contents | None) -> None:
         name, table, key = self._places[index]
@@ -499,9 +500,12 @@ def _decoded(form: Any) -> Any:
             return value.numpy().copy().reshape(shape)
         case (str(name), list(entries), more) if name in _KINDS:
             kind = _KINDS[name]
-            if kind in _DICTS:
+            if name in _DICT_NAMES:
                 pairs: dict[Any, Any] = {_decoded(key): _decoded(each) for key, each in entries}
-                return defaultdict(_FACTORIES.get(more), pairs) if name == "defaultdict" else kind(pairs)
+                if name == "defaultdict":
+                    factory: Any = _FACTORIES.get(more)
+                    return defaultdict(factory, pairs)
+                return kind(pairs)
             inner = map(_decoded, entries)
             return deque(inner, more) if name == "deque" else kind(inner)
         case _:
