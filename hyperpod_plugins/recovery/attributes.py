@@ -55,7 +55,8 @@ _FACTORIES = {each.__name__: each for each in (int, float, str, bool, list, dict
 _INTERNAL = frozenset(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
-_DELETED = ("deleted",)
+_DELETED, _OWN = ("deleted",), ("own",)
+"""Forms of an attribute that is gone, and of one that the set-up of each process makes, such as an open file."""
 
 
 def is_of_program(cls: type) -> bool:
@@ -130,6 +131,7 @@ class PlainAttributes:
         self._quick: list[int] = []
         self._quick_text = b""
         self._marked: dict[str, Any] = {}
+        self._at_mark: KeptAttributes | None = None
         self._first = self._values()
         self._first_contents = self._contents_of(self._first)
         if former is not None:
@@ -164,11 +166,10 @@ class PlainAttributes:
         for index in self._changed(values):
             owner, _, key = self._places[index]
             found.setdefault(owner, {})[key] = values[index]
+        found = {owner: self._without_own(owner, each) for owner, each in found.items()}
         self._warn_of(found)
         return {
-            owner: {key: _DELETED if value is _ABSENT else _encoded(value) for key, value in each.items()}
-            if not _unsendable(each)
-            else None
+            owner: None if _unsendable(each) else {key: _encoded(value) for key, value in each.items()}
             for owner, each in found.items()
         }
 
@@ -204,6 +205,7 @@ class PlainAttributes:
 
     def mark_own(self) -> None:
         """Note what this process's own set-up has written, at its end; see `take_from_replica`."""
+        self._at_mark = self.keep()
         self._marked = self.state_dict()
 
     def for_joiner(self) -> dict[str, Any]:
@@ -220,6 +222,19 @@ class PlainAttributes:
             if not are_same(value, (theirs.get(owner) or {}).get(key))
         }
         self.load_state_dict(given["present"], leave)
+
+    def _without_own(self, owner: str, values: dict[str, Any]) -> dict[str, Any]:
+        """The attributes with `_OWN` for those that cannot be sent, and are as this process's set-up has left them."""
+        mark = self._at_mark
+        if mark is None or not _unsendable(values):
+            return values
+        bad = set(_unsendable(values))
+        for index, value in enumerate(mark.values):
+            name, _, key = self._places[index]
+            contents = mark.contents.get(index)
+            if name == owner and key in bad and values[key] is value and (contents is None or _is_same(contents)):
+                values[key] = _OWN
+        return values
 
     def _adopt(self, former: "PlainAttributes") -> None:
         places = {(name, key): index for index, (name, _, key) in enumerate(former._places)}
@@ -479,8 +494,10 @@ def _write(value: Any, contents: Any) -> None:
 def _encoded(value: Any) -> Any:
     """A form of plain containers and tensors on the CPU, which keeps the types."""
     kind = type(value)
-    if kind in _SCALARS:
+    if kind in _SCALARS or value is _OWN:
         return value
+    if value is _ABSENT:
+        return _DELETED
     if kind is torch.Tensor:
         return "tensor", value.detach().cpu().clone()
     if kind is np.ndarray:
@@ -514,8 +531,9 @@ def _decoded(form: Any) -> Any:
 
 def _load(table: dict[str, Any], key: str, form: Any) -> None:
     """Give an attribute a value from another process: into the present object if it is of the same kind."""
-    if form == _DELETED and isinstance(form, tuple):
-        table.pop(key, None)
+    if isinstance(form, tuple) and len(form) == 1:
+        if form == _DELETED:
+            table.pop(key, None)
         return
     value: Any = _decoded(form)
     present: Any = table.get(key)

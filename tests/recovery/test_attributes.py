@@ -199,6 +199,23 @@ def test_what_both_set_ups_have_written_differently_stays():
     assert (joiner.my_rank, joiner.count, joiner.late) == (1, 57, [1])
 
 
+def test_what_each_set_up_makes_for_itself_is_neither_sent_nor_reset(caplog):
+    source, joiner = Owner(), Owner()
+    of_source, of_joiner = (PlainAttributes([("module", each)]) for each in (source, joiner))
+    for owner, attributes in ((source, of_source), (joiner, of_joiner)):
+        owner.nothing = owner.bar = object()  # as of on_train_start
+        attributes.mark_own()
+    source.count = 3
+    made = joiner.bar
+    of_joiner.take_from_replica(unpack(pack(of_source.for_joiner())))
+    of_joiner.load_state_dict(unpack(pack(of_source.state_dict())))
+    assert (joiner.count, joiner.bar, joiner.nothing) == (3, made, made)
+    assert not caplog.records
+    source.bar = object()
+    assert of_source.state_dict() == {"module": None}
+    assert "bar of module (object)" in caplog.text
+
+
 def test_objects_that_are_replaced_begin_anew_and_others_keep_their_first_values():
     one, two, three = Owner(), Owner(), Owner()
     former = PlainAttributes([("a", one), ("b", two)])
