@@ -131,7 +131,7 @@ class PlainAttributes:
         self._quick: list[int] = []
         self._quick_text = b""
         self._marked: dict[str, Any] = {}
-        self._at_mark: KeptAttributes | None = None
+        self._at_mark: dict[tuple[str, str], tuple[Any, _Contents | None]] = {}
         self._first = self._values()
         self._first_contents = self._contents_of(self._first)
         if former is not None:
@@ -205,7 +205,11 @@ class PlainAttributes:
 
     def mark_own(self) -> None:
         """Note what this process's own set-up has written, at its end; see `take_from_replica`."""
-        self._at_mark = self.keep()
+        kept = self.keep()
+        places = zip(self._places, kept.values, strict=True)
+        self._at_mark = {
+            (owner, key): (value, kept.contents.get(index)) for index, ((owner, _, key), value) in enumerate(places)
+        }
         self._marked = self.state_dict()
 
     def for_joiner(self) -> dict[str, Any]:
@@ -225,14 +229,9 @@ class PlainAttributes:
 
     def _without_own(self, owner: str, values: dict[str, Any]) -> dict[str, Any]:
         """The attributes with `_OWN` for those that cannot be sent, and are as this process's set-up has left them."""
-        mark = self._at_mark
-        if mark is None or not _unsendable(values):
-            return values
-        bad = set(_unsendable(values))
-        for index, value in enumerate(mark.values):
-            name, _, key = self._places[index]
-            contents = mark.contents.get(index)
-            if name == owner and key in bad and values[key] is value and (contents is None or _is_same(contents)):
+        for key in _unsendable(values):
+            value, contents = self._at_mark.get((owner, key), (_ABSENT, None))
+            if values[key] is value and (contents is None or _is_same(contents)):
                 values[key] = _OWN
         return values
 
