@@ -719,12 +719,30 @@ def accelerated_session(page):
     assert page["step"].index == 5
 
 
-ELASTIC_SESSION = "elastic=ElasticPolicy(max_replicas=8)"
+ELASTIC_SESSION = "global_batch_size=64, elastic=ElasticPolicy(max_replicas=8)"
 
 
 @fragments("docs/guides/loops.md", ELASTIC_SESSION, ranks=2)
 def elastic_session(page):
     page.run(ELASTIC_SESSION)
+    assert page["session"].world_size == 2
+
+
+FOLLOWING_SESSION = 'scaling="linear", reference_batch_size=64'
+
+
+@fragments("docs/guides/loops.md", FOLLOWING_SESSION, ranks=2)
+def session_whose_batch_follows_the_world(page):
+    page.run(FOLLOWING_SESSION)
+    assert page["session"].world_size == 2
+
+
+REPRODUCIBLE_SESSION = "reproducible=True, elastic=ElasticPolicy(max_replicas=4"
+
+
+@fragments("docs/guides/loops.md", REPRODUCIBLE_SESSION, ranks=2)
+def reproducible_session(page):
+    page.run(REPRODUCIBLE_SESSION)
     assert page["session"].world_size == 2
 
 

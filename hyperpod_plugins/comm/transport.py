@@ -184,7 +184,7 @@ _ANY_LIBRARY = (
     r"|[Tt]imed out|[Ww]ait timeout"
 )
 _GLOO = re.compile(
-    r"\[\S*gloo/transport/|\[enforce fail at \S*gloo/transport/tcp/socket\.cc"
+    r"\[\S*gloo/transport/|\[enforce fail at \S*gloo/transport/tcp/(?!device)"
     rf"|Application timeout caused pair closure|Gloo connectFullMesh failed|{_ANY_LIBRARY}"
 )
 """gloo's transport names its source file in what it throws, and throws nothing else than lost connections."""

@@ -458,7 +458,7 @@ class FitRecovery(NullFitRecovery):
             if returned is None and not member.has_torn_state:
                 self._average.catch_up(trainer, member.committed)
         own = b"" if returned is not None else self.window.capture_state_outside_step(part)
-        has_ended = self._left_at_part_end and bool(own)
+        has_ended, self._left_at_part_end = self._left_at_part_end and bool(own), False
         after = self.window.capture_state_outside_step(None) if has_ended else b""
         if not has_ended:
             self._put_back(part)

@@ -307,8 +307,9 @@ class TrainerRecovery(NullRecovery):
 
     @override
     def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
-        self._broadcasts.clear()
-        return self.fit.leave_loops(error, from_checkpoint=from_checkpoint)
+        has_left = self.fit.leave_loops(error, from_checkpoint=from_checkpoint)
+        self._broadcasts.clear()  # saving hooks, which have been called by now, may have counted
+        return has_left
 
     @override
     def give_up(self, reason: str, barrier: Callable[[], None]) -> None:

@@ -81,9 +81,9 @@ class HyperPodAgent(SimpleElasticAgent):
         self._options = options
         self.node = NodeStatus(handler if isinstance(handler, HyperPodRendezvousHandler) else None)
         self._inbox = SignalQueue(options.ending_signals)
-        self._inbox.on_ending(self._exit_in_time)
         self._is_stopping = False
         self._workers = LocalWorkers(options.program, options.fork_server, dict(options.environ))
+        self._inbox.on_ending(self._exit_in_time)
         self._exits = WorkerExits(self.node, self._workers, self._inbox, options.restarts)
         self._departure = Departure(self.node, self._workers)
         self.exit = ExitBarrier(

@@ -8,6 +8,7 @@ instead, the learning rate follows by a named rule, and schedulers advance by sa
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Literal
 
 from hyperpod_plugins.data import BatchSplit
@@ -134,6 +135,17 @@ class SampleClock:
 _LEVEL = Ramp(start=1.0, end=1.0)
 
 
+def whole_number(name: str, value: object) -> int:
+    """Return an option's value as an integer, also if it is NumPy's, or 4.0.
+
+    Raises:
+        ConfigError: it is not a whole number; `name` is for the message.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value != int(value):
+        raise ConfigError(f"{name} must be a whole number, but is {value!r}.")
+    return int(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRScalingRule:
     """How the learning rate follows the batch.
@@ -152,8 +164,10 @@ class LRScalingRule:
     """Whether `sqrt` also changes Adam's betas and eps (Malladi et al. 2022, arXiv:2205.10287)."""
 
     def __post_init__(self) -> None:
-        """Check the values together."""
+        """Check the values together; whole numbers of other types become integers."""
         lr_factor(self.scaling, 1, 1)
+        for name in ("reference_batch_size", "warmup_samples"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if min(self.reference_batch_size, self.warmup_samples) < 0:
             raise ConfigError(
                 f"reference_batch_size and warmup_samples must not be negative, but are {self.reference_batch_size} "

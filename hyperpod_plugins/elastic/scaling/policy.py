@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from hyperpod_plugins.elastic.scaling.lr import fits
+from hyperpod_plugins.elastic.scaling.lr import fits, whole_number
 from hyperpod_plugins.errors import ConfigError
 
 
@@ -35,7 +35,10 @@ class ElasticPolicy:
     """Each loss soon after a growth doubles `min_stable_s`, up to this, in seconds."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the values; whole numbers of other types become integers."""
+        for name in ("min_replicas", "max_replicas", "replica_increment"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        object.__setattr__(self, "replica_sizes", tuple(whole_number("replica_sizes", it) for it in self.replica_sizes))
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise ConfigError(
                 f"replicas must satisfy 1 <= min <= max, but min is {self.min_replicas} and max {self.max_replicas}."

@@ -28,7 +28,7 @@ class JsonRecord:
 
     def to_json(self) -> str:
         """Return one line of JSON, identical for equal values; enum members by their names."""
-        return json.dumps(self.to_dict(), default=lambda member: member.name)
+        return json.dumps(self.to_dict(), default=_name_of)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -50,6 +50,12 @@ class JsonRecord:
             ValueError: as in `from_json`.
         """
         return _decode(cls, values, cls.__name__)
+
+
+def _name_of(value: object) -> str:
+    if isinstance(value, enum.Enum):
+        return value.name
+    raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
 def printable(text: str) -> str:
