@@ -289,7 +289,7 @@ module = language_module(optimizer=torch.optim.SGD, epochs=9)
 trainer.fit(module, datamodule=TokenDataModule("train.tokens", config=TokenDataConfig(sequence_length=8)))
 print(f"ended at {elastic.schedule_step} after {trainer.global_step}", flush=True)
 """,
-        says="ended at 5 after [345]",
+        says="ended at [56] after [345]",
     ),
     Program(
         pages=("docs/quickstart.md",),

@@ -29,6 +29,10 @@ from device import ACCELERATOR, devices, install_transport
 install_transport()
 
 
+LOSSES = {}
+"""What this process has computed; an attribute of the module would be given to a replacement."""
+
+
 class Samples(torch.utils.data.Dataset):
     def __init__(self, fetching=lambda: None):
         self.fetching = fetching
@@ -64,12 +68,11 @@ class Module(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(Mixer(), nn.Dropout(0.2), Mixer(), nn.LayerNorm(16))
-        self.losses = {}
 
     def training_step(self, batch, batch_idx):
         loss = (self.net(batch) - batch).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True)
-        self.losses[self.trainer.global_step, batch_idx] = loss.item()
+        LOSSES[self.trainer.global_step, batch_idx] = loss.item()
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -128,7 +131,7 @@ def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeo
         "epoch": trainer.current_epoch,
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
         "val": float(trainer.callback_metrics["val"]),
-        "losses": [(*key, loss) for key, loss in sorted(module.losses.items())],
+        "losses": [(*key, loss) for key, loss in sorted(LOSSES.items())],
         "repairs": [repair.failure.kind for repair in recovery.repairs],
     }
     if trainer.is_global_zero:
