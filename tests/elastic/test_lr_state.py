@@ -3,11 +3,13 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState, scaled_adam
+from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError
 
 REFERENCE = 100
@@ -80,3 +82,20 @@ def test_adam_beside_a_learning_rate_by_the_square_root():
     assert scaled_adam((0.9, 0.999), 1e-8, 1.0) == (pytest.approx((0.9, 0.999)), 1e-8)
     with pytest.raises(ConfigError, match="up to 10 times is possible"):
         scaled_adam((0.9, 0.999), 1e-8, 4.0)
+
+
+@pytest.mark.parametrize("number", [1000, 1e3, np.int64(1000), np.float32(1000)])
+def test_a_count_of_any_type_of_number_is_an_integer_that_another_process_can_read(number):
+    rule = LRScalingRule(scaling="linear", warmup_samples=number)
+    state = LRState.initial(8, rule).with_batch(16, rule)
+    assert LRState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    policy = ElasticPolicy(min_replicas=number, max_replicas=number)
+    assert (type(rule.warmup_samples), type(policy.max_replicas)) == (int, int)
+
+
+@pytest.mark.parametrize("number", [True, 1.5, "8", None, float("nan"), float("inf")])
+def test_what_is_no_whole_number_is_refused(number):
+    with pytest.raises(ConfigError, match="warmup_samples must be a whole number"):
+        LRScalingRule(scaling="linear", warmup_samples=number)
+    with pytest.raises(ConfigError, match="max_replicas must be a whole number"):
+        ElasticPolicy(max_replicas=number)

@@ -141,9 +141,12 @@ def whole_number(name: str, value: object) -> int:
     Raises:
         ConfigError: it is not a whole number; `name` is for the message.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value != int(value):
+    if type(value) is int:
+        return value
+    number = math.nan if type(value) is bool or not isinstance(value, Real) else float(value)
+    if not number.is_integer():
         raise ConfigError(f"{name} must be a whole number, but is {value!r}.")
-    return int(value)
+    return int(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
