@@ -285,11 +285,12 @@ write_token_file("train.tokens", 8 * 128 * 10)
 trainer = L.Trainer(
     strategy=HyperPodStrategy(hybrid_shard_degree=1), callbacks=[elastic, StopAtEndOfSchedule(elastic, 5)], **QUIET
 )
+torch.manual_seed(0)  # the gains of three steps may all be exactly 2 otherwise
 module = language_module(optimizer=torch.optim.SGD, epochs=9)
 trainer.fit(module, datamodule=TokenDataModule("train.tokens", config=TokenDataConfig(sequence_length=8)))
 print(f"ended at {elastic.schedule_step} after {trainer.global_step}", flush=True)
 """,
-        says="ended at [56] after [345]",
+        says="ended at 5 after [345]",
     ),
     Program(
         pages=("docs/quickstart.md",),

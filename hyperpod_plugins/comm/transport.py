@@ -131,7 +131,7 @@ class InnerGroup:
         self.release()
 
     def discard(self) -> None:
-        """End a group that is broken, or that was connected in vain."""
+        """End a group that is broken, or whose connection was given up."""
         self.start_abort()  # a group connected in a failed attempt has not been aborted by a break
         self.sockets.close()
         self.release()
