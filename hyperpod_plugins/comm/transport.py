@@ -184,10 +184,13 @@ _ANY_LIBRARY = (
     r"|[Tt]imed out|[Ww]ait timeout"
 )
 _GLOO = re.compile(
-    r"\[\S*gloo/transport/|\[enforce fail at \S*gloo/transport/tcp/(?!device)"
+    r"\[\S*gloo/transport/|\[enforce fail at \S*gloo/transport/tcp/(?!device)(?!.* <--> \[none\])"
     rf"|Application timeout caused pair closure|Gloo connectFullMesh failed|{_ANY_LIBRARY}"
 )
-"""gloo's transport names its source file in what it throws, and throws nothing else than lost connections."""
+"""gloo's transport names its source file in what it throws: lost connections, or a transfer from a rank to itself.
+
+A rank's pair with itself has no peer, `[none]`.
+"""
 _NCCL = re.compile(r"NCCL (communicator|error)|ncclRemoteError|Watchdog caught collective operation timeout")
 
 

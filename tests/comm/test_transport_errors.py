@@ -135,6 +135,8 @@ def test_a_lost_connection_is_a_transport_error(lose):
         f"{GLOO}/pair.cc:152] short read: got 0 bytes while expecting to read 8 bytes, remote={PEER}",
         f"{GLOO}/pair.cc:152] short write: wrote 0 bytes while expecting to write 8 bytes, remote={PEER}",
         f"[enforce fail at {GLOO[1:]}/socket.cc:142] rv != -1. connect: Network is unreachable",
+        f"[enforce fail at {GLOO[1:]}/pair.cc:801] state_ >= CONNECTED. 3 vs 4. Pair is not connected ({PEER}$0 <--> "
+        "[10.0.0.3]:4243$0)",
         f"Gloo connectFullMesh failed with {GLOO}/pair.cc:152] no error",
         f"Gloo connectFullMesh failed with {GLOO}/pair.cc:152] timed out connecting: SO_ERROR: No route to host",
         f"{GLOO}/pair.cc:152] read: Resource temporarily unavailable, remote={PEER}",

@@ -142,8 +142,8 @@ def pause(seconds):
 class Job:
     """What a job left behind."""
 
-    def __init__(self, folder, code, output):
-        self.folder, self.code, self.output = folder, code, output
+    def __init__(self, folder, code, output, agent_pid=None):
+        self.folder, self.code, self.output, self.agent_pid = folder, code, output, agent_pid
 
     @property
     def num_faults(self):
@@ -206,7 +206,7 @@ def run_job(script, folder, *, timeout_s=100.0, **options):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     assert not left, f"the job left processes: {left}"
-    return Job(folder, code, output.read_text())
+    return Job(folder, code, output.read_text(), agent.pid)
 
 
 def left_processes(mark, patience_s):

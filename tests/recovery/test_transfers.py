@@ -93,5 +93,4 @@ def test_all_processes_are_lost_at_once(calm, tmp_path, launcher, args, faults):
     assert "ALL STEPS SO FAR ARE LOST" not in job.output
     assert "all ranks return to the snapshot of step 4" in job.output
     assert_same(job, calm(2, 2), 2)
-    agents = [folder.name.partition("-")[0] for folder in Path(f"/dev/shm/hyperpod-{os.getuid()}").glob("*-*")]
-    assert all(Path(f"/proc/{agent}").exists() for agent in agents)  # those of other jobs
+    assert not [*Path(f"/dev/shm/hyperpod-{os.getuid()}").glob(f"{job.agent_pid}-*")]
