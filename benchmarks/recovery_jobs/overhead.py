@@ -40,6 +40,23 @@ OFF, ON, CONTROL = "recovery off", "recovery on", "recovery off again (control)"
 MODES = (OFF, ON, CONTROL)
 
 
+class Switch:
+    """Switches a strategy's recovery off and on; no attribute of the module changes, as those are kept."""
+
+    def attach(self, strategy: object) -> None:
+        """Take over the recovery of a strategy whose fit starts."""
+        assert isinstance(strategy, HyperPodStrategy)
+        self.strategy, self.recovery = strategy, strategy._recovery
+        assert isinstance(self.recovery.fit, FitRecovery)
+        self.local = self.recovery.fit.local
+
+    def turn(self, *, is_on: bool) -> None:
+        """Begin a turn; what one without recovery has changed would look like what a hook writes after a step."""
+        if self.local._last is not None:
+            self.local._last = self.local.state()
+        self.strategy._recovery = self.recovery if is_on else NullRecovery()
+
+
 class Module(pl.LightningModule):
     """The workload; each batch begins when its turn does, with recovery on or off."""
 
@@ -48,31 +65,20 @@ class Module(pl.LightningModule):
         self.turns = turns
         self.schedule = schedule
         self.has_local_state = has_local_state
+        self.switch = Switch()
         self.model = workload.make_model()
         if has_local_state:
             self.register_buffer("mean_token", torch.zeros(workload.SEQUENCE + 1))
 
     def on_train_start(self) -> None:
-        self.strategy = self.trainer.strategy
-        assert isinstance(self.strategy, HyperPodStrategy)
-        self.recovery = self.strategy._recovery
-        assert isinstance(self.recovery.fit, FitRecovery)
-        self.fit_recovery = self.recovery.fit
+        self.switch.attach(self.trainer.strategy)
         gc.collect()
         gc.freeze()  # a collection of all that was imported takes a step's time, and falls into somebody's turn
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
-        self.forget_former_turn()
         step = next(self.turns, None)
-        assert isinstance(self.strategy, HyperPodStrategy)
-        self.strategy._recovery = self.recovery if step is None or is_on(step, self.schedule) else NullRecovery()
+        self.switch.turn(is_on=step is None or is_on(step, self.schedule))
         return -1 if step is None else None  # -1 ends the epoch
-
-    def forget_former_turn(self) -> None:
-        """Before each turn: what one without recovery has changed would look like what a hook writes after a step."""
-        local = self.fit_recovery.local
-        if local._last is not None:
-            local._last = local.state()
 
     def training_step(self, rows: Tensor, batch_idx: int) -> Tensor:
         loss = workload.loss_of(self.model, rows)

@@ -58,6 +58,7 @@ from hyperpod_plugins.recovery.undo import (
     drop_gradients,
     end_iteration,
     forget_iteration,
+    modules_of,
 )
 
 _Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -73,7 +74,7 @@ class ModuleStart:
         self, module: nn.Module, attributes: Sequence[PlainAttributes], written: Iterable[torch.Tensor] = ()
     ) -> None:
         """Copy them; `written`: this rank's part of the parameters that the program itself writes."""
-        self._buffers = Buffers(module.modules())
+        self._buffers = Buffers(modules_of(module))
         self._attributes = [(each, each.keep()) for each in attributes]
         self._copies = [(each, each.clone()) for each in written]
 

@@ -53,6 +53,8 @@ _KINDS: dict[str, Any] = {
 _DICT_NAMES = frozenset(each.__name__ for each in _DICTS)
 _FACTORIES = {each.__name__: each for each in (int, float, str, bool, list, dict, set)}
 _INTERNAL = frozenset(vars(nn.Module()))
+_OF_TORCH = "__composable_api_state_key"
+"""Prefix of the attributes in which `fully_shard` and its kind keep their own state of a module."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 _DELETED, _OWN = ("deleted",), ("own",)
@@ -257,7 +259,7 @@ class PlainAttributes:
             (name, vars(owner), key)
             for name, owner in self._owners.items()
             for key in vars(owner)
-            if key not in self._ignored and (name, key) not in known
+            if key not in self._ignored and (name, key) not in known and not key.startswith(_OF_TORCH)
         ]
         self._places += new
         self._first += [_ABSENT] * len(new)
@@ -313,6 +315,8 @@ class PlainAttributes:
         """Whether an attribute may be set: not one of a library, a class, or a module's tables."""
         table = vars(owner)
         if not isinstance(key, str) or key in self._ignored or any(key in table.get(each, {}) for each in _TABLES):
+            return False
+        if key.startswith(_OF_TORCH):
             return False
         return key in table or not any(key in vars(base) for base in type(owner).__mro__)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from recovery.test_life import results
 from torch import nn
+from torch.distributed._composable import checkpoint as checkpoint_function
 
 from hyperpod_plugins.recovery.attributes import MAX_ENTRIES, PlainAttributes, is_of_program, modules_of_program
 from hyperpod_plugins.recovery.packing import are_same, pack, unpack
@@ -233,6 +234,19 @@ def test_only_what_the_program_defines_is_looked_at():
     assert not is_of_program(nn.Linear)
     assert is_of_program(Owner)
     assert PlainAttributes(modules_of_program(nn.Linear(2, 2))).is_empty
+
+
+def test_what_fully_shard_keeps_in_a_module_is_left_alone():
+    it = Owner()
+    checkpoint_function(it)  # keeps its state of a module in an attribute, as `fully_shard` does
+    key = next(each for each in vars(it) if "composable" in each)
+    attributes = PlainAttributes([("it", it)])
+    kept, state = attributes.keep(), vars(it)[key]
+    vars(it)[key] = OrderedDict(state, other=1)
+    assert not attributes.state_dict()
+    attributes.put_back(kept)
+    attributes.load_state_dict({"it": {key: 3}})
+    assert "other" in vars(it)[key]
 
 
 def test_what_a_peer_sends_changes_no_attribute_of_a_library():
