@@ -264,8 +264,8 @@ def main() -> int:
         draw_picture(records, asked.json.with_suffix(""))
     if not asked.skip_overhead:
         comparisons = []
-        for has_local_state in (False, True):
-            comparison = overhead.compare(overhead_schedule(asked), has_local_state=has_local_state)
+        for part in overhead.PARTS:
+            comparison = overhead.compare(overhead_schedule(asked), part)
             report.print_comparison(comparison)
             _, on, control = comparison.runs
             against_both = report.ratio_line(comparison, on, overhead.LIMIT, again=control)

@@ -32,13 +32,18 @@ def ratio_to_reference(comparison: Comparison, run: Run, measure: str = "step_s"
 
 
 def ratio_line(comparison: Comparison, run: Run, limit: float | None = None, *, again: Run | None = None) -> str:
-    """What a run takes more than the reference, in percent, by the clock and by processor time; and the verdict."""
+    """What a run takes more than the reference, in percent, by the clock and by processor time; and the verdict.
+
+    Also in milliseconds of a step: the percentage of the reference's median.
+    """
     parts = []
     for measure, label in (("step_s", "step time"), ("cpu_s", "processor time")):
         ratio = ratio_to_reference(comparison, run, measure, again=again)
         change, low, high = (100 * (value - 1) for value in (ratio.median, ratio.low, ratio.high))
         judged = "" if limit is None else f", limit {100 * (limit - 1):+.0f} %: {verdict(ratio, limit)}"
-        parts.append(f"{label} {change:+.1f} % ({low:+.1f} .. {high:+.1f}){judged}")
+        own = comparison.runs[0].step_s if measure == "step_s" else comparison.runs[0].measures[measure]
+        ms = spread(own).median * change * 10
+        parts.append(f"{label} {change:+.2f} % ({low:+.2f} .. {high:+.2f}), {ms:+.2f} ms{judged}")
     return f"{run.name}: {'; '.join(parts)}"
 
 

@@ -13,7 +13,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -32,10 +32,25 @@ from hyperpod_plugins.lightning.recovery import NullRecovery
 WORLD_SIZE = 2
 LIMIT = 1.01
 """Goal: less than 1 % of a step of 100 ms."""
-TITLES = {
-    False: "Nothing fails",
-    True: "Nothing fails, and each step changes what a rank has of its own: a buffer and a logged mean",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One comparison."""
+
+    title: str
+    has_local_state: bool
+    """Whether each step changes what a rank has of its own: a buffer and a logged mean."""
+    samples: int
+    """Of a rank and step: the cost is the same for each step, so its share depends on how long a step takes."""
+
+
+_CHANGES = "each step changes a buffer and a logged mean"
+PARTS = (
+    Part("Nothing fails", False, workload.BATCH),
+    Part(f"Nothing fails, and {_CHANGES}", True, workload.BATCH),
+    Part(f"Nothing fails, {_CHANGES}, and has four times the samples", True, 4 * workload.BATCH),
+)
 OFF, ON, CONTROL = "recovery off", "recovery on", "recovery off again (control)"
 MODES = (OFF, ON, CONTROL)
 
@@ -60,14 +75,14 @@ class Switch:
 class Module(pl.LightningModule):
     """The workload; each batch begins when its turn does, with recovery on or off."""
 
-    def __init__(self, turns: Iterator[int], schedule: harness.Schedule, *, has_local_state: bool) -> None:
+    def __init__(self, turns: Iterator[int], schedule: harness.Schedule, part: Part) -> None:
         super().__init__()
         self.turns = turns
         self.schedule = schedule
-        self.has_local_state = has_local_state
+        self.part = part
         self.switch = Switch()
         self.model = workload.make_model()
-        if has_local_state:
+        if part.has_local_state:
             self.register_buffer("mean_token", torch.zeros(workload.SEQUENCE + 1))
 
     def on_train_start(self) -> None:
@@ -82,7 +97,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, rows: Tensor, batch_idx: int) -> Tensor:
         loss = workload.loss_of(self.model, rows)
-        if self.has_local_state:
+        if self.part.has_local_state:
             self.mean_token.lerp_(rows.float().mean(0), 0.1)
             self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
@@ -91,7 +106,7 @@ class Module(pl.LightningModule):
         return workload.make_optimizer(self.model)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return workload.make_loader(self.global_rank, WORLD_SIZE)
+        return workload.make_loader(self.global_rank, WORLD_SIZE, self.part.samples)
 
 
 def is_on(step: int, schedule: harness.Schedule) -> bool:
@@ -105,7 +120,7 @@ def order_of(round_index: int) -> list[str]:
     return rotated(MODES, round_index)
 
 
-def train(turns: Iterator[int], schedule: harness.Schedule, folder: str, *, has_local_state: bool) -> None:
+def train(turns: Iterator[int], schedule: harness.Schedule, folder: str, part: Part) -> None:
     """A Trainer that is told of an agent's store, which here the benchmark serves; what it keeps goes with `folder`."""
     warnings.filterwarnings("ignore")
     job = JobEnv(store_host="127.0.0.1", store_port=int(os.environ["MASTER_PORT"]), run_id="overhead")
@@ -123,26 +138,27 @@ def train(turns: Iterator[int], schedule: harness.Schedule, folder: str, *, has_
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(Module(turns, schedule, has_local_state=has_local_state))
+    trainer.fit(Module(turns, schedule, part))
 
 
-def compare(schedule: harness.Schedule, *, has_local_state: bool) -> harness.Comparison:
+def compare(schedule: harness.Schedule, part: Part) -> harness.Comparison:
     """Recovery off, on, and off again, which shows the error of this machine."""
     ranks.preload(["lightning.pytorch", "hyperpod_plugins.lightning"])
-    title = TITLES[has_local_state]
     contender = ranks.Contender(name="recovery", train=train, world_size=WORLD_SIZE)
     runs = {mode: harness.Run(name=mode) for mode in MODES}
     for start_index, num_rounds in enumerate(schedule.rounds_per_start):
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            kwargs = {"schedule": schedule, "folder": folder, "has_local_state": has_local_state}
+            kwargs = {"schedule": schedule, "folder": folder, "part": part}
             with ranks.RankGroup(replace(contender, kwargs=kwargs), Path(folder)) as group:
                 group.wait_ready(schedule.setup_timeout_s)
                 group.take_turn(ranks.Order(lead_in=schedule.warmup, steps=1), schedule.turn_timeout_s)
                 for round_index in range(num_rounds):
                     if round_index % 20 == 0:
-                        harness.progress(f"{title}: start {start_index + 1}, round {round_index + 1} of {num_rounds}")
+                        harness.progress(
+                            f"{part.title}: start {start_index + 1}, round {round_index + 1} of {num_rounds}"
+                        )
                     for mode in order_of(round_index):
                         harness.record_turn(group, schedule, runs[mode])
                 group.finish(schedule.turn_timeout_s)
     harness.progress("")
-    return harness.Comparison(title=title, schedule=schedule, runs=list(runs.values()))
+    return harness.Comparison(title=part.title, schedule=schedule, runs=list(runs.values()))

@@ -79,9 +79,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.01, fused=True)
 
 
-def make_loader(rank: int, world_size: int) -> DataLoader[Tensor]:
+def make_loader(rank: int, world_size: int, batch: int = BATCH) -> DataLoader[Tensor]:
     sampler = DistributedSampler(Sentences(), num_replicas=world_size, rank=rank, shuffle=True, seed=7)
-    return DataLoader(Sentences(), batch_size=BATCH, sampler=sampler)
+    return DataLoader(Sentences(), batch_size=batch, sampler=sampler)
 
 
 def batches_from(step: int, rank: int, world_size: int) -> Iterator[Tensor]:
