@@ -1,4 +1,4 @@
-"""Elastic training in a Trainer: degrees of the job, the `ElasticTraining` callback, and `ElasticState` at run time."""
+"""Elastic training in a Trainer: the `ElasticTraining` callback, and `ElasticState` at run time."""
 
 # Lightning's loops have no public API.
 # pyright: reportPrivateUsage=false
@@ -8,9 +8,8 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,10 +23,8 @@ from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import (
     ElasticSpec,
     Layout,
-    choose,
     elastic_spec_of,
     publish_elastic_spec,
-    sort_layouts,
 )
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.elastic.scaling.batch_config import BatchConfig
@@ -40,100 +37,14 @@ from hyperpod_plugins.elastic.scaling.learning_rates import (
 from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import ConfigError, DegreeError
+from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.lightning.compat import Trainer
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback, TrainerLoader
 from hyperpod_plugins.lightning.lr_scaling import take_over_schedulers
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import Repair
-
-# Shard and tensor degrees: which ones a job allows, and which one it has.
-
-
-class DegreeOptions(Protocol):
-    """The part of `ElasticTraining` that the choice of degrees depends on."""
-
-    shard_degrees: tuple[int, ...]
-    tensor_degrees: tuple[int, ...]
-
-    def resolve(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
-        """Limits and batch in a world of replicas with this topology."""
-        ...
-
-
-def as_degrees(shard_degrees: Sequence[int], tensor_degrees: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Validate the user's degrees and return them as tuples.
-
-    Raises:
-        DegreeError: a degree is not an integer, or below 1.
-    """
-    for name, degrees in (("shard_degrees", shard_degrees), ("tensor_degrees", tensor_degrees)):
-        if any(type(degree) is not int or degree < 1 for degree in degrees):
-            raise DegreeError(f"{name} must be whole numbers from 1 on, but are {list(degrees)}")
-    return tuple(shard_degrees), tuple(tensor_degrees)
-
-
-def layouts_of(options: DegreeOptions, config: ParallelConfig, ranks_per_node: int) -> tuple[Layout, ...]:
-    """All layouts that a start of the job may use, in the order in which they are tried.
-
-    Empty if neither list of degrees is given, so that the strategy's degrees are the only ones.
-
-    Raises:
-        ConfigError: for some degrees the model cannot be parallelized, the batch cannot be split, or the policy
-            cannot be met; or there are tensor degrees but no shard degree.
-    """
-    if not options.shard_degrees and not options.tensor_degrees:
-        return ()
-    own = (config.hybrid_shard_degree, config.tensor_parallel_degree)
-    shards = {*options.shard_degrees, own[0]} - {0}
-    if not shards:
-        raise ConfigError(
-            "tensor_degrees needs to know the shard degrees that go with them: give shard_degrees too, or the "
-            "strategy's hybrid_shard_degree."
-        )
-    layouts: list[Layout] = []
-    for shard, tensor in product(shards, {*options.tensor_degrees, own[1]}):
-        replica = ParallelConfig.of(config, hybrid_shard_degree=shard, tensor_parallel_degree=tensor)
-        policy, batch = options.resolve(replica.topology(shard * tensor, ranks_per_node=ranks_per_node))
-        layouts.append(Layout(shard_degree=shard, tensor_degree=tensor, sizes=batch.feasible_sizes(policy, shard)))
-    job = JobEnv.from_environ()
-    asked = (0, 0) if job is None else (job.shard_degree, job.tensor_degree)
-    return sort_layouts(layouts, wanted=[asked, own])
-
-
-def with_degrees(
-    config: ParallelConfig, known: ElasticSpec | None, layouts: Sequence[Layout], world_size: int
-) -> ParallelConfig:
-    """The configuration with the degrees that the job has, or starts with.
-
-    Args:
-        config: of the strategy.
-        known: elastic spec of the job that this process joins; None if the job is starting.
-        layouts: see `layouts_of`.
-        world_size: of the present world.
-
-    Raises:
-        DegreeError: no layout fits the world.
-    """
-    if not layouts:
-        return config
-    shard, tensor = choose(layouts, world_size).degrees if known is None else known.degrees
-    return ParallelConfig.of(config, hybrid_shard_degree=shard, tensor_parallel_degree=tensor)
-
-
-def initial_world_size(options: DegreeOptions, config: ParallelConfig, world_size: int, ranks_per_node: int) -> int:
-    """How many of the `world_size` processes that start together form whole replicas.
-
-    Raises:
-        DegreeError: no layout fits them.
-    """
-    layouts = layouts_of(options, config, ranks_per_node)
-    if not layouts:
-        return world_size
-    layout = choose(layouts, world_size)
-    return layout.replicas_in(world_size) * layout.replica_size
-
+from hyperpod_plugins.recovery.layouts import as_degrees, layouts_of, with_degrees
 
 log = logging.getLogger(__name__)
 
@@ -242,12 +153,7 @@ class ElasticTraining(BatchSizeCallback):
         self.batch = self._config.batch
         if JobEnv.from_environ() is not None:
             ignore_notices()  # already here, because setting up model and data may take long
-        self.shard_degrees, self.tensor_degrees = as_degrees(shard_degrees, tensor_degrees)
-        if reproducible and (self.shard_degrees or self.tensor_degrees):
-            raise ConfigError(
-                "reproducible=True promises the same bits for any number of replicas, but other degrees add up "
-                "otherwise: leave out shard_degrees and tensor_degrees, or it."
-            )
+        self.shard_degrees, self.tensor_degrees = as_degrees(shard_degrees, tensor_degrees, reproducible=reproducible)
         self.rates = LearningRates(rule=rule)
         self.reproducible = reproducible
         self.remarks: tuple[str, ...] = ()

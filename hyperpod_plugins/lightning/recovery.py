@@ -16,12 +16,10 @@ from hyperpod_plugins.comm import GroupKey, group_health, new_axis_group
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import withdraw_announcement
-from hyperpod_plugins.elastic.membership.reshard import exit_surplus
-from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import ConfigError, PeerLost, StateLost
 from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, TrainerFn, TrainerStatus, callbacks_of
-from hyperpod_plugins.lightning.elastic_training import ElasticState, ElasticTraining, initial_world_size
+from hyperpod_plugins.lightning.elastic_training import ElasticState, ElasticTraining
 from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.fit_recovery import FitRecovery, NullFitRecovery
 from hyperpod_plugins.lightning.loggers import continue_runs
@@ -32,6 +30,7 @@ from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryOptions, Repair, SavedCheckpoints
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
 from hyperpod_plugins.recovery.engine import RecoveryEngine, join_job
+from hyperpod_plugins.recovery.layouts import form_initial_world
 from hyperpod_plugins.recovery.local_state import RankLocalState
 
 
@@ -373,11 +372,9 @@ def create_recovery(trainer: Trainer, config: ParallelConfig, env: WorkerEnv, *,
         entries.member = None
     worker_id, world_size = env.global_rank, env.world_size
     if elastic is not None and not job.is_joining:
-        world_size = initial_world_size(elastic, config, world_size, ranks_per_node)
-        if worker_id >= world_size:
-            if job.agent_pid:
-                exit_with_agent(job.agent_pid)
-            exit_surplus(JobStore.connect(job), worker_id, is_replaced=not job.agent_pid)
+        world_size = form_initial_world(
+            elastic, config, job, worker_id=worker_id, world_size=world_size, ranks_per_node=ranks_per_node
+        )
     return TrainerRecovery(callback, elastic, job, worker_id=worker_id, world_size=world_size)
 
 

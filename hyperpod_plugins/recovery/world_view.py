@@ -104,6 +104,6 @@ class WorldView:
         assert self._spec is not None
         left = num_survivors(self._job_store, self.at(generation), missing)
         return (
-            f" {what_would_fit(self._spec.layouts, left)}. Allow smaller degrees with ElasticTraining("
-            "shard_degrees=...) to have all processes start again with those that are left."
+            f" {what_would_fit(self._spec.layouts, left)}. Allow smaller degrees with shard_degrees of "
+            "ElasticTraining or Session to have all processes start again with those that are left."
         )

@@ -40,6 +40,7 @@ class LoopContext:
         """
         self._config = config
         self._env = env
+        self.ranks_per_node = env.local_world_size
         self._member = member
         self._options = options
         known = None if member is None else elastic_spec_of(member.job_store)

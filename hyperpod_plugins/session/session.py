@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of, publish_elastic_spec
 from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
 from hyperpod_plugins.elastic.scaling.learning_rates import (
     LearningRates,
@@ -47,6 +47,12 @@ from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
 from hyperpod_plugins.recovery.engine import join_job
 from hyperpod_plugins.recovery.entries import Entries, load_entry_values, save_entry_values, state_folder
+from hyperpod_plugins.recovery.layouts import (
+    as_degrees,
+    form_initial_world,
+    layouts_of,
+    with_degrees,
+)
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.session.context import LoopContext
@@ -84,6 +90,10 @@ class Session:
         recovery: options of fault recovery.
         elastic: lets the job grow and shrink: limits on the number of replicas, or True for as many replicas as
             `global_batch_size` has samples.
+        shard_degrees: with `elastic`, shard degrees that the job may have besides that of the configuration. If too
+            few ranks are left for a replica, all processes restart with degrees that fit; `hyperpod scale
+            --shard-degree` requests the same. Without an agent it has no effect.
+        tensor_degrees: the same for tensor degrees.
         comm: collective library to use, and whether a fallback is allowed.
         checkpoint_folder: folder for emergency checkpoints.
         timeout_s: seconds after which a collective that does not complete fails.
@@ -95,6 +105,8 @@ class Session:
 
     Raises:
         ConfigError: unknown options, invalid values or combinations.
+        DegreeError: a degree is no whole number, or the processes form no replica with any of the allowed degrees.
+        SystemExit: this process is left over after whole replicas have been formed.
     """
 
     def __init__(
@@ -107,6 +119,8 @@ class Session:
         reproducible: bool = False,
         recovery: RecoveryOptions | None = None,
         elastic: ElasticPolicy | bool = False,
+        shard_degrees: Sequence[int] = (),
+        tensor_degrees: Sequence[int] = (),
         comm: CommOptions | None = None,
         checkpoint_folder: str | Path = "checkpoints",
         timeout_s: float = 1800.0,
@@ -125,15 +139,12 @@ class Session:
         if elastic is True:
             elastic = ElasticPolicy(max_replicas=global_batch_size)
         self._policy = elastic or None
+        self._degrees = as_degrees(shard_degrees, tensor_degrees, reproducible=reproducible)
+        if any(self._degrees) and not elastic:
+            raise ConfigError("shard_degrees and tensor_degrees need `elastic`: without it a job keeps its processes.")
         self._member = None
         if job is not None:
-            self._member = join_job(
-                job,
-                self._recovery,
-                worker_id=env.global_rank,
-                world_size=env.world_size,
-                is_elastic=bool(elastic),
-            )
+            self._member = self._join(job, env, global_batch_size, samples_per_replica)
         elif self._recovery.enabled and env.world_size > 1 and env.global_rank == 0:
             log_once(WITHOUT_AGENT)
         self._context = LoopContext(
@@ -153,6 +164,37 @@ class Session:
         self._worker_id = env.global_rank
         self.state: dict[str, Any] = {}
         self.repairs: list[Repair] = []
+
+    def _join(self, job: JobEnv, env: WorkerEnv, global_batch_size: int, samples_per_replica: int) -> Member:
+        """Make this process a member of the job, and set the degrees of the job in the configuration."""
+        options, self._given_config, world_size = None, self.config, env.world_size
+        if self._policy is not None and any(self._degrees):
+            whole = global_batch_size or samples_per_replica  # how many samples fit at once is known in `steps`
+            batch = StepBatch(
+                global_batch_size=global_batch_size, samples_per_replica=samples_per_replica, micro_batch_size=whole
+            )
+            options = _Degrees(*self._degrees, self._policy, batch)
+            if not job.is_joining:
+                world_size = form_initial_world(
+                    options,
+                    self.config,
+                    job,
+                    worker_id=env.global_rank,
+                    world_size=world_size,
+                    ranks_per_node=env.local_world_size,
+                )
+        member = join_job(
+            job,
+            self._recovery,
+            worker_id=env.global_rank,
+            world_size=world_size,
+            is_elastic=self._policy is not None,
+        )
+        if options is not None:
+            layouts = layouts_of(options, self.config, env.local_world_size)
+            known = elastic_spec_of(member.job_store)
+            self.config = with_degrees(self.config, known, layouts, member.world.size)
+        return member
 
     # -- rank, device, topology ---------------------------------------------------------------------------------
 
@@ -417,8 +459,14 @@ class Session:
         if trained.rates is not None:
             self._begin_schedule(trained, trained.rates, batch, sizes)
         if self._member is not None and self._policy is not None and not self._member.is_joining:
-            replica_size = self._context.replica_size
-            spec = ElasticSpec(policy=self._policy, replica_size=replica_size, sizes=sizes)
+            degrees = _Degrees(*self._degrees, self._policy, batch)
+            spec = ElasticSpec(
+                policy=self._policy,
+                replica_size=self._context.replica_size,
+                sizes=sizes,
+                tensor_degree=self.topology.tensor_degree,
+                layouts=layouts_of(degrees, self._given_config, self._context.ranks_per_node),
+            )
             publish_elastic_spec(self._member.job_store, spec)
         computation = replace(self._computation, averaging=self._averaging_of(trained.model, split))
 
@@ -525,6 +573,20 @@ class Session:
         if self._trained is None or self._transactions is None:
             raise LoopError("say what is trained first: session.train(model, optimizer, scheduler)")
         return self._trained, self._transactions
+
+
+@dataclass(frozen=True, slots=True)
+class _Degrees:
+    """Degrees that a session allows, and the batch that their replicas share; `DegreeOptions`."""
+
+    shard_degrees: tuple[int, ...]
+    tensor_degrees: tuple[int, ...]
+    policy: ElasticPolicy
+    batch: StepBatch
+
+    def resolve(self, topology: Topology) -> tuple[ElasticPolicy, StepBatch]:
+        """Limits and batch, which are the same for replicas of any size."""
+        return self.policy, self.batch
 
 
 def _check_batch(

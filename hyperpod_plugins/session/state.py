@@ -24,6 +24,7 @@ from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, Trai
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.kept_state import OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates, ProgramState
+from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import CAN_RESET, StepStart, drop_gradients, end_iteration
 
@@ -295,23 +296,42 @@ class TrainedState:
             load_hyperparameters(self.entry_position.groups, self.optimizers)
 
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
-        """Write a checkpoint, or an emergency checkpoint if `path` is empty; return its path."""
-        assert snapshots is None, "a custom loop keeps its degrees, so no rank writes snapshots of other ranks"
-        position = self.entry_position or self.position()
-        path = path or str(self._folder / f"emergency-step={position.committed}")
-        self.write(path, position)
+        """Write a checkpoint before the job ends or all processes restart, and return its path."""
+        described = {rank: Position.from_bytes(each.trainer) for rank, each in (snapshots or {}).items()}
+        position = next(iter(described.values()), None) or self.entry_position or self.position()
+        if path in ("", RESHARD):
+            label = "reshard" if path else "emergency"
+            path = str((self._folder / f"{label}-step={position.committed}").absolute())
+        if snapshots is None:
+            self.write(path, position)
+        else:
+            self._write_snapshots(path, snapshots, described)
         return path
+
+    def _write_snapshots(self, path: str, snapshots: Mapping[int, Snapshot], described: Mapping[int, Position]) -> None:
+        """Write a checkpoint from snapshots of several ranks, with the positions in them."""
+        parts = self.tensors.checkpoint_parts([(each.header, each.data) for each in snapshots.values()], "a snapshot")
+        own = {rank: {"local": each.local, "layout": self._layout} for rank, each in described.items()}
+        first, position = next(iter(described.items()))
+        extra = {"loop": asdict(replace(position, local={})), "own": own[first]}
+        self._prepared_writer.save_parts(path, parts, model=self.model, extra=extra, rank_state=own)
+
+    @property
+    def _prepared_writer(self) -> CheckpointWriter:
+        if self._writer is None:
+            self._writer = CheckpointWriter(self.saving)
+        return self._writer
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def write(self, path: str | Path, position: Position) -> None:
         """Write a checkpoint. All ranks must call this."""
-        if self._writer is None:
-            self._writer = CheckpointWriter(self.saving)
         own = {"local": self.local_state, "layout": self._layout}
         extra = {"loop": asdict(position), "own": own}  # of rank 0; if they differ, each rank adds its own
         of_ranks = {dist.get_rank(): own}
-        self._writer.save(path, model=self.model, optimizers=self.optimizers, extra=extra, rank_state=of_ranks).wait()
+        self._prepared_writer.save(
+            path, model=self.model, optimizers=self.optimizers, extra=extra, rank_state=of_ranks
+        ).wait()
 
     def read(self, path: str | Path, *, is_of_another_job: bool = False) -> Position:
         """Load a checkpoint of any degrees, and return its loop's position. All ranks must call this.

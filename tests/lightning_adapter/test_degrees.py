@@ -6,8 +6,8 @@ from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.lightning import ElasticTraining
-from hyperpod_plugins.lightning.elastic_training import initial_world_size, layouts_of, with_degrees
 from hyperpod_plugins.parallel import ParallelConfig
+from hyperpod_plugins.recovery.layouts import initial_world_size, layouts_of, with_degrees
 
 
 def options(**given):
@@ -47,7 +47,7 @@ def test_what_was_asked_for_comes_first(monkeypatch):
     [
         ({"shard_degrees": (2, 0)}, {}, r"shard_degrees must be whole numbers from 1 on, but are \[2, 0\]"),
         ({"tensor_degrees": ("2",)}, {}, "tensor_degrees must be whole numbers"),
-        ({"tensor_degrees": (2,)}, {}, "give shard_degrees too, or the strategy's hybrid_shard_degree"),
+        ({"tensor_degrees": (2,)}, {}, "give shard_degrees too, or the hybrid_shard_degree"),
         ({"shard_degrees": (16,)}, {}, "a global batch of 8 .* can be spread over none of"),
         ({"shard_degrees": (2,), "reproducible": True}, {}, "leave out shard_degrees and tensor_degrees, or it"),
         (

@@ -410,8 +410,10 @@ def test_state_that_a_replacement_could_not_read(session):
         ({"samples_per_replica": 4, "lr_scaling": "cubic"}, "lr_scaling must be one of"),
         ({"samples_per_replica": 4, "reproducible": True}, "a global batch that stays the same"),
         ({"global_batch_size": 8, "reproducible": True}, "needs `elastic`"),
-        ({"global_batch_size": 8, "shard_degrees": (1, 2)}, "shard_degrees"),
-        ({"global_batch_size": 8, "tensor_degrees": (1, 2)}, "tensor_degrees"),
+        ({"global_batch_size": 8, "shard_degrees": (1, 2)}, "need `elastic`"),
+        ({"global_batch_size": 8, "tensor_degrees": (1, 2)}, "need `elastic`"),
+        ({"global_batch_size": 8, "elastic": True, "shard_degrees": (0,)}, "whole numbers from 1 on"),
+        ({"global_batch_size": 8, "elastic": True, "reproducible": True, "shard_degrees": (2,)}, "add up otherwise"),
     ],
 )
 def test_batches_that_are_not_possible(options, words):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from recovery.elastic_nodes import Nodes
 from recovery.faults import PRELOAD, run_job
+from recovery.test_reshard import counted, kinds
 
 NUM_SAMPLES, BATCH = 121, 12
 """The last step of an epoch has one sample, for up to four ranks."""
@@ -64,3 +65,51 @@ def test_grown_shrunk_and_grown_again(nodes, tmp_path_factory):
     assert wanted["state"].pop("num_calls") > 0  # of forward passes, which are more where there are fewer ranks
     for name, value in wanted["state"].items():
         torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_node_is_lost_for_good_and_other_degrees_are_asked_for(tmp_path, tmp_path_factory):
+    """The other node goes on alone, with what it keeps of the lost shard; with another one they share again."""
+    nodes = LoopNodes(tmp_path, "", nnodes="1:2", last_call_s=30)
+    nodes.environ |= {"REPLICAS": "4", "SAMPLES": "120", "SHARDS": "2", "SNAPSHOTS": "3"}
+    nodes.environ |= {"SHARD_DEGREES": "1", "TENSOR_DEGREES": "2"}
+    nodes.args += PRELOAD
+    try:
+        nodes.start("a")
+        nodes.await_store()
+        nodes.start("b")
+        nodes.await_size(2, (2, 1))
+        nodes.lose("b")
+        nodes.await_size(1, (1, 1))
+        nodes.start("c")
+        nodes.await_size(2, (1, 1))
+        code, text = nodes.hyperpod("scale", "--shard-degree", "4")
+        assert code == 2, text
+        assert "allowed shard degrees (each with a tensor degree): 2 with 1, 2 with 2, 1 with 2, 1 with 1" in text
+        for shard, tensor in ((1, 2), (2, 1)):
+            code, text = nodes.hyperpod("scale", "--shard-degree", str(shard), "--tensor-degree", str(tensor))
+            assert code == 0, text
+            nodes.await_size(2, (shard, tensor))
+        num_steps = nodes.finish()
+    finally:
+        nodes.clear()
+    environ = {"STEPS": str(num_steps), "SHARDS": "1", "REPLICAS": "1", "SAMPLES": "120"}
+    calm = run_job(LoopNodes.script, tmp_path_factory.mktemp("calm"), num_ranks=1, environ=environ, args=PRELOAD)
+    assert calm.code == 0, calm.output[-8000:]
+    fixed = {entry["step"]: entry for entry in calm.records("step", 1)[0]}
+    steps = nodes.steps()
+    assert kinds(steps) == [(2, 2, 1), (1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1)]
+    found = counted(steps)
+    assert sorted(found) == list(range(num_steps))
+    for step, entries in found.items():
+        assert sorted(i for entry in entries for i in entry["ids"]) == sorted(fixed[step]["ids"]), step
+        for entry in entries:
+            assert float.fromhex(entry["loss"]) == pytest.approx(float.fromhex(fixed[step]["loss"]), rel=1e-3)
+            assert entry["lr"] == fixed[step]["lr"]
+    (wanted,) = calm.results(1)
+    parts = [torch.load(path, weights_only=True) for path in sorted(nodes.folder.glob("result-*.pt"))]
+    assert parts[0]["best"] == pytest.approx(wanted["best"], rel=1e-3)
+    del wanted["state"]["num_calls"]  # a larger world has fewer micro-steps
+    for name, value in wanted["state"].items():
+        mine = [each["state"][name] for each in parts]
+        whole = mine[0] if mine[0].shape == value.shape else torch.cat(mine)
+        torch.testing.assert_close(whole, value, rtol=1e-3, atol=1e-4)

@@ -84,7 +84,7 @@ def choose(layouts: Sequence[Layout], num_ranks: int) -> Layout:
     if layout is None:
         raise DegreeError(
             f"{what_would_fit(layouts, num_ranks).replace('are left', 'are here')}. Start more processes, or allow "
-            "smaller degrees with ElasticTraining(shard_degrees=...)."
+            "smaller degrees with shard_degrees of ElasticTraining or Session."
         )
     return layout
 

@@ -64,12 +64,14 @@ def why_not_reshard(
         return f"the job has {name} already"
     layout = next((each for each in spec.layouts if each.degrees == wanted), None)
     if not spec.layouts:
-        return "a hand-written training loop keeps the degrees that it began with"
+        return (
+            "the job keeps the degrees that it began with; shard_degrees and tensor_degrees of its Session allow others"
+        )
     if layout is None:
         allowed = ", ".join(f"{shard} with {tensor}" for shard, tensor in (each.degrees for each in spec.layouts))
         return (
             f"{name} is not possible in this job; allowed shard degrees (each with a tensor degree): {allowed}. "
-            "ElasticTraining(shard_degrees=..., tensor_degrees=...) sets them"
+            "shard_degrees and tensor_degrees of ElasticTraining or Session set them"
         )
     num_ranks = num_survivors(job_store, world, {})
     if not layout.replicas_in(num_ranks):
