@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.accelerate.compat import recursively_apply
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -42,7 +43,8 @@ def are_tensors(data: Any) -> bool:
 def gathered_objects(data: Any, group: dist.ProcessGroup) -> list[Any]:
     """Concatenate the ranks' lists of picklable objects, in the order of ranks."""
     lists: list[Any] = [None] * group.size()
-    dist.all_gather_object(lists, data, group=group)
+    with group_health.checks_host_read():
+        dist.all_gather_object(lists, data, group=group)
     return [each for one in lists for each in one]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hyperpod_plugins.comm.api import GroupKey
+from hyperpod_plugins.errors import PeerLost
 
 
 class Phase(enum.Enum):
@@ -49,6 +50,26 @@ class TolerantPhase:
     def __exit__(self, *_: object) -> None:
         if self._is_outermost and self._health.phase is Phase.TOLERANT:
             self._health.phase = Phase.STRICT
+
+
+class HostRead:
+    """Context manager for a collective whose result the host reads; raises `PeerLost` if the groups are broken.
+
+    [Note: garbage that is read] Where collectives are queued on a device, a wait returns at once and raises nothing.
+    What the host reads after an abort is what was in the memory before: a size of terabytes, or the value of an earlier
+    broadcast. So an exception of the block counts as a consequence of the break, and a result is dropped.
+    """
+
+    def __init__(self, health: "GroupHealth") -> None:
+        self._health = health
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        is_broken = self._health.cause is not None and self._health.phase is Phase.STRICT
+        if is_broken and not isinstance(error, PeerLost) and (error is None or isinstance(error, Exception)):
+            raise PeerLost(f"a rank was lost outside a step: {self._health.cause}") from error
 
 
 class GroupHealth:
@@ -131,6 +152,10 @@ class GroupHealth:
         with self._lock:
             self._cause = None
         self.phase = Phase.STRICT
+
+    def checks_host_read(self) -> HostRead:
+        """Return a context manager for a collective whose result the host reads, outside a step."""
+        return HostRead(self)
 
     def tolerate_breaks(self) -> TolerantPhase:
         """Return a context manager for the inside of a step. A joiner stays detached; a break outlasts the block."""

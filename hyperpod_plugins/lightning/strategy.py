@@ -784,7 +784,13 @@ class HyperPodStrategy(ModelParallelStrategy):
         """Send an object from rank `src` to all; a joiner reads what was sent before it joined from the job store."""
         frame = sys._getframe(1)
         caller = f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
-        return self._recovery.broadcast_or_replay(obj, partial(super().broadcast, obj, src), caller=caller)
+        send = partial(super().broadcast, obj, src)
+
+        def checked() -> Any:
+            with group_health.checks_host_read():
+                return send()
+
+        return self._recovery.broadcast_or_replay(obj, checked, caller=caller)
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:

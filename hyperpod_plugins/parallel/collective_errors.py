@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import CheckpointError, CommError
 
 
@@ -48,8 +49,9 @@ def any_rank(is_so: bool, group: dist.ProcessGroup | None) -> bool:
     if group is None:
         return is_so
     flag = torch.tensor(int(is_so), device=device_of(group))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return bool(flag)
+    with group_health.checks_host_read():
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        return bool(flag)
 
 
 def default_group() -> dist.ProcessGroup | None:

@@ -345,6 +345,11 @@ class Session:
             self._num_agreed += 1
             if group_health.phase is Phase.DETACHED:
                 return self._agreed_before(member, name)
+        with group_health.checks_host_read():
+            return self._shared(value, member, name)
+
+    def _shared(self, value: Any, member: Member | None, name: str) -> Any:
+        """Broadcast rank 0's value, and keep it for joiners under `name`."""
         data = b""
         size = torch.zeros(1, dtype=torch.int64, device=self.device)
         if self.rank == 0:

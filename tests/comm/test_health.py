@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from hyperpod_plugins.comm.health import GroupHealth, Phase
+from hyperpod_plugins.errors import PeerLost
 
 
 def shut_nothing_down():
@@ -144,3 +145,28 @@ def test_many_threads_break_it_once():
         thread.join(10)
     assert sorted(results) == [False] * 15 + [True]
     assert heard == [health.cause]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("cannot allocate 94 TB")])
+def test_what_the_host_reads_after_a_break_is_dropped(error):
+    health = GroupHealth()
+
+    def read():
+        with health.checks_host_read():
+            health.mark_broken("rank 1 is gone", shut_nothing_down)
+            if error is not None:
+                raise error
+
+    with pytest.raises(PeerLost, match="rank 1 is gone") as caught:
+        read()
+    assert caught.value.__cause__ is error
+
+
+def test_a_host_read_without_a_break_or_inside_a_step_is_left_alone():
+    health = GroupHealth()
+    with pytest.raises(ZeroDivisionError), health.checks_host_read():
+        raise ZeroDivisionError
+    with health.tolerate_breaks(), health.checks_host_read():
+        health.mark_broken("a test", shut_nothing_down)
+    with pytest.raises(KeyboardInterrupt), health.checks_host_read():
+        raise KeyboardInterrupt

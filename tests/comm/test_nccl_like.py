@@ -1,6 +1,7 @@
 """The transport of the tests that behaves as nccl does: whether it has the traps for which it is there."""
 
 import os
+import threading
 import time
 
 import nccl_like
@@ -70,3 +71,40 @@ def test_a_wait_returns_at_once_and_the_host_blocks_where_it_computes():
 def test_a_lost_peer_shows_in_no_wait_and_hangs_the_queue_until_the_abort():
     results = run_ranks(errors_do_not_surface, world_size=2)
     assert results[0] == (True, "world")
+
+
+def the_host_reads_after_a_break():
+    from hyperpod_plugins.comm import group_health
+    from hyperpod_plugins.comm.runtime import runtime
+    from hyperpod_plugins.errors import PeerLost
+    from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
+
+    rank = int(os.environ["RANK"])
+    join(rank)
+    shared = ["the first"]
+    dist.broadcast_object_list(shared, src=0)
+    if rank == 1:
+        break_groups("this rank leaves")
+        runtime.finish_aborts()
+        return None
+    outcomes = []
+
+    def lost():
+        with group_health.checks_host_read():
+            dist.broadcast_object_list(shared, src=1)
+
+    for read in (lambda: any_rank(False, default_group()), lost):
+        breaking = threading.Timer(1.0, break_groups, ["a test"])
+        breaking.start()
+        try:
+            outcomes.append(read())
+        except PeerLost as error:
+            outcomes.append(type(error).__name__)
+        breaking.join()
+        runtime.finish_aborts()
+    return outcomes
+
+
+def test_what_the_host_reads_after_a_break_is_no_result():
+    """The flag of the first would be what this rank had put there, the size of the second what was in the memory."""
+    assert run_ranks(the_host_reads_after_a_break, world_size=2)[0] == ["PeerLost", "PeerLost"]
