@@ -36,6 +36,7 @@ from hyperpod_plugins.accelerate.process_state import (
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import (
+    ParallelConfig,
     Topology,
     broadcast_from_rank_0,
     build_data_group,
@@ -70,6 +71,14 @@ class HyperPodAccelerator(Accelerator):
 
     def __init__(self, plugin: AcceleratorSpec, session: ResizableJob | None = None, **options: Any) -> None:
         self.plugin = plugin
+        self._config = plugin.config
+        if session is not None:  # all processes may have restarted with other degrees
+            degrees = session.topology
+            self._config = ParallelConfig.of(
+                plugin.config,
+                hybrid_shard_degree=degrees.shard_degree,
+                tensor_parallel_degree=degrees.tensor_degree,
+            )
         self._data_group: dist.ProcessGroup | None = None
         if session is not None and plugin.non_finite != "auto":
             raise ConfigError(
@@ -166,25 +175,25 @@ class HyperPodAccelerator(Accelerator):
         if settings.activation_checkpointing_offload:
             refuse_dropout(model)
         elif settings.activation_checkpointing:
-            recompute_blocks(model, self.plugin.config.block_classes)
+            recompute_blocks(model, self._config.block_classes)
             fsdp.activation_checkpointing = False
         self._wrap_forward(model)
 
     def _parallelize(self, model: nn.Module) -> None:
         if self.plugin.settings.activation_checkpointing:
-            recompute_blocks(model, self.plugin.config.block_classes)
-        parallelize(model, self.mesh, self.plugin.config)
+            recompute_blocks(model, self._config.block_classes)
+        parallelize(model, self.mesh, self._config)
 
     def _wrap_forward(self, model: nn.Module) -> None:
         if self.native_amp:
             wrap_forward(model, self._forward_context, returns_float32=True)
-        elif self.plugin.config.loss_parallel:
+        elif self._config.loss_parallel:
             wrap_forward(model, self._forward_context, returns_float32=False)
 
     @contextmanager
     def _forward_context(self) -> Generator[None]:
         autocast = get_mixed_precision_context_manager(self.native_amp, cast("Any", self.autocast_handler))
-        with loss_parallel_context(self.plugin.config), autocast:
+        with loss_parallel_context(self._config), autocast:
             yield
 
     @override
@@ -236,7 +245,7 @@ class HyperPodAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Divide the loss by the accumulation steps and run backward, in the context in which it was computed."""
         self._check.note_loss(loss)
-        with loss_parallel_context(self.plugin.config):
+        with loss_parallel_context(self._config):
             super().backward(loss, **kwargs)
 
     @override

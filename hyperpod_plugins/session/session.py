@@ -19,8 +19,9 @@ from hyperpod_plugins.comm import CommOptions, group_health
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
+from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of, publish_elastic_spec
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of
 from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
 from hyperpod_plugins.elastic.scaling.learning_rates import (
     LearningRates,
@@ -61,6 +62,8 @@ from hyperpod_plugins.session.state import Position, TrainedState
 from hyperpod_plugins.session.step import Step
 from hyperpod_plugins.session.transaction import Transactions
 
+_MICRO_BATCH_KEY = "session/micro_batch_size"
+
 
 class Session:
     """This process's part in a job, for a custom training loop.
@@ -95,7 +98,8 @@ class Session:
             --shard-degree` requests the same. Without an agent it has no effect.
         tensor_degrees: the same for tensor degrees.
         comm: collective library to use, and whether a fallback is allowed.
-        checkpoint_folder: folder for emergency checkpoints.
+        checkpoint_folder: folder for checkpoints that are written before the job ends (`emergency-step=N`) or restarts
+            with other degrees (`reshard-step=N`); the same on all ranks, on a file system that all nodes can read.
         timeout_s: seconds after which a collective that does not complete fails.
         **options: fields of `ParallelConfig`; they override those of `config`.
 
@@ -169,9 +173,10 @@ class Session:
         """Make this process a member of the job, and set the degrees of the job in the configuration."""
         options, self._given_config, world_size = None, self.config, env.world_size
         if self._policy is not None and any(self._degrees):
-            whole = global_batch_size or samples_per_replica  # how many samples fit at once is known in `steps`
             batch = StepBatch(
-                global_batch_size=global_batch_size, samples_per_replica=samples_per_replica, micro_batch_size=whole
+                global_batch_size=global_batch_size,
+                samples_per_replica=samples_per_replica,
+                micro_batch_size=_former_micro_batch_size(job) or global_batch_size or samples_per_replica,
             )
             options = _Degrees(*self._degrees, self._policy, batch)
             if not job.is_joining:
@@ -296,7 +301,7 @@ class Session:
             state=self.state,
             verify=self._recovery.verify,
             folder=self._folder,
-            tensor_degree=self._context.topology.tensor_degree,
+            degrees=(self._context.topology.shard_degree, self._context.topology.tensor_degree),
             rates=LearningRates(rule=self._rule) if self._samples_per_replica else None,
         )
         self._computation = StepComputation(
@@ -314,7 +319,7 @@ class Session:
 
         Call it on all ranks, after `train` and before `steps`. The state is read in each step, so it should be small:
         less than 1 MiB per rank in total. It is restored when a step is run again. Buffers of the model need not be
-        registered. A checkpoint written by `save` holds it for jobs with the same world size and tensor degree.
+        registered. A checkpoint written by `save` holds it for jobs with the same world size and degrees.
 
         Args:
             name: name of the state, the same on all ranks; a later object with the same name replaces an earlier one.
@@ -465,14 +470,14 @@ class Session:
             self._begin_schedule(trained, trained.rates, batch, sizes)
         if self._member is not None and self._policy is not None and not self._member.is_joining:
             degrees = _Degrees(*self._degrees, self._policy, batch)
-            spec = ElasticSpec(
+            self._member.job_store.set_lasting(_MICRO_BATCH_KEY, str(data.micro_batch_size).encode())
+            transactions.elastic_spec = ElasticSpec(
                 policy=self._policy,
                 replica_size=self._context.replica_size,
                 sizes=sizes,
                 tensor_degree=self.topology.tensor_degree,
                 layouts=layouts_of(degrees, self._given_config, self._context.ranks_per_node),
             )
-            publish_elastic_spec(self._member.job_store, spec)
         computation = replace(self._computation, averaging=self._averaging_of(trained.model, split))
 
         def build_loader() -> StatefulLoader:
@@ -578,6 +583,12 @@ class Session:
         if self._trained is None or self._transactions is None:
             raise LoopError("say what is trained first: session.train(model, optimizer, scheduler)")
         return self._trained, self._transactions
+
+
+def _former_micro_batch_size(job: JobEnv) -> int:
+    """The loader's batch size before all processes restarted; 0 if there was none."""
+    text = JobStore.connect(job).try_get_lasting(_MICRO_BATCH_KEY) or b""
+    return int(text) if text.isdigit() else 0
 
 
 @dataclass(frozen=True, slots=True)

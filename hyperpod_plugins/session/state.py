@@ -1,6 +1,7 @@
 """What a loop trains: model, optimizers and schedulers, as transactions and checkpoints see them."""
 
 import io
+import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,6 +28,8 @@ from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalSt
 from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import CAN_RESET, StepStart, drop_gradients, end_iteration
+
+log = logging.getLogger(__name__)
 
 # The loop's position: what a joiner needs besides the tensors of model and optimizers.
 
@@ -112,7 +115,7 @@ class TrainedState:
         state: dict[str, Any],
         verify: bool,
         folder: Path,
-        tensor_degree: int = 1,
+        degrees: tuple[int, int] = (1, 1),
         rates: LearningRates | None = None,
     ) -> None:
         """Wrap what a loop trains.
@@ -124,7 +127,7 @@ class TrainedState:
             state: the program's own state: plain values.
             verify: compare checksums of what a replacement receives.
             folder: folder for emergency checkpoints.
-            tensor_degree: number of ranks that each of the model's parallel layers is split over.
+            degrees: shard and tensor degree of the model.
             rates: learning rate and schedule, if the batch follows the world.
 
         Raises:
@@ -149,7 +152,7 @@ class TrainedState:
         """Position at which the loop was entered; None once this rank has joined the other ranks."""
         self._state = state
         self._folder = folder
-        self._tensor_degree = tensor_degree
+        self._degrees = degrees
         self._loaded: dict[str, dict[str, Any]] = {}
         writes = not all(map(is_elementwise, self.optimizers))
         self.attributes = PlainAttributes(modules_of_program(model))
@@ -350,12 +353,29 @@ class TrainedState:
                 own = load_rank_state(Path(path), rank, weights_only=True) if rank in ranks else {}
             if own.get("layout") == self._layout:  # another layout has no corresponding rank
                 self.load_rank_local(own.get("local", {}), is_of_another_job=is_of_another_job)
+            elif not is_of_another_job:
+                self._load_of_other_layout(extra.get("own", {}).get("local", {}), differ=bool(ranks))
         return position
+
+    def _load_of_other_layout(self, values: dict[str, dict[str, Any]], *, differ: bool) -> None:
+        """Continue with the state of one rank after a restart with other degrees or another number of ranks.
+
+        What the program has registered is its own on each rank: it starts anew if the ranks' states `differ`.
+        """
+        usable = {name: each for name, each in values.items() if not differ or name in (BUFFERS, ATTRIBUTES)}
+        dropped = sorted(values.keys() - usable.keys())
+        if dropped and dist.get_rank() == 0:
+            log.warning(
+                "the job restarts with other ranks or degrees, and the state of each rank that the program has "
+                "registered differs between ranks, so it starts anew: %s",
+                format_list(dropped),
+            )
+        self.load_rank_local(usable, is_of_another_job=False)
 
     @property
     def _layout(self) -> list[int]:
-        """World size and tensor degree: if equal, a rank reads the same samples and has the same part of layers."""
-        return [dist.get_world_size(), self._tensor_degree]
+        """World size and degrees: if equal, a rank reads the same samples and has the same part of the parameters."""
+        return [dist.get_world_size(), *self._degrees]
 
 
 def rank_local_name(name: str) -> str:

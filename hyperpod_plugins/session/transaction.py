@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.elastic.membership.admission import arm
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
 from hyperpod_plugins.errors import DeviceHung, RecoveryError
@@ -52,6 +53,8 @@ class Transactions:
         self._trained = trained
         self._engine = None if member is None else RecoveryEngine(member, options, repairs, on_repair=self._repaired)
         self._is_complete = True
+        self.elastic_spec: ElasticSpec | None = None
+        """Spec to publish as soon as lost processes are replaced; None for a job that does not change its size."""
         self._trained.saving = context.saving_group
 
     @property
@@ -93,9 +96,14 @@ class Transactions:
             self._engine.begin_at(committed, resumed_from)
 
     def arm(self) -> None:
-        """Have lost processes replaced from now on."""
+        """Have lost processes replaced from now on, and then let the job change its size.
+
+        In this order: a left-over process that finds the spec becomes a spare if it would be replaced, and ends if not.
+        """
         if self.member is not None and self._is_complete:
             arm(self.member.job_store)
+            if self.elastic_spec is not None:
+                publish_elastic_spec(self.member.job_store, self.elastic_spec)
 
     def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
         """End the loop: take no part in recovery until the next one, or for good if the job is elastic.

@@ -392,6 +392,33 @@ def test_every_option_of_a_loader_is_passed_on():
     assert {name: getattr(ours, name) for name in given} == {name: getattr(theirs, name) for name in given}
 
 
+class Counting(nn.Linear):
+    count = 0
+
+
+class OfRank:
+    value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_state_of_ranks_after_a_restart_with_other_degrees(session, caplog, differ):
+    """What is the same on all ranks goes on; what the program has registered, and differs, starts anew."""
+    model, mine = session.parallelize(Counting(WIDTH, WIDTH)), OfRank()
+    model.count = 0
+    session.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    session.register_rank_local("mine", mine)
+    saved = {"attributes": {"module": {"count": 7}}, "registered 'mine'": {"state": {"value": 5}}}
+    session._trained._load_of_other_layout(saved, differ=differ)
+    assert (model.count, mine.value) == (7, 0 if differ else 5)
+    assert ("registered 'mine'" in caplog.text) == differ
+
+
 def test_state_that_a_replacement_could_not_read(session):
     trained = Trained(session)
     session.state["callback"] = print

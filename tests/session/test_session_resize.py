@@ -113,3 +113,22 @@ def test_a_node_is_lost_for_good_and_other_degrees_are_asked_for(tmp_path, tmp_p
         mine = [each["state"][name] for each in parts]
         whole = mine[0] if mine[0].shape == value.shape else torch.cat(mine)
         torch.testing.assert_close(whole, value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_process_that_is_left_over_serves_after_a_restart_with_other_degrees(tmp_path):
+    nodes = LoopNodes(tmp_path, "", num_ranks=3, nnodes="1:1")
+    nodes.environ |= {"REPLICAS": "3", "SAMPLES": "120", "SHARDS": "2", "SHARD_DEGREES": "1"}
+    nodes.args += PRELOAD
+    try:
+        nodes.start("a")
+        nodes.await_size(2, (2, 1))
+        code, text = nodes.hyperpod("scale", "--shard-degree", "1")
+        assert code == 0, text
+        nodes.await_size(3, (1, 1))
+        num_steps = nodes.finish()
+    finally:
+        nodes.clear()
+    steps = nodes.steps()
+    assert kinds(steps) == [(2, 2, 1), (3, 1, 1)]
+    assert all(len({i for entry in entries for i in entry["ids"]}) == BATCH for entries in steps.values())
+    assert sorted(steps) == list(range(num_steps))
