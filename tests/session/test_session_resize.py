@@ -71,7 +71,7 @@ def test_a_node_is_lost_for_good_and_other_degrees_are_asked_for(tmp_path, tmp_p
     """The other node goes on alone, with what it keeps of the lost shard; with another one they share again."""
     nodes = LoopNodes(tmp_path, "", nnodes="1:2", last_call_s=30)
     nodes.environ |= {"REPLICAS": "4", "SAMPLES": "120", "SHARDS": "2", "SNAPSHOTS": "3"}
-    nodes.environ |= {"SHARD_DEGREES": "1", "TENSOR_DEGREES": "2"}
+    nodes.environ |= {"SHARD_DEGREES": "1", "TENSOR_DEGREES": "2", "OPTIMIZER": "sgd"}  # AdamW enlarges what is rounded
     nodes.args += PRELOAD
     try:
         nodes.start("a")
@@ -92,7 +92,7 @@ def test_a_node_is_lost_for_good_and_other_degrees_are_asked_for(tmp_path, tmp_p
         num_steps = nodes.finish()
     finally:
         nodes.clear()
-    environ = {"STEPS": str(num_steps), "SHARDS": "1", "REPLICAS": "1", "SAMPLES": "120"}
+    environ = {"STEPS": str(num_steps), "SHARDS": "1", "REPLICAS": "1", "SAMPLES": "120", "OPTIMIZER": "sgd"}
     calm = run_job(LoopNodes.script, tmp_path_factory.mktemp("calm"), num_ranks=1, environ=environ, args=PRELOAD)
     assert calm.code == 0, calm.output[-8000:]
     fixed = {entry["step"]: entry for entry in calm.records("step", 1)[0]}
