@@ -588,7 +588,7 @@ class Session:
 def _former_micro_batch_size(job: JobEnv) -> int:
     """The loader's batch size before all processes restarted; 0 if there was none."""
     text = JobStore.connect(job).try_get_lasting(_MICRO_BATCH_KEY) or b""
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdigit() and len(text) < 10 else 0  # from the store, not trusted
 
 
 @dataclass(frozen=True, slots=True)
