@@ -68,6 +68,7 @@ class MetricStates:
             metric = self._metrics[name]
             _fill(metric, saved["values"])
             metric._update_count, metric._computed = saved["count"], None
+            metric._is_synced, metric._cache = False, None  # a fault may have interrupted its computation
 
     def written(self, before: dict[str, Any]) -> set[str]:
         """Nothing: an earlier state is closer to that of the lost process than a metric that starts from zero."""
@@ -121,6 +122,9 @@ class LoggedMeans:
     def restore_missing(self, module: nn.Module, reduce: Callable[..., Any]) -> None:
         """Restore, at the end of the epoch, the sums that have not been logged since `expect`.
 
+        All are computed again then, for a rank that takes part anew has to: a rank that had its result would leave the
+        others alone in the collective.
+
         Args:
             module: whose metrics may have been logged.
             reduce: the strategy's `reduce`.
@@ -129,6 +133,8 @@ class LoggedMeans:
         if not forms:
             return
         override(results, "update_metrics", _nothing)
+        for result in results.values():
+            _forget_computed(result)
         for key, form in forms.items():
             if key in results and not results[key].has_reset:
                 continue
@@ -230,6 +236,13 @@ def _form(meta: Any) -> dict[str, Any]:
 def _shapes(values: dict[str, Any]) -> dict[str, torch.Size | None]:
     """Shapes of a metric's states; None for lists."""
     return {name: value.shape if isinstance(value, torch.Tensor) else None for name, value in values.items()}
+
+
+def _forget_computed(result: Any) -> None:
+    """Forget the cached value of a result, and of the metric that it shows."""
+    result._computed = None
+    if not result.is_tensor:
+        result.value._computed = None
 
 
 def _nothing(*_: Any) -> None:

@@ -7,12 +7,14 @@ import re
 import warnings
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.lightning.compat import (
@@ -25,6 +27,7 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback
 from hyperpod_plugins.parallel.topology import AXES, Topology
+from hyperpod_plugins.recovery.device_sync import completed_outside_step
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -104,10 +107,19 @@ def warn_of_placement(topology: Topology) -> None:
 
 
 def synchronise_metrics_over(module: LightningModule, group: dist.ProcessGroup) -> None:
-    """Make torchmetrics objects gather over `group`, the ranks that read different samples, to count each once."""
+    """Make torchmetrics objects gather over `group`, the ranks that read different samples, to count each once.
+
+    A metric never computes with what a lost rank has left in the memory; see `completed_outside_step`.
+    """
     for part in module.modules():
         if isinstance(part, Metric):
             vars(part)["process_group"] = group
+            vars(part)["dist_sync_fn"] = part.dist_sync_fn or _gather_for_metric
+
+
+def _gather_for_metric(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    with completed_outside_step(tensor.device):
+        return gather_all_tensors(tensor, group)
 
 
 def forbid_inference_mode(trainer: Trainer) -> None:

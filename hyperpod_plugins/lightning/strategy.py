@@ -81,6 +81,7 @@ from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure,
 from hyperpod_plugins.parallel.mesh import update_group_members
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
+from hyperpod_plugins.recovery.device_sync import completed_outside_step
 from hyperpod_plugins.recovery.kept_state import is_elementwise
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.protocols import RESHARD
@@ -814,15 +815,23 @@ class HyperPodStrategy(ModelParallelStrategy):
         result = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
         if is_mean and not result.is_floating_point():
             result = result.float()
-        dist.all_reduce(result, op=operation, group=group)
+        with completed_outside_step(result.device):
+            dist.all_reduce(result, op=operation, group=group)
         return result / dist.get_world_size(group) if is_mean else result  # not every library can average
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor of the same shape from all ranks of `group`, by default all ranks: `(ranks, *shape)`."""
+        with completed_outside_step(tensor.device):
+            return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether `decision` is true on all ranks, or on any rank if `all` is False."""
         votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(votes)
+        with group_health.checks_host_read():
+            dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+            return bool(votes)
 
     @override
     def on_train_end(self) -> None:

@@ -1,10 +1,12 @@
-"""Waiting for an asynchronous device: its pending work cannot be voted for or written yet."""
+"""Waiting for an asynchronous device: its pending work cannot be voted for, written or shown yet."""
 
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 
-from hyperpod_plugins.comm import group_health, record_queue
+from hyperpod_plugins.comm import Phase, group_health, record_queue
 from hyperpod_plugins.errors import DeviceHung
 
 _LIMIT_S = 30.0
@@ -29,3 +31,20 @@ def synchronize_or_raise(device: torch.device) -> None:
             if now_s - broken_s > _LIMIT_S:
                 raise DeviceHung(f"the queue of {device} did not end within {_LIMIT_S:.0f} s after its groups broke")
         time.sleep(_POLL_S)
+
+
+@contextmanager
+def completed_outside_step(device: torch.device) -> Generator[None]:
+    """Context for a collective outside a step whose result is used: at its end, the result is there, or an exception.
+
+    The result of a collective that was aborted is what was in the memory before (see the note in `comm/health.py`); a
+    metric or a logged mean would show it. Inside a step the vote finds out, and nothing is waited for.
+
+    Raises:
+        PeerLost: a rank was lost; raised at the end of the context, outside a step only.
+        DeviceHung: see `synchronize_or_raise`.
+    """
+    with group_health.checks_host_read():
+        yield
+        if group_health.phase is Phase.STRICT:
+            synchronize_or_raise(device)

@@ -87,6 +87,15 @@ class Net(nn.Module):
         return self.output(self.norm(x))
 
 
+class Mean(MeanMetric):
+    """Computed at the end of an epoch or of an evaluation, where all ranks have just gathered it."""
+
+    def compute(self):
+        if not self.trainer.sanity_checking:
+            faults.at("evaluated" if self.trainer.evaluating else "gathered", self.trainer.global_step)
+        return super().compute()
+
+
 class Losses:
     """A mean over the samples of one rank, of which nobody else knows."""
 
@@ -105,13 +114,14 @@ class Module(pl.LightningModule):
         super().__init__()
         self.losses = Losses()
         self.net = Net()
-        self.mean, self.val_mean = MeanMetric(), MeanMetric()
+        self.mean, self.val_mean = Mean(), Mean()
 
     def loss(self, tokens):
         logits = self.net(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
 
     def setup(self, stage):
+        self.mean.trainer = self.val_mean.trainer = self.trainer
         if option("NORM", "layer") == "batch":
             self.trainer.strategy.register_rank_local("losses", self.losses)
 

@@ -296,6 +296,24 @@ def test_a_fit_that_is_asked_to_stop_between_micro_steps(run):
     assert {result["step"] for result in found.results()} == {2}
 
 
+@pytest.mark.parametrize("transport", ["gloo", "nccl-like"])
+def test_ranks_lost_where_the_others_have_gathered_a_metric(run, undisturbed, transport):
+    """They have its value; it is computed again with the one that comes, and never of what an abort leaves behind."""
+    faults = [
+        ["evaluated", 4, 3, "kill"],
+        ["gathered", 8, 1, "kill"],
+        ["gathered", 16, 0, "kill"],
+        ["evaluated", 20, 0, "break"],
+        ["gathered", 24, 2, "break"],
+    ]
+    job = run(f"gathered_{transport}", faults, HYPERPOD_TEST_TRANSPORT=transport)
+    assert_equal(job, undisturbed)
+    assert_logged_once(job, undisturbed, faults)
+    for wanted, found in zip(undisturbed.records("metrics"), job.records("metrics"), strict=True):
+        means = [{(row["step"], row["metrics"].get("mean")) for row in rows} for rows in (wanted, found)]
+        assert means[1] <= means[0]
+
+
 def test_a_rank_that_is_busy_outside_of_a_step_is_waited_for(run, undisturbed):
     """While another one is lost: it says that it is there, so it is not taken for stuck."""
     job = run("busy", [["batch end", 7, 0, "sleep 15"], ["batch end", 7, 1, "kill in 2"]], HANG_S="4")
