@@ -22,7 +22,8 @@ import torch
 from faults import Job, left_processes, run_job, start
 
 SLOW_STEP_S = 0.05
-SETTLED_S, WINDOW_S, TIMEOUT_S = 3.0, 15.0, 5
+TIMEOUT_S, REST_S, NUM_RESTS = 5, 8.0, 12
+"""Timeout of gloo, after which it lets go of what a fault left waiting; a rest without kills is longer than that."""
 
 
 def workers(mark):
@@ -53,24 +54,28 @@ def measure(pid):
 def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
     """Kill one worker at a time, once all have trained since the last kill; returns what was measured of each process.
 
-    One process, drawn in the beginning, is spared in the first half, and another in the second: they survive many.
-    Each sample is taken just before a kill, some time after the last repair, so that all are of whole jobs. There is
-    none after the last kill: what connections there are depends on the last repair, and would stay the same.
+    One process, drawn in the beginning, is spared in the first half, and another in the second: they survive many. From
+    time to time the job rests, and at the end of each rest all processes are measured: by then what faults have left
+    waiting in gloo is gone, of which a storm has several at a time. There is no rest after the last kill: what
+    connections there are depends on the last repair, and would stay the same.
     """
     history, kills, spared = {}, 0, 0
     output, log = folder / "output", folder / "record-0.jsonl"
+    rests = {round(num_kills * (index + 0.5) / NUM_RESTS) for index in range(NUM_RESTS)}
     while agent.poll() is None and time.monotonic() < deadline_s and not (log.exists() and log.read_text()):
         time.sleep(0.1)  # before the first step a loss makes all start again
     while agent.poll() is None and time.monotonic() < deadline_s:
         if kills == num_kills or output.read_text().count("repaired in") < kills:
             time.sleep(0.1)  # the last one is being repaired, and holds the only copy of nothing
             continue
-        time.sleep(chooser.uniform(*pause_s))
+        rests_now = kills in rests
+        rests.discard(kills)
+        time.sleep(REST_S if rests_now else chooser.uniform(*pause_s))
         pids = workers(agent.mark)
         if len(pids) == 4:
-            for pid in pids:
+            for pid in pids if rests_now else ():
                 with contextlib.suppress(OSError, KeyError):  # it ends just now
-                    history.setdefault(pid, []).append((time.monotonic(), measure(pid)))
+                    history.setdefault(pid, []).append(measure(pid))
             if kills in (0, num_kills // 2) or spared not in pids:
                 spared = chooser.choice([pid for pid in pids if pid != spared])
             with contextlib.suppress(ProcessLookupError):
@@ -83,23 +88,16 @@ def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
 def growth(history):
     """How much more a process has at the end of its life than at its beginning, at most: MiB, descriptors, threads.
 
-    The lowest count of fifteen seconds each, for what gloo leaves asleep goes with its timeout, and whoever has just
-    given its state away has connections for that. The very first seconds are left out. Last, how many processes lived
-    long enough.
+    The lower of two rests each, for whoever has just given its state away has connections for that. Last, how many
+    processes lived through at least four.
     """
-    worst, num_compared = [0.0, 0.0, 0.0], 0
-    for samples in history.values():
-        began_s, ended_s = samples[0][0] + SETTLED_S, samples[-1][0]
-        if ended_s - began_s < 2 * WINDOW_S:
-            continue
-        early = [sample for at_s, sample in samples if began_s <= at_s < began_s + WINDOW_S]
-        late = [sample for at_s, sample in samples if ended_s - WINDOW_S < at_s <= ended_s]
-        if not early or not late:
-            continue
-        num_compared += 1
+    worst, survivors = [0.0, 0.0, 0.0], [rests for rests in history.values() if len(rests) >= 4]
+    for rests in survivors:
+        print("at rest: " + "; ".join(f"{mib:.0f} MiB, {fds} fds, {threads} threads" for mib, fds, threads in rests))
         for index in range(3):
-            worst[index] = max(worst[index], min(x[index] for x in late) - min(x[index] for x in early))
-    return *worst, num_compared
+            early, late = min(each[index] for each in rests[:2]), min(each[index] for each in rests[-2:])
+            worst[index] = max(worst[index], late - early)
+    return *worst, len(survivors)
 
 
 def main():
@@ -111,7 +109,7 @@ def main():
         "--transport", choices=["gloo", "nccl-like"], default="gloo", help="of the job that is disturbed"
     )
     args = parser.parse_args()
-    environ = {"STEPS": str(200 + 10 * args.kills), "STEP_S": str(SLOW_STEP_S), "REPLACEMENT_S": "120"}
+    environ = {"STEPS": str(900 + 10 * args.kills), "STEP_S": str(SLOW_STEP_S), "REPLACEMENT_S": "120"}
     environ["PATIENCE"] = environ["STEPS"]  # early stopping has no part in this
     environ["TIMEOUT_S"] = str(TIMEOUT_S)  # of what gloo leaves asleep, see the note on slices in comm/work.py
     failed = False
