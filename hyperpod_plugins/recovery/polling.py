@@ -31,12 +31,25 @@ def scan_interval_s(rank: int, num_waiting: int) -> float:
     return _LOOK_S * (1 + rank % max(1, num_waiting))
 
 
-def poll_until(look: Callable[[], V], is_done: Callable[[V], bool], *, limit_s: float, every_s: float) -> V | None:
-    """Look every `every_s` seconds, for at most `limit_s`, until `is_done`; return the last view, None if none."""
-    deadline_s, view = time.monotonic() + limit_s, None
-    while time.monotonic() < deadline_s:
+def poll_until(
+    look: Callable[[], V],
+    is_done: Callable[[V], bool],
+    *,
+    limit_s: Callable[[], float] | float,
+    every_s: Callable[[float], float] | float,
+) -> V:
+    """Look until a view is done, and a last time after the limit; return the last view.
+
+    Args:
+        look: Returns what there is to see.
+        is_done: Whether that is enough.
+        limit_s: Seconds to wait, at most; a function if `look` may extend it.
+        every_s: Seconds between two looks; a function if they depend on the seconds waited so far.
+    """
+    began_s = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - began_s
         view = look()
-        if is_done(view):
-            break
-        time.sleep(every_s)
-    return view
+        if is_done(view) or waited_s >= (limit_s() if callable(limit_s) else limit_s):
+            return view
+        time.sleep(every_s(waited_s) if callable(every_s) else every_s)

@@ -7,7 +7,7 @@ wait for survivors that do not arrive.
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
@@ -164,19 +164,19 @@ class StopReports:
         survivors: Survivors,
     ) -> None:
         """Use `job_store` and `survivors` only in the thread that waits."""
-        self._job_store = job_store
-        self._worlds = worlds
-        self._worker_id = worker_id
+        self.job_store = job_store
+        self.worlds = worlds
+        self.worker_id = worker_id
         self._incarnation = incarnation
-        self._policy = policy
-        self._survivors = survivors
+        self.policy = policy
+        self.survivors = survivors
         self._told: list[int] = []
 
     def tell(self, number: int, *, committed: int, in_step: bool, trainer: bytes, part: int = 0) -> None:
         """Publish this process's report once, before it arrives in generation `number`; see `Member.publish_stop`."""
         if number in self._told:
             return
-        job_store, worker_id = self._job_store, self._worker_id
+        job_store, worker_id = self.job_store, self.worker_id
         if trainer:
             job_store.set(f"trainer/{number}/{worker_id}", trainer)
         note = StopReport(
@@ -202,73 +202,121 @@ class StopReports:
         snapshots: Snapshots | None = None,
     ) -> ResumePoint:
         """Wait until every process that has state has stopped; see `Member.wait_for_stops`."""
-        job_store, worker_ids, rank = self._job_store, self._worlds.current.worker_ids, 0
-        began_s = time.monotonic()
-        here, look_s = -1, 0.0
-        known: Mapping[int, int] = {}
-        seen: StopView | None = None
-        given_up = set[int]()
-        limit_s = self._policy.replacement_timeout_s
-        is_last_look = False
-        while not is_last_look:
-            waited_s = time.monotonic() - began_s
-            is_last_look = waited_s >= limit_s
-            former, here = here, job_store.generation(at_least=max(at_least, here)) if number is None else number
-            if here != former:
-                if stopped is not None:
-                    stopped(here)
-                worker_ids = self._worlds.at(here).worker_ids
-                rank = worker_ids.index(self._worker_id) if self._worker_id in worker_ids else len(worker_ids)
-                known, look_s = members_before(job_store, here), waited_s + scan_interval_s(rank, 1)
-            if number is not None and job_store.ended(number) is not None:
-                raise PeerLost(f"generation {number} ended before it was formed")
-            incarnations = dict(zip(worker_ids, job_store.incarnations(worker_ids), strict=True))
-            lost = {
-                worker_id for worker_id in worker_ids if incarnations[worker_id] != known.get(worker_id, 0)
-            } | given_up
-            view = StopView(
-                generation=here,
-                world_size=len(worker_ids),
-                num_reports=job_store.count(f"stopped/{here}"),
-                lost=frozenset(lost),
-            )
-            look = next_look(view, seen, is_due=is_last_look or waited_s >= look_s)
-            if look is Look.ALL_LOST:
-                cause = "all processes were lost, and with them the training state and its snapshots"
-                return self._without_survivors(here, worker_ids, snapshots, cause)
-            if look is Look.READ:
-                resume_point = self._scan(here, incarnations, lost, snapshots)
-                if resume_point is not None:
-                    return resume_point
-                silent = self._silent(here, incarnations, lost)
-                try:
-                    self._worlds.shrink_without(here, silent, waited_s, f"rank {rank}")
-                except StateLost:  # all processes restart; they save what they hold in the next generation
-                    given_up |= set(silent)
-                busy = self._survivors.busy(silent, waited_s)
-                if busy:
-                    limit_s, is_last_look = waited_s + self._policy.replacement_timeout_s, False
-                stuck = {worker_id: each for worker_id, each in silent.items() if worker_id not in busy}
-                self._survivors.kill_stuck(here, stuck, waited_s)
-                seen, look_s = view, waited_s + scan_interval_s(rank, view.num_reports)
-            time.sleep(poll_interval_s(rank, len(worker_ids), waited_s))
-        raise RecoveryTimeout(
-            f"rank {rank} waited for the state of the other ranks, but they did not all stop within "
-            f"{limit_s:.0f} s. Check whether some of them hang."
+        wait = _Wait(self, number, at_least, stopped, snapshots)
+        resume_point = poll_until(
+            wait.look, lambda found: found is not None, limit_s=lambda: wait.limit_s, every_s=wait.interval_s
         )
+        if resume_point is None:
+            raise RecoveryTimeout(
+                f"rank {wait.rank} waited for the state of the other ranks, but they did not all stop within "
+                f"{wait.limit_s:.0f} s. Check whether some of them hang."
+            )
+        return resume_point
 
     def trainer_of(self, number: int, worker_id: int) -> bytes | None:
         """Trainer state that a process published before generation `number`; None if it published none."""
-        return self._job_store.try_get(f"trainer/{number}/{worker_id}")
+        return self.job_store.try_get(f"trainer/{number}/{worker_id}")
 
-    def _silent(self, number: int, incarnations: Mapping[int, int], lost: AbstractSet[int]) -> dict[int, int]:
+
+class _Wait:
+    """One wait of a process for the stop reports of the others; `look` is called again and again."""
+
+    def __init__(
+        self,
+        reports: StopReports,
+        number: int | None,
+        at_least: int,
+        stopped: Callable[[int], None] | None,
+        snapshots: Snapshots | None,
+    ) -> None:
+        self._reports = reports
+        self._job_store = reports.job_store
+        self._number, self._at_least = number, at_least
+        self._stopped = stopped
+        self._snapshots = snapshots
+        self._began_s = time.monotonic()
+        self._generation, self._worker_ids = -1, reports.worlds.current.worker_ids
+        self.rank = 0
+        """Of this process, in the world of the generation that is waited for."""
+        self.limit_s = reports.policy.replacement_timeout_s
+        """Seconds to wait; extended while survivors are busy outside a step."""
+        self._look_s = 0.0
+        self._known: Mapping[int, int] = {}
+        self._seen: StopView | None = None
+        self._given_up = set[int]()
+
+    def interval_s(self, waited_s: float) -> float:
+        """Seconds until the next look."""
+        return poll_interval_s(self.rank, len(self._worker_ids), waited_s)
+
+    def look(self) -> ResumePoint | None:
+        """Look once; the resume point, if all that are expected have published their reports.
+
+        Raises:
+            PeerLost: The generation ended before it was formed.
+            StateLost: No process is left that holds the state, and no snapshot.
+        """
+        waited_s = time.monotonic() - self._began_s
+        self._follow_generation(waited_s)
+        incarnations = dict(zip(self._worker_ids, self._job_store.incarnations(self._worker_ids), strict=True))
+        lost = {each for each, number in incarnations.items() if number != self._known.get(each, 0)} | self._given_up
+        view = StopView(
+            generation=self._generation,
+            world_size=len(incarnations),
+            num_reports=self._job_store.count(f"stopped/{self._generation}"),
+            lost=frozenset(lost),
+        )
+        match next_look(view, self._seen, is_due=waited_s >= min(self._look_s, self.limit_s)):
+            case Look.WAIT:
+                return None
+            case Look.ALL_LOST:
+                return self._without_survivors(
+                    "all processes were lost, and with them the training state and its snapshots"
+                )
+            case Look.READ:
+                self._seen, self._look_s = view, waited_s + scan_interval_s(self.rank, view.num_reports)
+                resume_point = self._scan(incarnations, lost)
+                if resume_point is None:
+                    self._handle_silent(self._silent(incarnations, lost), waited_s)
+                return resume_point
+
+    def _follow_generation(self, waited_s: float) -> None:
+        """Turn to the generation that is to be formed now, if that is another one."""
+        job_store, former, worker_id = self._job_store, self._generation, self._reports.worker_id
+        if self._number is None:
+            self._generation = job_store.generation(at_least=max(self._at_least, former))
+        else:
+            self._generation = self._number
+        if self._generation != former:
+            if self._stopped is not None:
+                self._stopped(self._generation)
+            self._worker_ids = ids = self._reports.worlds.at(self._generation).worker_ids
+            self.rank = ids.index(worker_id) if worker_id in ids else len(ids)
+            self._known = members_before(job_store, self._generation)
+            self._look_s = waited_s + scan_interval_s(self.rank, 1)
+        if self._number is not None and job_store.ended(self._number) is not None:
+            raise PeerLost(f"generation {self._number} ended before it was formed")
+
+    def _handle_silent(self, silent: Mapping[int, int], waited_s: float) -> None:
+        """Go on without silent processes if the world allows it; wait for the busy ones, and have stuck ones killed."""
+        reports, generation = self._reports, self._generation
+        try:
+            reports.worlds.shrink_without(generation, silent, waited_s, f"rank {self.rank}")
+        except StateLost:  # all processes restart; they save what they hold in the next generation
+            self._given_up |= set(silent)
+        busy = reports.survivors.busy(silent, waited_s)
+        if busy:
+            self.limit_s = waited_s + reports.policy.replacement_timeout_s
+        stuck = {worker_id: each for worker_id, each in silent.items() if worker_id not in busy}
+        reports.survivors.kill_stuck(generation, stuck, waited_s)
+
+    def _silent(self, incarnations: Mapping[int, int], lost: AbstractSet[int]) -> dict[int, int]:
         """Processes without a stop report that do not count as lost: perhaps their node is gone."""
+        number = self._generation
         said = self._job_store.try_get_all([_note(number, worker_id) for worker_id in incarnations])
         return {p: n for p, n in incarnations.items() if p not in lost and _note(number, p) not in said}
 
-    def _without_survivors(
-        self, number: int, worker_ids: Sequence[int], snapshots: Snapshots | None, cause: str
-    ) -> ResumePoint:
+    def _without_survivors(self, cause: str) -> ResumePoint:
         """The resume point if all processes are new: that of any rank's snapshot that outlived its process.
 
         It only gets this process to where the others are; together they decide to which step all return.
@@ -276,9 +324,10 @@ class StopReports:
         Raises:
             StateLost: There is none; the message is `cause`.
         """
+        snapshots, prefix = self._snapshots, f"snapshot/{self._generation}"
         newest = None if snapshots is None else snapshots.newest
-        names = [f"snapshot/{number}/{worker_id}" for worker_id in worker_ids]
-        self._job_store.set(f"snapshot/{number}/{self._worker_id}", b"" if newest is None else newest.trainer)
+        names = [f"{prefix}/{worker_id}" for worker_id in self._worker_ids]
+        self._job_store.set(f"{prefix}/{self._reports.worker_id}", b"" if newest is None else newest.trainer)
         if newest is not None:
             return ResumePoint(step=newest.step, in_step=True, trainer=newest.trainer)
         if snapshots is not None:
@@ -288,16 +337,14 @@ class StopReports:
                 limit_s=_OTHERS_S,
                 every_s=_POLL_S,
             )
-            trainer = next(filter(None, (said or {}).values()), b"")
+            trainer = next(filter(None, said.values()), b"")
             if trainer:
                 return ResumePoint(step=0, in_step=True, trainer=trainer)
         raise StateLost(cause)
 
-    def _scan(
-        self, number: int, incarnations: Mapping[int, int], lost: AbstractSet[int], snapshots: Snapshots | None
-    ) -> ResumePoint | None:
+    def _scan(self, incarnations: Mapping[int, int], lost: AbstractSet[int]) -> ResumePoint | None:
         """Determine the resume point; None unless all processes that are not lost have published their reports."""
-        job_store, worker_ids = self._job_store, list(incarnations)
+        job_store, number, worker_ids = self._job_store, self._generation, list(incarnations)
         if not job_store.has_all([_note(number, worker_id) for worker_id in worker_ids if worker_id not in lost]):
             return None
         found = job_store.try_get_all([_note(number, worker_id) for worker_id in worker_ids])
@@ -313,9 +360,9 @@ class StopReports:
             return None
         if notes and all(note.committed == NO_STATE for note in notes.values()):
             cause = "the remaining processes are new, and all that held the training state were lost"
-            return self._without_survivors(number, worker_ids, snapshots, cause)
+            return self._without_survivors(cause)
         worker_id = furthest_worker(notes)
-        trainer = None if worker_id is None else self.trainer_of(number, worker_id)
+        trainer = None if worker_id is None else self._reports.trainer_of(number, worker_id)
         if worker_id is None or trainer is None:
             return None
         return ResumePoint(step=notes[worker_id].committed, in_step=notes[worker_id].in_step, trainer=trainer)

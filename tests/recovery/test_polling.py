@@ -28,10 +28,20 @@ def test_a_few_of_those_that_wait_look_each_second(waiting):
     assert scan_interval_s(0, 0) > 0
 
 
-@pytest.mark.parametrize(("limit_s", "last"), [(60.0, 3), (0.0, None), (-1.0, None)])
+@pytest.mark.parametrize(("limit_s", "last"), [(60.0, 3), (0.0, 1), (-1.0, 1)])
 def test_a_poll_ends_with_the_first_view_that_decides_or_at_its_deadline(limit_s, last):
     views = iter(range(1, 10))
     assert poll_until(lambda: next(views), lambda view: view == 3, limit_s=limit_s, every_s=0.0) == last
+
+
+def test_a_look_may_extend_the_limit():
+    views, limit_s = iter(range(1, 10)), [-1.0]
+
+    def look():
+        limit_s[0] = 60.0
+        return next(views)
+
+    assert poll_until(look, lambda view: view == 3, limit_s=lambda: limit_s[0], every_s=lambda waited_s: 0.0) == 3
 
 
 def test_a_poll_that_is_not_decided_returns_the_last_view():
