@@ -31,10 +31,49 @@ from hyperpod_plugins.parallel.replica_mean import (
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 from hyperpod_plugins.recovery import seed_micro_step
 from hyperpod_plugins.session.context import LoopContext
-from hyperpod_plugins.session.loader import iterate_steps
 from hyperpod_plugins.session.state import Position, TrainedState, refuse_unreadable
 from hyperpod_plugins.session.step import BETWEEN, LoopGuard, Step
-from hyperpod_plugins.session.transaction import Transactions, ends_only_this_process
+from hyperpod_plugins.session.transaction import PlainSteps, ends_only_this_process
+
+# The batches of this rank, grouped by step, in a world of any size.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatches:
+    """This rank's part of one step."""
+
+    batches: tuple[Any, ...]
+    """One batch per micro-step."""
+    weights: tuple[float, ...]
+    """Factor for the mean loss of each batch, so that all samples of the step count equally."""
+    num_samples: int
+    """Number of samples of the step, over all ranks."""
+    epoch: int
+    ends_epoch: bool
+
+
+def iterate_steps(loader: StatefulLoader, num_epochs: int) -> Iterator[StepBatches]:
+    """Yield the steps from the loader's position to the end of the last epoch."""
+    sampler = loader.batch_sampler
+    while sampler.cursor.epoch < num_epochs:
+        epoch = sampler.cursor.epoch
+        batches: list[Any] = []
+        weights: list[float] = []
+        number = sampler.micro_steps_done
+        for index, batch in enumerate(loader):
+            batches.append(batch)
+            weights.append(sampler.weight(number + index))
+            ends_epoch = sampler.cursor.epoch != epoch
+            if ends_epoch or (number + index + 1) % sampler.split.micro_steps == 0:
+                yield StepBatches(
+                    batches=tuple(batches),
+                    weights=tuple(weights),
+                    num_samples=sampler.step_size(number + index),
+                    epoch=epoch,
+                    ends_epoch=ends_epoch,
+                )
+                batches, weights = [], []
+
 
 # One attempt at a step: forward and backward of each micro-batch, clipping, and the mean loss.
 
@@ -182,7 +221,7 @@ class Loop:
         context: LoopContext,
         trained: TrainedState,
         computation: StepComputation,
-        transactions: Transactions,
+        transactions: PlainSteps,
         build_loader: Callable[[], StatefulLoader],
         limits: LoopLimits,
         finite: FiniteCheck,
@@ -193,7 +232,7 @@ class Loop:
             context: rank and groups of this process.
             trained: what the loop trains.
             computation: computes the steps.
-            transactions: runs each step as a transaction.
+            transactions: runs each step, as a transaction in a job with recovery.
             build_loader: builds this rank's loader for the present world.
             limits: how long to run.
             finite: checks each step before it is committed.

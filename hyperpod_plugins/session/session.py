@@ -60,7 +60,7 @@ from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
 from hyperpod_plugins.session.state import Position, TrainedState
 from hyperpod_plugins.session.step import Step
-from hyperpod_plugins.session.transaction import Transactions
+from hyperpod_plugins.session.transaction import PlainSteps, Transactions
 
 _MICRO_BATCH_KEY = "session/micro_batch_size"
 
@@ -161,7 +161,7 @@ class Session:
         self._trained: TrainedState | None = None
         self._computation: StepComputation | None = None
         self._finite: FiniteCheck | None = None
-        self._transactions: Transactions | None = None
+        self._transactions: PlainSteps | None = None
         self._begins_at = Position()
         self._num_agreed = 0
         self._entries = Entries()
@@ -312,7 +312,12 @@ class Session:
             is_step_keyed=self._recovery.step_keyed_random and (self._member is not None or self._reproducible),
         )
         member = self._member if self._transactions is None else self._transactions.member  # None once it has left
-        self._transactions = Transactions(member, self._context, self._trained, self._recovery, self.repairs)
+        self._trained.saving = self._context.saving_group
+        self._transactions = (
+            PlainSteps()
+            if member is None
+            else Transactions(member, self._context, self._trained, self._recovery, self.repairs)
+        )
 
     def register_rank_local(self, name: str, stateful: Stateful) -> None:
         """Register an object whose state differs between ranks, so that a replacement gets the lost rank's state.
@@ -490,7 +495,7 @@ class Session:
         loop = Loop(self._context, trained, computation, transactions, build_loader, limits, self._finite)
         return self._run(loop, trained, transactions)
 
-    def _run(self, loop: Loop, trained: TrainedState, transactions: Transactions) -> Iterator[Step]:
+    def _run(self, loop: Loop, trained: TrainedState, transactions: PlainSteps) -> Iterator[Step]:
         """Yield the steps of a loop, or none if it ended before a restart; with recovery, the loop is an entry."""
         begins_at, self._begins_at = self._begins_at, Position()
         job = None if self._member is None else self._member.job
@@ -519,6 +524,8 @@ class Session:
                     self._keep_end(trained)
                 is_over = True
             finally:
+                if transactions.member is None:  # this process has left for good; steps that follow are plain ones
+                    self._transactions = PlainSteps()
                 if not is_over:
                     entries.mark_not_kept("its loop was left early")
 
@@ -579,7 +586,7 @@ class Session:
             )
         return sizes
 
-    def _require_train(self) -> tuple[TrainedState, Transactions]:
+    def _require_train(self) -> tuple[TrainedState, PlainSteps]:
         if self._trained is None or self._transactions is None:
             raise LoopError("say what is trained first: session.train(model, optimizer, scheduler)")
         return self._trained, self._transactions

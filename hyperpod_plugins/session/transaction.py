@@ -1,14 +1,16 @@
-"""Runs the steps of a loop as transactions in a job with recovery, and as plain steps otherwise."""
+"""Runs the steps of a loop: as `Transactions` in a job with recovery, and as `PlainSteps` otherwise."""
 
 from collections.abc import Callable
 from typing import TypeVar
+
+from typing_extensions import override
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
-from hyperpod_plugins.errors import DeviceHung, RecoveryError
+from hyperpod_plugins.errors import DeviceHung, LoopError, RecoveryError
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair, SavedCheckpoints, Snapshot
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES
 from hyperpod_plugins.recovery.engine import RecoveryEngine
@@ -29,53 +31,31 @@ def ends_only_this_process(error: BaseException | None) -> bool:
     return isinstance(error, RecoveryError | DeviceHung) or (isinstance(error, SystemExit) and error.code == NOT_NEEDED)
 
 
-class Transactions:
-    """Steps of one process as transactions; a new transaction is created each time the loop is entered."""
+class PlainSteps:
+    """Steps of a process that takes no part in recovery: computed, then committed."""
 
-    def __init__(
-        self,
-        member: Member | None,
-        context: LoopContext,
-        trained: TrainedState,
-        options: RecoveryOptions,
-        repairs: list[Repair],
-    ) -> None:
-        """Create no transaction yet.
-
-        Args:
-            member: this process as a member of a job with recovery; None without recovery.
-            context: rank and groups of this process.
-            trained: what the loop trains.
-            options: recovery options.
-            repairs: list to which each repair is appended.
-        """
-        self._context = context
-        self._trained = trained
-        self._engine = None if member is None else RecoveryEngine(member, options, repairs, on_repair=self._repaired)
-        self._is_complete = True
-        self.elastic_spec: ElasticSpec | None = None
-        """Spec to publish as soon as lost processes are replaced; None for a job that does not change its size."""
-        self._trained.saving = context.saving_group
+    elastic_spec: ElasticSpec | None = None
+    """Spec to publish as soon as lost processes are replaced; None for a job that does not change its size."""
 
     @property
     def member(self) -> Member | None:
         """This process as a member of the job; None without recovery, or once it has left."""
-        return None if self._engine is None else self._engine.member
+        return None
 
     @property
     def is_joining(self) -> bool:
         """Whether this process is a joiner: it replaces a lost process or grows the job."""
-        return self.member is not None and self.member.is_joining
+        return False
 
     @property
     def saved(self) -> SavedCheckpoints | None:
         """Where rank 0 records which checkpoints exist; None on other ranks."""
-        return None if self._engine is None else self._engine.saved
+        return None
 
     @property
     def rehearsal(self) -> Rehearsal | None:
         """Rehearsal of this process's steps; None if none are rehearsed."""
-        return None if self._engine is None else self._engine.rehearsal
+        return None
 
     def enter(self, entry: int, *, is_complete: bool) -> None:
         """Begin a loop.
@@ -84,26 +64,12 @@ class Transactions:
             entry: number of the loop among the entries of the program.
             is_complete: whether the state after all earlier entries was kept, so that a replacement can join.
         """
-        self._is_complete = is_complete
-        if self._engine is not None:
-            self._engine.begin_entry(entry, is_complete=is_complete)
-            self._engine.member.collectives.end_set_up()
-            self._attach(self._engine)
 
     def begin_at(self, committed: int, resumed_from: str) -> None:
         """Set the number of committed steps, and record the checkpoint that the loop was resumed from, if any."""
-        if self._engine is not None:
-            self._engine.begin_at(committed, resumed_from)
 
     def arm(self) -> None:
-        """Have lost processes replaced from now on, and then let the job change its size.
-
-        In this order: a left-over process that finds the spec becomes a spare if it would be replaced, and ends if not.
-        """
-        if self.member is not None and self._is_complete:
-            arm(self.member.job_store)
-            if self.elastic_spec is not None:
-                publish_elastic_spec(self.member.job_store, self.elastic_spec)
+        """Have lost processes replaced from now on, and then let the job change its size."""
 
     def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
         """End the loop: take no part in recovery until the next one, or for good if the job is elastic.
@@ -113,26 +79,10 @@ class Transactions:
                 one. If not, only this process leaves for good, and the others continue without it.
             error: raised by the loop's body; this process and the job end with it.
         """
-        engine = self._engine
-        if engine is None:
-            return
-        if error is not None:
-            text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-            key = f"{RAISED_KEY}/{engine.member.worker_id}"
-            engine.member.job_store.set(key, text.encode(errors="replace"))
-        leaves = engine.member.is_elastic or not is_over
-        engine.end_entry(has_ended=is_over, leaves=leaves)
-        if leaves:
-            self._engine = None
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
         """Run one step."""
-        engine = self._engine
-        if engine is None or engine.transaction is None:
-            return commit(compute())
-        result = engine.transaction.run(compute, commit)
-        engine.publish_layout()
-        return result
+        return commit(compute())
 
     def join(self) -> None:
         """Join the other ranks between two steps, if this process is not connected to them.
@@ -140,14 +90,10 @@ class Transactions:
         Raises:
             PeerLost: a peer has just been lost.
         """
-        if self._engine is not None and self._engine.transaction is not None:
-            self._engine.transaction.join()
 
     def await_peers_position(self) -> Position:
         """In a joiner, wait until the other ranks have stopped; return the position from which to start."""
-        engine = self._recovers()
-        resume_point = engine.wait_for_peers("waiting for the state of the loop")
-        return self._set_entry(engine, Position.from_bytes(resume_point.trainer), resume_point.step)
+        raise LoopError("only a member of a job with recovery joins a loop")
 
     def reenter(self) -> Position:
         """After a fault outside a step, detach from the other ranks; return the position from which all continue.
@@ -155,15 +101,110 @@ class Transactions:
         Raises:
             SystemExit: the job continues without this process.
         """
-        engine, trained, activity = (
-            self._recovers(),
-            self._trained,
-            "waiting for the other ranks to stop, outside a step",
-        )
+        raise LoopError("only a member of a job with recovery re-enters a loop")
+
+
+class Transactions(PlainSteps):
+    """Steps of a member of a job as transactions; a new transaction is created each time the loop is entered."""
+
+    def __init__(
+        self,
+        member: Member,
+        context: LoopContext,
+        trained: TrainedState,
+        options: RecoveryOptions,
+        repairs: list[Repair],
+    ) -> None:
+        """Create no transaction yet.
+
+        Args:
+            member: this process as a member of a job with recovery.
+            context: rank and groups of this process.
+            trained: what the loop trains.
+            options: recovery options.
+            repairs: list to which each repair is appended.
+        """
+        self._context = context
+        self._trained = trained
+        self._engine = RecoveryEngine(member, options, repairs, on_repair=self._repaired)
+        self._is_complete, self._has_left = True, False
+
+    @property
+    @override
+    def member(self) -> Member | None:
+        return None if self._has_left else self._engine.member
+
+    @property
+    @override
+    def is_joining(self) -> bool:
+        return self._engine.member.is_joining
+
+    @property
+    @override
+    def saved(self) -> SavedCheckpoints | None:
+        return self._engine.saved
+
+    @property
+    @override
+    def rehearsal(self) -> Rehearsal | None:
+        return self._engine.rehearsal
+
+    @override
+    def enter(self, entry: int, *, is_complete: bool) -> None:
+        engine = self._engine
+        self._is_complete = is_complete
+        engine.begin_entry(entry, is_complete=is_complete)
+        engine.member.collectives.end_set_up()
+        self._attach()
+
+    @override
+    def begin_at(self, committed: int, resumed_from: str) -> None:
+        self._engine.begin_at(committed, resumed_from)
+
+    @override
+    def arm(self) -> None:
+        """As in `PlainSteps`.
+
+        In this order: a left-over process that finds the spec becomes a spare if it would be replaced, and ends if not.
+        """
+        if self._is_complete:
+            job_store = self._engine.member.job_store
+            arm(job_store)
+            if self.elastic_spec is not None:
+                publish_elastic_spec(job_store, self.elastic_spec)
+
+    @override
+    def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
+        engine, member = self._engine, self._engine.member
+        if error is not None:
+            text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+            member.job_store.set(f"{RAISED_KEY}/{member.worker_id}", text.encode(errors="replace"))
+        self._has_left = member.is_elastic or not is_over
+        engine.end_entry(has_ended=is_over, leaves=self._has_left)
+
+    @override
+    def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
+        result = self._transaction.run(compute, commit)
+        self._engine.publish_layout()
+        return result
+
+    @override
+    def join(self) -> None:
+        self._transaction.join()
+
+    @override
+    def await_peers_position(self) -> Position:
+        resume_point = self._engine.wait_for_peers("waiting for the state of the loop")
+        return self._set_entry(Position.from_bytes(resume_point.trainer), resume_point.step)
+
+    @override
+    def reenter(self) -> Position:
+        engine, trained = self._engine, self._trained
+        activity = "waiting for the other ranks to stop, outside a step"
         engine.member.end_generation()
         engine.member.activity = activity
         returned = engine.take_returned()
-        description = self._capture_stop_state(engine, returned)
+        description = self._capture_stop_state(returned)
         trained.restore_training_modes()
         group_health.detach()
         if engine.move():
@@ -171,7 +212,7 @@ class Transactions:
         if engine.has_moved:
             self._context.build_groups(has_moved=True)
             trained.saving = self._context.saving_group
-        self._attach(engine)
+        self._attach()
         resume_point = engine.wait_for_peers(
             activity, lambda number: engine.member.publish_stop(number, in_step=False, trainer=description)
         )
@@ -179,24 +220,22 @@ class Transactions:
         position = Position.from_bytes(description if is_ours else resume_point.trainer)
         if is_ours and position.local and trained.local is not None:
             trained.local.load(position.local, begins_epoch=False)
-        return self._set_entry(engine, position, resume_point.step)
+        return self._set_entry(position, resume_point.step)
 
-    def _capture_stop_state(self, engine: RecoveryEngine, returned: Snapshot | None) -> bytes:
-        transaction, trained = engine.transaction, self._trained
-        assert transaction is not None
+    def _capture_stop_state(self, returned: Snapshot | None) -> bytes:
+        transaction, trained = self._transaction, self._trained
         is_described = returned is not None or transaction.state_on_leaving_step is not None
         if not is_described and trained.is_within_step and not trained.can_undo:
             transaction.mark_state_lost("the program has written to parameters for the first time")
-        return engine.stop_state(
+        return self._engine.stop_state(
             trained, returned, is_within_step=trained.is_within_step, capture=trained.capture_state
         )
 
-    def _set_entry(self, engine: RecoveryEngine, position: Position, step: int) -> Position:
-        assert engine.transaction is not None
-        self._trained.entry_position, engine.transaction.entered_at = position, step
+    def _set_entry(self, position: Position, step: int) -> Position:
+        self._trained.entry_position, self._transaction.entered_at = position, step
         return position
 
-    def _attach(self, engine: RecoveryEngine) -> None:
+    def _attach(self) -> None:
         """Create a transaction that begins outside a step."""
         context, trained = self._context, self._trained
         if trained.local is None:
@@ -208,13 +247,9 @@ class Transactions:
                 trained.local.register(ATTRIBUTES, trained.attributes)
         for name, state in trained.rank_local.items():
             trained.local.register(rank_local_name(name), state)
-        engine.attach(
+        self._transaction = self._engine.attach(
             trained, trained.tensors, context.topology, device=context.device, snapshot_group=context.snapshot_group
         )
-
-    def _recovers(self) -> RecoveryEngine:
-        assert self._engine is not None
-        return self._engine
 
     def _repaired(self, _: Repair) -> None:
         self._trained.entry_position = None

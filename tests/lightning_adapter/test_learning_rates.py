@@ -11,7 +11,7 @@ from hyperpod_plugins.elastic.scaling.learning_rates import LearningRates, scale
 from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.events import listen
-from hyperpod_plugins.lightning.lr_scaling import step_schedulers
+from hyperpod_plugins.lightning.elastic_training import step_schedulers
 
 REFERENCE = 10
 SCHEDULERS = {

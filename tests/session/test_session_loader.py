@@ -4,7 +4,7 @@ import pytest
 
 from hyperpod_plugins.data import ElasticSampler, StatefulLoader
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
-from hyperpod_plugins.session.loader import iterate_steps
+from hyperpod_plugins.session.loop import iterate_steps
 
 NUM_SAMPLES = 16
 
