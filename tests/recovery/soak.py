@@ -54,10 +54,10 @@ def measure(pid):
 def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
     """Kill one worker at a time, once all have trained since the last kill; returns what was measured of each process.
 
-    One process, drawn in the beginning, is spared in the first half, and another in the second: they survive many. From
-    time to time the job rests, and at the end of each rest all processes are measured: by then what faults have left
-    waiting in gloo is gone, of which a storm has several at a time. There is no rest after the last kill: what
-    connections there are depends on the last repair, and would stay the same.
+    One process, drawn in the beginning, is spared: it survives all. From time to time the job rests, and at the end of
+    each rest all processes are measured: by then what faults have left waiting in gloo is gone, of which a storm has
+    several at a time. There is no rest after the last kill: what connections there are depends on the last repair, and
+    would stay the same.
     """
     history, kills, spared = {}, 0, 0
     output, log = folder / "output", folder / "record-0.jsonl"
@@ -76,8 +76,8 @@ def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
             for pid in pids if rests_now else ():
                 with contextlib.suppress(OSError, KeyError):  # it ends just now
                     history.setdefault(pid, []).append(measure(pid))
-            if kills in (0, num_kills // 2) or spared not in pids:
-                spared = chooser.choice([pid for pid in pids if pid != spared])
+            if spared not in pids:
+                spared = chooser.choice(pids)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chooser.choice([pid for pid in pids if pid != spared]), signal.SIGKILL)
                 kills += 1
@@ -86,16 +86,18 @@ def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
 
 
 def growth(history):
-    """How much more a process has at the end of its life than at its beginning, at most: MiB, descriptors, threads.
+    """How much more a process has late in its life than early, at most: MiB, descriptors, threads.
 
-    The lower of two rests each, for whoever has just given its state away has connections for that. Last, how many
-    processes lived through at least four.
+    The least of its last rests against the most of its first ones, a third of them each: whoever has just given its
+    state away has connections for that, and keeps a channel from its first repair on. Last, how many processes lived
+    through at least half of the rests.
     """
-    worst, survivors = [0.0, 0.0, 0.0], [rests for rests in history.values() if len(rests) >= 4]
+    worst, survivors = [0.0, 0.0, 0.0], [rests for rests in history.values() if len(rests) >= NUM_RESTS // 2]
     for rests in survivors:
         print("at rest: " + "; ".join(f"{mib:.0f} MiB, {fds} fds, {threads} threads" for mib, fds, threads in rests))
+        third = len(rests) // 3
         for index in range(3):
-            early, late = min(each[index] for each in rests[:2]), min(each[index] for each in rests[-2:])
+            early, late = (max(each[index] for each in rests[:third]), min(each[index] for each in rests[-third:]))
             worst[index] = max(worst[index], late - early)
     return *worst, len(survivors)
 
@@ -161,7 +163,7 @@ def main():
             check(f"log of rank {rank}", not wrong, str(wrong[:3]))
         rss_mib, descriptors, threads, num_compared = growth(history)
         check("memory flat", rss_mib < 30, f"{rss_mib:.1f} MiB more at most")
-        check("processes compared", num_compared >= 2, str(num_compared))
+        check("processes compared", num_compared >= 1, str(num_compared))
         check("descriptors flat", descriptors <= 4, f"{descriptors:.0f} more at most")
         check("threads flat", threads <= 2, f"{threads:.0f} more at most")
         lasted_s = [each for result in found.results() for each in result["lasted_s"]]
