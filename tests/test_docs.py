@@ -554,6 +554,23 @@ def recovery(page):
     trainer.save_checkpoint("last.ckpt")
 
 
+@fragments("docs/guides/memory.md", "activation_offload=True", ranks=2)
+def memory(page):
+    import lightning as L
+
+    from hyperpod_plugins.lightning import HyperPodStrategy
+
+    page.run("activation_offload=True", replaced={"hybrid_shard_degree=4": "hybrid_shard_degree=2"})
+    losses = []
+    for strategy in (page["strategy"], HyperPodStrategy(hybrid_shard_degree=2)):
+        torch.manual_seed(0)
+        fitted = language_module()
+        L.Trainer(devices=2, strategy=strategy, **QUIET).fit(fitted, loader_of_tokens(8, 2))
+        losses.append(fitted.losses)
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 COLLECTIVES = ('init_process_group("hyperpod")', "strict=True", "reset_traffic()")
 
 

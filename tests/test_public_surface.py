@@ -20,6 +20,7 @@ PACKAGES = (
     "elastic",
     "fault_injection",
     "lightning",
+    "memory",
     "parallel",
     "recovery",
     "session",

@@ -20,8 +20,6 @@ from hyperpod_plugins.accelerate.compat import Accelerator, get_mixed_precision_
 from hyperpod_plugins.accelerate.mesh import HyperPodParallelism
 from hyperpod_plugins.accelerate.optimizer import FiniteStepCheck, HyperPodOptimizer, HyperPodScheduler
 from hyperpod_plugins.accelerate.prepare import (
-    recompute_blocks,
-    refuse_dropout,
     refuse_half_loaded,
     shard_with_optimizers,
     wrap_forward,
@@ -47,7 +45,7 @@ from hyperpod_plugins.parallel import (
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
-from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
+from hyperpod_plugins.parallel.parallelize import replace_stale_parameters, save_activation_memory
 from hyperpod_plugins.parallel.unit_watch import watch_units
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
@@ -165,23 +163,18 @@ class HyperPodAccelerator(Accelerator):
         return tuple(each if each is model else self._prepare_one(each) for each in ready)
 
     def _prepare_for_accelerate(self, model: nn.Module) -> None:
-        """Add what Accelerate's FSDP2 lacks: equal values on all ranks, and exact recomputation of dropout."""
+        """Add what Accelerate's FSDP2 lacks: equal values on all ranks, exact recomputation of dropout, offload."""
         if any(True for _ in fsdp_units(model)):
             return  # by an earlier `prepare`
-        settings, fsdp = self.plugin.settings, self.state.fsdp_plugin
+        fsdp = self.state.fsdp_plugin
         assert fsdp is not None
         refuse_half_loaded(model)
         broadcast_from_rank_0(model, self.device)
-        if settings.activation_checkpointing_offload:
-            refuse_dropout(model)
-        elif settings.activation_checkpointing:
-            recompute_blocks(model, self._config.block_classes)
-            fsdp.activation_checkpointing = False
+        save_activation_memory(model, self._config, self.device)
+        fsdp.activation_checkpointing = False
         self._wrap_forward(model)
 
     def _parallelize(self, model: nn.Module) -> None:
-        if self.plugin.settings.activation_checkpointing:
-            recompute_blocks(model, self._config.block_classes)
         parallelize(model, self.mesh, self._config)
 
     def _wrap_forward(self, model: nn.Module) -> None:

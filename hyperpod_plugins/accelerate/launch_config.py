@@ -25,7 +25,7 @@ _FLAGS = {
     "FSDP_RESHARD_AFTER_FORWARD": "reshard_after_forward",
     "FSDP_OFFLOAD_PARAMS": "offload_params",
     "FSDP_ACTIVATION_CHECKPOINTING": "activation_checkpointing",
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "activation_checkpointing_offload",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "sm_activation_offloading",
 }
 _OWN_NAMES: dict[str, str] = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 
@@ -38,10 +38,6 @@ class AccelerateSettings:
         ConfigError: a value is unknown, or two values exclude each other.
     """
 
-    activation_checkpointing: bool = False
-    """Drop the activations of each block and recompute them in backward, with the same random numbers."""
-    activation_checkpointing_offload: bool = False
-    """Keep each block's input in host memory until backward; done by Accelerate's own FSDP2."""
     offload_params: bool = False
     """Keep parameters, gradients and optimizer state in host memory; done by Accelerate's own FSDP2."""
     fp8: Fp8 = "off"
@@ -54,23 +50,13 @@ class AccelerateSettings:
         for name, allowed in (("fp8", get_args(Fp8)), ("state_dict_type", get_args(StateDictType))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, but is {getattr(self, name)!r}")
-        for name in ("activation_checkpointing", "activation_checkpointing_offload", "offload_params"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, but is {getattr(self, name)!r}")
-        if self.activation_checkpointing_offload and not self.activation_checkpointing:
-            raise ConfigError(
-                "activation_checkpointing_offload=True needs activation_checkpointing=True: it moves to host memory "
-                "the inputs from which activations are recomputed."
-            )
+        if self.offload_params not in (True, False):
+            raise ConfigError(f"offload_params must be true or false, but is {self.offload_params!r}")
 
     @property
     def needs_accelerate_fsdp2(self) -> tuple[str, ...]:
         """Names of the enabled settings that only Accelerate's own FSDP2 supports."""
-        asked = {
-            "offload_params": self.offload_params,
-            "activation_checkpointing_offload": self.activation_checkpointing_offload,
-            "fp8": self.fp8 != "off",
-        }
+        asked = {"offload_params": self.offload_params, "fp8": self.fp8 != "off"}
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
 

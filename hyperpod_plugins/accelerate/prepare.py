@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint  # pyright: ignore
 from torch.optim import Optimizer
 
 from hyperpod_plugins.accelerate.compat import convert_outputs_to_fp32
-from hyperpod_plugins.errors import ConfigError, format_list
-from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_units, reshard
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
 from hyperpod_plugins.parallel.parallelize import match_rank_0
 
@@ -72,27 +71,6 @@ def refuse_half_loaded(model: nn.Module) -> None:
         "hyperpod_plugins.delayed_init.delayed_init."
     )
     match_rank_0(model, compares_types=False, advice=advice)
-
-
-def recompute_blocks(model: nn.Module, class_names: tuple[str, ...]) -> None:
-    """Make each block that will be sharded as a unit drop its activations and recompute them in backward.
-
-    Recomputation draws the same random numbers, so that dropout drops the same elements. Parameter names do not
-    change.
-    """
-    for block in list(find_blocks(model, class_names)):
-        checkpoint(block, preserve_rng_state=True)
-
-
-def refuse_dropout(model: nn.Module) -> None:
-    """Raise `ConfigError` if the model has dropout: Accelerate's recomputation would drop other elements."""
-    names = [name for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]
-    if names:
-        raise ConfigError(
-            f"activation_checkpointing_offload=True is done by Accelerate, which computes again with other random "
-            f"numbers, so dropout gives wrong gradients: {format_list(names)}. Set their p to 0, or leave the offload "
-            "out: activation_checkpointing=True alone draws the same numbers again."
-        )
 
 
 def wrap_forward(

@@ -75,8 +75,7 @@ class AcceleratorSpec:
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=list(self.config.block_classes) or None,
             state_dict_type=self.settings.state_dict_type,
-            activation_checkpointing=self.settings.activation_checkpointing,
-            activation_checkpointing_offload=self.settings.activation_checkpointing_offload,
+            activation_checkpointing=self.config.activation_checkpointing != "none",
             cpu_ram_efficient_loading=False,  # True: only rank 0 loads values, which come from rank 0 in any case
         )
 

@@ -1,8 +1,8 @@
 """Parallelism configuration: one frozen object, built from keyword arguments, a dict, or an SMP v2 JSON file.
 
 Keys and their meaning follow the SageMaker model parallelism library (SMP) v2, whose JSON files are accepted
-unchanged. Not every value is supported yet: `sm_activation_offloading: true` and expert or context parallel degrees
-above 1 raise `NotBuiltYetError`. The keys after `allow_empty_shards` are specific to this package.
+unchanged. Not every value is supported yet: expert or context parallel degrees above 1 raise `NotBuiltYetError`. The
+keys after `allow_empty_shards` are specific to this package.
 """
 
 import dataclasses
@@ -16,12 +16,17 @@ from typing import Any, Literal, Self, cast, get_args
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, UnknownKeyError
+from hyperpod_plugins.memory.recompute import RECOMPUTE, Recompute
 from hyperpod_plugins.parallel.topology import Topology, nearest_degrees
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 TensorPlan = Mapping[str, "str | ParallelStyle"]
-ALIASES = {"tensor_parallel_seed": "random_seed", "activation_offload": "sm_activation_offloading"}
+ALIASES = {
+    "tensor_parallel_seed": "random_seed",
+    "activation_offload": "sm_activation_offloading",
+    "activation_checkpointing_offload": "sm_activation_offloading",  # of Accelerate
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +51,11 @@ class ParallelConfig:
     random_seed: int = 12345
     """Seed for initializing a model that was built without allocating memory and without a recorded RNG state."""
     sm_activation_offloading: bool = False
-    """Offload checkpointed activations to the host and prefetch them for backward."""
+    """Keep the inputs of checkpointed blocks on the host, and prefetch them for backward. Without checkpointing of the
+    model's own, this implies `activation_checkpointing="full"`.
+    """
     activation_loading_horizon: int = 2
-    """Maximum number of offloaded layers that are back on the device at once."""
+    """Maximum number of blocks whose offloaded inputs are on the device at once."""
     fsdp_cache_flush_warnings: bool = True
     """Warn when the CUDA allocator had to flush its cache: raise the shard degree or lower the batch size."""
     allow_empty_shards: bool = False
@@ -65,6 +72,14 @@ class ParallelConfig:
     """Class names of the modules to shard one by one. Empty: the layers that the model runs as a chain."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward."""
+    activation_checkpointing: Recompute = "none"
+    """What backward computes again, block by block: nothing, all (`full`, or True), or what is cheap (`selective`)."""
+    loss_chunks: int = 1
+    """Number of chunks in which a Hugging Face causal language model computes its loss, so that its logits never exist
+    as a whole. 1: the whole.
+    """
+    mlp_tiles: int = 1
+    """Number of tiles of the sequence in which MLPs are computed one after the other. 1: the whole sequence."""
 
     def __post_init__(self) -> None:
         """Check each value, then combinations, then unsupported values."""
@@ -74,6 +89,11 @@ class ParallelConfig:
         _check_tensor_plan(self.tensor_plan)
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}, but is {self.precision!r}")
+        if self.activation_checkpointing not in RECOMPUTE:
+            raise ConfigError(
+                f"activation_checkpointing must be one of {', '.join(RECOMPUTE)}, but is "
+                f"{self.activation_checkpointing!r}"
+            )
         minimum = {"hybrid_shard_degree": 0, "random_seed": None}
         for field in dataclasses.fields(self):
             value, low = getattr(self, field.name), minimum.get(field.name, 1)
@@ -137,15 +157,24 @@ class ParallelConfig:
                         f"Raise tensor_parallel_degree or drop {name}."
                     )
 
+        if self.mlp_tiles > 1 and self.activation_checkpointing == "selective":
+            raise ConfigError(
+                f"mlp_tiles={self.mlp_tiles} cannot be combined with activation_checkpointing='selective': torch does "
+                "not recompute tiles within a block of which it keeps results. Use activation_checkpointing='full'."
+            )
+        if self.mlp_tiles > 1 and self.sequence_parallel:
+            raise ConfigError(
+                f"mlp_tiles={self.mlp_tiles} cannot be combined with sequence_parallel=True, which splits the sequence "
+                "over ranks already. Drop one of them."
+            )
+
     def _refuse_what_is_not_built(self) -> None:
         asked = [name for name in ("expert_parallel_degree", "context_parallel_degree") if getattr(self, name) > 1]
-        if self.sm_activation_offloading:
-            asked.append("sm_activation_offloading")
         if asked:
             values = ", ".join(f"{name}={getattr(self, name)}" for name in asked)
             raise NotBuiltYetError(
-                f"{values} is valid, but this release does not serve it yet. Remove it (degrees: 1, offloading: "
-                "false) to train with hybrid sharding and tensor parallelism."
+                f"{values} is valid, but this release does not serve it yet. Set it to 1 to train with hybrid sharding "
+                "and tensor parallelism."
             )
 
     @classmethod
@@ -176,7 +205,13 @@ def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
         if name in result and result[name] != value:
             alias = next(alias for alias, meant in ALIASES.items() if meant == name)
             raise ConfigError(f"{name!r} is given twice, also as the alias {alias!r}, with different values: keep one.")
-        result[name] = tuple(value) if name == "block_classes" and isinstance(value, list) else value
+        match name, value:
+            case "block_classes", list():
+                result[name] = tuple(cast("list[Any]", value))
+            case "activation_checkpointing", bool():  # of Accelerate
+                result[name] = "full" if value else "none"
+            case _:
+                result[name] = value
     return result
 
 

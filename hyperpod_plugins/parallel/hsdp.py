@@ -116,6 +116,15 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator
                 yield module
 
 
+def outermost_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> list[nn.Module]:
+    """Blocks of `find_blocks` that lie in no other block, in the order of the model's modules."""
+    found = {id(block) for block in find_blocks(model, class_names)}
+    inner = {
+        id(part) for block in model.modules() if id(block) in found for part in block.modules() if part is not block
+    }
+    return [block for block in model.modules() if id(block) in found - inner]
+
+
 def _elements_of_chains(model: nn.Module) -> set[int]:
     chains = find_chains(model)
     elements: set[int] = set()

@@ -26,8 +26,12 @@ from hyperpod_plugins.delayed_init import materialize
 from hyperpod_plugins.delayed_init.materialize import allocate
 from hyperpod_plugins.delayed_init.tape import binding_of, full_name, own_tensors, release_tapes, tapes_of
 from hyperpod_plugins.errors import ConfigError, format_list
+from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, chunk_loss
+from hyperpod_plugins.memory.offload import ActivationOffload
+from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
+from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.hsdp import shard_hybrid
+from hyperpod_plugins.parallel.hsdp import outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
 
 _HAS_VALUES = "has values"
@@ -67,10 +71,58 @@ def parallelize(
         _to_bfloat16(model)
     broadcast_from_rank_0(model, torch.device(mesh.device_type))
     shard_tensors(model, mesh["tensor"], plan, config)
+    save_activation_memory(model, config, torch.device(mesh.device_type))
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
     materialize(model, device=torch.device(mesh.device_type), seed=config.random_seed)
     sync_rng_state(mesh["tensor"])
     return model
+
+
+def save_activation_memory(model: nn.Module, config: ParallelConfig, device: torch.device) -> ActivationOffload | None:
+    """Apply recomputation, offload, chunked loss and tiled MLPs of `config` to a model that is not sharded yet.
+
+    Args:
+        model: in place.
+        config: configuration to apply.
+        device: device of the model.
+
+    Returns:
+        The offload; None without.
+
+    Raises:
+        ConfigError: the model has no blocks, or checkpoints activations itself; see also `chunk_loss` and `tile_mlps`.
+    """
+    if config.loss_chunks > 1:
+        chunk_loss(_language_model(model), config.loss_chunks)
+    if config.mlp_tiles > 1:
+        tile_mlps(model, config.mlp_tiles)
+    is_offloaded, kind = config.sm_activation_offloading, config.activation_checkpointing
+    if kind == "none" and not is_offloaded:
+        return None
+    blocks = outermost_blocks(model, config.block_classes)
+    if not blocks:
+        raise ConfigError(
+            f"{type(model).__name__} has no chain of layers whose activations could be recomputed. Name the classes of "
+            "its blocks with block_classes, or leave activation_checkpointing and activation_offload out."
+        )
+    has_own = recomputes_itself(model)
+    if has_own and kind != "none":
+        raise ConfigError(
+            f"activation_checkpointing={kind!r}, but {type(model).__name__} checkpoints its activations itself "
+            "(gradient_checkpointing_enable()). Leave one of them out."
+        )
+    if not has_own:
+        recompute_blocks(blocks, "full" if kind == "none" else kind)
+    if not is_offloaded:
+        return None
+    offload = ActivationOffload(device, horizon=config.activation_loading_horizon)
+    offload.attach(blocks)
+    return offload
+
+
+def _language_model(model: nn.Module) -> nn.Module:
+    """The Hugging Face model for causal language modelling in a module, or the module itself."""
+    return next((part for part in model.modules() if getattr(part, "loss_type", None) == CAUSAL_LOSS), model)
 
 
 def sync_rng_state(tensor_mesh: DeviceMesh) -> None:

@@ -84,7 +84,11 @@ def wrap(
     match_rank_0(module, allocates=sync_module_states or from_first_rank, compares_types=False, advice=_ADVICE)
     if param_init_fn is not None and not isinstance(param_init_fn, ParamInit):
         _refuse_own_init(module)
-    config = replace(translation.config, hybrid_shard_degree=job.topology.shard_degree)
+    config = replace(
+        translation.config,
+        hybrid_shard_degree=job.topology.shard_degree,
+        sm_activation_offloading=False,  # for the script's own offload_wrapper
+    )
     parallel.parallelize(module, job.mesh, config)
     vars(module)["clip_grad_norm_"] = partial(clip_grad_norm_, module)
     vars(module)["no_sync"] = partial(without_replica_sync, module)

@@ -13,18 +13,30 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.smp.offload import replace_offload
 
 _wrap: Callable[..., nn.Module] | None = None
+_options: Callable[[], ParallelConfig | None] | None = None
 _functions: dict[str, Callable[..., Any]] = {}
 _is_changed = False
 _translates = False
 
 
-def set_replacements(wrap: Callable[..., nn.Module], functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Set what is called instead of the class, and of its static methods on models that FSDP2 has sharded."""
-    global _wrap
-    _wrap = wrap
+def set_replacements(
+    wrap: Callable[..., nn.Module],
+    functions: Mapping[str, Callable[..., Any]],
+    options: Callable[[], ParallelConfig | None],
+) -> None:
+    """Set what is called instead of the class, and of its static methods on models that FSDP2 has sharded.
+
+    Args:
+        wrap: instead of the class.
+        functions: instead of its static methods, by name.
+        options: returns the configuration of the job; None before `init`.
+    """
+    global _wrap, _options
+    _wrap, _options = wrap, options
     _functions.update(functions)
 
 
@@ -35,7 +47,8 @@ def set_translation(is_on: bool) -> None:
     if is_on and not _is_changed:
         _is_changed = True
         FullyShardedDataParallel.__new__ = staticmethod(_make)
-        replace_offload()
+        assert _options is not None
+        replace_offload(_options)
         for name, function in _functions.items():
             setattr(FullyShardedDataParallel, name, staticmethod(_dispatch(function, name)))
 

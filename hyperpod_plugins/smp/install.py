@@ -131,4 +131,5 @@ fsdp_class.set_replacements(
         "optim_state_dict": state_dicts.optim_state_dict,
         "optim_state_dict_to_load": state_dicts.optim_state_dict_to_load,
     },
+    lambda: job.current_job().config if job.is_initialized() else None,
 )

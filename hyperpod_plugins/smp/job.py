@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup
 from hyperpod_plugins.env import WorkerEnv, config_path
-from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
 from hyperpod_plugins.parallel.topology import AXES
 from hyperpod_plugins.smp import fsdp_class
@@ -64,7 +64,7 @@ def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) 
     """
     global _job
     source = config_path() if config is None else config
-    asked = ParallelConfig.of(source, sm_activation_offloading=False)
+    asked = ParallelConfig.of(source)
     if _job is not None:
         if asked != _job.config:
             raise ConfigError(f"init was called before with {_job.config}, and now asks for {asked}. Call it once.")
@@ -74,7 +74,6 @@ def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) 
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     if not dist.is_initialized():
         dist.init_process_group(BACKEND)
-    _tell_of_offloading(source, asked)
     topology = asked.topology(dist.get_world_size(), ranks_per_node=env.local_world_size)
     _job = Job(config=asked, topology=topology, mesh=_mesh(topology), ranks_per_node=env.local_world_size)
     fsdp_class.set_translation(True)
@@ -247,14 +246,3 @@ def _mesh(topology: Topology) -> DeviceMesh:
         f"is lost. Leave the group to init(), or make it with init_process_group({BACKEND!r})."
     )
     return init_device_mesh(device_type, topology.shape, mesh_dim_names=AXES)
-
-
-def _tell_of_offloading(source: Any, asked: ParallelConfig) -> None:
-    try:
-        ParallelConfig.of(source)
-    except NotBuiltYetError:  # the same configuration without offloading has passed
-        warn_once(
-            "sm_activation_offloading: torch's own offload_wrapper does it. Saved activations go to the host, and come "
-            f"back when backward asks for them; nothing is fetched ahead, so activation_loading_horizon="
-            f"{asked.activation_loading_horizon} has no effect."
-        )

@@ -1,18 +1,24 @@
 """torch's `offload_wrapper`, for models sharded by FSDP2 and tensor parallelism.
 
-Tensors saved for backward are copied to the host, and back when backward needs them; nothing is prefetched.
+With `sm_activation_offloading`, the inputs of the blocks that the script has wrapped for checkpointing are kept on the
+host and prefetched, with the horizon of the configuration (`memory/offload.py`). Without it, or without checkpointed
+blocks, all tensors saved for backward are copied to the host, and back when backward needs them, as in torch.
 Parameters stay on the device: FSDP2 frees and gathers them itself. torch's own wrapper cannot save a DTensor.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hyperpod_plugins.memory import ActivationOffload
+from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.hsdp import from_local_like, local_part
 
 _Packed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -25,17 +31,38 @@ class KeepOnHost(saved_tensors_hooks):
         super().__init__(_to_host, _from_host)
 
 
-def replace_offload() -> None:
-    """Make `OffloadWrapper` use `KeepOnHost` around a model that FSDP2 has sharded."""
+def replace_offload(options: Callable[[], ParallelConfig | None]) -> None:
+    """Make `OffloadWrapper` keep activations of a model that FSDP2 has sharded as the module says.
+
+    Args:
+        options: returns the configuration of the job; None before `init`.
+    """
     torchs = OffloadWrapper.forward
 
     def forward(self: OffloadWrapper, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(part, FSDPModule) for part in self.modules()):
             return torchs(self, *args, **kwargs)
-        with KeepOnHost():
+        if "_hyperpod_offload" not in vars(self):
+            vars(self)["_hyperpod_offload"] = _prefetching(self, options())
+        with KeepOnHost() if vars(self)["_hyperpod_offload"] is None else nullcontext():
             return self._checkpoint_wrapped_module(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
 
     OffloadWrapper.forward = forward
+
+
+def _prefetching(model: nn.Module, config: ParallelConfig | None) -> ActivationOffload | None:
+    """Attach the prefetching offload to the checkpointed blocks of a model; None if it is not asked for."""
+    if config is None or not config.sm_activation_offloading:
+        return None
+    found = [part for part in model.modules() if isinstance(part, CheckpointWrapper)]
+    inner = {id(part) for block in found for part in block.modules() if part is not block}
+    blocks = [block for block in found if id(block) not in inner]
+    if not blocks:
+        return None
+    device = next(model.parameters()).device
+    offload = ActivationOffload(device, horizon=config.activation_loading_horizon)
+    offload.attach(blocks)
+    return offload
 
 
 def _to_host(tensor: torch.Tensor) -> _Packed:

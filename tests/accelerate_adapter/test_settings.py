@@ -70,7 +70,6 @@ def test_what_can_not_be_honoured_is_refused(variables, told):
         {"fp8": "msamp"},
         {"state_dict_type": "LOCAL_STATE_DICT"},
         {"offload_params": "yes"},
-        {"activation_checkpointing_offload": True},
     ],
 )
 def test_settings_that_make_no_sense_are_refused(values):
@@ -79,9 +78,8 @@ def test_settings_that_make_no_sense_are_refused(values):
 
 
 def test_only_accelerate_can_do_some_things():
-    assert AccelerateSettings(activation_checkpointing=True).needs_accelerate_fsdp2 == ()
-    asked = AccelerateSettings(activation_checkpointing=True, activation_checkpointing_offload=True, fp8="te")
-    assert asked.needs_accelerate_fsdp2 == ("activation_checkpointing_offload", "fp8")
+    assert AccelerateSettings().needs_accelerate_fsdp2 == ()
+    assert AccelerateSettings(offload_params=True, fp8="te").needs_accelerate_fsdp2 == ("offload_params", "fp8")
 
 
 LAYOUTS = {

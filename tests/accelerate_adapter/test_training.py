@@ -15,12 +15,15 @@ GLOBAL_BATCH, NUM_STEPS, MAX_NORM = 8, 4, 0.5
 PLAN = {"*.w1": "colwise", "*.w2": "rowwise", "*output": "colwise_gather_output"}
 HSDP = {"hybrid_shard_degree": 2}
 TENSOR = {"hybrid_shard_degree": 2, "tensor_parallel_degree": 2, "tensor_plan": PLAN}
+OFFLOADED = {"activation_checkpointing": True, "activation_checkpointing_offload": True}
 LAYOUTS = {
     "hsdp 2x2": HSDP,
     "full shard": {},
     "tp 2 x shard 2": TENSOR,
     "replicate 2 x tp 2": TENSOR | {"hybrid_shard_degree": 1},
     "recomputed": TENSOR | {"activation_checkpointing": True},
+    "offloaded": TENSOR | OFFLOADED,
+    "offloaded, by Accelerate's FSDP2": HSDP | OFFLOADED | {"offload_params": True, "block_classes": ("Block",)},
     "by Accelerate's FSDP2": HSDP | {"offload_params": True, "block_classes": ("Block",)},
     "loss parallel": TENSOR | {"loss_parallel": True},
 }
@@ -232,13 +235,17 @@ EQUAL = {
 
 
 def train_in_all_ways():
+    from hyperpod_plugins.memory import offload
+
+    offload.MIN_BYTES = 1  # the models are tiny
     dist.init_process_group("hyperpod")
     equal = {
         name: [train(*case) for train in (train_with_accelerate, train_with_lightning, train_plainly)]
         for name, case in EQUAL.items()
     }
     alike = {name: train_with_accelerate(options) for name, options in LAYOUTS.items()}
-    dropped = [train_with_accelerate(o, dropout=0.5) for o in (TENSOR, TENSOR | {"activation_checkpointing": True})]
+    memory = ({}, {"activation_checkpointing": True}, OFFLOADED)
+    dropped = [train_with_accelerate(TENSOR | options, dropout=0.5) for options in memory]
     llama = train_with_accelerate({"hybrid_shard_degree": 2, "tensor_parallel_degree": 2}, kind="llama")
     return {"equal": equal, "alike": alike, "dropped": dropped, "llama": llama}
 
@@ -283,5 +290,7 @@ def test_a_model_of_transformers_brings_its_own_plan(trained):
 @pytest.mark.spawns
 def test_recomputed_activations_drop_what_was_dropped_before(trained):
     for rank in trained:
-        assert_same_bits(*rank["dropped"])
+        whole, recomputed, offloaded = rank["dropped"]
+        assert_same_bits(whole, recomputed)
+        assert_same_bits(whole, offloaded)
         assert rank["dropped"][0]["losses"] != rank["alike"]["tp 2 x shard 2"]["losses"]

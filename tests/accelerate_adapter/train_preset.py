@@ -49,7 +49,7 @@ if accelerator.is_main_process:
     report = {
         "layout": list(accelerator.topology.shape),
         "precision": accelerator.plugin.config.precision,
-        "recomputes": accelerator.plugin.settings.activation_checkpointing,
+        "recomputes": accelerator.plugin.config.activation_checkpointing != "none",
         "backend": torch.distributed.get_backend(),
         "losses": losses,
     }

@@ -78,7 +78,10 @@ def test_aliases_mean_what_they_stand_for():
     assert ParallelConfig.of({"random_seed": 1}, tensor_parallel_seed=3).random_seed == 3
     assert ParallelConfig.of({"tensor_parallel_seed": 3, "random_seed": 3}).random_seed == 3
     assert not ParallelConfig.of(activation_offload=False).sm_activation_offloading
-    raised(NotBuiltYetError, lambda: ParallelConfig.of(activation_offload=True), "sm_activation_offloading=True")
+    assert ParallelConfig.of(activation_offload=True).sm_activation_offloading
+    launched = ParallelConfig.of(activation_checkpointing=True, activation_checkpointing_offload=True)  # of Accelerate
+    assert (launched.activation_checkpointing, launched.sm_activation_offloading) == ("full", True)
+    assert ParallelConfig.of(activation_checkpointing=False).activation_checkpointing == "none"
 
 
 @pytest.mark.parametrize(
@@ -286,11 +289,10 @@ def test_what_splits_along_the_tensor_axis_needs_one(key):
         ({"expert_parallel_degree": 2, "hybrid_shard_degree": 4}, "expert_parallel_degree=2"),
         ({"context_parallel_degree": 2}, "context_parallel_degree=2"),
         ({"context_parallel_degree": 2, "tensor_parallel_degree": 2}, "context_parallel_degree=2"),
-        ({"sm_activation_offloading": True}, "sm_activation_offloading=True"),
     ],
 )
 def test_valid_requests_that_are_not_served_say_so(values, word):
-    raised(NotBuiltYetError, lambda: ParallelConfig.of(values), word, "does not serve it yet", "Remove it")
+    raised(NotBuiltYetError, lambda: ParallelConfig.of(values), word, "does not serve it yet", "Set it to 1")
 
 
 @pytest.mark.parametrize(

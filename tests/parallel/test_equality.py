@@ -208,3 +208,36 @@ def test_ten_steps_on_two_ranks_equal_one_process(run_ranks):
     alone = {model: train_alone(make) for model, make in MODELS.items()}
     for (model, layout), result in results.items():
         assert_equal(result, alone[model], f"{model}, {layout}")
+
+
+SAVING = {"sm_activation_offloading": True, "loss_chunks": 3, "mlp_tiles": 3}
+MEMORY_LAYOUTS = {
+    "hsdp 2x2, offload, chunks, tiles": {"hybrid_shard_degree": 2, **SAVING},
+    "full shard 4, selective, chunks": {"activation_checkpointing": "selective", "loss_chunks": 20},
+    "tp 2 x shard 2, offload, chunks, tiles": {"tensor_parallel_degree": 2, **SAVING},
+    "tp 2 x shard 2, offload, chunks, parallel loss": {"tensor_parallel_degree": 2, "loss_parallel": True, **SAVING},
+    "tp 2 x shard 2, sequence parallel, offload, chunks": {
+        "tensor_parallel_degree": 2,
+        "sequence_parallel": True,
+        **SAVING,
+        "mlp_tiles": 1,
+    },
+}
+
+
+def train_with_little_memory():
+    from hyperpod_plugins.memory import offload
+
+    offload.MIN_BYTES = 1  # the model is tiny
+    dist.init_process_group("hyperpod")
+    cases = [(model, name) for model in ("llama", "tied llama") for name in MEMORY_LAYOUTS]
+    results = {case: train_on_mesh(MODELS[case[0]], MEMORY_LAYOUTS[case[1]]) for case in cases}
+    return results if dist.get_rank() == 0 else None
+
+
+@pytest.mark.spawns
+def test_recomputed_offloaded_chunked_and_tiled_steps_equal_one_process(run_ranks):
+    results = run_ranks(train_with_little_memory, world_size=4, timeout_s=150)[0]
+    alone = {model: train_alone(MODELS[model]) for model in ("llama", "tied llama")}
+    for (model, layout), result in results.items():
+        assert_equal(result, alone[model], f"{model}, {layout}")

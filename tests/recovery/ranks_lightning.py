@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.lightning.window import AccumulationWindow
+from hyperpod_plugins.memory import offload
 from hyperpod_plugins.recovery import StepTransaction, TrainingState, undo
 
 torch.set_num_threads(1)
@@ -25,6 +26,11 @@ LAYOUTS = {
     "hsdp": {"hybrid_shard_degree": 2},
     "tensor": {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1},
     "replicas": {"hybrid_shard_degree": 1},
+}
+MEMORY = {
+    "whole": {},
+    "recomputed": {"activation_checkpointing": "full"},
+    "offloaded": {"activation_offload": True, "activation_loading_horizon": 1},
 }
 WIDTH, VOCABULARY, SEQUENCE = 16, 32, 6
 faults = Faults()
@@ -344,6 +350,8 @@ def local(tensor):
 
 def main():
     instrument()
+    attach, offload.MIN_BYTES, offloads = offload.ActivationOffload.attach, 1, []
+    offload.ActivationOffload.attach = lambda self, blocks: (offloads.append(self), attach(self, blocks))
     pl.seed_everything(1, verbose=False)
     module = Module()
     recovery = CheckpointlessRecovery(
@@ -363,6 +371,7 @@ def main():
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(
             **LAYOUTS[option("LAYOUT", "hsdp")],
+            **MEMORY[option("MEMORY", "whole")],
             background_checkpoints=option("BACKGROUND", 0) > 0,
             timeout_s=option("TIMEOUT_S", 1800),
         ),
@@ -403,6 +412,7 @@ def main():
         "early": (early.wait_count, float(early.best_score)),
         "validated": validated,
         "repairs": len(recovery.repairs),
+        "offloaded": sum(each.stored_bytes for each in offloads),
         "causes": [repair.failure.kind for repair in recovery.repairs],
         "lasted_s": [repair.total_s for repair in recovery.repairs],
     }

@@ -296,6 +296,16 @@ def test_a_fit_that_is_asked_to_stop_between_micro_steps(run):
     assert {result["step"] for result in found.results()} == {2}
 
 
+def test_ranks_killed_while_activations_are_on_the_host(run):
+    """The same bits as with recomputation alone, undisturbed."""
+    faults = [each for each in EVERYWHERE if each[0] in ("forward", "backward", "receive", "clip", "optimizer")]
+    faults += [["backward", 7, 1, "raise"], ["forward", 21, 2, "raise"]]
+    found, wanted = run("offloaded", faults, MEMORY="offloaded"), run("recomputed", MEMORY="recomputed")
+    assert_equal(found, wanted)
+    assert_logged_once(found, wanted, faults)
+    assert all(result["offloaded"] > 0 for result in found.results())
+
+
 @pytest.mark.parametrize("transport", ["gloo", "nccl-like"])
 def test_ranks_lost_where_the_others_have_gathered_a_metric(run, undisturbed, transport):
     """They have its value; it is computed again with the one that comes, and never of what an abort leaves behind."""

@@ -1,0 +1,229 @@
+"""Activation memory of a training step of a Hugging Face model, and how many tokens fit into that of the plain one.
+
+    python benchmarks/memory.py              # a table: peak memory and time of one step, for each way to train it
+    python benchmarks/memory.py --quick
+
+Each way trains the same small Llama for one step at growing lengths: as it is (`plain`), with transformers' own
+gradient checkpointing, with it and its offload, and with ours: recomputation, prefetching offload, chunked loss and
+tiled MLPs, one after the other. On the CPU, where the host is the device, the peak is that of a tracker which counts
+the bytes of every tensor that an operation returns, except those that an offload keeps on the host; temporary memory
+inside operations is not seen, and transformers' offload, which pins memory, does not run. On a GPU the peak is the
+allocator's.
+"""
+
+import argparse
+import json
+import sys
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hyperpod_plugins.memory import ActivationOffload, HostPool, chunk_loss, recompute_blocks, tile_mlps
+
+LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 8192
+PINS = "transformers offload"
+
+
+class TrackedMemory(TorchDispatchMode):
+    """Counts the bytes of storages that operations return, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.peak = 0
+        self._known = set[int]()
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Do not count a tensor's storage, now or later."""
+        self._known.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known and storage.nbytes():
+            self._known.add(key)
+            self.current += storage.nbytes()
+            self.peak = max(self.peak, self.current)
+            weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.current -= num_bytes
+
+
+class UncountedPool(HostPool):
+    """A pool whose blocks do not count as memory of the device, which is the host here."""
+
+    def __init__(self, device: torch.device, tracker: TrackedMemory) -> None:
+        super().__init__(device)
+        self._tracker = tracker
+
+    def acquire(self, num_bytes: int) -> torch.Tensor | None:
+        with _disable_current_modes():
+            block = super().acquire(num_bytes)
+        if block is not None:
+            self._tracker.leave_out(block)
+        return block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a step is trained."""
+
+    checkpointing: str = "none"
+    """`none`, `transformers` (its own), `transformers offload` (its own), or `ours`."""
+    offloads: bool = False
+    chunks: int = 1
+    tiles: int = 1
+
+
+WAYS = {
+    "plain": Way(),
+    "transformers recompute": Way(checkpointing="transformers"),
+    "transformers recompute + offload": Way(checkpointing=PINS),
+    "recompute": Way(checkpointing="ours"),
+    "recompute + offload": Way(checkpointing="ours", offloads=True),
+    "recompute + offload + chunked loss": Way(checkpointing="ours", offloads=True, chunks=8),
+    "recompute + offload + chunked loss + tiled MLP": Way(checkpointing="ours", offloads=True, chunks=8, tiles=8),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One step of one way."""
+
+    way: str
+    tokens: int
+    peak_mib: float
+    """Above what model and gradients take."""
+    step_s: float
+    loss: float
+    stored_mib: float = 0.0
+    """What our offload copied to the host."""
+
+
+def build(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=1 << 20,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(device).train()
+
+
+def run(name: str, tokens: int, device: torch.device) -> Sample:
+    """Train one step that counts, after one that creates gradients and the pool."""
+    way, model, offload, tracker = WAYS[name], build(device), None, TrackedMemory()
+    if way.chunks > 1:
+        chunk_loss(model, way.chunks)
+    if way.tiles > 1:
+        tile_mlps(model, way.tiles)
+    blocks: Any = model.model.layers
+    if way.checkpointing == "ours":
+        recompute_blocks(blocks)
+    elif way.checkpointing == "transformers":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif way.checkpointing == PINS:
+        model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
+    if way.offloads:
+        pool = UncountedPool(device, tracker) if device.type == "cpu" else HostPool(device)
+        offload = ActivationOffload(device, pool=pool)
+        offload.attach(blocks)
+    batch = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+
+    def step() -> float:
+        model.zero_grad(set_to_none=False)
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        return float(loss.detach())
+
+    step()
+    began_s = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        for parameter in model.parameters():
+            tracker.leave_out(parameter)
+            tracker.leave_out(parameter.grad)
+        with tracker:
+            loss = step()
+        peak = tracker.peak
+    return Sample(
+        way=name,
+        tokens=tokens,
+        peak_mib=peak / 2**20,
+        step_s=time.perf_counter() - began_s,
+        loss=loss,
+        stored_mib=0.0 if offload is None else offload.stored_bytes / 2 / 2**20,
+    )
+
+
+def longest(limit_mib: float, name: str, lengths: list[int], device: torch.device) -> Sample | None:
+    """The longest step of one way whose peak is at most `limit_mib`."""
+    best = None
+    for tokens in lengths:
+        sample = run(name, tokens, device)
+        if sample.peak_mib > limit_mib:
+            return best
+        best = sample
+    return best
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=2048, help="length of the plain step")
+    parser.add_argument("--output", type=Path, help="write the samples there, as JSON")
+    parser.add_argument("--quick", action="store_true", help="256 tokens")
+    args = parser.parse_args(arguments)
+    tokens = 256 if args.quick else args.tokens
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ways = [name for name, way in WAYS.items() if device.type == "cuda" or way.checkpointing != PINS]
+    samples = [run(name, tokens, device) for name in ways]
+    plain = samples[0]
+    sys.stdout.write(
+        f"one step of {tokens} tokens, {LAYERS} layers of width {WIDTH}, vocabulary {VOCABULARY}, on {device}\n"
+    )
+    for sample in samples:
+        sys.stdout.write(
+            f"  {sample.way:48} peak {sample.peak_mib:8.1f} MiB  {sample.peak_mib / plain.peak_mib:5.2f} of plain  "
+            f"step {sample.step_s / plain.step_s:5.2f}  loss {sample.loss:.7f}\n"
+        )
+    last = list(WAYS)[-1]
+    lengths = [factor * tokens for factor in (4, 8, 12, 16)]
+    best = longest(plain.peak_mib, last, lengths, device)
+    factor = 0 if best is None else best.tokens // tokens
+    sys.stdout.write(f"in the memory of the plain step, {last} trains {factor} times the tokens\n")
+    theory_mib = (LAYERS - 1) * tokens * WIDTH * 4 / 2**20  # the last layer keeps its input
+    stored = {sample.way: sample.stored_mib for sample in samples}["recompute + offload"]
+    sys.stdout.write(f"offloaded {stored:.2f} MiB of {theory_mib:.2f}, {stored / theory_mib:.1%}\n")
+    if args.output:
+        args.output.write_text(json.dumps([asdict(each) for each in [*samples, *([best] if best else [])]], indent=1))
+    return int(factor < 8 or stored < 0.95 * theory_mib)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

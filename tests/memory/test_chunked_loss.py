@@ -1,0 +1,129 @@
+"""The loss in chunks of tokens, against the loss of whole logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory import chunk_loss, chunked_cross_entropy
+
+transformers = pytest.importorskip("transformers")
+TOKENS, WIDTH, VOCABULARY = 37, 16, 101
+
+
+def tiny_llama(**options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def tokens(seed=1):
+    return torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(found, wanted):
+    assert (found - wanted).abs().max() <= 5e-7 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5, 1000])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_and_gradients_are_those_of_whole_logits(num_chunks, reduction):
+    generator = torch.Generator().manual_seed(2)
+    results = []
+    for is_chunked in (False, True):
+        head = nn.Linear(WIDTH, VOCABULARY)
+        with torch.no_grad():
+            for index, parameter in enumerate(head.parameters()):
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+        hidden = torch.randn(3, TOKENS, WIDTH, generator=generator.manual_seed(2)).requires_grad_()
+        labels = torch.randint(VOCABULARY, (3, TOKENS), generator=generator)
+        labels[0, :5] = -100
+        if is_chunked:
+            loss = chunked_cross_entropy(head, hidden, labels, num_chunks=num_chunks, reduction=reduction)
+        else:
+            loss = F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction=reduction)
+        loss.backward()
+        results.append([loss.detach(), hidden.grad, *(parameter.grad for parameter in head.parameters())])
+    for wanted, found in zip(*results, strict=True):
+        assert_close(found, wanted)
+
+
+def largest_logits(compute):
+    """Largest number of rows of logits that the head has made at once."""
+    seen, linear = [0], F.linear
+
+    def watch(x, weight, bias=None):
+        out = linear(x, weight, bias)
+        if out.shape[-1] == VOCABULARY:
+            seen[0] = max(seen[0], out.shape[:-1].numel())
+        return out
+
+    F.linear = watch
+    try:
+        compute()
+    finally:
+        F.linear = linear
+    return seen[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("arguments", [{}, {"num_items_in_batch": torch.tensor(50)}, {"shift_labels": tokens(3)}])
+def test_a_hugging_face_model_trains_without_whole_logits(options, arguments):
+    plain, model = tiny_llama(**options), tiny_llama(**options)
+    chunk_loss(model, 4)
+    results = []
+    for each in (plain, model):
+        rows = largest_logits(lambda each=each: each(tokens(), labels=tokens(), **arguments).loss.backward())
+        loss = each(tokens(), labels=tokens(), **arguments).loss
+        results.append((rows, loss.detach(), [parameter.grad for parameter in each.parameters()]))
+    (whole, wanted, gradients), (largest, found, others) = results
+    assert whole == 2 * TOKENS
+    assert largest <= TOKENS / 2 + 1
+    assert_close(found, wanted)
+    for one, other in zip(gradients, others, strict=True):
+        assert_close(other, one)
+
+
+def test_evaluation_and_generation_have_logits():
+    plain, model = tiny_llama(), tiny_llama()
+    chunk_loss(model, 4)
+    with torch.no_grad():
+        assert torch.equal(model(tokens(), labels=tokens()).logits, plain(tokens()).logits)
+        assert torch.equal(model(tokens(), labels=tokens()).loss, plain(tokens(), labels=tokens()).loss)
+    assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
+    assert torch.equal(
+        model.generate(tokens()[:, :3], max_new_tokens=4), plain.generate(tokens()[:, :3], max_new_tokens=4)
+    )
+
+
+def test_logits_of_a_training_step_say_that_they_do_not_exist():
+    model = tiny_llama()
+    chunk_loss(model, 4)
+    out = model(tokens(), labels=tokens())
+    with pytest.raises(AttributeError, match=r"logits\.argmax: the loss is computed in chunks"):
+        out.logits.argmax(-1)
+    with pytest.raises(TypeError):
+        out.logits + 1
+
+
+def test_models_whose_loss_would_be_another_one_are_refused():
+    config = transformers.Gemma2Config(
+        hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, vocab_size=VOCABULARY, final_logit_softcapping=30.0,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"changes its logits before the loss \(final_logit_softcapping=30"):
+        chunk_loss(transformers.Gemma2ForCausalLM(config), 4)
+    with pytest.raises(ConfigError, match="is for Hugging Face models"):
+        chunk_loss(nn.Linear(2, 2), 4)
+    for wrong in ({"num_chunks": 0}, {"num_chunks": 2, "reduction": "none"}):
+        with pytest.raises(ConfigError, match="takes num_chunks from 1 on"):
+            chunked_cross_entropy(nn.Linear(2, 3), torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64), **wrong)
