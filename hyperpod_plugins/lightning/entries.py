@@ -122,7 +122,7 @@ def skip_entry(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any],
         trainer.should_stop = values["should_stop"]
         set_last_saves(trainer, values["saved_at"])
         not_restarting(trainer)
-        load_local_state(trainer.lightning_module, values["local"])
+        load_local_state(trainer, values["local"])
         load_attributes(trainer, values["local"])
     set_random_state()
     return values["predictions"] if record.kind == "predict" else returned

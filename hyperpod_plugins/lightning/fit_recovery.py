@@ -305,12 +305,13 @@ class FitRecovery(NullFitRecovery):
         self.window = AccumulationWindow(trainer, state, save, self._hooks, others=others, former=before)
         if former is None or former._has_moved:
             self.local = LocalStates(topology, self.member.rank)
-            self.means, self.values = register_all(self.local, module, trainer, average)
+            self.means, self.values, self.metrics = register_all(self.local, module, trainer, average)
         else:
             self.local, self.means, self.values = former.local, former.means, former.values
+            self.metrics = former.metrics
         for name, registered in rank_local.items():
             self.local.register(f"registered {name!r}", registered)
-        self.window.set_local_state(self.local, self.means, self.values, self._rows)
+        self.window.set_local_state(self.local, self.means, self.values, self._rows, self.metrics)
         self.transaction = engine.attach(self.window, state, topology, device=device, snapshot_group=snapshot_group)
         self._is_keyed, self._random_seed = options.step_keyed_random, seed
         self._data_rank = topology.data_rank(self.member.rank)
@@ -373,12 +374,25 @@ class FitRecovery(NullFitRecovery):
         if part == EVALUATION_BEGIN:
             self._rejoin()  # hooks and the creation of loaders may communicate
         self.window.begin_part(part)
+        if part in (EPOCH_BEGIN, EVALUATION_BEGIN):
+            self._forget_results(part)
         if self.window.part is not None:
             self._rows.begin()
         if part == EPOCH_END:
             self.means.restore_missing(self.trainer.lightning_module, self.trainer.strategy.reduce)
         is_of_epoch = part in (EPOCH_BEGIN, EPOCH_END)
         self._start_stream(self.trainer.current_epoch if is_of_epoch else self._next_step, 0, part)
+
+    def _forget_results(self, part: str) -> None:
+        """Forget what was logged in former epochs or evaluations, all of which has been reset.
+
+        Lightning reduces what was logged in the order of first logging, ever. A replacement knows the present epoch
+        only, and would take part in the collectives in another order.
+        """
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        results: Any = epoch_loop._results if part == EPOCH_BEGIN else epoch_loop.val_loop._results
+        if all(result.has_reset or not result._update_count for result in results.values()):
+            results.clear()
 
     def _end_part(self, part: str) -> None:
         """Wait until all ranks have ended the part.

@@ -36,11 +36,23 @@ from hyperpod_plugins.recovery.local_state import (
 from hyperpod_plugins.recovery.undo import copied_value
 
 
-class MetricStates:
-    """State of the torchmetrics objects of a module; a `RankLocalState`."""
+def metrics_of(trainer: Trainer) -> dict[str, Metric]:
+    """The torchmetrics objects of a Trainer's module, and those that its callbacks have as attributes, by name."""
+    module = trainer.lightning_module
+    found = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+    for index, callback in enumerate(callbacks_of(trainer)):
+        for key, value in vars(callback).items():
+            if isinstance(value, nn.Module) and value is not module:
+                parts = {f"callback {index}.{key}.{name}": part for name, part in value.named_modules()}
+                found |= {name: part for name, part in parts.items() if isinstance(part, Metric)}
+    return found
 
-    def __init__(self, module: nn.Module) -> None:
-        self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+
+class MetricStates:
+    """State of torchmetrics objects; a `RankLocalState`."""
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = dict(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """States of the metrics that were updated; cached results are left out, and computed again."""
@@ -55,27 +67,36 @@ class MetricStates:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the module has no metrics."""
+        """Whether there are no metrics."""
         return not self._metrics
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
         """Continue from these states, except for the metrics in `leave`; reset metrics that have no saved state."""
         for name, metric in self._metrics.items():
-            if metric._update_count and name not in state_dict and name not in leave:
+            if name in leave:
+                continue
+            if (metric._update_count or metric._is_synced) and name not in state_dict:
                 metric.reset()
+            # a fault may have interrupted its computation, and one without updates may have been computed, too
+            metric._computed, metric._is_synced, metric._cache = None, False, None
+            metric._to_sync, metric._should_unsync, metric._enable_grad = metric.sync_on_compute, True, False
         for name in state_dict.keys() - set(leave):
             saved = state_dict[name]
             metric = self._metrics[name]
             _fill(metric, saved["values"])
-            metric._update_count, metric._computed = saved["count"], None
-            metric._is_synced, metric._cache = False, None  # a fault may have interrupted its computation
+            metric._update_count = saved["count"]
+
+    def forget_computed(self) -> None:
+        """Forget cached results: a replacement has none, and would be alone in the collective that computes them."""
+        for metric in self._metrics.values():
+            metric._computed = None
 
     def written(self, before: dict[str, Any]) -> set[str]:
         """Nothing: an earlier state is closer to that of the lost process than a metric that starts from zero."""
         return set()
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """States of the metrics that this module also has, with the same names and shapes."""
+        """States of the metrics that are here, too, with the same names and shapes."""
         return {
             name: saved
             for name, saved in state_dict.items()
@@ -115,6 +136,11 @@ class LoggedMeans:
             and each["meta"].sync.group is None  # other ranks do not have that group object
         }
 
+    def forget_computed(self) -> None:
+        """Forget cached results, as `MetricStates` does."""
+        for result in self._results.values():
+            _forget_computed(result)
+
     def expect(self, forms: dict[str, dict[str, Any]]) -> None:
         """Take the `forms` of a rank that has logged in the present epoch."""
         self._forms = forms
@@ -133,8 +159,7 @@ class LoggedMeans:
         if not forms:
             return
         override(results, "update_metrics", _nothing)
-        for result in results.values():
-            _forget_computed(result)
+        self.forget_computed()
         for key, form in forms.items():
             if key in results and not results[key].has_reset:
                 continue
@@ -288,9 +313,10 @@ def _is_of_lightning(cls: type[Callback]) -> bool:
     return not all(base in (Callback, object) or is_of_program(base) for base in cls.__mro__)
 
 
-def load_local_state(module: nn.Module, values: dict[str, dict[str, Any]]) -> None:
-    """Restore a module's buffers and metrics from what `LocalStates.state` returned after a fit."""
-    for name, state in ((BUFFERS, BufferStates(module)), (_METRICS_OF_EPOCH, MetricStates(module))):
+def load_local_state(trainer: Trainer, values: dict[str, dict[str, Any]]) -> None:
+    """Restore buffers and metrics from what `LocalStates.state` returned after a fit."""
+    buffers, metrics = BufferStates(trainer.lightning_module), MetricStates(metrics_of(trainer))
+    for name, state in ((BUFFERS, buffers), (_METRICS_OF_EPOCH, metrics)):
         state.load_state_dict(values.get(name, {}))
 
 
@@ -302,10 +328,11 @@ def load_attributes(trainer: Trainer, values: dict[str, dict[str, Any]]) -> None
 
 def register_all(
     states: LocalStates, module: nn.Module, trainer: Trainer, average: CallbackAverage | None
-) -> tuple[LoggedMeans, ShownValues]:
-    """Register a Trainer's rank-local state, and return the two objects that must be told about steps."""
+) -> tuple[LoggedMeans, ShownValues, MetricStates]:
+    """Register a Trainer's rank-local state, and return the objects that must be told about steps and repairs."""
     means, values, buffers = LoggedMeans(trainer), ShownValues(trainer), BufferStates(module)
-    for name, state in ((BUFFERS, buffers), (_METRICS_OF_EPOCH, MetricStates(module))):
+    metrics = MetricStates(metrics_of(trainer))
+    for name, state in ((BUFFERS, buffers), (_METRICS_OF_EPOCH, metrics)):
         if not state.is_empty:  # the same on all ranks
             states.register(name, state)
     if average is not None and not buffers.is_empty:
@@ -315,4 +342,4 @@ def register_all(
     for name, attributes in attributes_of(trainer).items():
         if not attributes.is_empty:
             states.register(name, attributes)
-    return means, values
+    return means, values, metrics

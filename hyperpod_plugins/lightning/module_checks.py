@@ -5,7 +5,7 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -106,15 +106,14 @@ def warn_of_placement(topology: Topology) -> None:
         )
 
 
-def synchronise_metrics_over(module: LightningModule, group: dist.ProcessGroup) -> None:
+def synchronise_metrics_over(metrics: Iterable[Metric], group: dist.ProcessGroup) -> None:
     """Make torchmetrics objects gather over `group`, the ranks that read different samples, to count each once.
 
     A metric never computes with what a lost rank has left in the memory; see `completed_outside_step`.
     """
-    for part in module.modules():
-        if isinstance(part, Metric):
-            vars(part)["process_group"] = group
-            vars(part)["dist_sync_fn"] = part.dist_sync_fn or _gather_for_metric
+    for metric in metrics:
+        vars(metric)["process_group"] = group
+        vars(metric)["dist_sync_fn"] = metric.dist_sync_fn or _gather_for_metric
 
 
 def _gather_for_metric(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:

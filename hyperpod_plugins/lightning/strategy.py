@@ -6,7 +6,7 @@
 import logging
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.grad_averaging import TrainerAveraging
 from hyperpod_plugins.lightning.launcher import STATE_OF_PEERS, RecoveryLauncher
-from hyperpod_plugins.lightning.local_state import attributes_of
+from hyperpod_plugins.lightning.local_state import attributes_of, metrics_of
 from hyperpod_plugins.lightning.module_checks import (
     check_same_layout,
     forbid_inference_mode,
@@ -354,7 +354,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         self.model = module
         self.model_to_device()
         assert self._data_group is not None
-        synchronise_metrics_over(module, self._data_group)
+        synchronise_metrics_over(metrics_of(trainer).values(), self._data_group)
         forbid_inference_mode(trainer)
         if self.world_size > 1:
             refuse_validation_by_clock(trainer)
@@ -815,15 +815,19 @@ class HyperPodStrategy(ModelParallelStrategy):
         result = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
         if is_mean and not result.is_floating_point():
             result = result.float()
-        with completed_outside_step(result.device):
+        with self._completed(result.device):
             dist.all_reduce(result, op=operation, group=group)
         return result / dist.get_world_size(group) if is_mean else result  # not every library can average
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of the same shape from all ranks of `group`, by default all ranks: `(ranks, *shape)`."""
-        with completed_outside_step(tensor.device):
+        with self._completed(tensor.device):
             return super().all_gather(tensor, group, sync_grads)
+
+    def _completed(self, device: torch.device) -> AbstractContextManager[None]:
+        """Context for a collective whose result is used; without recovery, nothing is waited for."""
+        return completed_outside_step(device) if self._recovery.is_active else nullcontext()
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

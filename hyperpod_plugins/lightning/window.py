@@ -21,7 +21,7 @@ from hyperpod_plugins.lightning.compat import (
     override,
     restore,
 )
-from hyperpod_plugins.lightning.local_state import LoggedMeans, attributes_of
+from hyperpod_plugins.lightning.local_state import LoggedMeans, MetricStates, attributes_of
 from hyperpod_plugins.lightning.loggers import LoggedRows
 from hyperpod_plugins.lightning.reentry import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
@@ -331,9 +331,11 @@ class AccumulationWindow:
         if self._fresh is not None:  # a forward after the last backward leaves parameters unsharded
             forget_iteration(self._state.model)
 
-    def set_local_state(self, states: LocalStates, means: LoggedMeans, values: ShownValues, rows: LoggedRows) -> None:
+    def set_local_state(
+        self, states: LocalStates, means: LoggedMeans, values: ShownValues, rows: LoggedRows, metrics: MetricStates
+    ) -> None:
         """Set the objects that hold rank-local state."""
-        self._local, self._means, self._values, self._rows = states, means, values, rows
+        self._local, self._means, self._values, self._rows, self._metrics = states, means, values, rows, metrics
 
     def shown_values(self) -> Tables:
         """Shown values in the form that `ShownValues.load_described` takes; inside a step, those at its beginning."""
@@ -470,6 +472,8 @@ class AccumulationWindow:
         entered = read_trainer(self.entered_with) if self.entered_with else None
         begins_epoch = self._begins_epoch if entered is None else not is_within_epoch(entered)
         self._local.restore(plan.step, sorted(plan.senders), begins_epoch=begins_epoch)
+        self._metrics.forget_computed()
+        self._means.forget_computed()
         if entered is not None:
             load_hyperparameters(entered.get(GROUPS, []), self._state.optimizers)
 

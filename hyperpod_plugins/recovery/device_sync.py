@@ -46,5 +46,7 @@ def completed_outside_step(device: torch.device) -> Generator[None]:
     """
     with group_health.checks_host_read():
         yield
-        if group_health.phase is Phase.STRICT:
-            synchronize_or_raise(device)
+    if group_health.phase is Phase.STRICT:
+        synchronize_or_raise(device)
+        with group_health.checks_host_read():
+            pass

@@ -242,7 +242,7 @@ class Loop:
         self._context = context
         self._trained = trained
         self._computation = computation
-        self._transactions = transactions
+        self.transactions = transactions
         self._build_loader = build_loader
         self._limits = limits
         self._loader = build_loader()
@@ -253,7 +253,7 @@ class Loop:
     @property
     def has_recovery(self) -> bool:
         """Whether the loop continues after a fault outside a step."""
-        return self._transactions.member is not None
+        return self.transactions.member is not None
 
     def run(self, begins_at: Position, resumed_from: str = "") -> Iterator[Step]:
         """Yield the steps from a position on, or in a joiner from where the other ranks stopped.
@@ -275,10 +275,10 @@ class Loop:
             raise
         finally:
             self.guard.close()
-            self._transactions.leave(is_over=is_over, error=raised)
+            self.transactions.leave(is_over=is_over, error=raised)
 
     def _run(self, begins_at: Position, resumed_from: str) -> Iterator[Step]:
-        transactions = self._transactions
+        transactions = self.transactions
         if transactions.is_joining:
             position = self._move_to(transactions.await_peers_position())
         else:
@@ -358,9 +358,9 @@ class Loop:
         """Run one step as a transaction."""
         split = self._loader.batch_sampler.split
 
-        if self._transactions.rehearsal is not None:
+        if self.transactions.rehearsal is not None:
             for index, batch in enumerate(step.batches):
-                self._transactions.rehearsal.note_batch(index, batch)
+                self.transactions.rehearsal.note_batch(index, batch)
 
         def compute() -> AttemptResult:
             self._trained.note_batches(step.batches)
@@ -411,6 +411,6 @@ class Loop:
             )
             return done.result
 
-        result = self._transactions.run(compute, commit)
+        result = self.transactions.run(compute, commit)
         self._finite.raise_if_stopped()
         return result

@@ -43,6 +43,11 @@ class PlainSteps:
         return None
 
     @property
+    def has_left(self) -> bool:
+        """Whether this process no longer takes part in recovery, for good: steps that follow are plain ones."""
+        return False
+
+    @property
     def is_joining(self) -> bool:
         """Whether this process is a joiner: it replaces a lost process or grows the job."""
         return False
@@ -136,8 +141,13 @@ class Transactions(PlainSteps):
 
     @property
     @override
+    def has_left(self) -> bool:
+        return self._has_left
+
+    @property
+    @override
     def is_joining(self) -> bool:
-        return self._engine.member.is_joining
+        return not self._has_left and self._engine.member.is_joining
 
     @property
     @override

@@ -69,10 +69,10 @@ def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
             time.sleep(0.1)  # the last one is being repaired, and holds the only copy of nothing
             continue
         rests_now = kills in rests
-        rests.discard(kills)
         time.sleep(REST_S if rests_now else chooser.uniform(*pause_s))
         pids = workers(agent.mark)
         if len(pids) == 4:
+            rests.discard(kills)
             for pid in pids if rests_now else ():
                 with contextlib.suppress(OSError, KeyError):  # it ends just now
                     history.setdefault(pid, []).append(measure(pid))
