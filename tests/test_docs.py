@@ -554,13 +554,19 @@ def recovery(page):
     trainer.save_checkpoint("last.ckpt")
 
 
-@fragments("docs/guides/memory.md", "activation_offload=True", ranks=2)
+@fragments("docs/guides/memory.md", "llama_8b = LlamaConfig")
+def planning(page):
+    page.run("llama_8b = LlamaConfig", replaced={"num_hidden_layers=32": "num_hidden_layers=2"})
+    assert page["config"].sm_activation_offloading
+
+
+@fragments("docs/guides/memory.md", "activation_offload=True,  # keep", ranks=2)
 def memory(page):
     import lightning as L
 
     from hyperpod_plugins.lightning import HyperPodStrategy
 
-    page.run("activation_offload=True", replaced={"hybrid_shard_degree=4": "hybrid_shard_degree=2"})
+    page.run("activation_offload=True,  # keep", replaced={"hybrid_shard_degree=4": "hybrid_shard_degree=2"})
     losses = []
     for strategy in (page["strategy"], HyperPodStrategy(hybrid_shard_degree=2)):
         torch.manual_seed(0)

@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).parent.parent / "hyperpod_plugins"
 LAYERS = (
     "errors _registration",
     "env events",
-    "comm data delayed_init memory precision planning",
+    "comm data delayed_init memory precision",
     "parallel elastic",
-    "recovery",
+    "recovery planning",
     "fault_injection",
     "lightning accelerate session presets smp",
     "cli",

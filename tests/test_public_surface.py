@@ -22,6 +22,7 @@ PACKAGES = (
     "lightning",
     "memory",
     "parallel",
+    "planning",
     "recovery",
     "session",
     "smp",

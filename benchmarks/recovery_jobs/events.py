@@ -60,10 +60,10 @@ class EventLog:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All events of a run, by time."""
+    """All events of a run, by time; without the last line, if that is just being written."""
     path = folder / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return sorted((json.loads(line) for line in lines), key=lambda each: each["at_s"])
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return sorted((json.loads(line) for line in lines if line.endswith("\n")), key=lambda each: each["at_s"])
 
 
 def process_start_s() -> float:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hyperpod_plugins.parallel import ParallelConfig, Topology
+from hyperpod_plugins.planning import MemoryPlan, TrainingShape, plan_memory
 
 SMOKE_RANKS = 4
 SMOKE_SIZES = {  # what is left of a model that has such a size; its kind stays
@@ -131,7 +133,7 @@ class Recipe:
             model = AutoModelForCausalLM.from_config(
                 AutoConfig.for_model(sizes.pop("model_type"), **sizes, use_cache=False)
             )
-        if self.training.recompute:
+        if self.training.recompute and self.config.activation_checkpointing == "none":
             name = "activation_checkpointing_enable"  # of older transformers: gradient_checkpointing_enable
             enable = getattr(model, name, None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
@@ -140,6 +142,16 @@ class Recipe:
 
             model = get_peft_model(model, LoraConfig(**dataclasses.asdict(self.lora)))
         return model
+
+    def plan(self) -> MemoryPlan:
+        """What a rank needs, from the model on the meta device."""
+        with torch.device("meta"):
+            model = self.build()
+        shape = TrainingShape(
+            micro_batch_size=self.training.micro_train_batch_size, sequence_length=self.training.sequence_length
+        )
+        world_size, per_node = self.trainer.num_nodes * self.trainer.devices, self.trainer.devices
+        return plan_memory(model, self.config, shape, world_size=world_size, ranks_per_node=per_node)
 
     def smoke(self, num_ranks: int = SMOKE_RANKS) -> "Recipe":
         """The same recipe with a small model, for a few CPU ranks: as many axes, and the same kinds of layers."""

@@ -16,7 +16,6 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from memory_plan import GIB, plan_memory
 from recipe import Recipe
 
 from hyperpod_plugins.data import BatchSplit, build_tokens
@@ -29,6 +28,7 @@ from hyperpod_plugins.lightning import (
     TokenDataConfig,
     TokenDataModule,
 )
+from hyperpod_plugins.planning import GIB
 
 
 class CausalLM(L.LightningModule):
@@ -137,12 +137,10 @@ def fit(
 
 
 def show_plan(recipe: Recipe) -> None:
-    with torch.device("meta"):
-        model = recipe.build()
-    plan, room = plan_memory(model, recipe), recipe.trainer.device_memory_gib
+    plan, room = recipe.plan(), recipe.trainer.device_memory_gib
     print(
         f"{plan.num_parameters:,} parameters, {plan.num_trained:,} of them trained, on {recipe.topology}\n"
-        f"GiB of each rank: {plan}, of {room:g} ({plan.total / GIB / room:.0%})",
+        f"GiB of each rank: {plan}; the device has {room:g}, of which {plan.device / GIB / room:.0%} are used",
         flush=True,
     )
 

@@ -9,10 +9,10 @@ the vocabulary (`loss_parallel`).
 `chunk_loss(model)` does this in a Hugging Face model for causal language modelling, whose code does not change.
 """
 
+import inspect
 from collections.abc import Callable
-from functools import partial, wraps
-from types import MethodType
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,16 @@ from hyperpod_plugins.errors import ConfigError
 
 CAUSAL_LOSS = "ForCausalLM"
 """Name by which transformers knows the loss of causal language models."""
+_DEFERS = "_hyperpod_defers"
+_CHANGES_OF_LOGITS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier_scale",
+)
 IGNORED = -100
 """Label of positions without a loss, as in torch and transformers."""
 
@@ -42,7 +52,8 @@ def chunked_cross_entropy(
         head: Maps `(tokens, hidden size)` to logits `(tokens, vocabulary)`; called twice for each chunk.
         hidden: `(..., hidden size)`.
         labels: `(...)`, int64; positions with `ignore_index` count for nothing.
-        num_chunks: Number of chunks, from 1 on; more chunks than tokens are as many as there are tokens.
+        num_chunks: Number of chunks, from 1 on; some are empty if there are fewer tokens. The head is called as often
+            on each rank, however many tokens each has.
         ignore_index: Label of positions without a loss.
         reduction: "mean" over the positions with a loss, or their "sum".
 
@@ -61,7 +72,7 @@ def chunked_cross_entropy(
     loss_of = partial(_chunk_loss, head, ignore_index)
     parts = [
         checkpoint(loss_of, *chunk, use_reentrant=False)
-        for chunk in zip(hidden.chunk(num_chunks), labels.chunk(num_chunks), strict=True)
+        for chunk in zip(hidden.tensor_split(num_chunks), labels.tensor_split(num_chunks), strict=True)
     ]
     total = torch.stack(parts).sum()
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
@@ -80,18 +91,50 @@ class LogitsNotComputed:
         self.hidden = hidden
         """`(batch, tokens, hidden size)`."""
 
+    def contiguous(self) -> Self:
+        """Return this object: chunks are contiguous."""
+        return self
+
+    def float(self) -> Self:
+        """Return this object: the loss of a chunk is computed in float32."""
+        return self
+
     def __getattr__(self, name: str) -> NoReturn:
         """Raise `AttributeError`: there are no logits."""
-        raise AttributeError(
-            f"logits.{name}: the loss is computed in chunks (chunked_loss), so there are no whole logits in training. "
-            "Leave chunked_loss out, or compute what you need of them from hidden states."
-        )
+        raise AttributeError(_no_logits(f"logits.{name}"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Raise `ConfigError`: there are no logits."""
+        raise ConfigError(_no_logits(f"{getattr(function, '__name__', function)}(logits)"))
+
+
+def _no_logits(use: str) -> str:
+    return (
+        f"{use}: the loss is computed in chunks (loss_chunks), so there are no whole logits in training. Leave "
+        "loss_chunks out, or compute what you need of them from hidden states."
+    )
+
+
+def _refuse_use(name: str) -> Callable[..., NoReturn]:
+    def use(*_: Any) -> NoReturn:
+        raise ConfigError(_no_logits(f"{name}(logits)"))
+
+    return use
+
+
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg abs getitem setitem len iter float bool lt gt"
+)
+for _name in _OPERATORS.split():
+    setattr(LogitsNotComputed, f"__{_name}__", _refuse_use(_name))
 
 
 def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     """Compute the loss of a Hugging Face causal language model in chunks, in place, when it trains with labels.
 
-    Its head then returns `LogitsNotComputed`. Without labels or gradients the model works as before.
+    Its head then returns `LogitsNotComputed`. Without labels or gradients the model works as before. The model and its
+    head get classes of their own, so that copies of the model compute with their weights.
 
     Args:
         model: A `...ForCausalLM` of transformers, before or after it is sharded.
@@ -100,75 +143,93 @@ def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     Raises:
         ConfigError: The model has another loss or changes its logits before the loss.
     """
-    head, forward = _head_of(model), model.forward
-    original: Callable[..., Tensor] = getattr(model, "loss_function")  # noqa: B009 (a property of transformers)
-    defers = [False]
+    _check(model)
+    kind: Any = type(model)
+    head = _head_of(model)
+    arguments = inspect.signature(kind.forward)
 
-    @wraps(forward)
-    def model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        defers[0] = torch.is_grad_enabled() and kwargs.get("labels") is not None
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = vars(_head_of(self))
+        given = arguments.bind(self, *args, **kwargs).arguments
+        labels = given.get("labels", given.get("kwargs", {}).get("labels"))
+        own[_DEFERS] = torch.is_grad_enabled() and labels is not None
         try:
-            return forward(*args, **kwargs)
+            return kind.forward(self, *args, **kwargs)
         finally:
-            defers[0] = False
+            own[_DEFERS] = False
 
-    def loss_function(
-        logits: Any,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = IGNORED,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        if not isinstance(logits, LogitsNotComputed):
-            return original(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-        defers[0] = False
-        targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        total = chunked_cross_entropy(
-            head, logits.hidden, targets, num_chunks=num_chunks, ignore_index=ignore_index, reduction=reduction
-        )
-        return total if num_items_in_batch is None else total / num_items_in_batch
+    def loss_function(self: Any) -> Callable[..., Tensor]:
+        return partial(_loss_of, kind.loss_function.__get__(self), _head_of(self), num_chunks)
 
-    _defer_calls(head, lambda: defers[0])
-    vars(model)["forward"] = MethodType(model_forward, model)
-    vars(model)["_loss_function"] = loss_function  # as the setter of transformers does
+    model.__class__ = _derived(kind, {"forward": forward, "loss_function": property(loss_function)})
+    vars(head)[_DEFERS] = False
+    of_head = type(head)
+
+    def call(self: Any, hidden: Tensor) -> Any:
+        return LogitsNotComputed(hidden) if vars(self)[_DEFERS] else of_head.__call__(self, hidden)
+
+    head.__class__ = _derived(of_head, {"__call__": call})
 
 
-def _defer_calls(head: nn.Module, is_deferred: Callable[[], bool]) -> None:
-    """Make calls of a module return `LogitsNotComputed` while `is_deferred()`.
+def _derived(kind: type, members: dict[str, Any]) -> type:
+    """A class of the same name. Python looks `__call__` up in the class, and copies of an object share it.
 
-    Hooks of the module, such as those of tensor parallelism, run when it is called for a chunk. Python looks `__call__`
-    up in the class, so the object gets a class of its own.
+    Hooks of a head, such as those of tensor parallelism, run when it is called for a chunk.
     """
-    kind = type(head)
-
-    def call(self: nn.Module, hidden: Tensor) -> Any:
-        return LogitsNotComputed(hidden) if is_deferred() else kind.__call__(self, hidden)
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__call__": call}
-    head.__class__ = type(kind.__name__, (kind,), names)
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **members})
 
 
-def _head_of(model: nn.Module) -> nn.Module:
+def _loss_of(
+    whole: Callable[..., Tensor],
+    head: nn.Module,
+    num_chunks: int,
+    logits: Any,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """What `ForCausalLMLoss` of transformers returns, whose arguments it takes."""
+    if not isinstance(logits, LogitsNotComputed):
+        return whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    vars(head)[_DEFERS] = False
+    targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    total = chunked_cross_entropy(
+        head, logits.hidden, targets, num_chunks=num_chunks, ignore_index=ignore_index, reduction=reduction
+    )
+    return total if num_items_in_batch is None else total / num_items_in_batch
+
+
+def _head_of(model: Any) -> nn.Module:
+    return model.get_output_embeddings()
+
+
+def _check(model: nn.Module) -> None:
+    """Refuse models that are no causal language models of transformers, or whose loss is not that of their logits."""
     name, config = type(model).__name__, getattr(model, "config", None)
-    loss_type = getattr(model, "loss_type", None)
-    find_head = getattr(model, "get_output_embeddings", None)
-    head = None if find_head is None else find_head()
-    if head is None or loss_type != CAUSAL_LOSS:
+    loss_type = vars(model).get("loss_type")
+    if getattr(model, "get_output_embeddings", lambda: None)() is None or loss_type != CAUSAL_LOSS:
         raise ConfigError(
-            f"chunked_loss is for Hugging Face models with a causal language model's loss; {name} has the loss "
+            f"loss_chunks is for Hugging Face models with a causal language model's loss; {name} has the loss "
             f"{loss_type!r}. Call hyperpod_plugins.memory.chunked_cross_entropy in the model instead, or leave it out."
         )
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if getattr(model, "loss_function") is not ForCausalLMLoss:  # noqa: B009 (a property of transformers)
+        raise ConfigError(
+            f"{name} has a loss function of its own, which loss_chunks would replace by cross entropy. Leave "
+            "loss_chunks out for this model."
+        )
+    if "loss_function" not in inspect.getsource(type(model).forward):
+        raise ConfigError(f"{name} computes its loss itself, which loss_chunks cannot do in chunks. Leave it out.")
     changes = [
-        f"{key}={value}"
-        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
-        if (value := getattr(config, key, None)) not in (None, 1, 1.0)
+        f"{key}={value}" for key in _CHANGES_OF_LOGITS if (value := getattr(config, key, None)) not in (None, 1, 1.0)
     ]
     if changes:
         raise ConfigError(
-            f"{name} changes its logits before the loss ({', '.join(changes)}), which chunked_loss would leave out. "
-            "Leave chunked_loss out for this model."
+            f"{name} changes its logits before the loss ({', '.join(changes)}), which loss_chunks would leave out. "
+            "Leave loss_chunks out for this model."
         )
-    return head

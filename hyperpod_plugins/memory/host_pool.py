@@ -2,16 +2,19 @@
 
 Pinning costs about 3 ms for each allocation and synchronizes, so blocks are kept and used again: a training step whose
 tensors have the sizes of earlier ones allocates nothing. torch's own cache of pinned memory rounds sizes up to powers
-of two; blocks here are registered with CUDA at their own size.
+of two; blocks here are whole pages of their own, registered with CUDA.
 """
 
 import contextlib
 import ctypes
 import logging
+import mmap
 import os
 import threading
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,25 @@ import torch
 from hyperpod_plugins.env import WorkerEnv
 
 log = logging.getLogger(__name__)
-_PAGE = 4096
+
+
+@dataclass(slots=True, eq=False)
+class HostBlock:
+    """Host memory that one tensor uses at a time."""
+
+    memory: torch.Tensor
+    """uint8 `(bytes,)`, whole pages."""
+    last_copy: object = None
+    """Mark of the last copy that reads it, for which the next copy into it must wait; None for none."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the memory."""
+        return self.memory.numel()
 
 
 class HostPool:
-    """Blocks of host memory, each used by one tensor at a time. Any thread may use it."""
+    """Blocks of host memory. Any thread may use it, also while an object is finalized."""
 
     def __init__(self, device: torch.device, budget_bytes: int = 0) -> None:
         """Allocate nothing yet.
@@ -35,51 +52,74 @@ class HostPool:
         """
         self._device = device
         self.budget_bytes = budget_bytes or host_share() // 2
-        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._free: defaultdict[int, list[HostBlock]] = defaultdict(list)
+        self._returned: deque[HostBlock] = deque()  # appending takes no lock: a finalizer may run anywhere
         self._lock = threading.Lock()
+        self._used_bytes = 0
         self.allocated_bytes = 0
         """Size of all blocks, in use or free."""
-        self.used_bytes = 0
         self.num_allocations = 0
         """Blocks allocated so far; constant once every size has been seen."""
         self.num_refused = 0
         """Requests that the budget did not allow."""
 
-    def acquire(self, num_bytes: int) -> torch.Tensor | None:
-        """Return a block, uint8 `(at least num_bytes,)`, with any content; None if the budget does not allow it."""
-        size = -(-num_bytes // _PAGE) * _PAGE
+    @property
+    def used_bytes(self) -> int:
+        """Size of the blocks that are in use."""
         with self._lock:
+            self._take_back()
+            return self._used_bytes
+
+    def acquire(self, num_bytes: int) -> HostBlock | None:
+        """Return a block of at least `num_bytes`, with any content; None if the budget does not allow it."""
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            self._take_back()
             if self._free[size]:
-                self.used_bytes += size
+                self._used_bytes += size
                 return self._free[size].pop()
-            if self.allocated_bytes + size > self.budget_bytes:
-                self._drop_free(self.allocated_bytes + size - self.budget_bytes)
-            if self.allocated_bytes + size > self.budget_bytes:
+            excess = self.allocated_bytes + size - self.budget_bytes
+            if excess > 0:
+                excess -= self._drop_free(excess)
+            if excess > 0:
                 self.num_refused += 1
                 return None
+            block = HostBlock(allocate_near(self._device, size))
             self.allocated_bytes += size
-            self.used_bytes += size
+            self._used_bytes += size
             self.num_allocations += 1
-        return allocate_near(self._device, size)
+            return block
 
-    def release(self, block: torch.Tensor) -> None:
-        """Take back a block that `acquire` returned, once no copy uses it."""
-        with self._lock:
-            self.used_bytes -= block.numel()
-            self._free[block.numel()].append(block)
+    def release(self, block: HostBlock) -> None:
+        """Take back a block that `acquire` returned. Copies from it may be under way: see `HostBlock.last_copy`."""
+        self._returned.append(block)
 
     def close(self) -> None:
         """Free all blocks that are not in use."""
         with self._lock:
+            self._take_back()
             self._drop_free(self.allocated_bytes)
 
-    def _drop_free(self, num_bytes: int) -> None:
-        """Free blocks of other sizes until `num_bytes` are free, or none is left: sequence lengths may have changed."""
+    def _take_back(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            self._used_bytes -= block.num_bytes
+            self._free[block.num_bytes].append(block)
+
+    def _drop_free(self, num_bytes: int) -> int:
+        """Free blocks until at least `num_bytes` are free, or none is left; returns how many were freed.
+
+        Sequence lengths may have changed, so blocks of other sizes may never be used again.
+        """
+        freed = 0
         for size in sorted(self._free, reverse=True):
-            while self._free[size] and num_bytes > 0:
-                _unpin(self._free[size].pop(), self._device)
+            while self._free[size] and freed < num_bytes:
+                block = self._free[size].pop()
+                if isinstance(block.last_copy, torch.cuda.Event):
+                    block.last_copy.synchronize()
                 self.allocated_bytes -= size
-                num_bytes -= size
+                freed += size
+        return freed
 
 
 def host_share() -> int:
@@ -97,20 +137,23 @@ def allocate_near(device: torch.device, num_bytes: int) -> torch.Tensor:
     """
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
-    block = torch.empty(num_bytes, dtype=torch.uint8)
+    block = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     with _on_node_of(device):
         ctypes.memset(block.data_ptr(), 0, num_bytes)  # in this thread, unlike torch's fill
     runtime: Any = torch.cuda.cudart()
     status = int(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0))
     if status:
+        with contextlib.suppress(AttributeError):
+            runtime.cudaGetLastError()  # or the next kernel would be blamed
         log.warning("%d bytes of host memory were not pinned (CUDA error %d): copies are slower", num_bytes, status)
+    else:
+        weakref.finalize(block, _unpin, block.data_ptr())
     return block
 
 
-def _unpin(block: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(block.data_ptr())
+def _unpin(address: int) -> None:
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
 
 
 @contextlib.contextmanager

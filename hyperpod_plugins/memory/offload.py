@@ -17,8 +17,11 @@ allocated there, and it is freed there after that stream has waited for the copy
 at once. The compute stream is read before a side stream is entered, never inside.
 """
 
+# Storages have no public identity.
+# pyright: reportPrivateUsage=false
+
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, Self
@@ -30,7 +33,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from hyperpod_plugins.memory.host_pool import HostPool
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
+from hyperpod_plugins.memory.recompute import is_in_backward
 
 MIN_BYTES = 64 * 1024
 """Smaller tensors stay on the device: a copy costs more than their memory is worth."""
@@ -39,12 +44,21 @@ MIN_BYTES = 64 * 1024
 class Copies(Protocol):
     """Copies between a device and the host, beside the computation."""
 
-    def store(self, source: Tensor, target: Tensor) -> object:
-        """Begin to copy from the device to the host, after all that is queued; returns a mark of the copy's end."""
+    def store(self, source: Tensor, target: Tensor, after: object) -> object:
+        """Begin to copy from the device to the host, after all that is queued and after the copy `after`.
+
+        Args:
+            source: On the device.
+            target: On the host.
+            after: Mark of the last copy that reads `target`; None for none.
+
+        Returns:
+            A mark of the copy's end.
+        """
         ...
 
-    def load(self, source: Tensor, target: Tensor, stored: object) -> object:
-        """Begin to copy back, after all that is queued and after the copy `stored`; returns a mark of its end."""
+    def load(self, source: Tensor, target: Tensor, after: object) -> object:
+        """Begin to copy back, after all that is queued and after the copy `after`; returns a mark of the copy's end."""
         ...
 
     def wait(self, mark: object) -> None:
@@ -59,11 +73,11 @@ class Copies(Protocol):
 class HostCopies:
     """Copies where the host is the device: done when they begin."""
 
-    def store(self, source: Tensor, target: Tensor) -> None:
+    def store(self, source: Tensor, target: Tensor, after: object) -> None:
         """As in `Copies`."""
         target.copy_(source)
 
-    def load(self, source: Tensor, target: Tensor, stored: object) -> None:
+    def load(self, source: Tensor, target: Tensor, after: object) -> None:
         """As in `Copies`."""
         target.copy_(source)
 
@@ -83,15 +97,13 @@ class StreamCopies:
         self._to_host = torch.cuda.Stream(device)
         self._from_host = torch.cuda.Stream(device)
 
-    def store(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
+    def store(self, source: Tensor, target: Tensor, after: object) -> torch.cuda.Event:
         """As in `Copies`."""
-        return self._copy(self._to_host, source, target)
+        return self._copy(self._to_host, source, target, after)
 
-    def load(self, source: Tensor, target: Tensor, stored: object) -> torch.cuda.Event:
+    def load(self, source: Tensor, target: Tensor, after: object) -> torch.cuda.Event:
         """As in `Copies`."""
-        assert isinstance(stored, torch.cuda.Event)
-        self._from_host.wait_event(stored)
-        return self._copy(self._from_host, source, target)
+        return self._copy(self._from_host, source, target, after)
 
     def wait(self, mark: object) -> None:
         """As in `Copies`."""
@@ -103,7 +115,9 @@ class StreamCopies:
         assert isinstance(mark, torch.cuda.Event)
         mark.synchronize()
 
-    def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> torch.cuda.Event:
+    def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: object) -> torch.cuda.Event:
+        if isinstance(after, torch.cuda.Event):
+            stream.wait_event(after)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -115,20 +129,22 @@ class StreamCopies:
 class _Kept:
     """One input of a block, kept on the host until its backward; autograd holds it in place of the tensor."""
 
-    def __init__(self, offload: "ActivationOffload", call: "_Call", saved: Tensor, block: Tensor) -> None:
+    def __init__(self, offload: "ActivationOffload", call: "_Call", saved: Tensor, block: HostBlock) -> None:
         local = _local(saved)
         self.call = call
         self._offload = offload
         self._block = block
         self._layout = _Layout.of(saved) if isinstance(saved, DTensor) else None
         self.num_bytes = local.numel() * local.element_size()
-        self._on_host = block[: self.num_bytes].view(local.dtype).view(local.shape)
+        self._on_host = block.memory[: self.num_bytes].view(local.dtype).view(local.shape)
         self.source: Tensor | None = local
         """The tensor on the device, until its memory is freed there."""
-        self._loaded: Tensor | None = None
+        self._version = local._version
         self._device = local.device
-        self._is_taken = False
-        self._ends: list[object] = [offload.copies.store(local, self._on_host)]  # marks of copies not waited for
+        self._loaded: Tensor | None = None
+        self._stored = offload.copies.store(local, self._on_host, block.last_copy)
+        self._loading: object = None  # mark of a copy that nobody waits for yet
+        self._waits_for_store = True
 
     @property
     def is_on_device(self) -> bool:
@@ -136,42 +152,60 @@ class _Kept:
         return self.source is not None or self._loaded is not None
 
     def free_source(self) -> None:
-        """Free the memory on the device; the computation waits until the copy to the host has ended."""
+        """Free the memory on the device; the computation waits until the copy to the host has ended.
+
+        Raises:
+            ConfigError: The tensor was changed in place meanwhile.
+        """
         if self.source is not None:
-            self._offload.copies.wait(self._ends[0])
+            _check_version(self.source, self._version)
+            self._wait_for_store()
             self.source = None
 
     def prefetch(self) -> None:
         """Begin to copy back, unless the tensor is there."""
         if not self.is_on_device:
             self._loaded = torch.empty(self._on_host.shape, dtype=self._on_host.dtype, device=self._device)
-            self._ends.append(self._offload.copies.load(self._on_host, self._loaded, self._ends[0]))
+            self._loading = self._offload.copies.load(self._on_host, self._loaded, self._stored)
+            self._block.last_copy = self._loading
 
     def take(self) -> Tensor:
-        """Return the tensor on the device, and keep only its copy on the host, for a second backward."""
-        self.prefetch()
-        for mark in self._ends:
-            self._offload.copies.wait(mark)
-        del self._ends[1:]
-        local = self.source if self.source is not None else self._loaded
+        """Return the tensor on the device, and keep only its copy on the host, for a second backward.
+
+        Raises:
+            ConfigError: The tensor was changed in place meanwhile.
+        """
+        if self.source is not None:
+            _check_version(self.source, self._version)
+            self._wait_for_store()
+            local = self.source
+        else:
+            self.prefetch()
+            self._offload.copies.wait(self._loading)
+            local = self._loaded
         assert local is not None
-        self.source = self._loaded = None
-        self._is_taken = True
+        self.source = self._loaded = self._loading = None
         return local if self._layout is None else self._layout.around(local)
 
+    def _wait_for_store(self) -> None:
+        self._offload.copies.wait(self._stored)
+        self._waits_for_store = False
+
     def __del__(self) -> None:
-        if not self._is_taken:  # the graph was dropped without a backward
-            for mark in self._ends:
-                self._offload.copies.finish(mark)
+        if self._waits_for_store:  # the graph was dropped without a backward
+            self._offload.copies.finish(self._stored)
+        if self._loaded is not None:
+            self._offload.copies.finish(self._loading)
         self._offload.pool.release(self._block)
 
 
 @dataclass(slots=True, eq=False)
 class _Resident:
-    """An input of the last block, which stays on the device."""
+    """An input of a block that stays on the device. torch does not notice if it is changed in place, so this does."""
 
     call: "_Call"
     saved: Tensor
+    version: int
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -198,6 +232,7 @@ class ActivationOffload:
         pool: HostPool | None = None,
         copies: Copies | None = None,
         min_bytes: int = 0,
+        pays: Callable[[Tensor, int], bool] | None = None,
     ) -> None:
         """Offload nothing yet; see `attach`.
 
@@ -207,12 +242,15 @@ class ActivationOffload:
             pool: Host memory; by default one of its own.
             copies: How to copy; by default as the device does.
             min_bytes: Size below which tensors stay on the device; 0 for `MIN_BYTES`.
+            pays: Whether an input, given this rank's part of it and the number of blocks, goes to the host; by default
+                each does.
         """
         self.horizon = horizon
         self.pool = pool or HostPool(device)
         self.copies: Copies = copies or (StreamCopies(device) if device.type == "cuda" else HostCopies())
         self._device_type = device.type
         self._min_bytes = min_bytes or MIN_BYTES
+        self._pays, self._num_blocks = pays, 0
         self._lock = threading.RLock()
         self._calls: list[ref[_Call]] = []  # in the order of forward
         self._entered: list[tuple[nn.Module, saved_tensors_hooks]] = []
@@ -226,13 +264,13 @@ class ActivationOffload:
         Args:
             blocks: In the order in which the model runs them.
         """
+        self._num_blocks = len(blocks)
         for block in blocks:
             block.register_forward_pre_hook(partial(self._begin, block is blocks[-1]), prepend=True)
             block.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, is_last: bool, block: nn.Module, _: object) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        if in_backward or not torch.is_grad_enabled():
+        if is_in_backward() or not torch.is_grad_enabled():
             return  # a recomputation, or an evaluation
         call = _Call(is_last)
         with self._lock:
@@ -249,27 +287,24 @@ class ActivationOffload:
             self._entered.pop()[1].__exit__(None, None, None)
 
     def _pack(self, call: _Call, saved: Tensor) -> object:
-        if not self._is_worth_it(saved):
-            return saved
-        if call.is_last:
-            return _Resident(call, saved)
-        if self._is_shared(_local(saved), call):
-            self._shared.append(ref(saved))
-            return saved
-        block = self.pool.acquire(_size(saved))
-        if block is None:
-            return saved
-        kept = _Kept(self, call, saved, block)
-        call.kept.append(ref(kept))
-        self.stored_bytes += kept.num_bytes
-        return kept
+        with self._lock:
+            goes = self._is_worth_it(saved) and not call.is_last and not self._is_shared(saved, call)
+            block = self.pool.acquire(_size(saved)) if goes else None
+            if block is None:
+                return _Resident(call, saved, _local(saved)._version)
+            kept = _Kept(self, call, saved, block)
+            call.kept.append(ref(kept))
+            self.stored_bytes += kept.num_bytes
+            return kept
 
     def _unpack(self, packed: object) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
         assert isinstance(packed, _Kept | _Resident)
-        tensor = packed.saved if isinstance(packed, _Resident) else packed.take()
         with self._lock:
+            if isinstance(packed, _Resident):
+                _check_version(_local(packed.saved), packed.version)
+                tensor = packed.saved
+            else:
+                tensor = packed.take()
             calls = self._alive_calls()
             position = calls.index(packed.call)
             for earlier in calls[max(0, position - self.horizon + 1) : position]:
@@ -291,15 +326,20 @@ class ActivationOffload:
             local.device.type == self._device_type
             and local.is_contiguous()
             and local.untyped_storage().nbytes() == _size(local) >= self._min_bytes  # not a part of something else
+            and (self._pays is None or self._pays(local, self._num_blocks))
         )
 
-    def _is_shared(self, local: Tensor, call: _Call) -> bool:
+    def _is_shared(self, saved: Tensor, call: _Call) -> bool:
         """Whether other blocks take the same tensor, such as a mask, which would be copied for each of them."""
+        local = _local(saved)
         self._shared = [each for each in self._shared if each() is not None]
         calls = [each for each in self._alive_calls() if each is not call]
         known = [each for one in calls for kept in one.alive() if (each := kept.source) is not None]
         known += [_local(each) for one in self._shared if (each := one()) is not None]
-        return any(each.data_ptr() == local.data_ptr() for each in known)
+        is_shared = any(_is_same(each, local) for each in known)
+        if is_shared:
+            self._shared.append(ref(saved))
+        return is_shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,9 +361,29 @@ class _Layout:
         )
 
 
+def _check_version(tensor: Tensor, version: int) -> None:
+    """Refuse a program that recomputes with something else than it has computed with.
+
+    Raises:
+        ConfigError: The tensor was changed in place.
+    """
+    if tensor._version != version:
+        raise ConfigError(
+            f"an input of shape {(*tensor.shape,)} of a block that is recomputed was changed in place, so that "
+            "the block would be computed again with other values. Change the operation in the block, or of its result, "
+            "to one that is not in place (x = x * 2 for x *= 2), or do without activation_checkpointing and "
+            "activation_offload."
+        )
+
+
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, outside autograd."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that each fill their storage share it."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _size(tensor: Tensor) -> int:

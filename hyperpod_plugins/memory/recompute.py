@@ -3,15 +3,26 @@
 `full` keeps the inputs of a block only. `selective` also keeps the results of attention and of every second matrix
 product, which cost the most to compute again; it drops the rest, which takes most of the memory. This is the policy of
 torchtitan's selective checkpointing by operators.
+
+[Note: the same again] A block must compute the same values again. Random numbers are drawn again by torch. Buffers that
+a block changes, such as running statistics, have the values for the recomputation that they had in its forward, and get
+their present ones back after it: `_Buffers` passes what it keeps through the checkpoint as a keyword argument, which it
+takes out again before the block sees it. Caches of keys and values, which Hugging Face models hand to their blocks by
+default, are left out: a training step does not use them, and a block would append to them again.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint  # pyright: ignore
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from hyperpod_plugins.errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -23,12 +34,15 @@ _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
 )
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+_CALL = "_hyperpod_call"
+_LARGEST_KEPT = 1 << 20  # bytes
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], kind: Recompute = "full") -> None:
     """Set blocks up for recomputation, in place. Names of parameters do not change.
 
-    Recomputation draws the same random numbers, so that dropout drops the same elements.
+    Recomputation draws the same random numbers, so that dropout drops the same elements, and buffers count once.
 
     Args:
         blocks: Modules that backward computes again one by one, such as the layers of a transformer.
@@ -38,12 +52,115 @@ def recompute_blocks(blocks: Sequence[nn.Module], kind: Recompute = "full") -> N
         return
     options: dict[str, Any] = {"context_fn": _selective_contexts} if kind == "selective" else {}
     for block in blocks:
+        block.register_forward_pre_hook(_leave_caches_out, with_kwargs=True)
+        buffers = _Buffers()
+        block.register_forward_pre_hook(buffers.begin, with_kwargs=True)
         checkpoint(block, preserve_rng_state=True, **options)
+        block.register_forward_pre_hook(buffers.put, with_kwargs=True)
+        block.register_forward_hook(buffers.end, always_call=True)
 
 
 def recomputes_itself(model: nn.Module) -> bool:
     """Whether a model checkpoints activations by its own means, such as `gradient_checkpointing_enable()`."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward, so that a module that is called is being recomputed."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def _leave_caches_out(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled():
+        return None
+    for name in _CACHES:
+        cache = kwargs.get(name)
+        if cache is None:
+            continue
+        length = getattr(cache, "get_seq_length", lambda: 0)()
+        if length:
+            raise ConfigError(
+                f"{type(block).__name__} was given a cache with {length} tokens ({name}) in a training step. A block "
+                "that is recomputed cannot use it: leave the cache or activation_checkpointing out."
+            )
+        kwargs[name] = None
+    return args, kwargs
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a block in forward, and each of its recomputations."""
+
+    before: dict[str, Tensor] = field(default_factory=dict)
+    """Values of buffers at its beginning."""
+    versions: dict[str, int] = field(default_factory=dict)
+
+
+class _Buffers:
+    """Buffers of one block around its recomputations; see the note above."""
+
+    def __init__(self) -> None:
+        self._changing: set[str] | None = None  # names; None until a forward has shown them
+        self._present: list[tuple[Tensor, Tensor]] = []
+        self._call: _Call | None = None
+
+    def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Attach a `_Call` to the arguments that the checkpoint keeps."""
+        if torch.is_grad_enabled() and _CALL not in kwargs:
+            call, names = _Call(), self._changing
+            for name, buffer in block.named_buffers():
+                if names is None or name in names:
+                    call.versions[name] = buffer._version
+                    if buffer.nbytes <= _LARGEST_KEPT:
+                        call.before[name] = buffer.detach().clone()
+            kwargs[_CALL] = call
+        return args, kwargs
+
+    def put(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In a recomputation, give changing buffers the values that they had."""
+        call = kwargs.pop(_CALL, None)
+        if call is None:
+            return args, kwargs
+        if is_in_backward():
+            buffers = dict(block.named_buffers())
+            with torch.no_grad(), _disable_current_modes():  # the checkpoint's own mode counts operations
+                for name in self._changing or ():
+                    self._present.append((buffers[name], buffers[name].detach().clone()))
+                    buffers[name].copy_(call.before[name])
+        else:
+            self._call = call
+        return args, kwargs
+
+    def end(self, block: nn.Module, *_: Any) -> None:
+        """After a recomputation, put the present values back; after the first forward, note which buffers change.
+
+        Raises:
+            ConfigError: A large buffer changes.
+        """
+        with torch.no_grad(), _disable_current_modes():
+            while self._present:
+                buffer, values = self._present.pop()
+                buffer.copy_(values)
+        call, self._call = self._call, None
+        if call is not None and self._changing is None:
+            self._changing = self._changed(block, call)
+
+    def _changed(self, block: nn.Module, call: _Call) -> set[str]:
+        found = set[str]()
+        for name, buffer in block.named_buffers():
+            before = call.before.get(name)
+            is_same = buffer._version == call.versions.get(name, buffer._version)
+            if before is not None:  # BatchNorm updates its statistics without advancing the version
+                is_same = torch.equal(buffer, before) or (is_same and not buffer.is_floating_point())
+            if is_same:
+                continue
+            if before is None:
+                raise ConfigError(
+                    f"the buffer {name} of {type(block).__name__}, {buffer.nbytes} bytes, changes in each forward, and "
+                    "would have to be kept for the recomputation. Leave activation_checkpointing out for this model."
+                )
+            found.add(name)
+        return found
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -56,12 +173,21 @@ class _SelectivePolicy:
     def __init__(self) -> None:
         self._num_products = {False: 0, True: 0}
 
-    def __call__(self, context: Any, function: Callable[..., Any], *_: Any, **__: Any) -> CheckpointPolicy:
+    def __call__(self, context: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = getattr(getattr(function, "overloadpacket", None), "__name__", "")
-        if name in _ATTENTION:
+        if name in _ATTENTION and not _draws_random_numbers(function, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         if name in _PRODUCTS:
             self._num_products[context.is_recompute] += 1
             if self._num_products[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws_random_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether attention drops elements: kept, it would draw nothing, and what follows would draw other numbers."""
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given)
+    return False

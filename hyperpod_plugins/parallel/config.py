@@ -50,9 +50,9 @@ class ParallelConfig:
     """Number of ranks that a sequence is split over. Part of the shard axis."""
     random_seed: int = 12345
     """Seed for initializing a model that was built without allocating memory and without a recorded RNG state."""
-    sm_activation_offloading: bool = False
-    """Keep the inputs of checkpointed blocks on the host, and prefetch them for backward. Without checkpointing of the
-    model's own, this implies `activation_checkpointing="full"`.
+    sm_activation_offloading: bool | Literal["auto"] = False
+    """Keep the inputs of checkpointed blocks on the host, and prefetch them for backward; `auto`: where it pays.
+    Without checkpointing of the model's own, this implies `activation_checkpointing="full"`.
     """
     activation_loading_horizon: int = 2
     """Maximum number of blocks whose offloaded inputs are on the device at once."""
@@ -72,7 +72,7 @@ class ParallelConfig:
     """Class names of the modules to shard one by one. Empty: the layers that the model runs as a chain."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward."""
-    activation_checkpointing: Recompute = "none"
+    activation_checkpointing: Recompute | bool = "none"
     """What backward computes again, block by block: nothing, all (`full`, or True), or what is cheap (`selective`)."""
     loss_chunks: int = 1
     """Number of chunks in which a Hugging Face causal language model computes its loss, so that its logits never exist
@@ -83,6 +83,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         """Check each value, then combinations, then unsupported values."""
+        if isinstance(self.activation_checkpointing, bool):
+            object.__setattr__(self, "activation_checkpointing", "full" if self.activation_checkpointing else "none")
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), field.default)
         _check_block_classes(self.block_classes)
@@ -208,8 +210,6 @@ def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
         match name, value:
             case "block_classes", list():
                 result[name] = tuple(cast("list[Any]", value))
-            case "activation_checkpointing", bool():  # of Accelerate
-                result[name] = "full" if value else "none"
             case _:
                 result[name] = value
     return result
@@ -242,8 +242,9 @@ def _read(path: object) -> Mapping[str, Any]:
 def _check_type(name: str, value: object, default: object) -> None:
     """Check that integers are whole numbers and booleans are booleans; JSON makes both easy to get wrong."""
     if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be true or false, but is {value!r}")
+        or_auto = name == "sm_activation_offloading"
+        if not isinstance(value, bool) and not (or_auto and value == "auto"):
+            raise ConfigError(f"{name} must be true or false{' or auto' * or_auto}, but is {value!r}")
     elif isinstance(default, int) and (isinstance(value, bool) or not isinstance(value, int)):
         raise ConfigError(f"{name} must be a whole number, but is {value!r}")
 

@@ -27,7 +27,9 @@ from hyperpod_plugins.delayed_init.materialize import allocate
 from hyperpod_plugins.delayed_init.tape import binding_of, full_name, own_tensors, release_tapes, tapes_of
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, chunk_loss
+from hyperpod_plugins.memory.host_pool import HostPool
 from hyperpod_plugins.memory.offload import ActivationOffload
+from hyperpod_plugins.memory.offload_choice import AutomaticOffload
 from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
@@ -78,13 +80,16 @@ def parallelize(
     return model
 
 
-def save_activation_memory(model: nn.Module, config: ParallelConfig, device: torch.device) -> ActivationOffload | None:
+def save_activation_memory(
+    model: nn.Module, config: ParallelConfig, device: torch.device, pool: HostPool | None = None
+) -> ActivationOffload | None:
     """Apply recomputation, offload, chunked loss and tiled MLPs of `config` to a model that is not sharded yet.
 
     Args:
         model: in place.
         config: configuration to apply.
         device: device of the model.
+        pool: host memory for the offload; by default one of its own.
 
     Returns:
         The offload; None without.
@@ -112,17 +117,25 @@ def save_activation_memory(model: nn.Module, config: ParallelConfig, device: tor
             "(gradient_checkpointing_enable()). Leave one of them out."
         )
     if not has_own:
-        recompute_blocks(blocks, "full" if kind == "none" else kind)
+        recompute_blocks(blocks, "selective" if kind == "selective" else "full")
     if not is_offloaded:
         return None
-    offload = ActivationOffload(device, horizon=config.activation_loading_horizon)
+    horizon = config.activation_loading_horizon
+    pays = AutomaticOffload(device, horizon) if is_offloaded == "auto" else None
+    offload = ActivationOffload(device, horizon=horizon, pool=pool, pays=pays)
     offload.attach(blocks)
     return offload
 
 
 def _language_model(model: nn.Module) -> nn.Module:
     """The Hugging Face model for causal language modelling in a module, or the module itself."""
-    return next((part for part in model.modules() if getattr(part, "loss_type", None) == CAUSAL_LOSS), model)
+    found = [part for part in model.modules() if vars(part).get("loss_type") == CAUSAL_LOSS]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} contains {len(found)} causal language models, and loss_chunks is for one. Leave "
+            "loss_chunks out, and call hyperpod_plugins.memory.chunk_loss on those that are trained."
+        )
+    return found[0] if found else model
 
 
 def sync_rng_state(tensor_mesh: DeviceMesh) -> None:

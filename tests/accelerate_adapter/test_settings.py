@@ -91,6 +91,7 @@ LAYOUTS = {
     "hsdp-1node": (4, 1),
     "hsdp-multinode": (8, 1),
     "hsdp-tp": (2, 2),
+    "offload": (0, 1),
 }
 
 
@@ -105,7 +106,8 @@ def test_a_preset_says_what_it_is_for_and_asks_for_its_layout(name):
     assert (options.get("hybrid_shard_degree", 0), options.get("tensor_parallel_degree", 1)) == LAYOUTS[name]
     assert options["precision"] == ("32-true" if name == "cpu-smoke" else "bf16-mixed")
     assert options.get("fp8", "off") == ("torchao" if name == "fp8" else "off")
-    assert options.get("activation_checkpointing", False) == (name == "full-shard")
+    assert options.get("activation_checkpointing", False) == (name in ("full-shard", "offload"))
+    assert options.get("sm_activation_offloading", False) == (name == "offload")
     assert preset_summary(name).endswith((".", "?"))
     assert f"hyperpod preset {name}" in preset_path(name).read_text()
 

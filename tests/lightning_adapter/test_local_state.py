@@ -1,5 +1,7 @@
 """What a module and a Trainer have of one rank alone: buffers and metrics, and values that were logged in a step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -16,10 +18,11 @@ from hyperpod_plugins.recovery.packing import pack, unpack
 def test_buffers_and_metrics_are_put_back_where_there_are_any():
     module, other = (nn.ModuleDict({"norm": nn.BatchNorm1d(2), "mean": MeanMetric()}) for _ in range(2))
     module["norm"](torch.randn(3, 2, generator=torch.Generator().manual_seed(0)))
-    load_local_state(other, {BUFFERS: BufferStates(module).state_dict()})
+    trainer = SimpleNamespace(lightning_module=other, callbacks=[])
+    load_local_state(trainer, {BUFFERS: BufferStates(module).state_dict()})
     assert torch.equal(other["norm"].running_mean, module["norm"].running_mean)
     before = {name: value.clone() for name, value in other.named_buffers()}
-    load_local_state(other, {})
+    load_local_state(trainer, {})
     assert all(torch.equal(value, before[name]) for name, value in other.named_buffers())
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory import ActivationOffload, HostPool, recompute_blocks
 
 CPU = torch.device("cpu")
@@ -50,12 +51,12 @@ class Queued:
     def __init__(self):
         self.queue = []
 
-    def store(self, source, target):
+    def store(self, source, target, after):
+        if after is not None:
+            self.wait(after)
         return self._queue(source, target)
 
-    def load(self, source, target, stored):
-        self.wait(stored)
-        return self._queue(source, target)
+    load = store
 
     def _queue(self, source, target):
         target.fill_(float("nan"))
@@ -212,6 +213,52 @@ def test_what_all_blocks_share_is_stored_once_and_parameters_and_parts_never():
     model.blocks[0](torch.randn(2 * ROWS, WIDTH)[:ROWS]).mean().backward()
     model.blocks[0](torch.randn(4, WIDTH)).mean().backward()  # small
     assert offload.stored_bytes == before
+
+
+class InPlace(nn.Module):
+    """Changes the input of a block in place: before, within or after the block."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Block() for _ in range(4))
+        if where == "within":
+            for block in self.blocks:
+                block._compute = lambda x, block=block: x.mul_(0.5) + block.down(torch.tanh(block.up(x)))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            out = block(x)
+            if self.where == "after":
+                x.mul_(2.0)
+            x = out
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with")  # of torch's checkpoint, where a hook before it raises
+@pytest.mark.parametrize("where", ["within", "after"])
+@pytest.mark.parametrize("min_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("horizon", [1, 3])
+def test_inputs_that_are_changed_in_place_are_refused(where, min_bytes, horizon):
+    """torch refuses them, too, but not where its hooks for saved tensors are used."""
+    for is_offloaded in (False, True):
+        model = InPlace(where)
+        recompute_blocks(model.blocks)
+        if is_offloaded:
+            ActivationOffload(CPU, min_bytes=min_bytes, horizon=horizon).attach(model.blocks)
+        with pytest.raises((RuntimeError, ConfigError), match=r"in place|inplace"):
+            model(batch()).square().mean().backward()
+
+
+def test_host_memory_may_come_back_while_a_pool_is_used():
+    """A finalizer runs where the garbage collector does, in the middle of `acquire`, too."""
+    pool = HostPool(CPU)
+    block = pool.acquire(4096)
+    with pool._lock:
+        pool.release(block)
+    assert pool.used_bytes == 0
+    assert pool.acquire(4096) is block
 
 
 def test_an_evaluation_stores_nothing():

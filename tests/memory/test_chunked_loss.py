@@ -1,5 +1,9 @@
 """The loss in chunks of tokens, against the loss of whole logits."""
 
+import copy
+import inspect
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +11,8 @@ from torch import nn
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory import chunk_loss, chunked_cross_entropy
+from hyperpod_plugins.parallel import ParallelConfig
+from hyperpod_plugins.parallel.parallelize import save_activation_memory
 
 transformers = pytest.importorskip("transformers")
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
@@ -111,11 +117,74 @@ def test_logits_of_a_training_step_say_that_they_do_not_exist():
     out = model(tokens(), labels=tokens())
     with pytest.raises(AttributeError, match=r"logits\.argmax: the loss is computed in chunks"):
         out.logits.argmax(-1)
-    with pytest.raises(TypeError):
-        out.logits + 1
+    for use in (
+        lambda: out.logits + 1,
+        lambda: 2 * out.logits,
+        lambda: out.logits[:, -1],
+        lambda: out.logits @ tokens(),
+    ):
+        with pytest.raises(ConfigError, match=r"logits\): the loss is computed in chunks \(loss_chunks\)"):
+            use()
+    with pytest.raises(ConfigError, match=r"softmax\(logits\)"):
+        torch.softmax(out.logits, -1)
+
+
+def test_labels_may_be_positional_and_copies_have_weights_of_their_own():
+    model = tiny_llama()
+    chunk_loss(model, 4)
+    names = [name for name in inspect.signature(transformers.LlamaForCausalLM.forward).parameters if name != "self"]
+    before = [None] * (names.index("labels") - 1)
+    assert largest_logits(lambda: model(tokens(), *before, tokens()).loss.backward()) <= TOKENS / 2 + 1
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert float(other(tokens(), labels=tokens()).loss.detach()) == pytest.approx(math.log(VOCABULARY))
+    assert float(model(tokens(), labels=tokens()).loss.detach()) == pytest.approx(
+        float(tiny_llama()(tokens(), labels=tokens()).loss.detach()), rel=1e-6
+    )
+
+
+def test_a_model_that_only_converts_its_logits():
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, dropout=0.0,
+        word_embed_proj_dim=16,
+    )  # fmt: skip
+    model = transformers.OPTForCausalLM(config).train()
+    wanted = model(tokens(), labels=tokens()).loss
+    chunk_loss(model, 4)
+    assert_close(model(tokens(), labels=tokens()).loss.detach(), wanted.detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft
+def test_adapters_train_without_whole_logits():
+    peft = pytest.importorskip("peft")
+    config = ParallelConfig(loss_chunks=4)
+    plain, model = (
+        peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        for _ in range(2)
+    )
+    model.load_state_dict(plain.state_dict())
+    save_activation_memory(model, config, torch.device("cpu"))
+    rows = largest_logits(lambda: model(input_ids=tokens(), labels=tokens()).loss.backward())
+    plain(input_ids=tokens(), labels=tokens()).loss.backward()
+    assert rows <= TOKENS / 2 + 1
+    for wanted, found in zip(plain.parameters(), model.parameters(), strict=True):
+        if wanted.grad is not None:
+            assert_close(found.grad, wanted.grad)
 
 
 def test_models_whose_loss_would_be_another_one_are_refused():
+    own = tiny_llama()
+    own.loss_function = lambda logits, labels, **_: logits.float().square().mean()
+    with pytest.raises(ConfigError, match="has a loss function of its own"):
+        chunk_loss(own, 4)
+    bart = transformers.BartConfig(
+        vocab_size=50, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, is_decoder=True
+    )
+    with pytest.raises(ConfigError, match=r"computes its loss itself|is for Hugging Face models"):
+        chunk_loss(transformers.BartForCausalLM(bart), 4)
     config = transformers.Gemma2Config(
         hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         head_dim=8, vocab_size=VOCABULARY, final_logit_softcapping=30.0,

@@ -1,5 +1,7 @@
 """MLPs tile by tile along the sequence, against the whole."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,9 @@ def test_inner_activations_exist_for_one_tile_at_a_time():
         layer.mlp.up_proj.register_forward_hook(watch)
     tokens = torch.randint(50, (1, 64))
     model(tokens, labels=tokens).loss.backward()
+    assert largest == [64]  # the first time, the whole is compared with the tiles
+    largest[0] = 0
+    model(tokens, labels=tokens).loss.backward()
     assert largest == [16]
 
 
@@ -62,3 +67,60 @@ def test_what_cannot_be_tiled_is_refused():
         tile_mlps(nn.Linear(2, 2), 2)
     with pytest.raises(ConfigError, match="must be at least 2, but is 1"):
         tile_mlps(Own(), 1)
+
+
+class Cumulative(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).cumsum(-2)
+
+
+class Functional(nn.Sequential):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.3)
+
+
+class Summed(nn.Sequential):
+    def forward(self, x, scale=1.0):
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize("kind", [Cumulative, Functional])
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_module_whose_tokens_depend_on_each_other_is_refused_before_it_is_tiled(kind, is_recomputed):
+    torch.manual_seed(0)
+    plain, model = Own(), Own()
+    plain.mlp = kind(*plain.mlp)
+    model.mlp = kind(*model.mlp)
+    model.load_state_dict(plain.state_dict())
+    tile_mlps(model, 2)
+    if is_recomputed:
+        recompute_blocks([model.mlp])
+    x, gradients = torch.randn(2, 6, 4), []
+    for each in (plain, model):
+        torch.manual_seed(1)
+        each.mlp(x).square().sum().backward()
+        gradients.append([parameter.grad for parameter in each.parameters()])
+    for wanted, found in zip(*gradients, strict=True):
+        assert torch.equal(wanted, found)  # the first step is computed as a whole
+    with pytest.raises(ConfigError, match=f"{kind.__name__} does not treat each token alone"):
+        model.mlp(x)
+
+
+def test_modules_of_several_arguments_and_copies():
+    model = Own()
+    model.mlp = Summed(*model.mlp)
+    tile_mlps(model, 2)
+    with pytest.raises(ConfigError, match="Summed takes more than one tensor"):
+        model.mlp(torch.randn(2, 6, 4), 2.0)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not other.mlp(torch.randn(2, 6, 4)).any()
+    assert model.mlp(torch.randn(2, 6, 4)).any()
+
+
+def test_attention_is_no_mlp():
+    model = nn.ModuleDict({"mlp": nn.MultiheadAttention(4, 2)})
+    with pytest.raises(ConfigError, match="has no MLP that could be tiled"):
+        tile_mlps(model, 2)

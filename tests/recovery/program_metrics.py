@@ -1,4 +1,4 @@
-"""Metrics in the ways programs use them, in the job of `ranks_lightning.py`: what some ranks have computed, all have."""
+"""Metrics in the ways programs use them, in the job of `ranks_lightning.py`."""
 
 import lightning.pytorch as pl
 import ranks_lightning as program

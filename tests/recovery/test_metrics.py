@@ -1,4 +1,4 @@
-"""A rank is lost where the others have computed what is gathered, and it has not: nobody waits for it, or without it."""
+"""A rank is lost where the others have computed what is gathered, and it has not: nobody waits for anybody."""
 
 import pytest
 from recovery.faults import run_job

@@ -1,0 +1,386 @@
+"""How much memory a rank needs: `plan_memory`, before anything is allocated, for a model on the meta device.
+
+Training state: ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054), section 3.1: what each parameter costs. FSDP2 keeps
+parameters, their gradients and the optimizer's states in the type of the parameters, split over `shard x tensor` ranks.
+
+Activations are counted, not estimated: one training step of the model runs with fake tensors, whose operations compute
+shapes only, with the recomputation, chunks and tiles of the configuration; `TrackedMemory` counts what it keeps.
+
+Gathered is what FSDP2 would hold at the peak of that step. It gathers a unit before it runs, in the type of
+computation, and in backward the unit before it, too; whole gradients of a unit wait until all are there. What belongs
+to no unit (embeddings, the head) is gathered from the forward pass to the end of backward.
+
+Left out: what the libraries need for themselves, 5 to 8 GiB of a large GPU.
+"""
+
+# Configurations of transformers have private fields and no common type.
+# pyright: reportPrivateUsage=false
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory.recompute import is_in_backward
+from hyperpod_plugins.memory.tiled_mlp import skip_trials
+from hyperpod_plugins.parallel import ParallelConfig, Topology
+from hyperpod_plugins.parallel.hsdp import find_blocks
+from hyperpod_plugins.parallel.parallelize import save_activation_memory
+from hyperpod_plugins.parallel.tensor_parallel import plan_for
+from hyperpod_plugins.planning.tracked_memory import TrackedMemory, UncountedPool
+
+GIB = 2**30
+_FLOAT32, _BFLOAT16 = 4, 2
+_SPLIT = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output")
+_FUSED = "hyperpod_plan"
+_FRAGMENTATION = 0.05
+"""Part of the device's memory that an allocator loses between blocks of different sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingShape:
+    """What one rank computes at a time, and what it keeps for each parameter."""
+
+    micro_batch_size: int
+    """Samples of one forward and backward pass of a rank."""
+    sequence_length: int
+    """Tokens of a sample."""
+    optimizer_states: int = 2
+    """Tensors of the size of a parameter that the optimizer keeps: 2 for Adam, 1 for SGD with momentum."""
+    has_snapshots: bool = False
+    """Whether another rank's state lies in this host's memory (buddy snapshots), double-buffered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of one rank."""
+
+    topology: Topology
+    """Degrees of the plan."""
+    num_parameters: int
+    """Of the whole model."""
+    num_trained: int
+    """Of them, those that are trained."""
+    parameters: float
+    """Shards of the parameters."""
+    gradients: float
+    """Shards of the gradients."""
+    optimizer: float
+    """Shards of the optimizer's states."""
+    gathered: float
+    """Whole parameters and gradients of the units that are being computed."""
+    activations: float
+    """Peak of what a step keeps besides, logits included."""
+    host_activations: float
+    """In host memory: offloaded activations."""
+    host_snapshots: float
+    """In host memory: snapshots of another rank's state, and of this rank's own."""
+
+    @property
+    def device(self) -> float:
+        """Bytes on the device, with a margin for fragmentation."""
+        used = self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+        return used * (1 + _FRAGMENTATION)
+
+    @property
+    def host(self) -> float:
+        """Bytes in host memory."""
+        return self.host_activations + self.host_snapshots
+
+    def __str__(self) -> str:
+        """Return the parts in GiB."""
+        parts = ("parameters", "gradients", "optimizer", "gathered", "activations", "device", "host")
+        return "  ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in parts)
+
+
+def plan_memory(
+    model: Any,
+    config: ParallelConfig,
+    training: TrainingShape,
+    *,
+    world_size: int,
+    ranks_per_node: int = 0,
+    step: Callable[[nn.Module, TrainingShape], Tensor] | None = None,
+) -> MemoryPlan:
+    """Plan the memory of a rank.
+
+    Args:
+        model: A module, best on the meta device, or a configuration of transformers. It is not changed.
+        config: Degrees, precision and what is done about activations.
+        training: Batch, sequence and optimizer.
+        world_size: Number of ranks.
+        ranks_per_node: Ranks on a node; 0 for all.
+        step: Computes the loss of a micro-batch of fake tensors; by default `model(input_ids=..., labels=...).loss`.
+
+    Raises:
+        ConfigError: The step depends on values, so it cannot be run with fake tensors.
+        DegreeError: The degrees do not fit the world.
+    """
+    module = model if isinstance(model, nn.Module) else _built(model)
+    topology = config.topology(world_size, ranks_per_node=ranks_per_node)
+    state = _training_state(module, config, topology, training)
+    tracker, host = _tracked_step(module, config, topology, training, step or _language_model_step)
+    owned = state.parameters + state.optimizer
+    return replace(
+        state,
+        gathered=float(tracker.peak_added),
+        activations=float(tracker.peak - tracker.peak_added),
+        host_activations=host,
+        host_snapshots=3 * owned if training.has_snapshots else 0.0,
+    )
+
+
+def smallest_degrees(
+    model: Any,
+    config: ParallelConfig,
+    training: TrainingShape,
+    *,
+    world_size: int,
+    device_memory_gib: float,
+    ranks_per_node: int = 0,
+    step: Callable[[nn.Module, TrainingShape], Tensor] | None = None,
+) -> MemoryPlan:
+    """The plan with the smallest tensor degree, and with it the smallest shard degree, that fits a device.
+
+    Args:
+        model: See `plan_memory`.
+        config: Its degrees do not count.
+        training: See `plan_memory`.
+        world_size: Number of ranks.
+        device_memory_gib: Memory of a device that a plan may take, in GiB.
+        ranks_per_node: Tensor parallelism stays on a node; 0 for one node.
+        step: See `plan_memory`.
+
+    Raises:
+        ConfigError: Nothing fits; the message has the plan with the largest degrees.
+    """
+    plan = None
+    for tensor_degree in _divisors(ranks_per_node or world_size, world_size):
+        for shard_degree in _divisors(world_size // tensor_degree, world_size // tensor_degree):
+            tried = replace(config, tensor_parallel_degree=tensor_degree, hybrid_shard_degree=shard_degree)
+            try:
+                plan = plan_memory(
+                    model, tried, training, world_size=world_size, ranks_per_node=ranks_per_node, step=step
+                )
+            except ConfigError:
+                if tensor_degree == 1:
+                    raise
+                continue  # the model cannot be split so
+            if plan.device <= device_memory_gib * GIB:
+                return plan
+    assert plan is not None
+    raise ConfigError(
+        f"{plan.num_parameters:,} parameters with {training.sequence_length} tokens do not fit {world_size} devices of "
+        f"{device_memory_gib:g} GiB; with {plan.topology} a rank needs, in GiB: {plan}. Use more ranks, or what "
+        "docs/guides/memory.md lists against activations."
+    )
+
+
+def _training_state(
+    model: nn.Module, config: ParallelConfig, topology: Topology, training: TrainingShape
+) -> MemoryPlan:
+    stored = _BFLOAT16 if config.precision == "bf16-true" else _FLOAT32
+    split = {name for name, style in plan_for(model, config).items() if style in _SPLIT}
+
+    def count(names: Iterable[tuple[str, nn.Parameter]], *, trained_only: bool = False) -> float:
+        """Parameters of one rank of a tensor group."""
+        return sum(
+            parameter.numel() / (topology.tensor_degree if name.rpartition(".")[0] in split else 1)
+            for name, parameter in names
+            if parameter.requires_grad or not trained_only
+        )
+
+    everything = list(model.named_parameters())
+    sharded = count(everything) / topology.shard_degree
+    trained = count(everything, trained_only=True) / topology.shard_degree
+    return MemoryPlan(
+        topology=topology,
+        num_parameters=sum(parameter.numel() for _, parameter in everything),
+        num_trained=sum(parameter.numel() for _, parameter in everything if parameter.requires_grad),
+        parameters=stored * sharded,
+        gradients=stored * trained,
+        optimizer=training.optimizer_states * stored * trained,
+        gathered=0.0,
+        activations=0.0,
+        host_activations=0.0,
+        host_snapshots=0.0,
+    )
+
+
+def _tracked_step(
+    model: nn.Module,
+    config: ParallelConfig,
+    topology: Topology,
+    training: TrainingShape,
+    step: Callable[[nn.Module, TrainingShape], Tensor],
+) -> tuple[TrackedMemory, float]:
+    """Run a step with fake tensors; returns what was counted on the device, and the bytes on the host."""
+    tracker, cpu = TrackedMemory(), torch.device("cpu")
+    options = replace(config, sequence_parallel=False, loss_parallel=False)
+    with FakeTensorMode():
+        twin = _fake_twin(model, None if config.precision == "32-true" else torch.bfloat16)
+        _split_as_one_rank(twin, config)
+        _leave_masks_out(twin)
+        offload = save_activation_memory(twin, options, cpu, UncountedPool(cpu, tracker))
+        skip_trials(twin)
+        for parameter in twin.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        kept = [*twin.parameters(), *twin.buffers()]
+        for tensor in (*kept, *(each.grad for each in kept if each.grad is not None)):
+            tracker.leave_out(tensor)
+        if topology.world_size > 1:
+            _Units(twin, config, tracker).watch()
+        try:
+            with tracker:
+                step(twin.train(), training).backward()
+        except (NotImplementedError, RuntimeError) as error:
+            raise ConfigError(
+                f"a step of {type(model).__name__} depends on values, so it cannot be planned without them: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error
+    host = 0.0 if offload is None else float(offload.stored_bytes)
+    return tracker, host
+
+
+def _built(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _fake_twin(model: nn.Module, computed: torch.dtype | None) -> nn.Module:
+    """A copy of a model with fake tensors, which have no memory, and parameters as FSDP2 gathers them."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        values = torch.empty(parameter.shape, dtype=computed or parameter.dtype)
+        memo[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(model, memo)
+
+
+class _Units:
+    """Counts what FSDP2 gathers: whole parameters and gradients of each unit, as the units of a model run."""
+
+    def __init__(self, model: nn.Module, config: ParallelConfig, tracker: TrackedMemory) -> None:
+        self._model, self._tracker = model, tracker
+        self._size = _FLOAT32 if config.precision == "32-true" else _BFLOAT16
+        self._keeps = not config.reshard_after_forward
+        found = {id(block) for block in find_blocks(model, config.block_classes)}
+        self._units = [part for part in model.modules() if id(part) in found]
+        inside = {id(each) for unit in self._units for each in unit.parameters()}
+        self._parameters = {id(unit): list(unit.parameters()) for unit in self._units}
+        self._parameters[id(model)] = [each for each in model.parameters() if id(each) not in inside]
+        self._gathered = set[int]()
+        self._waiting: dict[int, set[int]] = {}
+
+    def watch(self) -> None:
+        """Count from now on."""
+        self._gather(self._model)  # from the beginning of the forward pass to the end of backward
+        for index, unit in enumerate(self._units):
+            unit.register_forward_pre_hook(lambda unit, _: self._gather(unit), prepend=True)
+            unit.register_forward_hook(lambda unit, *_: self._end_forward(unit))
+            neighbors = self._units[max(0, index - 1) : index + 1]  # the one before it is prefetched
+            unit.register_full_backward_pre_hook(partial(self._begin_backward, neighbors))
+        for unit in (self._model, *self._units):
+            trained = [each for each in self._parameters[id(unit)] if each.requires_grad]
+            self._waiting[id(unit)] = {id(each) for each in trained}
+            for each in trained:
+                each.register_post_accumulate_grad_hook(partial(self._accumulate, unit))
+
+    def _num_bytes(self, unit: nn.Module, *, trained_only: bool = False) -> int:
+        parameters = self._parameters[id(unit)]
+        return self._size * sum(each.numel() for each in parameters if each.requires_grad or not trained_only)
+
+    def _gather(self, unit: nn.Module) -> None:
+        """A message arrives as a whole, and is copied into the parameters."""
+        if id(unit) not in self._gathered:
+            self._gathered.add(id(unit))
+            self._tracker.add(2 * self._num_bytes(unit))
+            self._tracker.add(-self._num_bytes(unit))
+
+    def _free(self, unit: nn.Module) -> None:
+        if id(unit) in self._gathered:
+            self._gathered.discard(id(unit))
+            self._tracker.add(-self._num_bytes(unit))
+
+    def _end_forward(self, unit: nn.Module) -> None:
+        if not (is_in_backward() or self._keeps):  # in backward, a recomputation
+            self._free(unit)
+
+    def _begin_backward(self, neighbors: list[nn.Module], *_: Any) -> None:
+        for unit in neighbors:
+            self._gather(unit)
+
+    def _accumulate(self, unit: nn.Module, parameter: Tensor) -> None:
+        """Whole gradients wait until all of the unit are there, and are reduced in one message in float32."""
+        self._tracker.add(self._size * parameter.numel())
+        waiting = self._waiting[id(unit)]
+        waiting.discard(id(parameter))
+        if not waiting:
+            whole = self._num_bytes(unit, trained_only=True)
+            self._free(unit)
+            message = whole // self._size * _FLOAT32
+            self._tracker.add(message)
+            self._tracker.add(-message - whole)
+
+
+def _split_as_one_rank(model: nn.Module, config: ParallelConfig) -> None:
+    """Give linear layers that tensor parallelism splits the sizes that they have on one rank, so that activations do.
+
+    A head whose logits are gathered stays whole, and so does the residual stream with `sequence_parallel`.
+    """
+    degree = config.tensor_parallel_degree
+    if degree == 1:
+        return
+    styles = {"colwise": 0, "rowwise": 1} | ({"colwise_gather_output": 0} if config.loss_parallel else {})
+    for name, style in plan_for(model, config).items():
+        part: Any = model.get_submodule(name)
+        if not isinstance(style, str) or not isinstance(part, nn.Linear) or style not in styles:
+            continue
+        shape, bias = list(part.weight.shape), part._parameters["bias"]
+        shape[styles[style]] //= degree
+        part.weight = nn.Parameter(torch.empty(shape, dtype=part.weight.dtype), part.weight.requires_grad)
+        if bias is not None and styles[style] == 0:
+            part.bias = nn.Parameter(torch.empty(shape[:1], dtype=bias.dtype), bias.requires_grad)
+        if style == "colwise_gather_output":  # the loss of transformers takes the number of logits from here
+            config_of_model: Any = getattr(model, "config", None)
+            config_of_model.vocab_size = shape[0]
+
+
+def _leave_masks_out(model: nn.Module) -> None:
+    """Have models of transformers with fused attention build no masks, as they do where they see that none is needed.
+
+    With fake tensors they cannot see that.
+    """
+    if not any(type(part).__module__.startswith("transformers.") for part in model.modules()):
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(_FUSED, sdpa_attention_forward)
+    AttentionMaskInterface.register(_FUSED, _no_mask)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation != "eager":
+            part.config._attn_implementation = _FUSED
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _language_model_step(model: nn.Module, training: TrainingShape) -> Tensor:
+    shape = training.micro_batch_size, training.sequence_length
+    tokens = torch.empty(shape, dtype=torch.int64)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def _divisors(number: int, of: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0 and of % each == 0]

@@ -1,0 +1,120 @@
+"""Memory of the tensors that a piece of a program creates, of fake tensors, too: counted, not measured.
+
+A dispatch mode sees the result of every operation, also in backward, and counts the bytes of each new storage until it
+is freed. Temporary memory inside an operation and the rounding of an allocator are not seen. FSDP2 frees and allocates
+gathered parameters by resizing their storage, which is counted, too.
+"""
+
+# Storages have no public identity, and torch's type stubs name the arguments of `resize_` differently.
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
+
+
+class TrackedMemory(TorchDispatchMode):
+    """Counts the bytes of storages that operations return, as long as they live; one at a time in a process."""
+
+    def __init__(self, left_out: Iterable[Tensor] = ()) -> None:
+        """Count nothing yet.
+
+        Args:
+            left_out: tensors that exist already, and do not count.
+        """
+        super().__init__()
+        self.current = 0
+        """Bytes now."""
+        self.peak = 0
+        """Most bytes so far."""
+        self.added = self.peak_added = 0
+        """Bytes that `add` has added, now and at the peak."""
+        self._sizes: dict[int, int] = {}
+        for tensor in left_out:
+            self.leave_out(tensor)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Do not count the storage of a tensor, now or later."""
+        key = _storage_of(tensor)._cdata
+        self.current -= max(0, self._sizes.get(key, 0))
+        self._sizes[key] = -1
+
+    def __enter__(self) -> Self:
+        """Start to count."""
+        self._resize = torch.UntypedStorage.resize_
+        tracker, resize = self, self._resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            tracker.count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        """Stop to count."""
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.count(_storage_of(leaf))
+        return result
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is new, or has another size than before."""
+        key, size = storage._cdata, storage.nbytes()
+        known = self._sizes.get(key)
+        if known == -1 or known == size:
+            return
+        if known is None:
+            weakref.finalize(storage, self._forget, key)
+        self._sizes[key] = size
+        self._change(size - (known or 0))
+
+    def add(self, num_bytes: float) -> None:
+        """Count memory that no tensor stands for; a negative number takes it away again."""
+        self.added += int(num_bytes)
+        self._change(int(num_bytes))
+
+    def _change(self, num_bytes: int) -> None:
+        self.current += num_bytes
+        if self.current > self.peak:
+            self.peak, self.peak_added = self.current, self.added
+
+    def _forget(self, key: int) -> None:
+        self.current -= max(0, self._sizes.pop(key, 0))
+
+
+class UncountedPool(HostPool):
+    """Host memory of an offload where the host is the device, or nothing is: it does not count."""
+
+    def __init__(self, device: torch.device, tracker: TrackedMemory) -> None:
+        """Let `tracker` leave out all blocks; there is no limit."""
+        super().__init__(device, budget_bytes=1 << 62)
+        self._tracker = tracker
+
+    def acquire(self, num_bytes: int) -> HostBlock | None:
+        """Return a block, as `HostPool` does."""
+        peak = self._tracker.peak
+        block = super().acquire(num_bytes)
+        if block is not None:
+            self._tracker.leave_out(block.memory)
+            self._tracker.peak = peak
+        return block
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
