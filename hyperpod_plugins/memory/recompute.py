@@ -100,14 +100,14 @@ class _Buffers:
     """Buffers of one block around its recomputations; see the note above."""
 
     def __init__(self) -> None:
-        self._changing: set[str] | None = None  # names; None until a forward has shown them
+        self._changing: dict[bool, set[str]] = {}  # names, in training and in evaluation, as a forward has shown them
         self._present: list[tuple[Tensor, Tensor]] = []
         self._call: _Call | None = None
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Attach a `_Call` to the arguments that the checkpoint keeps."""
         if torch.is_grad_enabled() and _CALL not in kwargs:
-            call, names = _Call(), self._changing
+            call, names = _Call(), self._changing.get(block.training)
             for name, buffer in block.named_buffers():
                 if names is None or name in names:
                     call.versions[name] = buffer._version
@@ -124,7 +124,7 @@ class _Buffers:
         if is_in_backward():
             buffers = dict(block.named_buffers())
             with torch.no_grad(), _disable_current_modes():  # the checkpoint's own mode counts operations
-                for name in self._changing or ():
+                for name in self._changing.get(block.training, ()):
                     self._present.append((buffers[name], buffers[name].detach().clone()))
                     buffers[name].copy_(call.before[name])
         else:
@@ -142,8 +142,8 @@ class _Buffers:
                 buffer, values = self._present.pop()
                 buffer.copy_(values)
         call, self._call = self._call, None
-        if call is not None and self._changing is None:
-            self._changing = self._changed(block, call)
+        if call is not None and block.training not in self._changing:
+            self._changing[block.training] = self._changed(block, call)
 
     def _changed(self, block: nn.Module, call: _Call) -> set[str]:
         found = set[str]()

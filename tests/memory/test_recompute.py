@@ -57,6 +57,19 @@ def test_each_call_is_computed_again_with_its_own_buffers():
         assert torch.equal(found[name], value), name
 
 
+def test_a_forward_in_evaluation_says_nothing_about_training():
+    states = []
+    for recompute in ("none", "full"):
+        torch.manual_seed(0)
+        block = Block("batch norm")
+        recompute_blocks([block], recompute)
+        for is_training in (False, True, True):
+            block.train(is_training)(torch.ones(4, 8)).square().sum().backward()
+        states.append(block.state_dict())
+    for name, value in states[0].items():
+        assert torch.equal(states[1][name], value), name
+
+
 def test_a_large_buffer_that_changes_is_refused():
     class Large(Block):
         def __init__(self):
