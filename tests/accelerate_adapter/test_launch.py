@@ -33,6 +33,7 @@ LAUNCHES = {  # preset: what two processes need, and the layout they train in
     "full-shard": ([], [1, 2, 1]),
     "hsdp-1node": (ONE_SHARD, [2, 1, 1]),
     "hsdp-tp": (ONE_SHARD, [1, 1, 2]),
+    "offload": ([], [1, 2, 1]),
 }
 TWO = ["--num_processes", "2"]
 ELASTIC = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "127.0.0.1:0", "PET_RDZV_ID": "presets"}
@@ -106,7 +107,8 @@ def test_accelerate_launch_trains_with_the_preset(launched, preset):
     report = reports[preset]
     assert report["layout"] == LAUNCHES[preset][1]
     assert report["precision"] == ("32-true" if preset == "cpu-smoke" else "bf16-mixed")
-    assert report["recomputes"] == (preset == "full-shard")
+    assert report["recomputes"] == (preset in ("full-shard", "offload"))
+    assert report["offloads"] == (preset == "offload")
     assert report["backend"] == "hyperpod"
     assert report["losses"][-1] < report["losses"][0]
 

@@ -50,6 +50,7 @@ if accelerator.is_main_process:
         "layout": list(accelerator.topology.shape),
         "precision": accelerator.plugin.config.precision,
         "recomputes": accelerator.plugin.config.activation_checkpointing != "none",
+        "offloads": accelerator.plugin.config.sm_activation_offloading,
         "backend": torch.distributed.get_backend(),
         "losses": losses,
     }
