@@ -15,68 +15,19 @@ import argparse
 import json
 import sys
 import time
-import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hyperpod_plugins.memory import ActivationOffload, HostPool, chunk_loss, recompute_blocks, tile_mlps
+from hyperpod_plugins.planning import TrackedMemory, UncountedPool
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 8192
 PINS = "transformers offload"
-
-
-class TrackedMemory(TorchDispatchMode):
-    """Counts the bytes of storages that operations return, as long as they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current = self.peak = 0
-        self._known = set[int]()
-
-    def leave_out(self, tensor: torch.Tensor) -> None:
-        """Do not count a tensor's storage, now or later."""
-        self._known.add(tensor.untyped_storage()._cdata)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known and storage.nbytes():
-            self._known.add(key)
-            self.current += storage.nbytes()
-            self.peak = max(self.peak, self.current)
-            weakref.finalize(storage, self._forget, key, storage.nbytes())
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.current -= num_bytes
-
-
-class UncountedPool(HostPool):
-    """A pool whose blocks do not count as memory of the device, which is the host here."""
-
-    def __init__(self, device: torch.device, tracker: TrackedMemory) -> None:
-        super().__init__(device)
-        self._tracker = tracker
-
-    def acquire(self, num_bytes: int) -> torch.Tensor | None:
-        with _disable_current_modes():
-            block = super().acquire(num_bytes)
-        if block is not None:
-            self._tracker.leave_out(block)
-        return block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +147,7 @@ def longest(limit_mib: float, name: str, lengths: list[int], device: torch.devic
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="length of the plain step")
-    parser.add_argument("--output", type=Path, help="write the samples there, as JSON")
+    parser.add_argument("--json", type=Path, help="write the samples there")
     parser.add_argument("--quick", action="store_true", help="256 tokens")
     args = parser.parse_args(arguments)
     tokens = 256 if args.quick else args.tokens
@@ -220,8 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
     theory_mib = (LAYERS - 1) * tokens * WIDTH * 4 / 2**20  # the last layer keeps its input
     stored = {sample.way: sample.stored_mib for sample in samples}["recompute + offload"]
     sys.stdout.write(f"offloaded {stored:.2f} MiB of {theory_mib:.2f}, {stored / theory_mib:.1%}\n")
-    if args.output:
-        args.output.write_text(json.dumps([asdict(each) for each in [*samples, *([best] if best else [])]], indent=1))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(each) for each in [*samples, *([best] if best else [])]], indent=1))
     return int(factor < 8 or stored < 0.95 * theory_mib)
 
 

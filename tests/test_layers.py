@@ -12,8 +12,8 @@ LAYERS = (
     "env events",
     "comm data delayed_init memory precision",
     "parallel elastic",
-    "recovery planning",
-    "fault_injection",
+    "recovery",
+    "fault_injection planning",
     "lightning accelerate session presets smp",
     "cli",
 )

@@ -50,7 +50,7 @@ class AccelerateSettings:
         for name, allowed in (("fp8", get_args(Fp8)), ("state_dict_type", get_args(StateDictType))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, but is {getattr(self, name)!r}")
-        if self.offload_params not in (True, False):
+        if type(self.offload_params) is not bool:
             raise ConfigError(f"offload_params must be true or false, but is {self.offload_params!r}")
 
     @property

@@ -161,18 +161,20 @@ def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     def loss_function(self: Any) -> Callable[..., Tensor]:
         return partial(_loss_of, kind.loss_function.__get__(self), _head_of(self), num_chunks)
 
-    model.__class__ = _derived(kind, {"forward": forward, "loss_function": property(loss_function)})
+    model.__class__ = derived_class(kind, {"forward": forward, "loss_function": property(loss_function)})
     vars(head)[_DEFERS] = False
     of_head = type(head)
 
     def call(self: Any, hidden: Tensor) -> Any:
         return LogitsNotComputed(hidden) if vars(self)[_DEFERS] else of_head.__call__(self, hidden)
 
-    head.__class__ = _derived(of_head, {"__call__": call})
+    head.__class__ = derived_class(of_head, {"__call__": call})
 
 
-def _derived(kind: type, members: dict[str, Any]) -> type:
-    """A class of the same name. Python looks `__call__` up in the class, and copies of an object share it.
+def derived_class(kind: type, members: dict[str, Any]) -> type:
+    """A class of the same name, for one object.
+
+    Python looks `__call__` up in the class, and copies of an object share it.
 
     Hooks of a head, such as those of tensor parallelism, run when it is called for a chunk.
     """

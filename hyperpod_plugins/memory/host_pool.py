@@ -94,12 +94,6 @@ class HostPool:
         """Take back a block that `acquire` returned. Copies from it may be under way: see `HostBlock.last_copy`."""
         self._returned.append(block)
 
-    def close(self) -> None:
-        """Free all blocks that are not in use."""
-        with self._lock:
-            self._take_back()
-            self._drop_free(self.allocated_bytes)
-
     def _take_back(self) -> None:
         while self._returned:
             block = self._returned.popleft()

@@ -20,6 +20,7 @@ at once. The compute stream is read before a side stream is entered, never insid
 # Storages have no public identity.
 # pyright: reportPrivateUsage=false
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
 from hyperpod_plugins.memory.recompute import is_in_backward
 
+log = logging.getLogger(__name__)
 MIN_BYTES = 64 * 1024
 """Smaller tensors stay on the device: a copy costs more than their memory is worth."""
 
@@ -143,7 +145,7 @@ class _Kept:
         self._device = local.device
         self._loaded: Tensor | None = None
         self._stored = offload.copies.store(local, self._on_host, block.last_copy)
-        self._loading: object = None  # mark of a copy that nobody waits for yet
+        self._loading: object = None  # mark of a copy that no stream waits for yet
         self._waits_for_store = True
 
     @property
@@ -290,6 +292,12 @@ class ActivationOffload:
         with self._lock:
             goes = self._is_worth_it(saved) and not call.is_last and not self._is_shared(saved, call)
             block = self.pool.acquire(_size(saved)) if goes else None
+            if goes and block is None and self.pool.num_refused == 1:
+                log.warning(
+                    "host memory for activations is limited to %.1f GiB (half of this rank's share), and is full: what "
+                    "does not fit stays on the device",
+                    self.pool.budget_bytes / 2**30,
+                )
             if block is None:
                 return _Resident(call, saved, _local(saved)._version)
             kept = _Kept(self, call, saved, block)
@@ -318,7 +326,7 @@ class ActivationOffload:
         return alive
 
     def _is_worth_it(self, saved: Tensor) -> bool:
-        base = saved._base if saved._is_view() else saved  # pyright: ignore[reportPrivateUsage]
+        base = saved._base if saved._is_view() else saved
         if isinstance(saved, nn.Parameter) or isinstance(base, nn.Parameter) or not saved.is_floating_point():
             return False
         local = _local(saved)
@@ -378,7 +386,7 @@ def _check_version(tensor: Tensor, version: int) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, outside autograd."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -106,8 +106,9 @@ class _Buffers:
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Attach a `_Call` to the arguments that the checkpoint keeps."""
-        if torch.is_grad_enabled() and _CALL not in kwargs:
-            call, names = _Call(), self._changing.get(block.training)
+        names = self._changing.get(block.training)
+        if torch.is_grad_enabled() and _CALL not in kwargs and names != set():
+            call = _Call()
             for name, buffer in block.named_buffers():
                 if names is None or name in names:
                     call.versions[name] = buffer._version

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hyperpod_plugins.errors import ConfigError, format_list
+from hyperpod_plugins.memory.chunked_loss import derived_class
 from hyperpod_plugins.memory.recompute import is_in_backward
 
 _NAMES = ("mlp", "feed_forward", "ffn")
@@ -98,8 +99,7 @@ def _tile(mlp: nn.Module, num_tiles: int) -> None:
 
         return torch.cat([checkpoint(compute, tile, use_reentrant=False) for tile in tiles], dim=-2)
 
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
-    mlp.__class__ = type(kind.__name__, (kind,), names)
+    mlp.__class__ = derived_class(kind, {"forward": forward})
     vars(mlp)[_NUM_TILES], vars(mlp)[_TRIAL] = num_tiles, None
 
 

@@ -119,10 +119,13 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator
 def outermost_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> list[nn.Module]:
     """Blocks of `find_blocks` that lie in no other block, in the order of the model's modules."""
     found = {id(block) for block in find_blocks(model, class_names)}
-    inner = {
-        id(part) for block in model.modules() if id(block) in found for part in block.modules() if part is not block
-    }
-    return [block for block in model.modules() if id(block) in found - inner]
+    return outermost([part for part in model.modules() if id(part) in found])
+
+
+def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of some modules that lie in no other of them."""
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inner]
 
 
 def _elements_of_chains(model: nn.Module) -> set[int]:

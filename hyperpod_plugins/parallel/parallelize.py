@@ -8,7 +8,7 @@ Sharding replaces a model's parameters. An optimizer that holds the old ones get
 nothing. Names do not change, so `replace_stale_parameters` maps each old parameter to its replacement.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary, ref
 
@@ -118,10 +118,22 @@ def save_activation_memory(
         )
     if not has_own:
         recompute_blocks(blocks, "selective" if kind == "selective" else "full")
-    if not is_offloaded:
-        return None
+    return attach_offload(blocks, config, device, pool) if is_offloaded else None
+
+
+def attach_offload(
+    blocks: Sequence[nn.Module], config: ParallelConfig, device: torch.device, pool: HostPool | None = None
+) -> ActivationOffload:
+    """Keep the inputs of recomputed blocks on the host, as `sm_activation_offloading` and its horizon say.
+
+    Args:
+        blocks: in the order in which the model runs them.
+        config: configuration to apply.
+        device: device of the model.
+        pool: host memory; by default one of its own.
+    """
     horizon = config.activation_loading_horizon
-    pays = AutomaticOffload(device, horizon) if is_offloaded == "auto" else None
+    pays = AutomaticOffload(device, horizon) if config.sm_activation_offloading == "auto" else None
     offload = ActivationOffload(device, horizon=horizon, pool=pool, pays=pays)
     offload.attach(blocks)
     return offload

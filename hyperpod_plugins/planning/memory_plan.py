@@ -34,6 +34,7 @@ from hyperpod_plugins.parallel.hsdp import find_blocks
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.parallel.tensor_parallel import plan_for
 from hyperpod_plugins.planning.tracked_memory import TrackedMemory, UncountedPool
+from hyperpod_plugins.recovery.snapshot import COPIES
 
 GIB = 2**30
 _FLOAT32, _BFLOAT16 = 4, 2
@@ -54,7 +55,7 @@ class TrainingShape:
     optimizer_states: int = 2
     """Tensors of the size of a parameter that the optimizer keeps: 2 for Adam, 1 for SGD with momentum."""
     has_snapshots: bool = False
-    """Whether another rank's state lies in this host's memory (buddy snapshots), double-buffered."""
+    """Whether ranks keep buddy snapshots: two of their own state, and two of another rank's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class MemoryPlan:
     host_activations: float
     """In host memory: offloaded activations."""
     host_snapshots: float
-    """In host memory: snapshots of another rank's state, and of this rank's own."""
+    """In host memory: snapshots of this rank's state, and of another's."""
 
     @property
     def device(self) -> float:
@@ -124,16 +125,8 @@ def plan_memory(
     """
     module = model if isinstance(model, nn.Module) else _built(model)
     topology = config.topology(world_size, ranks_per_node=ranks_per_node)
-    state = _training_state(module, config, topology, training)
-    tracker, host = _tracked_step(module, config, topology, training, step or _language_model_step)
-    owned = state.parameters + state.optimizer
-    return replace(
-        state,
-        gathered=float(tracker.peak_added),
-        activations=float(tracker.peak - tracker.peak_added),
-        host_activations=host,
-        host_snapshots=3 * owned if training.has_snapshots else 0.0,
-    )
+    tracked = _track_step(module, config, topology, training, step or _language_model_step)
+    return _plan(module, config, topology, training, tracked)
 
 
 def smallest_degrees(
@@ -160,18 +153,21 @@ def smallest_degrees(
     Raises:
         ConfigError: Nothing fits; the message has the plan with the largest degrees.
     """
+    module = model if isinstance(model, nn.Module) else _built(model)
     plan = None
     for tensor_degree in _divisors(ranks_per_node or world_size, world_size):
+        split = replace(config, tensor_parallel_degree=tensor_degree, hybrid_shard_degree=1)
+        topology = split.topology(world_size, ranks_per_node=ranks_per_node)
+        try:  # what a step computes does not depend on the shard degree
+            tracked = _track_step(module, split, topology, training, step or _language_model_step)
+        except ConfigError:
+            if tensor_degree == 1:
+                raise
+            continue  # the model cannot be split so
         for shard_degree in _divisors(world_size // tensor_degree, world_size // tensor_degree):
-            tried = replace(config, tensor_parallel_degree=tensor_degree, hybrid_shard_degree=shard_degree)
-            try:
-                plan = plan_memory(
-                    model, tried, training, world_size=world_size, ranks_per_node=ranks_per_node, step=step
-                )
-            except ConfigError:
-                if tensor_degree == 1:
-                    raise
-                continue  # the model cannot be split so
+            tried = replace(split, hybrid_shard_degree=shard_degree)
+            topology = tried.topology(world_size, ranks_per_node=ranks_per_node)
+            plan = _plan(module, tried, topology, training, tracked)
             if plan.device <= device_memory_gib * GIB:
                 return plan
     assert plan is not None
@@ -182,8 +178,17 @@ def smallest_degrees(
     )
 
 
-def _training_state(
-    model: nn.Module, config: ParallelConfig, topology: Topology, training: TrainingShape
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrackedStep:
+    """Bytes of one rank in a step, besides its shards."""
+
+    gathered: float
+    activations: float
+    host_activations: float
+
+
+def _plan(
+    model: nn.Module, config: ParallelConfig, topology: Topology, training: TrainingShape, tracked: _TrackedStep
 ) -> MemoryPlan:
     stored = _BFLOAT16 if config.precision == "bf16-true" else _FLOAT32
     split = {name for name, style in plan_for(model, config).items() if style in _SPLIT}
@@ -199,28 +204,29 @@ def _training_state(
     everything = list(model.named_parameters())
     sharded = count(everything) / topology.shard_degree
     trained = count(everything, trained_only=True) / topology.shard_degree
+    optimizer = training.optimizer_states * stored * trained
     return MemoryPlan(
         topology=topology,
         num_parameters=sum(parameter.numel() for _, parameter in everything),
         num_trained=sum(parameter.numel() for _, parameter in everything if parameter.requires_grad),
         parameters=stored * sharded,
         gradients=stored * trained,
-        optimizer=training.optimizer_states * stored * trained,
-        gathered=0.0,
-        activations=0.0,
-        host_activations=0.0,
-        host_snapshots=0.0,
+        optimizer=optimizer,
+        gathered=tracked.gathered,
+        activations=tracked.activations,
+        host_activations=tracked.host_activations,
+        host_snapshots=COPIES * (stored * sharded + optimizer) if training.has_snapshots else 0.0,
     )
 
 
-def _tracked_step(
+def _track_step(
     model: nn.Module,
     config: ParallelConfig,
     topology: Topology,
     training: TrainingShape,
     step: Callable[[nn.Module, TrainingShape], Tensor],
-) -> tuple[TrackedMemory, float]:
-    """Run a step with fake tensors; returns what was counted on the device, and the bytes on the host."""
+) -> _TrackedStep:
+    """Run a step with fake tensors, and count."""
     tracker, cpu = TrackedMemory(), torch.device("cpu")
     options = replace(config, sequence_parallel=False, loss_parallel=False)
     with FakeTensorMode():
@@ -244,8 +250,11 @@ def _tracked_step(
                 f"a step of {type(model).__name__} depends on values, so it cannot be planned without them: "
                 f"{str(error).partition(chr(10))[0]}"
             ) from error
-    host = 0.0 if offload is None else float(offload.stored_bytes)
-    return tracker, host
+    return _TrackedStep(
+        gathered=float(tracker.peak_added),
+        activations=float(tracker.peak - tracker.peak_added),
+        host_activations=0.0 if offload is None else float(offload.stored_bytes),
+    )
 
 
 def _built(config: Any) -> nn.Module:

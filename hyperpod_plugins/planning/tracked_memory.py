@@ -9,7 +9,6 @@ gathered parameters by resizing their storage, which is counted, too.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 import weakref
-from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
@@ -24,12 +23,8 @@ from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
 class TrackedMemory(TorchDispatchMode):
     """Counts the bytes of storages that operations return, as long as they live; one at a time in a process."""
 
-    def __init__(self, left_out: Iterable[Tensor] = ()) -> None:
-        """Count nothing yet.
-
-        Args:
-            left_out: tensors that exist already, and do not count.
-        """
+    def __init__(self) -> None:
+        """Count nothing yet."""
         super().__init__()
         self.current = 0
         """Bytes now."""
@@ -37,13 +32,14 @@ class TrackedMemory(TorchDispatchMode):
         """Most bytes so far."""
         self.added = self.peak_added = 0
         """Bytes that `add` has added, now and at the peak."""
-        self._sizes: dict[int, int] = {}
-        for tensor in left_out:
-            self.leave_out(tensor)
+        self._sizes: dict[int, int] = {}  # by storage; -1 for one that is left out
 
     def leave_out(self, tensor: Tensor) -> None:
         """Do not count the storage of a tensor, now or later."""
-        key = _storage_of(tensor)._cdata
+        storage = _storage_of(tensor)
+        key = storage._cdata
+        if key not in self._sizes:  # another storage may have its place later
+            weakref.finalize(storage, self._forget, key)
         self.current -= max(0, self._sizes.get(key, 0))
         self._sizes[key] = -1
 
@@ -108,11 +104,12 @@ class UncountedPool(HostPool):
 
     def acquire(self, num_bytes: int) -> HostBlock | None:
         """Return a block, as `HostPool` does."""
-        peak = self._tracker.peak
+        tracker = self._tracker
+        peak = tracker.peak, tracker.peak_added
         block = super().acquire(num_bytes)
         if block is not None:
-            self._tracker.leave_out(block.memory)
-            self._tracker.peak = peak
+            tracker.leave_out(block.memory)
+            tracker.peak, tracker.peak_added = peak
         return block
 
 

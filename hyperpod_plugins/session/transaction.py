@@ -43,11 +43,6 @@ class PlainSteps:
         return None
 
     @property
-    def has_left(self) -> bool:
-        """Whether this process no longer takes part in recovery, for good: steps that follow are plain ones."""
-        return False
-
-    @property
     def is_joining(self) -> bool:
         """Whether this process is a joiner: it replaces a lost process or grows the job."""
         return False
@@ -138,11 +133,6 @@ class Transactions(PlainSteps):
     @override
     def member(self) -> Member | None:
         return None if self._has_left else self._engine.member
-
-    @property
-    @override
-    def has_left(self) -> bool:
-        return self._has_left
 
     @property
     @override

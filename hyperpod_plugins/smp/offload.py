@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.memory import ActivationOffload
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.parallel.hsdp import from_local_like, local_part
+from hyperpod_plugins.parallel.hsdp import from_local_like, local_part, outermost
+from hyperpod_plugins.parallel.parallelize import attach_offload
 
 _Packed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -54,15 +55,8 @@ def _prefetching(model: nn.Module, config: ParallelConfig | None) -> ActivationO
     """Attach the prefetching offload to the checkpointed blocks of a model; None if it is not asked for."""
     if config is None or not config.sm_activation_offloading:
         return None
-    found = [part for part in model.modules() if isinstance(part, CheckpointWrapper)]
-    inner = {id(part) for block in found for part in block.modules() if part is not block}
-    blocks = [block for block in found if id(block) not in inner]
-    if not blocks:
-        return None
-    device = next(model.parameters()).device
-    offload = ActivationOffload(device, horizon=config.activation_loading_horizon)
-    offload.attach(blocks)
-    return offload
+    blocks = outermost([part for part in model.modules() if isinstance(part, CheckpointWrapper)])
+    return attach_offload(blocks, config, next(model.parameters()).device) if blocks else None
 
 
 def _to_host(tensor: torch.Tensor) -> _Packed:

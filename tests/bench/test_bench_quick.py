@@ -33,6 +33,14 @@ def runs_of(document, names):
     return runs
 
 
+def test_ways_to_save_memory_compute_the_same_and_fit_eight_times_the_tokens(tmp_path):
+    *samples, longest = run_quickly("memory.py", tmp_path)  # it fails with less than 8 times, or 95 % of the offload
+    peaks = [sample["peak_mib"] for sample in samples]
+    assert max(peaks[1:]) < peaks[0]
+    assert {round(sample["loss"], 5) for sample in samples} == {round(samples[0]["loss"], 5)}
+    assert longest["tokens"] >= 8 * samples[0]["tokens"]
+
+
 def test_the_backend_and_gloo_are_compared_on_the_same_training(tmp_path):
     document = run_quickly("comm_overhead.py", tmp_path)
     plain, again, ours = runs_of(document, ["gloo", "gloo again (control)", "hyperpod"])

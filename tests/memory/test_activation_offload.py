@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory import ActivationOffload, HostPool, recompute_blocks
+from hyperpod_plugins.memory.host_pool import parse_cpu_list
 
 CPU = torch.device("cpu")
 WIDTH, ROWS = 32, 64
@@ -181,7 +182,7 @@ def test_an_exception_in_a_block_leaves_nothing_behind():
     assert all(torch.equal(one, other) for one, other in zip(wanted, gradients(model, batch()), strict=True))
 
 
-def test_what_the_budget_does_not_allow_stays_on_the_device():
+def test_what_the_budget_does_not_allow_stays_on_the_device(caplog):
     plain, model = Chain(), Chain()
     recompute_blocks(plain.blocks)
     offload = offloaded(model, pool=HostPool(CPU, budget_bytes=2 * INPUT_BYTES))
@@ -189,6 +190,7 @@ def test_what_the_budget_does_not_allow_stays_on_the_device():
     assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
     assert offload.stored_bytes == 2 * INPUT_BYTES
     assert offload.pool.num_refused == 3
+    assert caplog.text.count("what does not fit stays on the device") == 1
 
 
 def test_a_second_backward_finds_the_inputs_again():
@@ -277,3 +279,7 @@ def test_a_pool_gives_blocks_of_former_sizes_away():
     assert pool.allocated_bytes == 9 * 4096
     assert pool.acquire(2 * 4096) is None
     assert pool.num_refused == 1
+
+
+def test_the_lists_of_cpus_that_the_kernel_writes():
+    assert parse_cpu_list("0-3,8\n") == {0, 1, 2, 3, 8}

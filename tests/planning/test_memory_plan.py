@@ -16,6 +16,7 @@ from hyperpod_plugins.planning import (
     plan_memory,
     smallest_degrees,
 )
+from hyperpod_plugins.recovery.snapshot import COPIES
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -124,7 +125,7 @@ def test_the_smallest_degrees_that_fit():
     assert plan.device <= 72 * GIB
     smaller = ParallelConfig.of(config, hybrid_shard_degree=plan.topology.shard_degree // 2)
     assert plan_memory(llama, smaller, shape, world_size=16).device > 72 * GIB
-    assert plan.host_snapshots == 3 * (plan.parameters + plan.optimizer)
+    assert plan.host_snapshots == COPIES * (plan.parameters + plan.optimizer)
     with pytest.raises(ConfigError, match=r"8,030,261,248 parameters with 8192 tokens do not fit 2 devices of 24 GiB"):
         smallest_degrees(llama, config, shape, world_size=2, ranks_per_node=1, device_memory_gib=24)
 

@@ -88,9 +88,9 @@ def torment(agent, folder, num_kills, pause_s, chooser, deadline_s):
 def growth(history):
     """How much more a process has late in its life than early, at most: MiB, descriptors, threads.
 
-    The least of its last rests against the most of its first ones, a third of them each: whoever has just given its
-    state away has connections for that, and keeps a channel from its first repair on. Last, how many processes lived
-    through at least half of the rests.
+    The least of its last rests against the most of its first ones, a third of them each: a rank that has just given
+    its state away has connections for that, and keeps a channel from its first repair on. Last, how many processes
+    lived through at least half of the rests.
     """
     worst, survivors = [0.0, 0.0, 0.0], [rests for rests in history.values() if len(rests) >= NUM_RESTS // 2]
     for rests in survivors:

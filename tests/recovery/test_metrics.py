@@ -1,4 +1,4 @@
-"""A rank is lost where the others have computed what is gathered, and it has not: nobody waits for anybody."""
+"""A rank is lost where the others have computed what is gathered, and it has not: no rank waits for another."""
 
 import pytest
 from recovery.faults import run_job
