@@ -497,7 +497,7 @@ class Session:
 
     def _run(self, loop: Loop, trained: TrainedState, transactions: PlainSteps) -> Iterator[Step]:
         """Yield the steps of a loop, or none if it ended before a restart; with recovery, the loop is an entry."""
-        if transactions.member is None:  # an earlier loop, which ended since `steps` was called, may have left for good
+        if transactions.has_left:  # at the end of an earlier loop, since `steps` was called
             transactions = loop.transactions = PlainSteps()
         begins_at, self._begins_at = self._begins_at, Position()
         job = None if self._member is None else self._member.job
@@ -526,7 +526,7 @@ class Session:
                     self._keep_end(trained)
                 is_over = True
             finally:
-                if transactions.member is None:  # steps that follow are plain ones
+                if transactions.has_left:
                     self._transactions = PlainSteps()
                 if not is_over:
                     entries.mark_not_kept("its loop was left early")

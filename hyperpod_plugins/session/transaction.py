@@ -36,6 +36,8 @@ class PlainSteps:
 
     elastic_spec: ElasticSpec | None = None
     """Spec to publish as soon as lost processes are replaced; None for a job that does not change its size."""
+    has_left = False
+    """Whether this process has left the job for good: its later steps are plain ones."""
 
     @property
     def member(self) -> Member | None:
@@ -127,17 +129,17 @@ class Transactions(PlainSteps):
         self._context = context
         self._trained = trained
         self._engine = RecoveryEngine(member, options, repairs, on_repair=self._repaired)
-        self._is_complete, self._has_left = True, False
+        self._is_complete = True
 
     @property
     @override
     def member(self) -> Member | None:
-        return None if self._has_left else self._engine.member
+        return None if self.has_left else self._engine.member
 
     @property
     @override
     def is_joining(self) -> bool:
-        return not self._has_left and self._engine.member.is_joining
+        return not self.has_left and self._engine.member.is_joining
 
     @property
     @override
@@ -179,8 +181,8 @@ class Transactions(PlainSteps):
         if error is not None:
             text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
             member.job_store.set(f"{RAISED_KEY}/{member.worker_id}", text.encode(errors="replace"))
-        self._has_left = member.is_elastic or not is_over
-        engine.end_entry(has_ended=is_over, leaves=self._has_left)
+        self.has_left = member.is_elastic or not is_over
+        engine.end_entry(has_ended=is_over, leaves=self.has_left)
 
     @override
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
