@@ -28,8 +28,10 @@ OVERRIDDEN = frozenset(
             "prepare_data",
             "dataloader",
             "_run_stage",
+            "save_checkpoint",
         ),  # of a trainer's parts
         *("setup", "on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict"),  # of callbacks
+        *("file_exists", "_monitor_candidates"),  # of ModelCheckpoint
         *("_swap_models", "_copy_average_to_current"),  # of WeightAveraging
     }
 )
@@ -108,7 +110,7 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelSummary
+    from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
     from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import CSVLogger
@@ -156,6 +158,7 @@ else:
     MixedPrecision = _get(f"{_pl}.plugins.precision", "MixedPrecision")
     Precision = _get(f"{_pl}.plugins.precision", "Precision")
     Launcher = _get(f"{_pl}.strategies.launchers.launcher", "_Launcher")
+    ModelCheckpoint = _get(f"{_pl}.callbacks", "ModelCheckpoint")
     ModelSummary = _get(f"{_pl}.callbacks", "ModelSummary")
     ModelParallelStrategy = _get(f"{_pl}.strategies", "ModelParallelStrategy")
     ParallelStrategy = _get(f"{_pl}.strategies", "ParallelStrategy")
@@ -175,6 +178,7 @@ __all__ = [
     "LightningModule",
     "LightningOptimizer",
     "MixedPrecision",
+    "ModelCheckpoint",
     "ModelParallelStrategy",
     "ModelSummary",
     "ParallelStrategy",

@@ -23,6 +23,7 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.errors import PeerLost, StateLost
+from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerStatus
 from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.entries import entries
@@ -186,6 +187,9 @@ class NullFitRecovery:
         """
         return commit(closure())
 
+    def note_save(self, own: str, shared: str) -> None:
+        """Note that a checkpoint is being written to the path `shared`, which is `own` on this rank."""
+
     def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
         """Leave the loops after a fault outside a step, and stay detached until they have been re-entered.
 
@@ -301,8 +305,9 @@ class FitRecovery(NullFitRecovery):
         chosen = None if elastic is None else elastic.options
         others = [chosen.rates] if chosen is not None and chosen.batch.follows_world else []
         self._hooks, self._rows = (SavingHooks(), LoggedRows()) if former is None else (former._hooks, former._rows)
+        self._calls = CheckpointCalls() if former is None else former._calls
         before = None if former is None else former.window
-        self.window = AccumulationWindow(trainer, state, save, self._hooks, others=others, former=before)
+        self.window = AccumulationWindow(trainer, state, save, self._hooks, self._calls, others=others, former=before)
         if former is None or former._has_moved:
             self.local = LocalStates(topology, self.member.rank)
             self.means, self.values, self.metrics = register_all(self.local, module, trainer, average)
@@ -333,11 +338,8 @@ class FitRecovery(NullFitRecovery):
 
     # -- setting up ---------------------------------------------------------------------------------------------
 
-    def begin(self, pending_checkpoint: str) -> None:
+    def begin(self) -> None:
         """Attach this entry to the trainer; in a fit that has not trained yet, have lost processes replaced.
-
-        Args:
-            pending_checkpoint: path of the checkpoint whose saving was interrupted; empty for none.
 
         Raises:
             SIGTERMException: this process has received SIGTERM, and all workers are about to restart.
@@ -345,7 +347,6 @@ class FitRecovery(NullFitRecovery):
         trainer, rehearsal = self.trainer, self.engine.rehearsal
         if rehearsal is not None and rehearsal.faults is not None:
             rehearse_faults(trainer, rehearsal.faults)
-        self.transaction.pending_checkpoint = pending_checkpoint
         if self.member.rank == 0 and not self.member.is_joining:
             record_runs(self.member.job_store, entries.number, trainer.loggers)
         if steps_done(trainer) == 0 or self.member.is_joining:
@@ -452,12 +453,18 @@ class FitRecovery(NullFitRecovery):
     # -- leaving and re-entering the loops ----------------------------------------------------------------------
 
     @override
+    def note_save(self, own: str, shared: str) -> None:
+        self._calls.note_path(self.trainer, own, shared)
+
+    @override
     def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
         trainer, member = self.trainer, self.member
         group_health.allow_collectives()
-        incomplete = finish_batch_end(trainer, error) if self.window.is_empty else ""
-        if incomplete:
-            self.transaction.mark_state_lost(incomplete)
+        if self.window.is_empty and self.window.part is None:
+            left_out = finish_batch_end(trainer, error)
+            self._calls.put_back(left_out.checkpoints)
+            if left_out.incomplete:
+                self.transaction.mark_state_lost(left_out.incomplete)
         if from_checkpoint and self.engine.begins_at == NO_STATE and not member.is_joining:
             member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
         member.end_generation()
@@ -608,6 +615,7 @@ class FitRecovery(NullFitRecovery):
     def repaired(self) -> None:
         self.window.entered_with = b""
         self._left.local = {}
+        self._calls.repaired()
 
     # -- loaders and batches ------------------------------------------------------------------------------------
 
@@ -707,6 +715,7 @@ class FitRecovery(NullFitRecovery):
         self._add(closure)
         result = self.transaction.run(self.window.compute, partial(self._commit, commit))
         self.window.close()
+        self._calls.keep(self.trainer)
         self.engine.publish_layout()
         self._start_stream(self.transaction.step, 0, AFTER_COMMIT)
         return result

@@ -185,9 +185,6 @@ class NullRecovery:
         """
         return broadcast()
 
-    def note_interrupted_save(self, path: str) -> None:
-        """Note that saving the checkpoint `path` was interrupted; it is written once all ranks are back."""
-
     def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
         """Leave the loops after a fault outside a step; see `FitRecovery.leave_loops`."""
         return False
@@ -228,7 +225,6 @@ class TrainerRecovery(NullRecovery):
         """What recovery of a Trainer shares with that of a loop written by hand."""
         self.engine.begin_entry(entries.number, is_complete=entries.is_complete)
         self.member.collectives.begin_set_up(entries.number)
-        self._pending_checkpoint = ""
         self._broadcasts: Counter[str] = Counter()
 
     @property
@@ -266,7 +262,7 @@ class TrainerRecovery(NullRecovery):
         former = self.fit if isinstance(self.fit, FitRecovery) else None
         fit = FitRecovery(self.engine, self.elastic, trainer, module, topology, former=former, **parts)
         self.fit = fit
-        fit.begin(self._pending_checkpoint)
+        fit.begin()
 
     @override
     def broadcast_or_replay(self, value: Any, broadcast: Callable[[], Any], *, caller: str) -> Any:
@@ -301,10 +297,6 @@ class TrainerRecovery(NullRecovery):
             return torch.load(io.BytesIO(data), weights_only=True)
 
     @override
-    def note_interrupted_save(self, path: str) -> None:
-        self._pending_checkpoint = path
-
-    @override
     def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
         has_left = self.fit.leave_loops(error, from_checkpoint=from_checkpoint)
         self._broadcasts.clear()  # saving hooks, which have been called by now, may have counted
@@ -328,7 +320,6 @@ class TrainerRecovery(NullRecovery):
             entries.member, entries.worker_ids = None, self.member.world.worker_ids
 
     def _repaired(self, repair: Repair) -> None:
-        self._pending_checkpoint = ""
         self.fit.repaired()
         if self.elastic is not None and self.engine.has_moved:
             self.elastic.record_resize(self.member.world.cause, repair)

@@ -10,8 +10,9 @@ epoch or of the fit. `SkipBatches` resumes in the middle of an epoch with loader
 
 import dis
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType, TracebackType
 from typing import Any
@@ -60,43 +61,62 @@ def remove_part_hooks(trainer: Trainer) -> None:
 
 
 _BATCH_END = "on_train_batch_end"
+_STEPS_SCHEDULERS = "update_lr_schedulers"
 _CALLS_HOOKS = ("_call_callback_hooks", "_call_lightning_module_hook")
 _RESULT_IS_UNUSED = ("log", "log_dict", "barrier")
 _RETURNS = {"POP_TOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST", "NOP", "CACHE"}
 
 
-def finish_batch_end(trainer: Trainer, error: PeerLost) -> str:
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What a rank has not run at the end of a batch whose step is committed."""
+
+    checkpoints: Sequence[Checkpoint] = ()
+    """Callbacks whose hooks were interrupted, or not called; all ranks call them again."""
+    incomplete: str = ""
+    """Why this rank's state is incomplete; empty if it is complete."""
+
+
+def finish_batch_end(trainer: Trainer, error: PeerLost) -> LeftOut:
     """Run the hooks that a fault has left out at the end of a batch whose step is committed.
 
     [Note: the hooks of a committed step] The loops are re-entered at the next step, where `on_train_batch_end` is not
     called again, and other ranks may have run it already. A fault in the saving of a checkpoint there is common, and
     hooks that come after it, such as the update of a teacher in the module's own hook, do not depend on it. So they are
-    run now, while the groups are broken. If one of them communicates, or the hook that was interrupted had more to do
-    than to log or to wait, this rank cannot have the result of an undisturbed run.
+    run now, while the groups are broken; only checkpoint callbacks wait until all ranks are back, see [Note:
+    interrupted saves]. If one of them communicates, or the hook that was interrupted had more to do than to log or to
+    wait, this rank cannot have the result of an undisturbed run.
 
     Args:
         trainer: whose fit has ended with `error`.
         error: the fault.
-
-    Returns:
-        Why this rank's state is incomplete; empty if it is complete.
     """
     found = _interrupted_hooks(error.__traceback__)
+    if found is None and any(
+        each.tb_frame.f_code.co_name == _STEPS_SCHEDULERS for each in _frames(error.__traceback__)
+    ):
+        return LeftOut(
+            trainer.checkpoint_callbacks,
+            "a learning rate scheduler was interrupted in a collective after its step was committed; communicate in "
+            "training_step instead",
+        )
     if found is None:
-        return ""
+        return LeftOut()
     trace, values = found
     module = trainer.lightning_module
     interrupted = values.get("callback", module)
+    callbacks: list[Any] = values.get("callbacks", [])
+    place = next((index for index, each in enumerate(callbacks) if each is interrupted), len(callbacks))
+    checkpoints = [each for each in callbacks[place:] if isinstance(each, Checkpoint)]
     if not _can_leave_out(interrupted, trace):
-        return (
+        return LeftOut(
+            checkpoints,
             f"{type(interrupted).__name__}.{_BATCH_END} was interrupted in a collective. That hook is not called again "
-            "after its step is committed; communicate in training_step instead"
+            "after its step is committed; communicate in training_step instead",
         )
     if interrupted is module:
-        return ""
-    callbacks: list[Any] = values["callbacks"]
-    place = next(index for index, each in enumerate(callbacks) if each is interrupted)
-    later_ones = [each for each in callbacks[place + 1 :] if not isinstance(each, Checkpoint)]  # their saves come later
+        return LeftOut()
+    later_ones = [each for each in callbacks[place + 1 :] if not isinstance(each, Checkpoint)]
     left_out: list[tuple[Any, tuple[Any, ...]]] = [*((each, (trainer, module)) for each in later_ones), (module, ())]
     former, module._current_fx_name = module._current_fx_name, _BATCH_END
     try:
@@ -105,10 +125,11 @@ def finish_batch_end(trainer: Trainer, error: PeerLost) -> str:
                 owner.on_train_batch_end(*first, *values["args"])
             except PeerLost as later:
                 if later.__traceback__ is None or not _can_leave_out(owner, later.__traceback__):
-                    return f"{type(owner).__name__}.{_BATCH_END} communicates, and peers were lost before it was called"
+                    name = f"{type(owner).__name__}.{_BATCH_END}"
+                    return LeftOut(checkpoints, f"{name} communicates, and peers were lost before it was called")
     finally:
         module._current_fx_name = former
-    return ""
+    return LeftOut(checkpoints)
 
 
 def _can_leave_out(owner: Any, trace: TracebackType) -> bool:

@@ -634,11 +634,9 @@ class HyperPodStrategy(ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a sharded checkpoint as the folder `filepath`; all ranks call it together."""
-        try:
-            self._write(checkpoint, self.broadcast(filepath), storage_options)
-        except PeerLost:
-            self._recovery.note_interrupted_save(str(filepath))
-            raise
+        path = self.broadcast(filepath)
+        self._recovery.fit.note_save(str(filepath), str(path))
+        self._write(checkpoint, path, storage_options)
 
     def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         self._checkpoints.save(
@@ -672,8 +670,9 @@ class HyperPodStrategy(ModelParallelStrategy):
 
         Args:
             checkpoint: Lightning's checkpoint data.
-            path: of the interrupted checkpoint; empty for an emergency checkpoint before the job ends; `RESHARD` for
-                one from which all workers restart with other degrees. The latter two are written next to the others.
+            path: of a checkpoint whose saving was interrupted; empty for an emergency checkpoint before the job ends;
+                `RESHARD` for one from which all workers restart with other degrees. The latter two are written next to
+                the others.
             is_alone: whether only some ranks are left. Then no group but that of checkpoints works, and the path is
                 not broadcast.
             state: written instead of the present state: parts of tensors, and the checkpoint data of the ranks that
@@ -696,8 +695,10 @@ class HyperPodStrategy(ModelParallelStrategy):
             checkpoint = {**checkpoint, LAYOUT: self._layout}
             self._checkpoints.save_parts(path, checkpoint, parts, module=self._module, rank_state=own)
             return path
-        parts = {"state_dict": self.lightning_module_state_dict(), "optimizer_states": [{} for _ in self.optimizers]}
-        self._write({**checkpoint, **parts}, path)
+        tensors: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}
+        if "lr_schedulers" in checkpoint:  # it is not for weights only
+            tensors["optimizer_states"] = [{} for _ in self.optimizers]
+        self._write({**checkpoint, **tensors}, path)
         self._checkpoints.wait()
         return path
 

@@ -52,7 +52,7 @@ LOCAL = "hyperpod:local"
 LAYOUT = "hyperpod:layout"
 """Key of the world size and the shard and tensor degrees of the job that wrote a checkpoint."""
 _OF_DESCRIPTIONS = (_MICRO_STEPS, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT, GROUPS, METRICS, LOGGED, ROWS)
-_LAST_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved")
+_LAST_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 _OF_LIGHTNING = [
     "epoch",
     "global_step",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import (
     Callback,
     Trainer,
@@ -109,6 +110,7 @@ class AccumulationWindow:
         state: TrainingState,
         save: SaveForRecovery,
         hooks: SavingHooks,
+        calls: CheckpointCalls,
         *,
         others: Sequence[HasState] = (),
         former: "AccumulationWindow | None" = None,
@@ -120,6 +122,7 @@ class AccumulationWindow:
             state: tensors of model and optimizers.
             save: see `HyperPodStrategy._save_for_recovery`.
             hooks: saving hooks of the program.
+            calls: checkpoint callbacks of the program.
             others: other objects that an optimizer step changes, besides parameters and optimizer state.
             former: window of the same trainer before it left the loops.
 
@@ -127,7 +130,7 @@ class AccumulationWindow:
             ConfigError: the optimizers have hyperparameters that cannot be sent to another rank.
         """
         to_python_numbers(state.optimizers)
-        self._trainer, self._hooks, self._state, self._save = trainer, hooks, state, save
+        self._trainer, self._hooks, self._calls, self._state, self._save = trainer, hooks, calls, state, save
         self._closures: list[Callable[[], Any]] = []
         self.communicates_between = False
         """Whether the program communicates between the micro-steps of a window, which a replacement cannot do alone."""
@@ -480,6 +483,26 @@ class AccumulationWindow:
     can_undo_exceptions = CAN_RESET
 
     saving_group = SAVING_GROUP
+
+    @property
+    def pending_saves(self) -> tuple[str, ...]:
+        """See `CheckpointCalls.pending`."""
+        return self._calls.pending
+
+    def finish_saves(self, pending: tuple[str, ...]) -> None:
+        """Call the checkpoint callbacks whose calls at the end of the last batch were interrupted."""
+        described = read_trainer(self.entered_with) if self.entered_with else {}
+        self._calls.finish(self._trainer, pending, described, self._save_committed)
+
+    def _save_committed(self, path: str, weights_only: bool) -> str:
+        """Write a checkpoint of the committed step, with the present state of checkpoint callbacks; return its path."""
+        checkpoint = self._checkpoint(self.capture_state())
+        if weights_only:
+            checkpoint = {name: each for name, each in checkpoint.items() if name not in ("callbacks", "lr_schedulers")}
+        else:
+            states = {each.state_key: each.state_dict() for each in self._trainer.checkpoint_callbacks}
+            checkpoint["callbacks"] = {**checkpoint["callbacks"], **states}
+        return self._save(checkpoint, path, False, None)
 
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
         """Write a checkpoint that `fit` can resume from: the state at the beginning of this step, or `snapshots`.

@@ -131,8 +131,8 @@ class Arrival:
     """Why the job must end, if this process says so; all ranks then save what they hold. Empty otherwise."""
     restarts_all: bool = False
     """Whether `abort_reason` ends only this process, because all processes restart in a world of the survivors."""
-    pending_checkpoint: str = ""
-    """Path of a checkpoint of the committed step whose writing was interrupted; empty for none."""
+    pending_saves: tuple[str, ...] = ()
+    """What is left of the saving after the committed step; see `TrainingLoop.pending_saves`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for the job store."""
@@ -166,8 +166,8 @@ class RecoveryPlan:
     """Whether all ranks load their state from snapshots; ranks in `senders` first receive theirs."""
     abort_reason: str = ""
     """Why the job ends after this recovery; empty if it continues."""
-    pending_checkpoint: str = ""
-    """Path of an interrupted checkpoint, to be written again before the job continues; empty for none."""
+    pending_saves: tuple[str, ...] = ()
+    """What is left of the saving after that step, of all members together, to be done before the job continues."""
     hooks_first: bool = False
     """Whether a source of state is a rank that commits the step only now.
 
@@ -197,7 +197,7 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
     """
     step, roll_forward, whole = _common_step(arrivals)
     ends = next((each.abort_reason for _, each in sorted(arrivals.items()) if each.abort_reason), "")
-    owes = next((each.pending_checkpoint for _, each in sorted(arrivals.items()) if each.pending_checkpoint), "")
+    pending = {save for each in arrivals.values() for save in each.pending_saves}
     load: Counter[int] = Counter()
     sources: dict[int, int] = {}
     for rank in sorted(set(arrivals) - set(whole)):
@@ -223,7 +223,7 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
         roll_forward=roll_forward,
         senders=sources,
         abort_reason=ends,
-        pending_checkpoint=owes,
+        pending_saves=tuple(sorted(pending)),
         hooks_first=hooks_first,
     )
 

@@ -211,6 +211,19 @@ class TrainingLoop(Protocol):
     saving_group: str
     """Name of the key of the group that `save` communicates over."""
 
+    @property
+    def pending_saves(self) -> tuple[str, ...]:
+        """What is left to do of the saving that followed the last committed step, in terms of this loop."""
+        ...
+
+    def finish_saves(self, pending: tuple[str, ...]) -> None:
+        """Do what is left of it; a collective call of all ranks, connected again, with what all of them had pending.
+
+        Raises:
+            PeerLost: Another rank is gone; the same is pending again.
+        """
+        ...
+
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
         """Write a persistent checkpoint; a collective call of all participating ranks.
 

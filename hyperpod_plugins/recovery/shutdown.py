@@ -111,6 +111,22 @@ class JobShutdown:
             log.exception("the checkpoint of step %d could not be written", step)
             return ""
 
+    def finish_saves(self, plan: RecoveryPlan) -> None:
+        """Finish what was being saved after the committed step as peers were lost.
+
+        Args:
+            plan: The recovery plan that restored the ranks.
+
+        Raises:
+            PeerLost: A rank was lost meanwhile.
+        """
+        try:
+            self._subject.finish_saves(plan.pending_saves)
+        except PeerLost:
+            raise
+        except Exception:  # as in `save`
+            log.exception("a checkpoint of step %d could not be written", plan.step)
+
     def _give_up(self, cause: str, step: int, path: str) -> None:
         record(
             Event(

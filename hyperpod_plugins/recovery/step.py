@@ -132,8 +132,6 @@ class StepTransaction:
         """Step at which this rank entered the loops; None once it has joined the other ranks."""
         self.entered_part: int | None = None
         """Part of the program at which this rank entered the loops; see `StopReport.part`."""
-        self.pending_checkpoint = ""
-        """Path of an interrupted checkpoint of this step, to be written once all ranks are back."""
         if member.committed == NO_STATE and not (member.is_joining or member.has_torn_state):
             member.committed = 0
 
@@ -475,7 +473,7 @@ class StepTransaction:
             rank_local_steps=self._training_loop.local_steps,
             needs_rank_local_state=self._policy.needs_rank_local_state,
             abort_reason=fault.abort_reason,
-            pending_checkpoint=self.pending_checkpoint,
+            pending_saves=self._training_loop.pending_saves,
         )
 
     def _publish_stop_report(self, number: int, description: bytes) -> None:
@@ -560,9 +558,9 @@ class StepTransaction:
             return_to_snapshot(plan, snapshots, self._member, formed.number)
 
     def _save_or_end(self, plan: RecoveryPlan, fault: Interruption) -> None:
-        """Write the interrupted checkpoint, if any, and end if the job must not continue."""
-        if plan.pending_checkpoint and not plan.is_return:
-            self._shutdown.save(plan.step, plan.pending_checkpoint)
+        """Make the saves that were interrupted, if any, and end if the job must not continue."""
+        if plan.pending_saves and not plan.is_return:
+            self._shutdown.finish_saves(plan)
         if plan.abort_reason:
             self._shutdown.end_job(plan, fault.abort_reason, fault.error)
 
@@ -575,7 +573,7 @@ class StepTransaction:
             ReturnedToSnapshot: They are at an earlier step, where all re-enter the loops.
         """
         self._member.committed, self._member.has_torn_state = plan.step, False
-        self._has_reentered, self._must_resize, self.pending_checkpoint = False, False, ""
+        self._has_reentered = self._must_resize = False
         self.entered_at = self.entered_part = None
         repair = Repair(
             failure=fault.failure,

@@ -298,6 +298,12 @@ class TrainedState:
         if self.entry_position is not None:
             load_hyperparameters(self.entry_position.groups, self.optimizers)
 
+    pending_saves = ()
+    """None: a body that was interrupted after its commit runs again, and its saves with it."""
+
+    def finish_saves(self, pending: tuple[str, ...]) -> None:
+        """Nothing is left to do."""
+
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
         """Write a checkpoint before the job ends or all processes restart, and return its path."""
         described = {rank: Position.from_bytes(each.trainer) for rank, each in (snapshots or {}).items()}

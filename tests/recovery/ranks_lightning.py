@@ -1,6 +1,7 @@
 # ruff: noqa: E402 (warnings are off before the imports that would give them)
 """A Lightning program that meets faults at every point of its life; run by `hyperpodrun` (see `faults.py`)."""
 
+import json
 import os
 import random
 import time
@@ -164,6 +165,8 @@ class Module(pl.LightningModule):
 
     def lr_scheduler_step(self, scheduler, metric):
         faults.at("scheduler", self.global_step)
+        if option("SCHEDULER_SUMS", 0):
+            self.trainer.strategy.reduce(torch.ones(()))
         super().lr_scheduler_step(scheduler, metric)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -361,9 +364,8 @@ def main():
         compare_replicas_every=option("COMPARE", 0),
     )
     accumulate = option("ACCUMULATE", 1)
-    checkpoints = pl.callbacks.ModelCheckpoint(
-        faults.folder / "checkpoints", filename="{step}", every_n_train_steps=6, save_top_k=-1
-    )
+    saves = {"filename": "{step}", "every_n_train_steps": 6, "save_top_k": -1} | json.loads(option("SAVES", "{}"))
+    checkpoints = pl.callbacks.ModelCheckpoint(faults.folder / "checkpoints", **saves)
     early = pl.callbacks.EarlyStopping("val", patience=option("PATIENCE", 100))
     bars, ema = [Bar()] if option("BAR", 0) else [], Ema()
     counting = [CountsBatches(), CountsEnds(), CountsBackwards()]

@@ -63,6 +63,7 @@ class Subject:
 
     capture_own_state = capture_state
     local_steps = None
+    pending_saves = ()
 
     def load(self, description):
         """As a joiner; the learning rate of the rank that sends tensors may be one step behind the scheduler."""

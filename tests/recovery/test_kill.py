@@ -1,5 +1,6 @@
 """Lightning jobs that lose ranks at every point of their life, against undisturbed ones: same bits, same logs."""
 
+import json
 import re
 import subprocess
 import sys
@@ -107,6 +108,13 @@ IN_BACKGROUND = [
     ["backward", 20, 2, "pause 12"],  # killed and replaced long before that
 ]
 
+SAVES = [
+    ["voted", 3, 2, "kill"],  # before a save
+    ["checkpoint", 8, 3, "kill"],
+    ["validation", 12, 1, "kill"],
+    ["checkpoint", 16, 0, "break"],  # before any rank knows the path
+    ["batch end", 20, 0, "kill"],
+]
 ACCUMULATED = [
     ["forward", 1, 1, "kill"],  # in the first of four micro-steps
     ["forward", 2, 3, "raise"],
@@ -198,13 +206,31 @@ def test_ranks_killed_everywhere(undisturbed, everywhere):
     assert_logged_once(everywhere, undisturbed, EVERYWHERE)
 
 
-def test_a_checkpoint_that_was_interrupted_is_written_again(everywhere):
-    assert (everywhere.folder / "checkpoints" / "step=6.ckpt").exists()
+def checkpoints(job):
+    """What each checkpoint says of the job's progress and of its checkpoint callback."""
+    found = {}
+    for path in (job.folder / "checkpoints").iterdir():
+        if not path.name.startswith("."):
+            saved = read_document(path, weights_only=True)["extra"]
+            state = next(state for key, state in saved["callbacks"].items() if key.startswith("ModelCheckpoint"))
+            counts = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
+            text = json.dumps(state, default=float, sort_keys=True).replace(str(job.folder), "")
+            found[path.name] = saved["global_step"], counts, text
+    return found
 
 
-def test_checkpoints_of_other_steps_are_written(everywhere):
-    found = {path.name for path in (everywhere.folder / "checkpoints").iterdir() if not path.name.startswith(".")}
-    assert {"step=18.ckpt", "step=24.ckpt"} <= found
+def test_interrupted_checkpoints_are_written_again(undisturbed, everywhere):
+    assert checkpoints(everywhere) == checkpoints(undisturbed)
+
+
+@pytest.mark.parametrize(
+    "saves", [{"filename": "{step}-{loss:.6f}", "save_top_k": 1, "save_last": True}, {"monitor": "val"}]
+)
+def test_checkpoints_are_those_of_a_job_without_faults(run, saves):
+    """The last one alone, named by a value of its step; and all, where each waits for the value of a validation."""
+    options = {"SAVES": json.dumps({"every_n_train_steps": 4} | saves)}
+    wanted, found = run("saves", **options), run("saves_with_faults", SAVES, **options)
+    assert checkpoints(found) == checkpoints(wanted)
 
 
 def test_faults_without_a_loss(undisturbed_with_batch_norm, unharmed):

@@ -22,6 +22,7 @@ class Others:
     rank, is_joining, has_torn_state, is_elastic, wants_resize = 0, False, False, False, False
     can_undo = can_undo_exceptions = True
     local_steps = None
+    pending_saves = ()
 
     def __init__(self, peer, losses=(), outside=None):
         self.job = SimpleNamespace(incarnation=0)
