@@ -2,11 +2,17 @@
 
 [Note: interrupted saves] `on_train_batch_end` comes after the step's commit, so it is not called again as the loops are
 re-entered at the next step. If peers are lost there, checkpoint callbacks that had not ended yet are put back to their
-state before the call. Once all ranks are connected again, all of them call these hooks, as they were at that batch's
-end: with the values shown there, and the trainer's state after the committed step as the contents of a checkpoint. A
-callback that a rank has seen end has noted that step as saved, and the description that all ranks have re-entered with
-says so; it does nothing more. What an interrupted call has written is overwritten, not kept beside a second version of
-it; this also holds for saves at the end of an evaluation or an epoch, which are parts that are run again.
+state before the call. Once all ranks are connected again, they take the state of the rank that has seen most of these
+callbacks save, and call the hooks as they were at that batch's end: with the values shown there, and the state after
+the committed step as the contents of a checkpoint. A callback that has saved this step does nothing more.
+
+What an interrupted call has written is overwritten, not kept beside a second version of it. This also holds for saves
+at the end of an evaluation or an epoch, which are parts that are run again; there the callbacks are put back with the
+part.
+
+[Note: paths that differ] The name of a checkpoint may contain a value that differs between ranks. Rank 0's is written,
+but each rank's callback remembers its own. So in what is described for other processes, one of which may replace rank
+0 and then removes files, a path is replaced by rank 0's.
 """
 
 # Lightning's callbacks and loops have no public API for this.
@@ -19,14 +25,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hyperpod_plugins.lightning.compat import Checkpoint, ModelCheckpoint, Trainer, original, override, restore
-from hyperpod_plugins.lightning.shown_values import TABLES
-from hyperpod_plugins.lightning.trainer_state import METRICS
+from hyperpod_plugins.lightning.trainer_state import last_saves, replace_paths, set_last_saves
 
 Save = Callable[[str, bool], str]
 """Writes a checkpoint of the committed step, given its path and whether it is for weights only; returns rank 0's path.
 """
+_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 BATCH_END = "on_train_batch_end"
 """Stands in `CheckpointCalls.pending` for calls of this hook that have not ended."""
 
@@ -35,55 +42,60 @@ class CheckpointCalls:
     """The checkpoint callbacks of one trainer; see [Note: interrupted saves]."""
 
     def __init__(self) -> None:
+        self.shared: dict[str, str] = {}
+        """This rank's path of each checkpoint to rank 0's, where they differ; see [Note: paths that differ]."""
         self._kept: list[tuple[Checkpoint, dict[str, Any]]] = []
         self._paths: set[str] = set()
-        self._has_unfinished = False
+        self._unfinished: list[tuple[Checkpoint, dict[str, Any]]] = []
 
     def keep(self, trainer: Trainer) -> None:
         """Keep the state of the callbacks, before the hooks at the end of the batch of a committed step."""
+        self.release(trainer)
+        self._kept = [(each, _copied(vars(each))) for each in trainer.checkpoint_callbacks]
+
+    def release(self, trainer: Trainer) -> None:
+        """Forget what has been saved since the last commit."""
         if self._paths:
             for callback in trainer.checkpoint_callbacks:
                 restore(callback, "file_exists")
-        self._paths, self._has_unfinished = set(), False
-        self._kept = [(each, _copied(vars(each))) for each in trainer.checkpoint_callbacks]
+        self._paths, self._unfinished, self._kept = set(), [], []
 
-    def note_path(self, trainer: Trainer, own: str, shared: str) -> None:
-        """Note that a checkpoint is being written.
-
-        Args:
-            trainer: whose callbacks.
-            own: path on this rank, which may name a value that differs between ranks. Callbacks use the shared one from
-                now on: a process that replaces rank 0 gets their state, and removes the files.
-            shared: path on rank 0, where the checkpoint is written.
-        """
+    def note_path(self, own: str, shared: str) -> None:
+        """Note that a checkpoint is being written to the path `shared`, which is `own` on this rank."""
         self._paths.add(shared)
         if own != shared:
-            for callback in trainer.checkpoint_callbacks:
-                _rename(callback, own, shared)
+            self.shared[own] = shared
+
+    def note_written(self) -> None:
+        """Note what callbacks have named since the last commit; they are about to be put back."""
+        for callback, state in self._kept:
+            for path in _paths_in(vars(callback)) - _paths_in(state):
+                self._paths.add(self.shared.get(path, path))
 
     def put_back(self, unfinished: Sequence[Checkpoint]) -> None:
         """Undo the calls that were interrupted, or had not been made, as the loops were left."""
+        self.note_written()
         for callback, state in self._kept:
             if any(callback is each for each in unfinished):
                 vars(callback).update(_copied(state))
-                self._has_unfinished = True
+                self._unfinished.append((callback, state))
 
     @property
     def pending(self) -> tuple[str, ...]:
         """Paths of checkpoints since the last commit, and `BATCH_END` if callbacks are to be called again."""
-        return (*sorted(self._paths), *([BATCH_END] if self._has_unfinished else []))
+        return (*sorted(self._paths), *([BATCH_END] if self._unfinished else []))
 
     def repaired(self) -> None:
         """Forget which calls had not ended: all ranks have made them."""
-        self._has_unfinished = False
+        self._unfinished = []
 
-    def finish(self, trainer: Trainer, pending: tuple[str, ...], described: Mapping[str, Any], save: Save) -> None:
+    def finish(self, trainer: Trainer, pending: tuple[str, ...], shown: Mapping[str, Any], save: Save) -> None:
         """Make the calls that had not ended. All ranks call this, with the same `pending`.
 
         Args:
             trainer: about to run the next step, or the next part of its fit.
             pending: of all ranks together.
-            described: `describe_trainer` of the end of the batch, unpacked; empty in a rank that never left it.
+            shown: `Trainer.callback_metrics` of this rank at the end of the batch.
             save: see `Save`.
 
         Raises:
@@ -95,33 +107,51 @@ class CheckpointCalls:
                 override(callback, "file_exists", partial(self._exists, original(callback, "file_exists")))
         if BATCH_END not in pending:
             return
-        self._has_unfinished = True
+        for callback, state in self._unfinished:  # `on_train_start`, called since then, sets it to the present
+            vars(callback).update({name: state[name] for name in ("_last_time_checked",) if name in state})
         with ExitStack() as put_back:
             for callback in trainer.checkpoint_callbacks:
                 put_back.callback(vars(callback).update, _copied(vars(callback)))
-            self._call_again(trainer, described, save)
+                if all(callback is not each for each, _ in self._unfinished):
+                    self._unfinished.append((callback, _copied(vars(callback))))
+            self._agree(trainer)
+            self._call_again(trainer, shown, save)
             put_back.pop_all()
 
     def _exists(self, exists: Callable[..., bool], path: str, trainer: Trainer) -> bool:
         return exists(path, trainer) and path not in self._paths
 
-    def _call_again(self, trainer: Trainer, described: Mapping[str, Any], save: Save) -> None:
-        def write(path: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
-            self.note_path(trainer, str(path), save(str(path), bool(weights_only)))
+    def _agree(self, trainer: Trainer) -> None:
+        """Give all ranks the state of the callbacks of the rank that has seen most of them save this step.
 
-        batches: Any = trainer.fit_loop.epoch_loop.batch_progress
-        present, shown = batches.is_last_batch, described.get(METRICS, {}).get(TABLES[0])
-        if described:
-            batches.is_last_batch = described["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
+        Ranks that were interrupted at different points of a save disagree about it, and so may those that have entered
+        the loops with the descriptions of different ranks, if faults follow each other.
+        """
+        step, callbacks = trainer.global_step, trainer.checkpoint_callbacks
+        saved = sum(vars(each).get("_last_global_step_saved") == step for each in callbacks)
+        place = torch.tensor([saved * trainer.world_size - trainer.global_rank], device=trainer.strategy.root_device)
+        dist.all_reduce(place, op=dist.ReduceOp.MAX)
+        source = -int(place) % trainer.world_size
+        states = [each.state_dict() if isinstance(each, ModelCheckpoint) else {} for each in callbacks]
+        own = replace_paths((states, last_saves(trainer)), self.shared)
+        states, saves = trainer.strategy.broadcast(own, source)
+        for callback, state in zip(callbacks, states, strict=True):
+            if state:
+                callback.load_state_dict(state)
+        set_last_saves(trainer, saves)
+
+    def _call_again(self, trainer: Trainer, shown: Mapping[str, Any], save: Save) -> None:
+        def write(path: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
+            self.note_path(str(path), save(str(path), bool(weights_only)))
+
         override(trainer, "save_checkpoint", write)
         try:
             for callback in trainer.checkpoint_callbacks:
-                if shown is not None and isinstance(callback, ModelCheckpoint):
+                if isinstance(callback, ModelCheckpoint):
                     override(callback, "_monitor_candidates", partial(_candidates, shown))
                 callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, 0)
         finally:
             restore(trainer, "save_checkpoint")
-            batches.is_last_batch = present
             for callback in trainer.checkpoint_callbacks:
                 restore(callback, "_monitor_candidates")
 
@@ -134,15 +164,9 @@ def _candidates(shown: Mapping[str, Any], trainer: Trainer) -> dict[str, torch.T
     return found
 
 
-def _rename(callback: Checkpoint, own: str, shared: str) -> None:
-    """Replace a path in the state of a `ModelCheckpoint`."""
-    for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
-        if vars(callback).get(name) == own:
-            setattr(callback, name, shared)
-    models: dict[str, Any] = vars(callback).get("best_k_models", {})
-    renamed = {shared if path == own else path: score for path, score in models.items()}
-    models.clear()
-    models.update(renamed)
+def _paths_in(attributes: Mapping[str, Any]) -> set[str]:
+    """The paths of checkpoints in the state of a `ModelCheckpoint`."""
+    return {path for path in (*map(attributes.get, _PATHS), *attributes.get("best_k_models", ())) if path}
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     merge_own,
     part_of,
     part_order,
+    put_back_last_saves,
     read_trainer,
     refuse_unreadable,
     restore_untracked,
@@ -438,11 +439,11 @@ class FitRecovery(NullFitRecovery):
             epochs: Any = trainer.fit_loop.epoch_progress
             if epochs.total.ready > epochs.total.started:  # Lightning does not count an epoch that it starts again
                 epochs.current.ready = epochs.current.started + 1
+        restore_untracked(trainer, self._entered_with)
         if self._reentry.part in (EPOCH_END, FIT_END):
             self._rejoin()  # the next hooks may communicate
         elif self._skip_batches:
             show_epoch(trainer)
-        restore_untracked(trainer, self._entered_with)
         if self.elastic is None:
             accumulate_as_others(trainer, self._entered_with)
         self._entered_with = {}
@@ -454,7 +455,7 @@ class FitRecovery(NullFitRecovery):
 
     @override
     def note_save(self, own: str, shared: str) -> None:
-        self._calls.note_path(self.trainer, own, shared)
+        self._calls.note_path(own, shared)
 
     @override
     def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
@@ -588,6 +589,8 @@ class FitRecovery(NullFitRecovery):
         self._hooks.put_back(self.trainer)
         self._hooks.end_part()
         if part is not None:
+            self._calls.note_written()
+            put_back_last_saves(self.trainer, part.trainer)
             part.module.put_back()
 
     @property
@@ -751,6 +754,7 @@ class FitRecovery(NullFitRecovery):
         self.window.part = None  # release the copies that it holds
         remove_part_hooks(self.trainer)
         self._rows.forget(self.trainer)
+        self._calls.release(self.trainer)
         if has_ended:
             self._start_stream(self.transaction.step, entries.number, TRAINING_END)
 

@@ -148,6 +148,18 @@ class SavingHooks:
                 if kept is not None and state is not None:
                     states[key] = replace(kept, state=state)
 
+    def add_left_out(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Add what the hooks save that communicate. All ranks call this together, connected."""
+        for owner, hook in self._left_out:
+            if hook == "on_save_checkpoint" and isinstance(owner, Callback):
+                owner.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
+            elif hook == "on_save_checkpoint":
+                owner.on_save_checkpoint(checkpoint)
+            elif isinstance(owner, Callback):
+                checkpoint["callbacks"][owner.state_key] = owner.state_dict()
+            else:
+                checkpoint[type(owner).__qualname__] = owner.state_dict()  # a data module
+
     @property
     def part(self) -> str:
         """The part at which all ranks would re-enter the loops; empty between parts."""
@@ -226,8 +238,10 @@ class SavingHooks:
             found: list[tuple[Callback, frozenset[str]]] = []
             for callback in callbacks_of(trainer):
                 has = partial(is_overridden, instance=callback, parent=Callback)
-                if isinstance(callback, WeightAveraging | Checkpoint) or not has("state_dict"):
-                    continue  # these keep track of the step of the average, or of what has been saved
+                if isinstance(callback, WeightAveraging) or not has("state_dict"):
+                    continue  # it keeps track of the step of the average
+                if isinstance(callback, Checkpoint) and part in (BATCH, EPOCH_BEGIN):
+                    continue  # see [Note: interrupted saves]
                 hooks = frozenset(name for name in names if has(name))
                 if hooks:
                     found.append((callback, hooks))

@@ -85,6 +85,19 @@ def merge_own(theirs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return {**theirs, **saved, "callbacks": callbacks}
 
 
+def with_rank_local(theirs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of another rank after the same step, with this rank's own state of what is rank-local.
+
+    Args:
+        theirs: description with which this rank has entered the loops.
+        own: what the hooks of this rank save at that point.
+    """
+    callbacks = {key: state for key, state in own.get("callbacks", {}).items() if is_rank_local(state)}
+    known = (*_OF_LIGHTNING, *_OF_DESCRIPTIONS, LOCAL)
+    saved = {key: value for key, value in own.items() if key not in known and is_rank_local(value)}
+    return {**theirs, **saved, "callbacks": {**theirs.get("callbacks", {}), **callbacks}}
+
+
 def rank_local_part(checkpoint: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
     """The part of a checkpoint that may differ between ranks: what hooks and callbacks save, and `LOCAL`."""
     known = (*(name for name in _OF_LIGHTNING if name != "callbacks"), *arguments(trainer), LAYOUT)
@@ -155,6 +168,7 @@ def describe_trainer(
     metrics: dict[str, dict[str, Any]] | None = None,
     as_begun: dict[str, Any] | None = None,
     rows: list[list[Any]] | None = None,
+    paths: Mapping[str, str] | None = None,
 ) -> bytes:
     """Describe the trainer at the beginning of the present accumulation window, `packed`.
 
@@ -168,6 +182,7 @@ def describe_trainer(
         metrics: see `ShownValues.described`; None for the present contents of the tables.
         as_begun: result of `describe_part_start`; None outside such parts.
         rows: see `LoggedRows.state`.
+        paths: see `CheckpointCalls.shared`.
     """
     checkpoint = hooks.dump(trainer)
     checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
@@ -184,8 +199,9 @@ def describe_trainer(
         if loader_states:
             fit_loop["state_dict"]["combined_loader"] = loader_states
         as_begun = _changed_by_loops(trainer, fit_loop, logged or {}, metrics)
-    checkpoint |= as_begun
-    checkpoint[_SAVED_AT], checkpoint[ROWS] = last_saves(trainer), rows or []
+    checkpoint |= {_SAVED_AT: last_saves(trainer)} | as_begun
+    _use_shared_paths(trainer, checkpoint, paths or {})
+    checkpoint[ROWS] = rows or []
     checkpoint[_SHOULD_STOP] = hooks.should_stop(trainer)
     checkpoint[_MICRO_STEPS] = trainer.accumulate_grad_batches
     evaluation = trainer.fit_loop.epoch_loop.val_loop
@@ -209,7 +225,7 @@ def describe_part_start(
     """
     fit_loop = trainer.fit_loop.state_dict()
     fit_loop = before_validation(fit_loop) if part == EVALUATION_BEGIN else {**fit_loop, _PART: part}
-    return copy.deepcopy(_changed_by_loops(trainer, fit_loop, logged, metrics))
+    return copy.deepcopy(_changed_by_loops(trainer, fit_loop, logged, metrics) | {_SAVED_AT: last_saves(trainer)})
 
 
 def _changed_by_loops(
@@ -283,6 +299,11 @@ def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in described.items() if name not in known}
 
 
+def without_requests(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoint data without what only a job that goes on elsewhere must know: whether it was asked to stop."""
+    return {name: value for name, value in checkpoint.items() if name != _SHOULD_STOP}
+
+
 def with_local(described: bytes, local: dict[str, Any]) -> bytes:
     """Add a rank's buffers, metrics and logged means to its description, which is then for that rank only."""
     return pack({**read_trainer(described), LOCAL: local})
@@ -333,6 +354,32 @@ def last_saves(trainer: Trainer) -> list[dict[str, Any]]:
     """The step and path of the last save of each checkpoint callback."""
     every = [vars(callback) for callback in trainer.checkpoint_callbacks]
     return [{name: each[name] for name in _LAST_SAVED if name in each} for each in every]
+
+
+def put_back_last_saves(trainer: Trainer, part: Mapping[str, Any]) -> None:
+    """Restore when callbacks last saved to the beginning of a part, as `describe_part_start` found it."""
+    set_last_saves(trainer, part[_SAVED_AT])
+
+
+def _use_shared_paths(trainer: Trainer, checkpoint: dict[str, Any], paths: Mapping[str, str]) -> None:
+    """Replace paths in the states of checkpoint callbacks; see [Note: paths that differ]."""
+    if not paths:
+        return
+    checkpoint[_SAVED_AT] = replace_paths(checkpoint[_SAVED_AT], paths)
+    callbacks: dict[str, Any] = checkpoint["callbacks"]
+    for key in {each.state_key for each in trainer.checkpoint_callbacks} & {*callbacks}:
+        callbacks[key] = replace_paths(callbacks[key], paths)
+
+
+def replace_paths(value: Any, paths: Mapping[str, str]) -> Any:
+    """A copy of nested containers in which strings that are keys of `paths` are replaced."""
+    if isinstance(value, str):
+        return paths.get(value, value)
+    if isinstance(value, dict):
+        return {replace_paths(key, paths): replace_paths(each, paths) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(replace_paths(each, paths) for each in value)
+    return value
 
 
 def set_last_saves(trainer: Trainer, saves: list[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ from hyperpod_plugins.lightning.local_state import LoggedMeans, MetricStates, at
 from hyperpod_plugins.lightning.loggers import LoggedRows
 from hyperpod_plugins.lightning.reentry import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
-from hyperpod_plugins.lightning.shown_values import ShownValues, Tables, put_tables, tables_of
+from hyperpod_plugins.lightning.shown_values import TABLES, ShownValues, Tables, put_tables, tables_of
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     arguments,
@@ -38,6 +38,8 @@ from hyperpod_plugins.lightning.trainer_state import (
     read_trainer,
     take_rank_local,
     with_local,
+    with_rank_local,
+    without_requests,
 )
 from hyperpod_plugins.parallel.checkpoint.state import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
@@ -464,6 +466,7 @@ class AccumulationWindow:
             metrics=self.shown_values(),
             as_begun=None if part is None else part.trainer,
             rows=None if part is None else self._rows.state(),
+            paths=self._calls.shared,
         )
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
@@ -491,18 +494,22 @@ class AccumulationWindow:
 
     def finish_saves(self, pending: tuple[str, ...]) -> None:
         """Call the checkpoint callbacks whose calls at the end of the last batch were interrupted."""
-        described = read_trainer(self.entered_with) if self.entered_with else {}
-        self._calls.finish(self._trainer, pending, described, self._save_committed)
+        self._calls.finish(self._trainer, pending, self.shown_values()[TABLES[0]], self._save_committed)
 
     def _save_committed(self, path: str, weights_only: bool) -> str:
-        """Write a checkpoint of the committed step, with the present state of checkpoint callbacks; return its path."""
-        checkpoint = self._checkpoint(self.capture_state())
+        """Write a checkpoint of the committed step as the program would have, and return its path."""
+        checkpoint = without_requests(self._checkpoint_of_rank())
+        states = {each.state_key: each.state_dict() for each in self._trainer.checkpoint_callbacks}
+        checkpoint["callbacks"] = {**checkpoint["callbacks"], **states}
+        self._hooks.add_left_out(self._trainer, checkpoint)
         if weights_only:
             checkpoint = {name: each for name, each in checkpoint.items() if name not in ("callbacks", "lr_schedulers")}
-        else:
-            states = {each.state_key: each.state_dict() for each in self._trainer.checkpoint_callbacks}
-            checkpoint["callbacks"] = {**checkpoint["callbacks"], **states}
         return self._save(checkpoint, path, False, None)
+
+    def _checkpoint_of_rank(self) -> dict[str, Any]:
+        """Checkpoint data of the step's beginning; its description may be another rank's, but not the local state."""
+        described, own = read_trainer(self.capture_state()), self._hooks.dump(self._trainer)
+        return as_checkpoint(with_rank_local(described, own)) | arguments(self._trainer)
 
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
         """Write a checkpoint that `fit` can resume from: the state at the beginning of this step, or `snapshots`.
@@ -510,7 +517,7 @@ class AccumulationWindow:
         See `TrainingLoop.save` for the arguments.
         """
         if snapshots is None:
-            return self._save(self._checkpoint(self.capture_state()), path, is_alone, None)
+            return self._save(self._checkpoint_of_rank(), path, is_alone, None)
         parts = self._state.checkpoint_parts([(each.header, each.data) for each in snapshots.values()], "a snapshot")
         described = {rank: self._checkpoint(each.trainer) for rank, each in snapshots.items()}
         return self._save(next(iter(described.values())), path, is_alone, (parts, described))

@@ -14,6 +14,7 @@ from recovery.faults import run_job
 
 from hyperpod_plugins.fault_injection.chaos import ChaosPlan, schedule
 from hyperpod_plugins.parallel.checkpoint.files import read_document
+from hyperpod_plugins.parallel.checkpoint.rank_state import load_rank_state
 
 EVERYWHERE = [
     ["sanity", 0, 1, "kill"],
@@ -207,7 +208,7 @@ def test_ranks_killed_everywhere(undisturbed, everywhere):
 
 
 def checkpoints(job):
-    """What each checkpoint says of the job's progress and of its checkpoint callback."""
+    """What each checkpoint holds: the job's progress, the state of its checkpoint callback, and that of each rank."""
     found = {}
     for path in (job.folder / "checkpoints").iterdir():
         if not path.name.startswith("."):
@@ -215,7 +216,10 @@ def checkpoints(job):
             state = next(state for key, state in saved["callbacks"].items() if key.startswith("ModelCheckpoint"))
             counts = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
             text = json.dumps(state, default=float, sort_keys=True).replace(str(job.folder), "")
-            found[path.name] = saved["global_step"], counts, text
+            averages = [load_rank_state(path, rank, weights_only=True)["callbacks"] for rank in range(4)]
+            shards = [next(each for key, each in of.items() if key.endswith("Ema")) for of in averages]
+            sums = [[float(shard.double().sum()) for shard in each["shards"]] for each in shards]
+            found[path.name] = saved["global_step"], counts, text, sorted(saved), sums
     return found
 
 
@@ -224,12 +228,18 @@ def test_interrupted_checkpoints_are_written_again(undisturbed, everywhere):
 
 
 @pytest.mark.parametrize(
-    "saves", [{"filename": "{step}-{loss:.6f}", "save_top_k": 1, "save_last": True}, {"monitor": "val"}]
+    "saves",
+    [
+        {"filename": "{step}-{loss:.6f}", "save_top_k": 1, "save_last": True},  # of a value that differs between ranks
+        {"monitor": "val", "save_top_k": 1},  # each waits for the value of a validation
+    ],
 )
 def test_checkpoints_are_those_of_a_job_without_faults(run, saves):
-    """The last one alone, named by a value of its step; and all, where each waits for the value of a validation."""
     options = {"SAVES": json.dumps({"every_n_train_steps": 4} | saves)}
-    wanted, found = run("saves", **options), run("saves_with_faults", SAVES, **options)
+    wanted = run("saves", **options)
+    steps = {saved[0] for saved in checkpoints(wanted).values()}
+    faults = [each for each in SAVES if each[0] != "checkpoint" or "monitor" not in saves or each[1] <= max(steps)]
+    found = run("saves_with_faults", faults, **options)
     assert checkpoints(found) == checkpoints(wanted)
 
 

@@ -1,0 +1,141 @@
+"""Models that are loaded from safetensors files under `delayed_init` are bitwise those that are loaded at once."""
+
+import os
+
+import pytest
+import safetensors
+import torch
+from delayed_init.test_delayed_init import build_both
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
+
+from hyperpod_plugins.delayed_init import delayed_init, materialize, tapes_of
+from hyperpod_plugins.delayed_init.files import files_digest
+from hyperpod_plugins.errors import InitializationError
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8),  # transposed, fused
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),  # experts that the loader stacks
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a small model with random weights, in several files."""
+
+    def save(kind):
+        folder = tmp_path_factory.getbasetemp() / f"pretrained_{kind}"
+        if not folder.exists():
+            torch.manual_seed(7)
+            AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(folder, max_shard_size="5KB")
+        return folder
+
+    return save
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_of_transformers_is_bitwise_what_is_loaded_at_once(saved, kind, dtype):
+    folder = saved(kind)
+    _, model, _ = build_both(lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train())
+    model(torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
+
+
+def test_weights_that_the_files_lack_are_drawn_as_by_the_loader(saved):
+    folder = saved("llama")
+    build_both(lambda: AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3))
+
+
+def test_nothing_is_read_before_the_model_is_materialized(saved):
+    folder = saved("llama")
+    with delayed_init() as tape:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(each.is_meta for each in model.parameters())
+    largest = max(each.numel() * each.element_size() for each in model.parameters())
+    assert materialize(model).peak_bytes <= largest + 64  # the rotary frequencies
+    assert files_digest(tape)
+
+
+def test_a_loader_of_the_program_itself(tmp_path):
+    values = {"weight": torch.randn(3, 2), "bias": torch.arange(3).half()}
+    save_file(values, tmp_path / "weights.safetensors")
+
+    class Loaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            weights = load_file(tmp_path / "weights.safetensors")
+            with safetensors.safe_open(tmp_path / "weights.safetensors", "pt") as file:
+                part = file.get_slice("weight")
+                assert part.get_shape() == [3, 2]
+                self.rows = nn.Parameter(part[1:] * 2)
+            self.weight, self.bias = nn.Parameter(weights["weight"]), nn.Parameter(weights["bias"].float())
+
+    build_both(Loaded)
+
+
+def test_what_is_replaced_comes_back(saved):
+    before, variables = safetensors.safe_open, dict(os.environ)
+    with pytest.raises(OSError, match="nowhere"), delayed_init():
+        AutoModelForCausalLM.from_pretrained("/nowhere/at/all")
+    assert safetensors.safe_open is before
+    assert dict(os.environ) == variables
+    with safetensors.safe_open(next(saved("llama").glob("*.safetensors")), "pt") as file:
+        assert not file.get_tensor(file.keys()[0]).is_meta
+
+
+def test_weights_that_a_later_change_would_lose_are_refused(saved):
+    folder = saved("llama")
+    with delayed_init():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.embed_tokens = nn.Embedding(40, 16, device="meta")  # as resize_token_embeddings does
+    with pytest.raises(InitializationError, match=r"embed_tokens.* were read from a file.*inside delayed_init"):
+        materialize(model)
+
+
+def test_weights_that_the_program_does_not_need_are_not(saved):
+    folder = saved("llama")
+    with delayed_init():
+        model = AutoModelForCausalLM.from_pretrained(folder).model
+    materialize(model)
+
+
+def test_the_digest_tells_files_apart(saved):
+    digests = set()
+    for kind in ("llama", "tied", "llama"):
+        with delayed_init():
+            model = AutoModelForCausalLM.from_pretrained(saved(kind))
+        digests |= {files_digest(tape) for tape in tapes_of(model)}
+    assert len(digests) == 2
+
+
+def test_a_skeleton_on_the_meta_device_stays_one():
+    torch.manual_seed(2)
+    with delayed_init():
+        with torch.device("meta"):
+            skeleton = nn.Linear(2, 3)
+        copy = nn.Linear(2, 3)
+        copy.weight = nn.Parameter(torch.zeros_like(skeleton.weight, device="cpu"))
+    assert skeleton.weight.is_meta
+    materialize(copy)
+    assert not copy.weight.any()
+    torch.manual_seed(2)
+    assert torch.equal(nn.Linear(2, 3).bias, copy.bias)  # the skeleton has drawn nothing
