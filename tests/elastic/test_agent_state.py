@@ -1,7 +1,13 @@
 """What an agent does next, as tables of cases."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server import SimpleElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+from hyperpod_plugins.elastic.launcher.agent import HyperPodAgent
 from hyperpod_plugins.elastic.launcher.agent_state import (
     AgentAction,
     AgentState,
@@ -79,3 +85,16 @@ def test_what_an_agent_does_next(seen, action):
 )
 def test_what_each_state_permits(state, counts_exits, may_restart):
     assert (state.counts_exits, state.may_restart) == (counts_exits, may_restart)
+
+
+def test_a_store_that_is_lost_as_workers_are_about_to_start_is_reported_in_words(monkeypatch):
+    def lose(*_):
+        raise DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(SimpleElasticAgent, "_invoke_run", lose)
+    agent = object.__new__(HyperPodAgent)
+    agent.node = SimpleNamespace(
+        handler=SimpleNamespace(loss=lambda error: RendezvousConnectionError(f"lost: {error}"))
+    )
+    with pytest.raises(RendezvousConnectionError, match="lost: Connection reset"):
+        agent._invoke_run()

@@ -97,7 +97,12 @@ class HyperPodAgent(SimpleElasticAgent):
     def _invoke_run(self, role: str = "default") -> RunResult:
         """Run torch's loop; run it again when another node requests a restart after the workers here are done."""
         while True:
-            result = super()._invoke_run(role)
+            try:
+                result = super()._invoke_run(role)
+            except DistError as error:  # in what torch's loop asks of the store as it starts workers
+                if self.node.handler is None:
+                    raise
+                raise self.node.handler.loss(error) from error
             if result.is_failed() or self.node.state is not AgentState.RESTARTING:
                 return result
 

@@ -390,6 +390,10 @@ class HyperPodRendezvousHandler(RendezvousHandler):
 
     # -- joining ------------------------------------------------------------------------------------------------
 
+    def loss(self, error: DistError) -> RendezvousConnectionError:
+        """The error to raise when the store no longer answers."""
+        return self._backend.loss(error)
+
     def _get_joiner(self) -> RendezvousJoiner:
         if self._joiner is None:
             self._joiner = RendezvousJoiner(self._keep_alive, self._backend, self._policy, self._run_id)
