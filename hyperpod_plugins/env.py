@@ -3,7 +3,8 @@
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -182,6 +183,20 @@ class RehearsalEnv:
             return None
         last_step = _number(environ, "HYPERPOD_REHEARSAL_STEPS", 0)
         return cls(folder=folder, last_step=last_step, faults=environ.get("HYPERPOD_REHEARSAL_FAULTS", ""))
+
+
+@contextmanager
+def loading_in_this_thread() -> Generator[None]:
+    """Make transformers load models in the calling thread, instead of a pool of threads, inside the context."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    former = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if former is not None:
+            os.environ[name] = former
 
 
 def config_path(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -14,6 +14,7 @@ values, so that the result is exact and the replay needs little memory.
 delayed tensor therefore reports the CPU as its device, where eager code would have put it.
 """
 
+import importlib.util
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -28,6 +29,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from hyperpod_plugins.delayed_init.files import delayed_files
 from hyperpod_plugins.delayed_init.recorder import Recorder, refuse_other_device
 from hyperpod_plugins.delayed_init.tape import Tape
 
@@ -60,6 +62,8 @@ def delayed_init() -> Generator[Tape]:
         stack.enter_context(_CpuDeviceMode(recorder))
         stack.enter_context(_whole_trunc_normal(recorder))
         stack.enter_context(_collecting(modules))
+        if importlib.util.find_spec("safetensors") is not None:
+            stack.enter_context(delayed_files(recorder))
         yield tape
     for module in modules:
         tape.bind(module)
@@ -132,7 +136,11 @@ class _CpuDeviceMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        refuse_other_device(func, kwargs.get("device"))  # before torch initialises that device
+        device = kwargs.get("device")
+        refuse_other_device(func, device)  # before torch initialises that device
+        if device is not None and torch.device(device).type == "meta":
+            with self._recorder.paused():  # a skeleton, as the program says: its tensors have no values
+                return func(*args, **kwargs)
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor) or not self._recorder.tape.is_recorded(first):
             return func(*args, **kwargs)

@@ -6,7 +6,7 @@ dimension is split after all plain shards. Splitting in that order gives each ra
 possibly uneven or empty, without communication.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
+from hyperpod_plugins.delayed_init.files import FileTensor
 from hyperpod_plugins.delayed_init.replay import ReplayReport, replay
 from hyperpod_plugins.delayed_init.reset_parameters import find_initializers, reset_module
-from hyperpod_plugins.delayed_init.tape import Tape, View, binding_of, full_name, own_tensors, release_tapes, tapes_of
+from hyperpod_plugins.delayed_init.tape import (
+    Tape,
+    View,
+    binding_of,
+    full_name,
+    own_tensors,
+    plan_replay,
+    release_tapes,
+    tapes_of,
+)
 from hyperpod_plugins.errors import InitializationError, format_list
 
 
-def materialize(model: nn.Module, *, device: torch.device | str = "cpu", seed: int = 0) -> ReplayReport:
+def materialize(
+    model: nn.Module,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    filled: "Callable[[_Slot, torch.Tensor], None] | None" = None,
+) -> ReplayReport:
     """Allocate all meta parameters and buffers of a model on `device` and give them their initial values.
 
     Parameters may be DTensors; each rank keeps its part, and about one full parameter is in memory at a time. Tensors
@@ -32,16 +48,23 @@ def materialize(model: nn.Module, *, device: torch.device | str = "cpu", seed: i
 
     There is no communication: `seed` and the `rng_state` of the tapes must be equal on all ranks.
 
+    Args:
+        model: in place.
+        device: of the allocated tensors.
+        seed: of initialisers of modules that were built on the meta device.
+        filled: called with each tensor on a tape and its full value.
+
     Raises:
         InitializationError: a tensor is neither on a tape nor covered by an initialiser, never received values, or
-            has changed its shape since it was built.
+            has changed its shape since it was built; or weights that were read from a file would be lost.
     """
     recorded, unrecorded = _split(model)
     _refuse_valueless(recorded)
+    _refuse_unused_weights(recorded, unrecorded)
     initializers = find_initializers(model, unrecorded)
     allocate(model, torch.device(device))
 
-    reports = [_replay_into(tape, [slot for slot in recorded if slot.tape is tape]) for tape in tapes_of(model)]
+    reports = [_replay_into(tape, [slot for slot in recorded if slot.tape is tape], filled) for tape in tapes_of(model)]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         for initializer in initializers:
@@ -50,6 +73,76 @@ def materialize(model: nn.Module, *, device: torch.device | str = "cpu", seed: i
     return ReplayReport(
         num_ops=sum(report.num_ops for report in reports), peak_bytes=max((r.peak_bytes for r in reports), default=0)
     )
+
+
+def materialize_from_source(
+    model: nn.Module,
+    broadcast: Callable[[torch.Tensor], None],
+    *,
+    is_source: bool,
+    device: torch.device | str = "cpu",
+) -> None:
+    """As `materialize`, with the values of one rank, which alone may have the files that they are read from.
+
+    The source replays its tapes and sends each tensor as soon as it is final; every rank keeps its part, and about one
+    full parameter is in memory at a time. The other ranks replay nothing; their random generators end in the state of
+    the source's. All ranks call this together.
+
+    Args:
+        model: with the same tensors on the meta device on all ranks.
+        broadcast: sends a contiguous CPU tensor of the source to the other ranks, where it is overwritten.
+        is_source: whether this rank is the source.
+        device: to allocate the model on.
+
+    Raises:
+        InitializationError: as `materialize`; tensors of the source are not on a tape; or the source has failed.
+    """
+    waiting = [(module, key) for module in model.modules() for key, each in own_tensors(module).items() if each.is_meta]
+    header = torch.full((1,), _FAILED)
+    if is_source:
+        index_of = {(id(module), key): index for index, (module, key) in enumerate(waiting)}
+
+        def send(slot: _Slot, full: torch.Tensor) -> None:
+            broadcast(torch.tensor([index_of[id(slot.module), slot.key]]))
+            broadcast(_bytes_of(full.to(slot.tensor.dtype).contiguous()))
+
+        try:
+            unrecorded = _split(model)[1]
+            if unrecorded:
+                raise InitializationError(
+                    f"{format_list(sorted(unrecorded))} have no values on the rank that sends the initial ones, and "
+                    "are not on a tape. Build its model inside hyperpod_plugins.delayed_init.delayed_init()."
+                )
+            materialize(model, device=device, filled=send)
+            header.fill_(_ENDED)
+        finally:
+            broadcast(header)
+    else:
+        allocate(model, torch.device(device))
+        while True:
+            broadcast(header)
+            index = int(header)
+            if index < 0:
+                break
+            module, key = waiting[index]
+            target = own_tensors(module)[key]
+            full = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+            broadcast(_bytes_of(full))
+            copy_shard_(target, full)
+        release_tapes(model)
+        if index == _FAILED:
+            raise InitializationError("the rank that sends the initial values has failed; see its log")
+    state = torch.get_rng_state()
+    broadcast(state)
+    torch.set_rng_state(state)
+
+
+_ENDED, _FAILED = -1, -2
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, which no backend refuses."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +178,7 @@ def _split(model: nn.Module) -> tuple[list[_Slot], set[str]]:
     return recorded, unrecorded
 
 
-def _replay_into(tape: Tape, slots: list[_Slot]) -> ReplayReport:
+def _replay_into(tape: Tape, slots: list[_Slot], filled: Callable[[_Slot, torch.Tensor], None] | None) -> ReplayReport:
     def fill(index: int, full: torch.Tensor) -> None:
         slot = slots[index]
         if slot.tensor.shape != full.shape:
@@ -94,6 +187,8 @@ def _replay_into(tape: Tape, slots: list[_Slot]) -> ReplayReport:
                 "Give a module its final shape before delayed_init ends."
             )
         copy_shard_(slot.tensor, full)
+        if filled is not None:
+            filled(slot, full)
 
     return replay(tape, [slot.view for slot in slots], fill)
 
@@ -159,6 +254,28 @@ def _refuse_valueless(slots: list[_Slot]) -> None:
             "torch.Tensor) without writing any values. Initialise it in the constructor, for example with "
             "torch.nn.init."
         )
+
+
+def _refuse_unused_weights(recorded: list[_Slot], unrecorded: set[str]) -> None:
+    """Refuse a model some of whose tensors were replaced by new ones without values after `delayed_init` had ended.
+
+    Such a tensor (an embedding that was resized, for instance) would be initialised afresh, where eager code has copied
+    weights that were read from a file.
+    """
+    if not unrecorded:
+        return
+    for tape in dict.fromkeys(slot.tape for slot in recorded):
+        needed = plan_replay(tape.ops, {slot.view.version for slot in recorded if slot.tape is tape}, with_draws=False)
+        used = set(needed.steps)
+        unused = [
+            op.func.name for index, op in enumerate(tape.ops) if isinstance(op.func, FileTensor) and index not in used
+        ]
+        if unused:
+            raise InitializationError(
+                f"the weights {format_list(unused)} were read from a file, but no tensor of the model has them, and "
+                f"{format_list(sorted(unrecorded))} have no values: the model was changed after delayed_init had ended "
+                "(by resize_token_embeddings, for instance). Change it inside delayed_init."
+            )
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

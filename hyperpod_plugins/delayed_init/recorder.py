@@ -1,6 +1,7 @@
 """A dispatch mode that runs every op on delayed tensors on the meta device and records it on a tape."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,9 +47,15 @@ class Recorder(TorchDispatchMode):
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Compute a delayed tensor now."""
+        with self.paused():
+            return read_value(self.tape, tensor)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Run operations in the context as without a recorder."""
         was_paused, self._is_paused = self._is_paused, True
         try:
-            return read_value(self.tape, tensor)
+            yield
         finally:
             self._is_paused = was_paused
 
@@ -61,7 +68,11 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             tensors = _tensors((args, kwargs))
             draws = torch.Tag.nondeterministic_seeded in func.tags
-            if tensors and not draws and not any(self.tape.is_recorded(tensor) for tensor in tensors):
+            is_of_skeleton = bool(tensors) and all(map(self._is_on_meta, tensors))
+            if is_of_skeleton and not _is_for_cpu(kwargs):
+                return func(*args, **kwargs)
+            is_recorded = is_of_skeleton or draws or any(self.tape.is_recorded(tensor) for tensor in tensors)
+            if tensors and not is_recorded:
                 return func(*args, **kwargs)
             if torch.Tag.data_dependent_output in func.tags:
                 return self._run_on_values(func, args, kwargs)
@@ -81,6 +92,16 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             version = {self._written(tensor, overwrites=True)}
             self._append(func, (tensor, *args), {"generator": generator}, touched=version, changed=version, draws=True)
+
+    def record_source(self, source: Callable[[], torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """A delayed tensor whose value `source()` returns when the tape is replayed; `source` stays on the tape."""
+        with self.paused():
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
+        version = self.tape.new_version(tensor, is_written=True)
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            outputs = (self.tape.view(tensor),)
+        self._append(source, (), {}, outputs=outputs, touched=set(), changed={version}, draws=False)
+        return tensor
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool) -> Any:
         arguments = func._schema.arguments
@@ -156,6 +177,10 @@ class Recorder(TorchDispatchMode):
         self.tape.new_version(output, is_written=is_written)
         return self.tape.view(output)
 
+    def _is_on_meta(self, tensor: torch.Tensor) -> bool:
+        """Whether the program itself has put a tensor on the meta device, as that of a model's skeleton."""
+        return tensor.is_meta and not self.tape.is_recorded(tensor)
+
     def _refuse_real(self, func: Any, tensor: torch.Tensor) -> None:
         if not self.tape.is_recorded(tensor):
             raise InitializationError(
@@ -172,6 +197,12 @@ class Recorder(TorchDispatchMode):
             return self.value_of(argument) if is_delayed else argument
 
         return func(*_map(args, value), **_map(kwargs, value))
+
+
+def _is_for_cpu(kwargs: dict[str, Any]) -> bool:
+    """Whether a call places its result on the CPU."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cpu"
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

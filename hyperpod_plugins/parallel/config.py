@@ -21,6 +21,8 @@ from hyperpod_plugins.parallel.topology import Topology, nearest_degrees
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+DelayedValues = Literal["every_rank", "rank_0"]
+DELAYED_VALUES: tuple[DelayedValues, ...] = get_args(DelayedValues)
 TensorPlan = Mapping[str, "str | ParallelStyle"]
 ALIASES = {
     "tensor_parallel_seed": "random_seed",
@@ -80,6 +82,10 @@ class ParallelConfig:
     """
     mlp_tiles: int = 1
     """Number of tiles of the sequence in which MLPs are computed one after the other. 1: the whole sequence."""
+    delayed_values: DelayedValues = "every_rank"
+    """Which ranks compute the values of a model that was built, or loaded, inside `delayed_init`: each its own part, or
+    rank 0, which sends the others theirs and alone needs the files of a pretrained model.
+    """
 
     def __post_init__(self) -> None:
         """Check each value, then combinations, then unsupported values."""
@@ -95,6 +101,10 @@ class ParallelConfig:
             raise ConfigError(
                 f"activation_checkpointing must be one of {', '.join(RECOMPUTE)}, but is "
                 f"{self.activation_checkpointing!r}"
+            )
+        if self.delayed_values not in DELAYED_VALUES:
+            raise ConfigError(
+                f"delayed_values must be one of {', '.join(DELAYED_VALUES)}, but is {self.delayed_values!r}"
             )
         minimum = {"hybrid_shard_degree": 0, "random_seed": None}
         for field in dataclasses.fields(self):

@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.delayed_init import materialize
-from hyperpod_plugins.delayed_init.materialize import allocate
+from hyperpod_plugins.delayed_init.files import files_digest
+from hyperpod_plugins.delayed_init.materialize import allocate, materialize_from_source
 from hyperpod_plugins.delayed_init.tape import binding_of, full_name, own_tensors, release_tapes, tapes_of
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, chunk_loss
@@ -71,13 +72,33 @@ def parallelize(
     plan = plan_for(model, config)
     if config.precision == "bf16-true":
         _to_bfloat16(model)
-    broadcast_from_rank_0(model, torch.device(mesh.device_type))
+    broadcast_from_rank_0(model, torch.device(mesh.device_type), is_delayed_alike=config.delayed_values != "rank_0")
     shard_tensors(model, mesh["tensor"], plan, config)
     save_activation_memory(model, config, torch.device(mesh.device_type))
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
-    materialize(model, device=torch.device(mesh.device_type), seed=config.random_seed)
+    give_values(model, torch.device(mesh.device_type), config)
     sync_rng_state(mesh["tensor"])
     return model
+
+
+def give_values(model: nn.Module, device: torch.device, config: ParallelConfig) -> None:
+    """Allocate a model's meta tensors on `device`, and give them their values, as `config.delayed_values` says.
+
+    Raises:
+        InitializationError: see `materialize` and `materialize_from_source`.
+    """
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1 or group_health.suppresses_collectives
+    if config.delayed_values == "every_rank" or is_alone:
+        materialize(model, device=device, seed=config.random_seed)
+        return
+
+    def broadcast(tensor: torch.Tensor) -> None:
+        there = tensor.to(device)
+        dist.broadcast(there, src=0)
+        if there.data_ptr() != tensor.data_ptr():
+            tensor.copy_(there)
+
+    materialize_from_source(model, broadcast, is_source=dist.get_rank() == 0, device=device)
 
 
 def save_activation_memory(
@@ -181,7 +202,7 @@ def loss_parallel_context(config: ParallelConfig) -> AbstractContextManager[None
     return loss_parallel() if config.loss_parallel else nullcontext()
 
 
-def broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
+def broadcast_from_rank_0(model: nn.Module, device: torch.device, *, is_delayed_alike: bool = True) -> None:
     """Broadcast parameters and buffers from global rank 0, and the RNG state that delayed parameters start from.
 
     Otherwise, ranks that built their model from different RNG states would train shards of different models.
@@ -189,20 +210,21 @@ def broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
     Args:
         model: a module that is not sharded yet.
         device: device that the process group communicates on; values on other devices are copied through it.
+        is_delayed_alike: whether tensors without values have the same origin on all ranks; see `match_rank_0`.
 
     Raises:
         ConfigError: see `match_rank_0`.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    match_rank_0(model)
+    match_rank_0(model, is_delayed_alike=is_delayed_alike)
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and not isinstance(tensor, DTensor):
             there = tensor.detach().to(device).contiguous()
             dist.broadcast(there, src=0)
             if there.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(there)
-    for tape in tapes_of(model):
+    for tape in tapes_of(model) if is_delayed_alike else ():
         state = tape.rng_state.to(device)
         dist.broadcast(state, src=0)
         tape.rng_state = state.cpu()
@@ -213,6 +235,7 @@ def match_rank_0(
     *,
     allocates: bool = False,
     compares_types: bool = True,
+    is_delayed_alike: bool = True,
     advice: str = "Build it in the same way on all ranks.",
 ) -> None:
     """Check that the same tensors have values on all ranks, as those of rank 0 will be copied to the others.
@@ -223,6 +246,8 @@ def match_rank_0(
         model: the whole model, not sharded yet.
         allocates: if all tensors have values on rank 0, first allocate memory for those on the meta device of others.
         compares_types: also compare the element types; False if they will be converted first.
+        is_delayed_alike: also compare where tensors without values get theirs: by `delayed_init` or by an initialiser,
+            and from which files. False if all of them come from rank 0.
         advice: last sentence of the message.
 
     Raises:
@@ -230,7 +255,7 @@ def match_rank_0(
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or group_health.suppresses_collectives:
         return  # suppressed: a replacement sets itself up alone, and gets its values later
-    received = [_describe(model, compares_types)]
+    received = [_describe(model, compares_types, is_delayed_alike)]
     dist.broadcast_object_list(received, src=0)
     expected = received[0]
     waiting = [name for name, aspects in expected.items() if _HAS_VALUES not in aspects]
@@ -238,7 +263,7 @@ def match_rank_0(
         allocate(model, torch.device("cpu"))
         release_tapes(model)
     differences: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(differences, _difference(expected, _describe(model, compares_types)))
+    dist.all_gather_object(differences, _difference(expected, _describe(model, compares_types, is_delayed_alike)))
     for rank, difference in enumerate(differences):
         if difference:
             raise ConfigError(
@@ -249,7 +274,7 @@ def match_rank_0(
             )
 
 
-def _describe(model: nn.Module, with_types: bool) -> dict[str, _Aspects]:
+def _describe(model: nn.Module, with_types: bool, with_origin: bool) -> dict[str, _Aspects]:
     """What must be equal on all ranks: of each tensor, whether it has values, its shape, and what it is tied to."""
     found: dict[str, _Aspects] = {}
     names: dict[int, str] = {}
@@ -259,7 +284,9 @@ def _describe(model: nn.Module, with_types: bool) -> dict[str, _Aspects]:
             name = full_name(module_name, key)
             first = names.setdefault(id(tensor), name)
             state = _HAS_VALUES
-            if tensor.is_meta:
+            if tensor.is_meta and not with_origin:
+                state = "has no values yet"
+            elif tensor.is_meta:
                 is_recorded = binding is not None and key in binding.views
                 state = "was built under delayed_init" if is_recorded else "is on the meta device"
             found[name] = (
@@ -268,6 +295,9 @@ def _describe(model: nn.Module, with_types: bool) -> dict[str, _Aspects]:
                 "is a tensor of its own" if first == name else f"is {first}",
                 *([f"is {tensor.dtype}"] if with_types else []),
             )
+    digests = [digest for digest in map(files_digest, tapes_of(model)) if digest]
+    if digests and with_origin:
+        found["the set of its safetensors files"] = (f"has the digest {' '.join(digests)}",)
     return found
 
 

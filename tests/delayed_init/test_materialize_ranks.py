@@ -8,6 +8,8 @@ pytestmark = pytest.mark.spawns
 
 def materialize_on_mesh(shape, kind):
     """Names whose gathered value differs from the eager one, and what else must hold on every rank."""
+    import tempfile
+
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -57,7 +59,20 @@ def materialize_on_mesh(shape, kind):
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
         return LlamaForCausalLM(LlamaConfig(vocab_size=31, tie_word_embeddings=False, **sizes))
 
-    build = {"plain": Model, "llama": llama}[kind]
+    def pretrained():
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+
+    if kind == "pretrained":  # of bfloat16, so that values are converted
+        folders = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folders, src=0)
+        (folder,) = folders
+        torch.manual_seed(1)
+        if dist.get_rank() == 0:
+            llama().bfloat16().save_pretrained(folder, max_shard_size="5KB")
+        dist.barrier()
+    build = {"plain": Model, "llama": llama, "pretrained": pretrained}[kind]
     torch.manual_seed(3)
     eager = build()
     state_after_eager = torch.get_rng_state()
@@ -106,8 +121,9 @@ def test_plain_model(run_ranks, shape):
         assert result["peak"] <= 2 * 10 * 6 * 4  # the largest parameter, and small change
 
 
-def test_llama(run_ranks):
-    results = run_ranks(materialize_on_mesh, world_size=2, timeout_s=90, shape=(1, 2), kind="llama")
+@pytest.mark.parametrize("kind", ["llama", "pretrained"])
+def test_llama(run_ranks, kind):
+    results = run_ranks(materialize_on_mesh, world_size=2, timeout_s=90, shape=(1, 2), kind=kind)
     assert [result["wrong"] for result in results] == [[], []]
 
 
@@ -257,3 +273,61 @@ def test_initialisers_that_write_sharded_submodules(run_ranks):
         assert zeros
         assert drawn
         assert "the initialiser of 0 (Scales) computes it from 0.inner.weight, of which each rank has a part" in refusal
+
+
+def load_on_rank_0(fails):
+    """A pretrained model whose files rank 0 alone can read: the names that differ, or the error."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    from hyperpod_plugins.delayed_init import delayed_init
+    from hyperpod_plugins.errors import InitializationError
+    from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh, parallelize
+
+    dist.init_process_group("hyperpod")
+    rank = dist.get_rank()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=31, tie_word_embeddings=True, **sizes)
+    torch.manual_seed(1)
+    eager = LlamaForCausalLM(config).bfloat16()
+    settings = ParallelConfig(hybrid_shard_degree=2, delayed_values="rank_0", allow_empty_shards=True)
+    mesh = build_mesh(Topology(world_size=2, shard_degree=2), "cpu")
+    folder = tempfile.mkdtemp()
+    if rank == 0:
+        eager.save_pretrained(folder, max_shard_size="5KB")
+    torch.manual_seed(5 + rank)
+    context = torch.device("meta") if rank else delayed_init()
+    with context:
+        model = LlamaForCausalLM(config) if rank else AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        if fails and rank == 0:
+            model.lm_head.bias = None
+            model.model.norm.weight = torch.nn.Parameter(torch.empty(16))  # nobody gives it values
+    try:
+        parallelize(model, mesh, settings)
+    except InitializationError as error:
+        return str(error)
+    drawn = torch.rand(1)
+    everywhere = [torch.zeros(1) for _ in range(2)]
+    dist.all_gather(everywhere, drawn)
+    got = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in model.named_parameters()}
+    got |= dict(model.named_buffers())
+    expected = dict([*eager.float().named_parameters(), *LlamaForCausalLM(config).named_buffers()])
+    wrong = [name for name, value in expected.items() if not torch.equal(got[name], value)]
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    dist.destroy_process_group()
+    return wrong, tied, bool(torch.equal(*everywhere))
+
+
+def test_values_of_rank_0(run_ranks):
+    results = run_ranks(load_on_rank_0, world_size=2, timeout_s=90, fails=False)
+    assert results == [([], True, True)] * 2
+
+
+def test_an_error_on_rank_0_ends_all(run_ranks):
+    first, second = run_ranks(load_on_rank_0, world_size=2, timeout_s=90, fails=True)
+    assert "no code gave values to" in first
+    assert "the rank that sends the initial values has failed" in second
