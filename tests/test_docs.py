@@ -577,6 +577,18 @@ def memory(page):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@fragments("docs/guides/memory.md", "model.resize_token_embeddings")
+def loading(page):
+    from hyperpod_plugins.delayed_init import materialize
+
+    tiny_llama().save_pretrained("pretrained")
+    page.run("model.resize_token_embeddings", replaced={"40_000": str(VOCABULARY + 3)})
+    model = page["build"]("pretrained")
+    assert all(each.is_meta and each.dtype is torch.bfloat16 for each in model.parameters())
+    materialize(model)
+    assert model.get_input_embeddings().weight.shape[0] == VOCABULARY + 3
+
+
 COLLECTIVES = ('init_process_group("hyperpod")', "strict=True", "reset_traffic()")
 
 

@@ -65,6 +65,15 @@ def test_weights_that_the_files_lack_are_drawn_as_by_the_loader(saved):
     build_both(lambda: AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3))
 
 
+def test_a_change_inside_is_recorded(saved):
+    def build():
+        model = AutoModelForCausalLM.from_pretrained(saved("llama"), dtype="bfloat16")
+        model.resize_token_embeddings(40)  # new rows are drawn around the mean of the old ones
+        return model
+
+    build_both(build)
+
+
 def test_nothing_is_read_before_the_model_is_materialized(saved):
     folder = saved("llama")
     with delayed_init() as tape:
