@@ -20,6 +20,7 @@ from hyperpod_plugins.lightning import (
     TokenDataConfig,
     TokenDataModule,
 )
+from hyperpod_plugins.memory import offload
 
 torch.set_num_threads(1)
 WIDTH, BATCH, MICRO_BATCH = 16, 12, 4
@@ -111,6 +112,7 @@ def local(tensor):
 
 def main():
     pl.seed_everything(1, verbose=False)
+    offload.MIN_BYTES = 1
     module = Module()
     recovery = CheckpointlessRecovery(
         verify=True,
@@ -150,7 +152,10 @@ def main():
     trainer = pl.Trainer(
         default_root_dir=faults.folder,
         strategy=HyperPodStrategy(
-            hybrid_shard_degree=option("SHARDS", 1), tensor_plan={"net.0": "colwise", "net.3": "rowwise"}
+            hybrid_shard_degree=option("SHARDS", 1),
+            tensor_plan={"net.0": "colwise", "net.3": "rowwise"},
+            activation_offload=bool(option("OFFLOAD", 0)),
+            block_classes=("Linear",) if option("OFFLOAD", 0) else (),
         ),
         accelerator=ACCELERATOR,
         devices=devices(int(os.environ["LOCAL_WORLD_SIZE"])),
