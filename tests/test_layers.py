@@ -22,7 +22,7 @@ LAYER_OF = {unit: row for row, units in enumerate(LAYERS) for unit in units.spli
 OUTSIDE = {"__init__", "_autoload"}
 BROAD_EXCEPT_ALLOWED = {
     "_autoload.py",  # an exception there would break `import torch` for everybody
-    "lightning/entries.py",  # a hook that fails after a fit has ended must not end the job, nor hang the other ranks
+    "lightning/trainer_entries.py",  # a failing hook after a fit must not end the job, nor hang the other ranks
     "events.py",  # a listener's mistake must not end a repair
     "recovery/shutdown.py",  # a checkpoint that fails must not hide why the job ends
     "recovery/step.py",  # whatever a user's step raises is a fault of that step, and is raised again

@@ -26,7 +26,6 @@ from hyperpod_plugins.errors import PeerLost, StateLost
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerStatus
 from hyperpod_plugins.lightning.elastic_training import ElasticState
-from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.fault_injection import rehearse_faults
 from hyperpod_plugins.lightning.local_state import register_all
 from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, record_runs
@@ -44,6 +43,7 @@ from hyperpod_plugins.lightning.reentry import (
     rest_of_epoch,
 )
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
+from hyperpod_plugins.lightning.trainer_entries import entries
 from hyperpod_plugins.lightning.trainer_state import (
     LOCAL,
     LOGGED,

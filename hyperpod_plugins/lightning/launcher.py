@@ -20,8 +20,8 @@ from hyperpod_plugins.lightning.compat import (
     Trainer,
     callbacks_of,
 )
-from hyperpod_plugins.lightning.entries import KINDS, entries, save_entry_end, skip_entry
 from hyperpod_plugins.lightning.recovery import recovers
+from hyperpod_plugins.lightning.trainer_entries import KINDS, entries, save_entry_end, skip_entry
 
 STATE_OF_PEERS = "memory of the other ranks"
 """Stands for a checkpoint path in a process that gets its state from the other ranks; Lightning logs it as such."""

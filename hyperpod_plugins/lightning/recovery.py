@@ -20,9 +20,9 @@ from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import ConfigError, PeerLost, StateLost
 from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, TrainerFn, TrainerStatus, callbacks_of
 from hyperpod_plugins.lightning.elastic_training import ElasticState, ElasticTraining
-from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.fit_recovery import FitRecovery, NullFitRecovery
 from hyperpod_plugins.lightning.loggers import continue_runs
+from hyperpod_plugins.lightning.trainer_entries import entries
 from hyperpod_plugins.lightning.trainer_state import prepare_data_alone
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
 from hyperpod_plugins.lightning.window import SaveForRecovery

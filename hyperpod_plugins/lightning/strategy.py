@@ -45,7 +45,6 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.datamodule import sample_weight_of
 from hyperpod_plugins.lightning.elastic_training import ElasticState
-from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.grad_averaging import TrainerAveraging
 from hyperpod_plugins.lightning.launcher import STATE_OF_PEERS, RecoveryLauncher
 from hyperpod_plugins.lightning.local_state import attributes_of, metrics_of
@@ -63,6 +62,7 @@ from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.lightning.preemption import SigtermConsensus
 from hyperpod_plugins.lightning.recovery import NullRecovery, create_recovery
 from hyperpod_plugins.lightning.saving_hooks import FOR_PEERS
+from hyperpod_plugins.lightning.trainer_entries import entries
 from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, rank_local_part
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage, averaging_callback
 from hyperpod_plugins.parallel import (

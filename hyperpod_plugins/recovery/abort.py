@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
-from hyperpod_plugins.elastic.store.entries import (
+from hyperpod_plugins.elastic.store.entry_records import (
     CHECKPOINTS_KEY,
     all_checkpoints,
     known_checkpoints,
@@ -38,7 +38,7 @@ class SavedCheckpoints:
 
         Args:
             job_store: A connection of its own, because a thread beside training may complete a checkpoint.
-            entry: Number of the entry of the program that saves them; see `elastic/store/entries.py`.
+            entry: Number of the entry of the program that saves them; see `elastic/store/entry_records.py`.
         """
         self._job_store = job_store
         self._entry = entry

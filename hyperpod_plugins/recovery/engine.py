@@ -28,7 +28,7 @@ from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import find_world
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.process import exit_with_agent
-from hyperpod_plugins.elastic.store.entries import ended_entries
+from hyperpod_plugins.elastic.store.entry_records import ended_entries
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.parallel.topology import Topology

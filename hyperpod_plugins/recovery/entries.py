@@ -1,7 +1,7 @@
 """The entries of this process: which have ended, the state they left, and the one that a restart continues with.
 
-An entry is a call of the program that trains or evaluates; see `elastic/store/entries.py`. Each process counts its
-own entries. Since all processes run the same program, the same number stands for the same call on all of them.
+An entry is a call of the program that trains or evaluates; see `elastic/store/entry_records.py`. Each process counts
+its own entries. Since all processes run the same program, the same number stands for the same call on all of them.
 """
 
 import logging
@@ -19,7 +19,7 @@ import torch
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.elastic import FailureRecord, JobStore
-from hyperpod_plugins.elastic.store.entries import (
+from hyperpod_plugins.elastic.store.entry_records import (
     TRAINING,
     EndedEntry,
     ended_entry,

@@ -13,7 +13,7 @@ from typing import NoReturn
 from hyperpod_plugins.elastic import FailureRecord
 from hyperpod_plugins.elastic.membership.reshard import drop_request, requested_degrees
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
-from hyperpod_plugins.elastic.store.entries import from_present_entry
+from hyperpod_plugins.elastic.store.entry_records import from_present_entry
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import Event, record

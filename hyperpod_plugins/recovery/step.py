@@ -24,7 +24,7 @@ import torch.distributed as dist
 from hyperpod_plugins.comm import break_groups, commit_vote, group_health
 from hyperpod_plugins.comm.device_queue import RECORDERS
 from hyperpod_plugins.elastic import FailureRecord
-from hyperpod_plugins.elastic.store.entries import ended_entries
+from hyperpod_plugins.elastic.store.entry_records import ended_entries
 from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY
 from hyperpod_plugins.errors import DeviceHung, HyperPodError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import record

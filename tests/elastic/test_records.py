@@ -11,7 +11,7 @@ from hyperpod_plugins.elastic.rendezvous.slots import LeaseState, SlotLease
 from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState
 from hyperpod_plugins.elastic.scaling.lr import LRState, Ramp
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
-from hyperpod_plugins.elastic.store.entries import EndedEntry
+from hyperpod_plugins.elastic.store.entry_records import EndedEntry
 from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import ConfigError

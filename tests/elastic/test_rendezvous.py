@@ -33,7 +33,7 @@ from hyperpod_plugins.elastic.rendezvous.slots import LeaseState, NodeAssignment
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore, RoundEnd
 from hyperpod_plugins.elastic.rendezvous.torchrun_workers import WorkerMonitor
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
-from hyperpod_plugins.elastic.store.entries import EndedEntry, record_end
+from hyperpod_plugins.elastic.store.entry_records import EndedEntry, record_end
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import ConfigError

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from device import ACCELERATOR, devices
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.store.entries import EndedEntry, EntryRecords, record_end
+from hyperpod_plugins.elastic.store.entry_records import EndedEntry, EntryRecords, record_end
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.lightning import entries as lightning_entries
+from hyperpod_plugins.lightning import trainer_entries
 from hyperpod_plugins.recovery.entries import Entries
 
 LIMIT_BYTES = 10_000
@@ -31,8 +31,8 @@ class Prediction:
     ],
 )
 def test_what_can_be_kept_of_results(monkeypatch, results, kind, can_be_kept):
-    monkeypatch.setattr(lightning_entries, "_MAX_PREDICTIONS_BYTES", LIMIT_BYTES)
-    assert lightning_entries.can_keep(results, kind) is can_be_kept
+    monkeypatch.setattr(trainer_entries, "_MAX_PREDICTIONS_BYTES", LIMIT_BYTES)
+    assert trainer_entries.can_keep(results, kind) is can_be_kept
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def predict_and_validate(root, returns):
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("hyperpod_plugins.recovery.entries").addHandler(handler)
     if returns == "much":
-        lightning_entries._MAX_PREDICTIONS_BYTES = 100
+        trainer_entries._MAX_PREDICTIONS_BYTES = 100
     torch.manual_seed(0)
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(hybrid_shard_degree=1),

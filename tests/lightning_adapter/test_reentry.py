@@ -15,10 +15,10 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, PeerLost, StateLost
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
-from hyperpod_plugins.lightning.entries import entries
 from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks, rest_of_epoch
+from hyperpod_plugins.lightning.trainer_entries import entries
 from hyperpod_plugins.recovery import Member, abort
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 

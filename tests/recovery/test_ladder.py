@@ -7,7 +7,7 @@ from torch._C._distributed_c10d import HashStore
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart, JobRestartBudget
-from hyperpod_plugins.elastic.store.entries import EndedEntry, record_end
+from hyperpod_plugins.elastic.store.entry_records import EndedEntry, record_end
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.events import Event, EventFile, listen, record
 from hyperpod_plugins.parallel.topology import Topology

@@ -29,7 +29,7 @@ from hyperpod_plugins.elastic.membership.restart_policy import (
     Remedy,
     WorkerExit,
 )
-from hyperpod_plugins.elastic.store.entries import (
+from hyperpod_plugins.elastic.store.entry_records import (
     EndedEntry,
     EntryRecords,
     ended_entries,

@@ -9,7 +9,7 @@ from hyperpod_plugins.comm import Reconfiguration
 from hyperpod_plugins.elastic import FailureRecord
 from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
-from hyperpod_plugins.elastic.store.entries import EndedEntry, record_end
+from hyperpod_plugins.elastic.store.entry_records import EndedEntry, record_end
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv

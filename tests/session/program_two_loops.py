@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.store.entries import all_checkpoints
+from hyperpod_plugins.elastic.store.entry_records import all_checkpoints
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.session import Session
 

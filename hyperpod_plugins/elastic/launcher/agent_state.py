@@ -14,7 +14,7 @@ from hyperpod_plugins.elastic.launcher.local_workers import WorkerSlot, WorkerSt
 from hyperpod_plugins.elastic.launcher.round import RestartRound
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart, JobRestartBudget
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
-from hyperpod_plugins.elastic.store.entries import EntryRecords
+from hyperpod_plugins.elastic.store.entry_records import EntryRecords
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord
 

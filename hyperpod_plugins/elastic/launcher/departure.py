@@ -21,7 +21,7 @@ from hyperpod_plugins.elastic.membership.quorum_policy import ExitWait
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
 from hyperpod_plugins.elastic.rendezvous.keep_alive import MALFORMED
-from hyperpod_plugins.elastic.store.entries import existing_folder
+from hyperpod_plugins.elastic.store.entry_records import existing_folder
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
 
 logger = get_logger(__name__)

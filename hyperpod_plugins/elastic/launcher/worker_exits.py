@@ -23,7 +23,7 @@ from hyperpod_plugins.elastic.membership.restart_policy import (
 )
 from hyperpod_plugins.elastic.rendezvous.expiry import record_worker_exit
 from hyperpod_plugins.elastic.rendezvous.keep_alive import MALFORMED
-from hyperpod_plugins.elastic.store.entries import restart_from_newest
+from hyperpod_plugins.elastic.store.entry_records import restart_from_newest
 from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY, GAVE_UP_KEY, RAISED_KEY, RESTART_KEY
 from hyperpod_plugins.elastic.store.records import FailureRecord
 

@@ -215,7 +215,7 @@ class JobRestart(JsonRecord):
     step: int = 0
     """Optimizer steps in that checkpoint."""
     entry: int = 0
-    """Entries of the program that have ended and are not run again; see `store/entries.py`."""
+    """Entries of the program that have ended and are not run again; see `store/entry_records.py`."""
     is_own_fault: bool = False
     """Whether the program may have failed by itself, so that it would fail again."""
     shard_degree: int = 0

@@ -11,7 +11,7 @@ from hyperpod_plugins.elastic.membership.admission import is_in_world
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart, JobRestartBudget, no_progress_message
 from hyperpod_plugins.elastic.rendezvous.slots import LeaseState, NodeAssignment
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, RoundEnd
-from hyperpod_plugins.elastic.store.entries import ended_entries, resume_point
+from hyperpod_plugins.elastic.store.entry_records import ended_entries, resume_point
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY, JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord
 

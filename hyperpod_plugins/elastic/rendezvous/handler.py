@@ -52,7 +52,7 @@ from hyperpod_plugins.elastic.rendezvous.slots import (
 )
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, name_of_round
 from hyperpod_plugins.elastic.rendezvous.torchrun_workers import FailedWorker, prepare_agent_environ, set_worker_environ
-from hyperpod_plugins.elastic.store.entries import EntryRecords, check_checkpoint, existing_folder
+from hyperpod_plugins.elastic.store.entry_records import EntryRecords, check_checkpoint, existing_folder
 from hyperpod_plugins.elastic.store.etcd import SCHEME
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord

@@ -42,7 +42,7 @@ class RoundEnd(JsonRecord):
     step: int = -1
     """Number of optimizer steps in that checkpoint; -1 if no worker requested the restart."""
     entry: int = 0
-    """Number of entries of the program that had ended by then; see `store/entries.py`."""
+    """Number of entries of the program that had ended by then; see `store/entry_records.py`."""
     count: int = 0
     """Number of rounds in a row that have ended with a restart from this step of this entry."""
     shard_degree: int = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hyperpod_plugins.elastic.store.entries import EndedEntry
+from hyperpod_plugins.elastic.store.entry_records import EndedEntry
 from hyperpod_plugins.errors import CheckpointError, CommError, RecoveryError, format_list
 from hyperpod_plugins.lightning.compat import Trainer, override
 from hyperpod_plugins.lightning.local_state import load_attributes, load_local_state
