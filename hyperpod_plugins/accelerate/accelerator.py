@@ -32,6 +32,7 @@ from hyperpod_plugins.accelerate.process_state import (
     uses_cpu,
 )
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec
+from hyperpod_plugins.delayed_init.api import delay_transformers
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import (
     ParallelConfig,
@@ -78,6 +79,8 @@ class HyperPodAccelerator(Accelerator):
                 tensor_parallel_degree=degrees.tensor_degree,
             )
         self._data_group: dist.ProcessGroup | None = None
+        if self._config.delayed_init:
+            delay_transformers()
         if session is not None and plugin.non_finite != "auto":
             raise ConfigError(
                 f"non_finite={plugin.non_finite!r} cannot be given to HyperPodPlugin where a Session steps the "

@@ -15,9 +15,10 @@ delayed tensor therefore reports the CPU as its device, where eager code would h
 """
 
 import importlib.util
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -67,6 +68,28 @@ def delayed_init() -> Generator[Tape]:
         yield tape
     for module in modules:
         tape.bind(module)
+
+
+def delay_transformers() -> None:
+    """From now on, models of transformers are loaded and built inside `delayed_init`, in the whole process."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    from transformers import PreTrainedModel
+
+    for name in ("from_pretrained", "_from_config"):
+        original = vars(PreTrainedModel)[name].__func__
+        if "_delays" not in vars(original):
+            setattr(PreTrainedModel, name, classmethod(_delayed(original)))
+
+
+def _delayed(build: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(build)
+    def delayed(*args: Any, **kwargs: Any) -> Any:
+        with delayed_init():
+            return build(*args, **kwargs)
+
+    vars(delayed)["_delays"] = True
+    return delayed
 
 
 @contextmanager

@@ -330,8 +330,13 @@ class HyperPodStrategy(ModelParallelStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Context of `Trainer.init_module`: with `empty_init=True`, a model takes no memory until it is sharded."""
-        with delayed_init() if empty_init else nullcontext():
+        """Context of `configure_model` and `Trainer.init_module`.
+
+        With `empty_init=True`, or by default where the configuration says `delayed_init`, a model takes no memory until
+        it is sharded.
+        """
+        is_delayed = self.config.delayed_init if empty_init is None else empty_init
+        with delayed_init() if is_delayed else nullcontext():
             yield
 
     @override

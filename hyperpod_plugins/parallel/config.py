@@ -82,6 +82,10 @@ class ParallelConfig:
     """
     mlp_tiles: int = 1
     """Number of tiles of the sequence in which MLPs are computed one after the other. 1: the whole sequence."""
+    delayed_init: bool = False
+    """Build models inside `hyperpod_plugins.delayed_init.delayed_init` without a change of the program: what
+    `configure_model` builds (Lightning), and what transformers loads once the Accelerator exists (Accelerate).
+    """
     delayed_values: DelayedValues = "every_rank"
     """Which ranks compute the values of a model that was built, or loaded, inside `delayed_init`: each its own part, or
     rank 0, which sends the others theirs and alone needs the files of a pretrained model.

@@ -14,10 +14,12 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
+    PreTrainedModel,
     Qwen3MoeConfig,
 )
 
 from hyperpod_plugins.delayed_init import delayed_init, materialize, tapes_of
+from hyperpod_plugins.delayed_init.api import delay_transformers
 from hyperpod_plugins.delayed_init.files import files_digest
 from hyperpod_plugins.errors import InitializationError
 
@@ -134,6 +136,21 @@ def test_the_digest_tells_files_apart(saved):
             model = AutoModelForCausalLM.from_pretrained(saved(kind))
         digests |= {files_digest(tape) for tape in tapes_of(model)}
     assert len(digests) == 2
+
+
+def test_transformers_is_delayed_without_a_change_of_the_program(saved, monkeypatch):
+    for name in ("from_pretrained", "_from_config"):
+        monkeypatch.setattr(PreTrainedModel, name, vars(PreTrainedModel)[name])  # so that it comes back
+    torch.manual_seed(3)
+    eager = AutoModelForCausalLM.from_pretrained(saved("llama")), AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    delay_transformers()
+    delay_transformers()
+    torch.manual_seed(3)
+    models = AutoModelForCausalLM.from_pretrained(saved("llama")), AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    for one, other in zip(eager, models, strict=True):
+        assert all(each.is_meta for each in other.parameters())
+        materialize(other)
+        assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
 def test_a_skeleton_on_the_meta_device_stays_one():

@@ -304,12 +304,26 @@ def short_runs(options):
 
 
 def built_without_memory(options):
-    """`init_module(empty_init=True)` gives the values of an eager build, sharded."""
+    """`init_module(empty_init=True)` gives the values of an eager build, sharded; so does `delayed_init=True`."""
     trainer = make_trainer(options, max_epochs=0)
     with trainer.init_module(empty_init=True):
         module = make_module()
     is_empty = all(p.is_meta for p in module.parameters())
     trainer.fit(module)
+
+    late = make_module()
+    late.net = None
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = make_net()
+            with torch._C.DisableTorchFunction():  # inside, they say that they are on the CPU
+                self.is_empty = all(p.is_meta for p in self.net.parameters())
+
+    type(late).configure_model = configure_model
+    make_trainer({**options, "delayed_init": True}, max_epochs=0).fit(late)
+    is_empty &= late.is_empty
+    assert all(map(torch.equal, map(whole, late.net.parameters()), map(whole, module.net.parameters())))
     eager = dict(make_net().named_parameters())
     return is_empty, {name: torch.equal(whole(p), eager[name]) for name, p in module.net.named_parameters()}
 
