@@ -18,12 +18,13 @@ from hyperpod_plugins.parallel.parallelize import match_rank_0
 
 
 def shard_with_optimizers(
-    model: nn.Module, optimizers: Sequence[Optimizer], shard: Callable[[nn.Module], None]
+    model: nn.Module, optimizers: Sequence[Optimizer], shard: Callable[[nn.Module], None], *, is_delayed_alike: bool
 ) -> None:
     """Shard a model in place, and replace the old parameters in its optimizers by the new ones.
 
     Accelerate maps parameters by their memory address, which parameters on the meta device and empty shards do not
     have. Here they are mapped by name. Meanwhile the optimizers hold no parameters, so that each can be freed.
+    `is_delayed_alike`: see `match_rank_0`.
 
     Raises:
         ConfigError: an optimizer already has state, computes gradients itself, or holds a parameter that is not the
@@ -31,7 +32,7 @@ def shard_with_optimizers(
     """
     if any(True for _ in fsdp_units(model)):
         return  # by an earlier `prepare`, or by the user: its optimizers hold the shards
-    refuse_half_loaded(model)
+    refuse_half_loaded(model, is_delayed_alike=is_delayed_alike)
     check_no_required_closure(optimizers)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: list[tuple[dict[str, Any], list[str]]] = []
@@ -59,7 +60,7 @@ def shard_with_optimizers(
         group["params"] = [parameters[name] for name in in_group]
 
 
-def refuse_half_loaded(model: nn.Module) -> None:
+def refuse_half_loaded(model: nn.Module, *, is_delayed_alike: bool) -> None:
     """Raise `ConfigError` if tensors have values on some ranks only.
 
     With `cpu_ram_efficient_loading`, which `accelerate launch` enables by default, transformers loads a model only on
@@ -70,7 +71,7 @@ def refuse_half_loaded(model: nn.Module) -> None:
         "loading the model, or set fsdp_cpu_ram_efficient_loading: false. Large models are built inside "
         "hyperpod_plugins.delayed_init.delayed_init."
     )
-    match_rank_0(model, compares_types=False, advice=advice)
+    match_rank_0(model, compares_types=False, is_delayed_alike=is_delayed_alike, advice=advice)
 
 
 def wrap_forward(

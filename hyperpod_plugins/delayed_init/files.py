@@ -9,15 +9,20 @@ the rank's part; a tensor that the loader has changed (by a cast, for instance) 
 Ranks of one node share what they read: the system keeps one copy of a mapped file for all of them.
 """
 
+# There is no public way to leave dispatch modes for a while.
+# pyright: reportPrivateUsage=false
+
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hyperpod_plugins.delayed_init.tape import Tape
 from hyperpod_plugins.env import loading_in_this_thread
@@ -71,24 +76,40 @@ def files_digest(tape: Tape) -> str:
     return hashlib.blake2b("".join(found).encode(), digest_size=8).hexdigest() if found else ""
 
 
+_lock = threading.Lock()
+_recorders: dict[int, _Records] = {}
+"""The recorder of each thread that is inside `delayed_init`, by the thread's identifier."""
+_originals: list[Any] = []
+"""`safetensors.safe_open` itself, while it is replaced."""
+
+
 @contextmanager
 def delayed_files(recorder: _Records) -> Generator[None]:
-    """Put tensors that are read from safetensors files on the tape of `recorder`, inside the context."""
+    """Put tensors that this thread reads from safetensors files on the tape of `recorder`, inside the context."""
     import safetensors
 
-    original: Any = safetensors.safe_open
-
-    def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **options: Any) -> Any:
-        file = original(filename, framework, device, **options)
-        is_on_cpu = device is None or torch.device(device).type == "cpu"
-        return _DelayedFile(file, os.fspath(filename), recorder) if framework in ("pt", "torch") and is_on_cpu else file
-
-    _replace_everywhere(original, safe_open)
+    thread = threading.get_ident()
+    with _lock:
+        if not _recorders:
+            _originals.append(safetensors.safe_open)
+            _replace_everywhere(safetensors.safe_open, _safe_open)
+        _recorders[thread] = recorder
     try:
         with loading_in_this_thread():  # what other threads do is not recorded
             yield
     finally:
-        _replace_everywhere(safe_open, original)
+        with _lock:
+            del _recorders[thread]
+            if not _recorders:
+                _replace_everywhere(_safe_open, _originals[0])
+
+
+def _safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **options: Any) -> Any:
+    """Stands for `safetensors.safe_open`; in a thread that is not inside `delayed_init` it is the same."""
+    file = _originals[0](filename, framework, device, **options)
+    is_on_cpu = device is None or torch.device(device).type == "cpu"
+    is_delayed = _recorders.get(threading.get_ident()) is not None and is_on_cpu
+    return _DelayedFile(file, os.fspath(filename)) if framework in ("pt", "torch", "pytorch") and is_delayed else file
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
@@ -100,10 +121,13 @@ def _replace_everywhere(old: Any, new: Any) -> None:
 
 
 class _DelayedFile:
-    """An open safetensors file, as `safe_open` returns it, whose tensors are delayed."""
+    """An open safetensors file, as `safe_open` returns it, whose tensors are delayed.
 
-    def __init__(self, file: Any, path: str, recorder: _Records) -> None:
-        self._file, self._recorder, self._digest = file, recorder, _digest(path)
+    A thread that is not inside `delayed_init`, any longer or at all, reads values.
+    """
+
+    def __init__(self, file: Any, path: str) -> None:
+        self._file, self._digest = file, _digest(path)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -114,16 +138,20 @@ class _DelayedFile:
     def __exit__(self, *_: object) -> None:
         """Leave the file open: the tape reads from it, and closes it by dropping it."""
 
-    def get_slice(self, name: str) -> "_DelayedSlice":
-        return _DelayedSlice(self, name)
+    def get_slice(self, name: str) -> Any:
+        return _DelayedSlice(self, name) if threading.get_ident() in _recorders else self._file.get_slice(name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
+        recorder = _recorders.get(threading.get_ident())
+        if recorder is None:
+            return self._file.get_tensor(name)
         described = self._file.get_slice(name)
         dtype = _TYPES.get(described.get_dtype())
         if dtype is None:
-            return self._file.get_tensor(name)
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return self._file.get_tensor(name)
         source = FileTensor(name, self._digest, self._file)
-        return self._recorder.record_source(source, tuple(described.get_shape()), dtype)
+        return recorder.record_source(source, tuple(described.get_shape()), dtype)
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
         return {name: self.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118 (it is no dict)
@@ -134,7 +162,7 @@ class _DelayedSlice:
 
     def __init__(self, file: _DelayedFile, name: str) -> None:
         self._file, self._name = file, name
-        self._slice = file._file.get_slice(name)  # pyright: ignore[reportPrivateUsage]
+        self._slice = file._file.get_slice(name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._slice, name)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
-from hyperpod_plugins.delayed_init.files import FileTensor
+from hyperpod_plugins.delayed_init.files import files_digest
 from hyperpod_plugins.delayed_init.replay import ReplayReport, replay
 from hyperpod_plugins.delayed_init.reset_parameters import find_initializers, reset_module
 from hyperpod_plugins.delayed_init.tape import (
@@ -24,7 +24,7 @@ from hyperpod_plugins.delayed_init.tape import (
     binding_of,
     full_name,
     own_tensors,
-    plan_replay,
+    rebind,
     release_tapes,
     tapes_of,
 )
@@ -58,9 +58,11 @@ def materialize(
         InitializationError: a tensor is neither on a tape nor covered by an initialiser, never received values, or
             has changed its shape since it was built; or weights that were read from a file would be lost.
     """
+    rebind(model)
     recorded, unrecorded = _split(model)
     _refuse_valueless(recorded)
-    _refuse_unused_weights(recorded, unrecorded)
+    _refuse_skeletons(model)
+    _refuse_beside_files(model, unrecorded)
     initializers = find_initializers(model, unrecorded)
     allocate(model, torch.device(device))
 
@@ -98,13 +100,16 @@ def materialize_from_source(
         InitializationError: as `materialize`; tensors of the source are not on a tape; or the source has failed.
     """
     waiting = [(module, key) for module in model.modules() for key, each in own_tensors(module).items() if each.is_meta]
+    if not waiting:
+        return
     header = torch.full((1,), _FAILED)
     if is_source:
         index_of = {(id(module), key): index for index, (module, key) in enumerate(waiting)}
 
         def send(slot: _Slot, full: torch.Tensor) -> None:
+            data = _bytes_of(full.to(slot.tensor.dtype).contiguous())  # before the others expect it
             broadcast(torch.tensor([index_of[id(slot.module), slot.key]]))
-            broadcast(_bytes_of(full.to(slot.tensor.dtype).contiguous()))
+            broadcast(data)
 
         try:
             unrecorded = _split(model)[1]
@@ -142,7 +147,7 @@ _ENDED, _FAILED = -1, -2
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, which no backend refuses."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +175,9 @@ def _split(model: nn.Module) -> tuple[list[_Slot], set[str]]:
             if not tensor.is_meta:
                 continue
             name = full_name(module_name, key)
-            if binding is not None and key in binding.views:
-                slot = _Slot(name=name, module=module, key=key, tape=binding.tape, view=binding.views[key])
-                recorded.append(slot)
+            if binding is not None and key in binding.bound:
+                bound = binding.bound[key]
+                recorded.append(_Slot(name=name, module=module, key=key, tape=bound.tape, view=bound.view))
             else:
                 unrecorded.add(name)
     return recorded, unrecorded
@@ -256,26 +261,35 @@ def _refuse_valueless(slots: list[_Slot]) -> None:
         )
 
 
-def _refuse_unused_weights(recorded: list[_Slot], unrecorded: set[str]) -> None:
-    """Refuse a model some of whose tensors were replaced by new ones without values after `delayed_init` had ended.
+def _refuse_skeletons(model: nn.Module) -> None:
+    """Refuse tensors that the program itself has put on the meta device inside `delayed_init`."""
+    bindings = ((name, module, binding_of(module)) for name, module in model.named_modules())
+    left = [
+        full_name(name, key)
+        for name, module, binding in bindings
+        if binding is not None
+        for key, tensor in own_tensors(module).items()
+        if key in binding.skeleton and key not in binding.bound and tensor.is_meta
+    ]
+    if left:
+        raise InitializationError(
+            f"{format_list(left)} have no values, because they were built under torch.device('meta') inside "
+            "delayed_init. Leave torch.device('meta') out: inside delayed_init nothing takes memory."
+        )
 
-    Such a tensor (an embedding that was resized, for instance) would be initialised afresh, where eager code has copied
-    weights that were read from a file.
+
+def _refuse_beside_files(model: nn.Module, unrecorded: set[str]) -> None:
+    """Refuse tensors without values in a model with weights from files: they may have replaced some, or be copies.
+
+    A tensor that was made after `delayed_init` had ended (an embedding that was resized, an adapter) would be
+    initialised afresh, where eager code has computed it from weights.
     """
-    if not unrecorded:
-        return
-    for tape in dict.fromkeys(slot.tape for slot in recorded):
-        needed = plan_replay(tape.ops, {slot.view.version for slot in recorded if slot.tape is tape}, with_draws=False)
-        used = set(needed.steps)
-        unused = [
-            op.func.name for index, op in enumerate(tape.ops) if isinstance(op.func, FileTensor) and index not in used
-        ]
-        if unused:
-            raise InitializationError(
-                f"the weights {format_list(unused)} were read from a file, but no tensor of the model has them, and "
-                f"{format_list(sorted(unrecorded))} have no values: the model was changed after delayed_init had ended "
-                "(by resize_token_embeddings, for instance). Change it inside delayed_init."
-            )
+    if unrecorded and any(files_digest(tape) for tape in tapes_of(model)):
+        raise InitializationError(
+            f"{format_list(sorted(unrecorded))} have no values, beside weights that are read from files: the model was "
+            "changed after delayed_init had ended (resize_token_embeddings, an adapter, a layer on the meta device). "
+            "Change it inside delayed_init."
+        )
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
         version = self.tape.new_version(tensor, is_written=True)
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             outputs = (self.tape.view(tensor),)
-        self._append(source, (), {}, outputs=outputs, touched=set(), changed={version}, draws=False)
+        self._append(source, (), {}, outputs=outputs, touched=set(), changed={version}, draws=False, is_source=True)
         return tensor
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool) -> Any:
@@ -109,16 +109,15 @@ class Recorder(TorchDispatchMode):
             refuse_other_device(func, kwargs.get("device"))
             kwargs["device"] = torch.device("cpu")
         written = _written_arguments(arguments, args, kwargs)
-        for tensor, _ in written:
+        targets = [tensor for tensor, _ in written]
+        if targets and all(map(self._is_on_meta, targets)):
+            return func(*_on_meta(args), **_on_meta(kwargs))
+        for tensor in targets:
             self._refuse_real(func, tensor)
         result = func(*_on_meta(args), **_on_meta(kwargs))
 
-        targets = [tensor for tensor, _ in written]
-        touched = {
-            self.tape.view(tensor).version
-            for tensor in _tensors((args, kwargs))
-            if self.tape.is_recorded(tensor) and all(tensor is not target for target in targets)
-        }
+        read = _read_arguments(arguments, args, kwargs)
+        touched = {self.tape.view(tensor).version for tensor in read if self.tape.is_recorded(tensor)}
         for tensor, is_out in written:
             can_overwrite = (is_out or func in _OVERWRITING) and self.tape.view(tensor).version not in touched
             touched.add(self._written(tensor, overwrites=can_overwrite))
@@ -141,6 +140,7 @@ class Recorder(TorchDispatchMode):
         touched: set[int],
         changed: set[int],
         draws: bool,
+        is_source: bool = False,
     ) -> None:
         draw = self.tape.stream(kwargs.get("generator")).draw() if draws else None
         op = Op(
@@ -152,6 +152,7 @@ class Recorder(TorchDispatchMode):
             written=frozenset(changed),
             default_dtype=torch.get_default_dtype(),
             draw=draw,
+            is_source=is_source,
         )
         self.tape.ops.append(op)
 
@@ -168,7 +169,7 @@ class Recorder(TorchDispatchMode):
         if overwrites and covers_storage and _is_dense(tensor):
             return self.tape.new_version(tensor, is_written=True)
         version = self.tape.view(tensor).version
-        self.tape.versions[version].is_written = True
+        self.tape.versions[version].is_written = self.tape.versions[version].is_modified = True
         return version
 
     def _hold(self, output: torch.Tensor, *, is_written: bool) -> View | None:
@@ -213,6 +214,17 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _read_arguments(arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensors that an op reads according to its schema. One that it also writes counts if it is given twice."""
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return [
+        tensor
+        for argument in arguments
+        if argument.alias_info is None or not argument.alias_info.is_write
+        for tensor in _tensors(given.get(argument.name))
+    ]
 
 
 def _written_arguments(

@@ -107,6 +107,8 @@ class _Memory:
         outputs = [result] if isinstance(result, torch.Tensor) else (result or ())
         for view, output in zip(op.outputs, outputs, strict=False):
             if view is not None:
+                if op.is_source and self._tape.versions[view.version].is_modified:
+                    output = output.clone()  # it is the memory of a file, which may be read again
                 self._keep(view.version, self._laid_out(output, view))
 
     def _real(self, value: Any) -> Any:

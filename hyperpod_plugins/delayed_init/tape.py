@@ -15,12 +15,15 @@ Any other state was set by the user and is recorded as it is.
 """
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from hyperpod_plugins.errors import InitializationError, format_list
 
 # Seeds of the artificial states: odd, so that different draws have different ones; large, so that no user picks one.
 _TOKEN_STEP = 0x9E3779B97F4A7C15
@@ -149,6 +152,8 @@ class Version:
     """Size of the storage."""
     is_written: bool = False
     """Whether any op gave it values; memory from `torch.empty` has none."""
+    is_modified: bool = False
+    """Whether an op changes the values that another one gave it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -171,6 +176,8 @@ class Op:
     """`torch.get_default_dtype()` when the op was recorded."""
     draw: Draw | None
     """The random numbers that the op draws, if any."""
+    is_source: bool = False
+    """Whether it reads a value from elsewhere, such as a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +225,8 @@ class Tape:
         self.streams: list[RandomStream] = [RandomStream(torch.default_generator, 0)]
         # Keep storages alive so that their addresses, used as keys, are not reused. Meta storages take no memory.
         self._held: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._at_end: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Modules' tensors as the recording ended, by `id`, and how often each had been written to by then."""
 
     @property
     def rng_state(self) -> torch.Tensor:
@@ -268,33 +277,100 @@ class Tape:
 
     def bind(self, module: torch.nn.Module) -> None:
         """Remember the delayed tensors that a module owns directly, before sharding replaces its parameters."""
-        views = {name: self.view(tensor) for name, tensor in own_tensors(module).items() if self.is_recorded(tensor)}
-        if views:
-            _bindings[module] = Binding(tape=self, views=views)
+        own = own_tensors(module)
+        bound = {name: Bound(self, self.view(tensor)) for name, tensor in own.items() if self.is_recorded(tensor)}
+        for name in bound:
+            self._at_end[id(own[name])] = weakref.ref(own[name]), own[name]._version
+        skeleton = frozenset(name for name, tensor in own.items() if tensor.is_meta and name not in bound)
+        if bound or skeleton:
+            vars(module)[_BINDING] = Binding(bound=bound, skeleton=skeleton)
+
+    def is_changed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that a module owned as the recording ended has been written to in place since then."""
+        alive, version = self._at_end.get(id(tensor), (None, 0))
+        return alive is not None and alive() is tensor and tensor._version != version
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Where the value of a delayed tensor is."""
+
+    tape: Tape
+    """The tape that has it."""
+    view: View
+    """Its place on the tape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
     """The delayed tensors of one module. Sharding keeps module objects but replaces parameters."""
 
-    tape: Tape
-    """The tape that has the values."""
-    views: dict[str, View]
-    """Name in the module to the view of its value."""
+    bound: dict[str, Bound]
+    """Name in the module to the place of its value."""
+    skeleton: frozenset[str] = frozenset()
+    """Names of tensors that the program itself put on the meta device inside `delayed_init`."""
+    is_copy: bool = False
+    """Whether the module is a deep copy, made later; its tensors are other ones."""
+
+    def __deepcopy__(self, memo: object) -> "Binding":
+        """The binding of a copied module, whose values are those of the original."""
+        return replace(self, is_copy=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled module has none."""
+        return type(None), ()
 
 
-_bindings: WeakKeyDictionary[torch.nn.Module, Binding] = WeakKeyDictionary()
+_BINDING = "_hyperpod_binding"
+"""Name of a module's `Binding` among its attributes, with which it is copied."""
 
 
 def binding_of(module: torch.nn.Module) -> Binding | None:
     """The delayed tensors that a module owns directly, or None."""
-    return _bindings.get(module)
+    return vars(module).get(_BINDING)
 
 
 def release_tapes(model: torch.nn.Module) -> None:
     """Drop the tapes of a model, once its tensors have their values."""
     for module in model.modules():
-        _bindings.pop(module, None)
+        vars(module).pop(_BINDING, None)
+
+
+def rebind(model: torch.nn.Module) -> None:
+    """Bind delayed tensors to the modules that own them now, which may have changed since `delayed_init` ended.
+
+    Call it before the model is sharded. Tensors that were tied or moved keep their values.
+
+    Raises:
+        InitializationError: values were changed since then, so that the tape no longer has them.
+    """
+    tapes, changed = tapes_of(model), list[str]()
+    for module_name, module in model.named_modules():
+        binding = binding_of(module) or Binding(bound={})
+        bound = dict(binding.bound)
+        for key, tensor in own_tensors(module).items():
+            if not tensor.is_meta or isinstance(tensor, DTensor):
+                continue
+            tape = next((each for each in tapes if each.is_recorded(tensor)), None)
+            if tape is not None:
+                bound[key] = Bound(tape, tape.view(tensor))
+                is_changed = tape.is_changed(tensor)
+            elif key not in bound:
+                continue
+            elif binding.is_copy:
+                is_changed = tensor._version > 0
+            else:  # a cast gives it other memory, and the value is cast when it exists
+                view = bound[key].view
+                is_changed = (tensor.dtype, tuple(tensor.shape)) == (view.dtype, view.size)
+            if is_changed:
+                changed.append(full_name(module_name, key))
+        if bound and bound != binding.bound:
+            vars(module)[_BINDING] = replace(binding, bound=bound)
+    if changed:
+        raise InitializationError(
+            f"{format_list(changed)} changed after delayed_init had ended (written to in place, loaded, or cast there "
+            "and back), before there were values to change. Change it inside delayed_init, or once it is sharded."
+        )
 
 
 def tapes_of(model: torch.nn.Module) -> list[Tape]:
@@ -303,7 +379,7 @@ def tapes_of(model: torch.nn.Module) -> list[Tape]:
     For the same initial values on all ranks, set the `rng_state` of each tape to rank 0's before `materialize`.
     """
     bindings = (binding_of(module) for module in model.modules())
-    return list(dict.fromkeys(binding.tape for binding in bindings if binding is not None))
+    return list(dict.fromkeys(each.tape for binding in bindings if binding for each in binding.bound.values()))
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from hyperpod_plugins.comm import CommOptions, group_health, register
 from hyperpod_plugins.data import StatefulLoader
-from hyperpod_plugins.delayed_init import delayed_init
+from hyperpod_plugins.delayed_init import delayed_init, tapes_of
 from hyperpod_plugins.elastic.membership.admission import announce
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import ConfigError, PeerLost
@@ -79,7 +79,7 @@ from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankL
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard, without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.mesh import update_group_members
-from hyperpod_plugins.parallel.parallelize import give_values, replace_stale_parameters
+from hyperpod_plugins.parallel.parallelize import give_values, match_rank_0, replace_stale_parameters
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
 from hyperpod_plugins.recovery.device_sync import completed_outside_step
 from hyperpod_plugins.recovery.kept_state import is_elementwise
@@ -347,6 +347,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         if any(True for _ in fsdp_units(module)):
             refuse_other_types(module, self.config.precision)
+            if tapes_of(module):
+                match_rank_0(module, is_delayed_alike=self.config.delayed_values != "rank_0")
             give_values(module, self.root_device, self.config)
             watch_units(module)
         else:

@@ -25,7 +25,7 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.delayed_init import materialize
 from hyperpod_plugins.delayed_init.files import files_digest
 from hyperpod_plugins.delayed_init.materialize import allocate, materialize_from_source
-from hyperpod_plugins.delayed_init.tape import binding_of, full_name, own_tensors, release_tapes, tapes_of
+from hyperpod_plugins.delayed_init.tape import binding_of, full_name, own_tensors, rebind, release_tapes, tapes_of
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, chunk_loss
 from hyperpod_plugins.memory.host_pool import HostPool
@@ -69,6 +69,7 @@ def parallelize(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return model  # already sharded, by the user or by an earlier call
     remember_parameters(model)
+    rebind(model)
     plan = plan_for(model, config)
     if config.precision == "bf16-true":
         _to_bfloat16(model)
@@ -88,6 +89,9 @@ def give_values(model: nn.Module, device: torch.device, config: ParallelConfig) 
         InitializationError: see `materialize` and `materialize_from_source`.
     """
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1 or group_health.suppresses_collectives
+    if config.delayed_values == "rank_0" and group_health.suppresses_collectives and not tapes_of(model):
+        allocate(model, device)  # a replacement, whose values come from another rank
+        return
     if config.delayed_values == "every_rank" or is_alone:
         materialize(model, device=device, seed=config.random_seed)
         return
@@ -95,10 +99,11 @@ def give_values(model: nn.Module, device: torch.device, config: ParallelConfig) 
     def broadcast(tensor: torch.Tensor) -> None:
         there = tensor.to(device)
         dist.broadcast(there, src=0)
-        if there.data_ptr() != tensor.data_ptr():
+        if not is_source and there.data_ptr() != tensor.data_ptr():
             tensor.copy_(there)
 
-    materialize_from_source(model, broadcast, is_source=dist.get_rank() == 0, device=device)
+    is_source = dist.get_rank() == 0
+    materialize_from_source(model, broadcast, is_source=is_source, device=device)
 
 
 def save_activation_memory(
@@ -287,7 +292,7 @@ def _describe(model: nn.Module, with_types: bool, with_origin: bool) -> dict[str
             if tensor.is_meta and not with_origin:
                 state = "has no values yet"
             elif tensor.is_meta:
-                is_recorded = binding is not None and key in binding.views
+                is_recorded = binding is not None and key in binding.bound
                 state = "was built under delayed_init" if is_recorded else "is on the meta device"
             found[name] = (
                 state,

@@ -81,7 +81,13 @@ def wrap(
             f"tensor_parallel_degree={job.topology.tensor_degree}, but {name} was not given to transform(). Call "
             "model = torch.sagemaker.transform(model) before it is wrapped."
         )
-    match_rank_0(module, allocates=sync_module_states or from_first_rank, compares_types=False, advice=_ADVICE)
+    match_rank_0(
+        module,
+        allocates=sync_module_states or from_first_rank,
+        compares_types=False,
+        is_delayed_alike=translation.config.delayed_values != "rank_0",
+        advice=_ADVICE,
+    )
     if param_init_fn is not None and not isinstance(param_init_fn, ParamInit):
         _refuse_own_init(module)
     config = replace(

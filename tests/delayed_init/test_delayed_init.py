@@ -427,3 +427,23 @@ class Small(nn.Module):
 def test_a_model_that_is_a_deep_copy_gets_the_values_of_the_original():
     build_both(lambda: copy.deepcopy(Small()))
     build_both(lambda: nn.Sequential(copy.deepcopy(Small()), copy.deepcopy(nn.Linear(3, 3))))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: torch.mul(x, x, out=x),
+        lambda x: torch.clamp(x, 0.2, 0.5, out=x),
+        lambda x: x.copy_(x),
+    ],
+)
+def test_an_operation_that_writes_what_it_reads(change):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            x = torch.rand(8)
+            change(x)
+            self.x = nn.Parameter(x)
+
+    build_both(Model)

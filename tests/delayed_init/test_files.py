@@ -1,6 +1,9 @@
 """Models that are loaded from safetensors files under `delayed_init` are bitwise those that are loaded at once."""
 
+import copy
 import os
+import threading
+import warnings
 
 import pytest
 import safetensors
@@ -118,8 +121,75 @@ def test_weights_that_a_later_change_would_lose_are_refused(saved):
     with delayed_init():
         model = AutoModelForCausalLM.from_pretrained(folder)
     model.model.embed_tokens = nn.Embedding(40, 16, device="meta")  # as resize_token_embeddings does
-    with pytest.raises(InitializationError, match=r"embed_tokens.* were read from a file.*inside delayed_init"):
+    with pytest.raises(
+        InitializationError, match=r"embed_tokens.weight have no values, beside weights .* inside delayed_init"
+    ):
         materialize(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.lm_head.weight.mul_(2),
+        lambda model: model.load_state_dict(
+            {name: torch.zeros(each.shape) for name, each in model.state_dict().items()}
+        ),
+        lambda model: model.half().float(),
+    ],
+)
+def test_changes_of_values_that_do_not_exist_yet_are_refused(saved, change):
+    with delayed_init():
+        model = AutoModelForCausalLM.from_pretrained(saved("llama"))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        change(model)
+    with pytest.raises(InitializationError, match=r"changed after delayed_init had ended .*Change it inside"):
+        materialize(model)
+
+
+def test_copies_casts_and_ties_afterwards_keep_the_values(saved):
+    eager = AutoModelForCausalLM.from_pretrained(saved("llama"))
+    with delayed_init():
+        model = AutoModelForCausalLM.from_pretrained(saved("llama"))
+    other = copy.deepcopy(model).bfloat16()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    materialize(model)
+    materialize(other)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, eager.model.embed_tokens.weight)
+    for one, found in zip(eager.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.bfloat16(), found)
+
+
+def test_a_file_whose_tensors_are_changed_in_place_is_not(tmp_path):
+    save_file({"weight": torch.ones(4)}, tmp_path / "weights.safetensors")
+
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(load_file(tmp_path / "weights.safetensors")["weight"])
+            self.weight.data.mul_(2)
+
+    with delayed_init():
+        models = Doubled(), Doubled()
+        models = (*models, copy.deepcopy(models[0]))
+    for model in models:
+        materialize(model)
+        assert torch.equal(model.weight, torch.full((4,), 2.0))
+
+
+def test_other_threads_and_types_are_read_at_once(tmp_path):
+    save_file({"weight": torch.ones(4), "count": torch.ones(3).to(torch.uint16)}, tmp_path / "weights.safetensors")
+    found = {}
+    with delayed_init():
+        thread = threading.Thread(target=lambda: found.update(load_file(tmp_path / "weights.safetensors")))
+        thread.start()
+        thread.join()
+        with safetensors.safe_open(tmp_path / "weights.safetensors", "pt") as file:
+            count = file.get_tensor("count")
+    assert torch.equal(found["weight"], torch.ones(4))
+    assert count.tolist() == [1, 1, 1]
+    assert torch.equal(file.get_tensor("weight"), torch.ones(4))  # once the context has ended
 
 
 def test_weights_that_the_program_does_not_need_are_not(saved):
@@ -158,10 +228,12 @@ def test_a_skeleton_on_the_meta_device_stays_one():
     with delayed_init():
         with torch.device("meta"):
             skeleton = nn.Linear(2, 3)
-        copy = nn.Linear(2, 3)
-        copy.weight = nn.Parameter(torch.zeros_like(skeleton.weight, device="cpu"))
+        layer = nn.Linear(2, 3)
+        layer.weight = nn.Parameter(torch.zeros_like(skeleton.weight, device="cpu"))
     assert skeleton.weight.is_meta
-    materialize(copy)
-    assert not copy.weight.any()
+    materialize(layer)
+    assert not layer.weight.any()
     torch.manual_seed(2)
-    assert torch.equal(nn.Linear(2, 3).bias, copy.bias)  # the skeleton has drawn nothing
+    assert torch.equal(nn.Linear(2, 3).bias, layer.bias)  # the skeleton has drawn nothing
+    with pytest.raises(InitializationError, match=r"built under torch.device\('meta'\) inside delayed_init"):
+        materialize(skeleton)
