@@ -98,6 +98,11 @@ class HyperPodAccelerator(Accelerator):
             kwargs_handlers=handlers,
             **options,
         )
+        if session is not None and self.project_configuration.automatic_checkpoint_naming:
+            raise ConfigError(
+                "automatic_checkpoint_naming counts checkpoints in each process, and a process that replaces a lost "
+                "one counts from 0. With a session, name them yourself: accelerator.save_state(f'step-{step.index}')."
+            )
         if self.topology.tensor_degree > 1:
             if self.dataloader_config.dispatch_batches:
                 raise ConfigError(

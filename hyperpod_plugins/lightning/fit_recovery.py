@@ -450,6 +450,8 @@ class FitRecovery(NullFitRecovery):
         self._skip_batches = 0  # every loader skips its batches by now; one created later starts its epoch
         loader = trainer.fit_loop._combined_loader
         self.window.set_loader_states([] if loader is None else loader._state_dicts())
+        if self._is_first and not is_detached and steps_done(trainer):
+            self.local.exchange(steps_done(trainer))  # a rank that is lost in the first step has what it resumed with
 
     # -- leaving and re-entering the loops ----------------------------------------------------------------------
 

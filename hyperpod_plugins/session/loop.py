@@ -6,10 +6,13 @@ and a change of the world size. Then all ranks report where they stopped, and re
 stopped: before a step, or in the rest of the last step's body, which is then repeated. A joiner enters the same way.
 """
 
+import logging
+import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,8 @@ from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.state import Position, TrainedState, refuse_unreadable
 from hyperpod_plugins.session.step import BETWEEN, LoopGuard, Step
 from hyperpod_plugins.session.transaction import PlainSteps, ends_only_this_process
+
+log = logging.getLogger(__name__)
 
 # The batches of this rank, grouped by step, in a world of any size.
 
@@ -213,6 +218,22 @@ class LoopLimits:
     """Maximum number of steps; 0 for no limit."""
 
 
+def _end_process() -> NoReturn:
+    """End a process whose program has left the loop because of code after an interrupted `with step:`.
+
+    The program would go on as if the loop had ended. Nothing can be raised here: the generator is being closed.
+    """
+    log.error(
+        "a fault interrupted the body of a step, and the program has left the loop in code after `with step:` "
+        "(`break`, or an error there). That code also runs where the step is repeated, so this process ends, to be "
+        "replaced. Put all that belongs to the step inside the block, `break` included."
+    )
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
 class Loop:
     """The steps of one call of `Session.steps`."""
 
@@ -263,9 +284,12 @@ class Loop:
             resumed_from: checkpoint of that position, if all processes were restarted from it; otherwise empty.
         """
         is_over, raised = True, None
+        self.guard.open()
         try:
             yield from self._run(begins_at, resumed_from)
         except GeneratorExit:  # the program has left the loop, or its body has raised
+            if self._step is not None and self._step.was_interrupted:
+                _end_process()
             error = None if self._step is None else self._step.error
             is_over = not ends_only_this_process(error)
             raised = error if is_over and not isinstance(error, PeerLost) else None
@@ -286,8 +310,12 @@ class Loop:
             position = self._move_to(begins_at)
             refuse_unreadable(self._trained.position())
         transactions.arm()
+        is_first = self.has_recovery and not transactions.is_joining
         while True:
             try:
+                if is_first:  # a rank that is lost in the first step has this state, of an earlier loop or a checkpoint
+                    is_first = False
+                    self._trained.share_rank_local_state(position.committed)
                 if position.after_commit:
                     transactions.join()
                 is_interrupted = yield from self._steps(position)

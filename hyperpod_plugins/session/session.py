@@ -1,6 +1,7 @@
 """`Session`: process groups, mesh and fault-tolerant steps for a custom training loop, in a world of any size."""
 
 import io
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from hyperpod_plugins.elastic.scaling.learning_rates import (
 from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
-from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost
+from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost, format_list
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
@@ -159,6 +160,8 @@ class Session:
         self._reproducible = reproducible
         self._folder = Path(checkpoint_folder)
         self._trained: TrainedState | None = None
+        self._sharded: list[weakref.ref[nn.Module]] = []
+        """The models that `parallelize` has sharded."""
         self._computation: StepComputation | None = None
         self._finite: FiniteCheck | None = None
         self._transactions: PlainSteps | None = None
@@ -252,6 +255,7 @@ class Session:
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Shard a model over the mesh, in place, and move it to the device; see `parallel.parallelize`."""
         averages_replicas = not (self._reproducible or self._rule.is_adascale)
+        self._sharded.append(weakref.ref(model))
         return parallelize(model, self.mesh, self.config, averages_replicas=averages_replicas).to(self.device)
 
     def train(
@@ -336,6 +340,11 @@ class Session:
             LoopError: `train` was not called.
         """
         trained, _ = self._require_train()
+        if _is_metric(stateful) and not stateful.state_dict():
+            raise ConfigError(
+                f"the torchmetrics object {name!r} has an empty state_dict, so that a replacement would start it anew. "
+                "Call its persistent(True) before it is registered."
+            )
         trained.register(name, ProgramState(name, stateful))
 
     def agree(self, value: Any) -> Any:
@@ -513,6 +522,7 @@ class Session:
                 return
             if resumed_from and not transactions.is_joining:
                 begins_at = trained.read(resumed_from)
+            _refuse_beside(trained.model, self._sharded)
             transactions.enter(entries.number, is_complete=entries.is_complete)
             try:
                 yield from loop.run(begins_at, resumed_from)
@@ -653,3 +663,33 @@ def _packed(value: Any) -> bytes:
 
 def _unpacked(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _refuse_beside(trained: nn.Module, sharded: Sequence["weakref.ref[nn.Module]"]) -> None:
+    """Refuse what a repair would not reset, and a replacement would not get.
+
+    Raises:
+        ConfigError: another sharded model is alive, or the trained one has a metric that does not save its state.
+    """
+    models = [model for alive in sharded if (model := alive()) is not None]
+    inside, within = set(trained.modules()), lambda model: trained in set(model.modules())
+    beside = [type(model).__name__ for model in models if model not in inside and not within(model)]
+    if beside:
+        raise ConfigError(
+            f"{format_list(beside)} was sharded by session.parallelize, but is not part of the model given to "
+            "session.train. With recovery, only that model is reset after a fault and sent to a replacement. Put both "
+            "into one module (nn.ModuleDict) that is sharded and given to train, leave the other one unsharded, or use "
+            "RecoveryOptions(enabled=False)."
+        )
+    metrics = [name for name, module in trained.named_modules() if _is_metric(module)]
+    if metrics:
+        raise ConfigError(
+            f"the torchmetrics objects {format_list(metrics)} are modules of the trained model, whose state a "
+            "replacement would not get. Keep them outside of it, call their persistent(True), and give them to "
+            "session.register_rank_local."
+        )
+
+
+def _is_metric(value: object) -> bool:
+    """Whether an object is a metric of torchmetrics, which need not be installed."""
+    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(value).__mro__)

@@ -27,7 +27,7 @@ from hyperpod_plugins.recovery.kept_state import OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates, ProgramState
 from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
-from hyperpod_plugins.recovery.undo import CAN_RESET, StepStart, drop_gradients, end_iteration
+from hyperpod_plugins.recovery.undo import CAN_RESET, StepStart, drop_gradients, end_iteration, modules_of
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class Position:
     """Contents of `Session.state`."""
     rates: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of learning rate and schedule, if the batch follows the world."""
+    modes: tuple[bool, ...] = ()
+    """Whether each module of the trained model was in training mode as the last step began."""
     local: dict[str, Any] = field(default_factory=dict[str, Any])
     """Rank-local state, in a snapshot of that rank."""
 
@@ -167,7 +169,8 @@ class TrainedState:
             self.get_position(),
             schedulers=tuple(to_python_scalars(scheduler.state_dict()) for scheduler in self.schedulers),
             groups=tuple(hyperparameters(optimizer) for optimizer in self.optimizers),
-            state=dict(self._state),
+            state=to_python_scalars(self._state),
+            modes=tuple(mode for _, mode in self._modes) or tuple(each.training for each in modules_of(self.model)),
             rates={} if self.rates is None else self.rates.state_dict(),
         )
 
@@ -181,6 +184,8 @@ class TrainedState:
             self.rates.load_state_dict(position.rates)
         self._state.clear()
         self._state.update(position.state)
+        for part, mode in zip(modules_of(self.model), position.modes, strict=False):
+            part.training = mode
 
     @property
     def steps_before_vote(self) -> bool:

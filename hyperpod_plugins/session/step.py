@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import LoopError, PeerLost
@@ -33,7 +34,11 @@ class LoopGuard:
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._is_open = False
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        self._optimizers, self._hooks = list(optimizers), list[RemovableHandle]()
+
+    def open(self) -> None:
+        """Watch the optimizers, as the loop begins; one that is never entered must not forbid the steps of another."""
+        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers]
 
     def forbid(self, why: str) -> None:
         """Make the main thread's collectives raise `LoopError(why)` from now on."""
@@ -57,6 +62,7 @@ class LoopGuard:
         self.allow()
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_open:

@@ -392,7 +392,7 @@ def main():
     )
     AccumulationWindow.can_undo_exceptions = option("CAN_RESET", 1) == 1  # 0: as with a torch older than 2.13,
     undo.CAN_RESET = option("CAN_RESET", 1) >= 0  # -1: which puts FSDP2's modules back by hand, too
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=os.environ.get("RESUME"))
     assert isinstance(module.net.output.weight, torch.distributed.tensor.DTensor)
     faults.at("fit end", trainer.global_step)
     validated = trainer.validate(module, verbose=False) if option("VALIDATE_AFTER", 0) else []

@@ -243,6 +243,13 @@ def test_checkpoints_are_those_of_a_job_without_faults(run, saves):
     assert checkpoints(found) == checkpoints(wanted)
 
 
+def test_a_rank_lost_in_the_first_step_after_a_checkpoint_was_loaded(run):
+    """Its running statistics, which differ between ranks, are those of the checkpoint."""
+    first = run("first", NORM="batch", STEPS="6")
+    resumed = {"NORM": "batch", "STEPS": "9", "RESUME": str(first.folder / "checkpoints" / "step=6.ckpt")}
+    assert_equal(run("resumed_with_loss", [["forward", 6, 1, "kill"]], **resumed), run("resumed", **resumed))
+
+
 def test_faults_without_a_loss(undisturbed_with_batch_norm, unharmed):
     assert_equal(unharmed, undisturbed_with_batch_norm)  # the statistics of BatchNorm, too
     assert_logged_once(unharmed, undisturbed_with_batch_norm)

@@ -1,0 +1,97 @@
+"""What `test_loops_with_faults.py` runs: loops as people write them, over one optimizer, with state of many kinds."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "recovery"))
+
+import numpy as np
+import torch
+from faults import Faults
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hyperpod_plugins.session import Session
+
+torch.set_num_threads(1)
+faults = Faults()
+
+
+class Total:
+    """A sum over the samples of one rank."""
+
+    def __init__(self):
+        self.value = 0.0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def make(**options):
+    session = Session(global_batch_size=8, **options)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8))
+    net = session.parallelize(net)
+    session.train(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    x = torch.randn(80, 8, generator=torch.Generator().manual_seed(1))
+    return session, net, DataLoader(TensorDataset(x), batch_size=2)
+
+
+def finish(session, net, **more):
+    state = {name: each.detach().cpu() for name, each in net.named_buffers()}
+    for name, each in net.named_parameters():
+        state[name] = (each.to_local() if hasattr(each, "to_local") else each).detach().cpu()
+    torch.save({"state": state, **more}, faults.folder / f"result-{session.rank}.pt")
+
+
+def two_loops():
+    """The second one goes on with the optimizer of the first, and without dropout from its fourth step on."""
+    session, net, loader = make(hybrid_shard_degree=2)
+    total = Total()
+    session.register_rank_local("total", total)
+    for loop in range(2):
+        for step in session.steps(loader, max_steps=5 * (loop + 1)):
+
+            def loss_of(batch, loop=loop, at=step):
+                faults.at(f"loop {loop}", at.index)
+                total.value += float(batch[0].sum())
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            with step:
+                loss = step.run(loss_of)
+                session.state["best"] = np.minimum(session.state.get("best", np.float64(9.0)), float(loss))
+                if (loop, step.index) == (1, 3):
+                    net[2].eval()
+    finish(session, net, best=float(session.state["best"]), total=total.value)
+
+
+def leaves_late():
+    """It leaves the loop in code after the step's block, which a fault in the step does not skip."""
+    session, net, loader = make()
+    for step in session.steps(loader, epochs=100):
+        with step:
+
+            def loss_of(batch, at=step):
+                faults.at("leaves", at.index)
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            step.run(loss_of)
+        if step.index == 9:
+            break
+    finish(session, net)
+
+
+def beside():
+    """Another sharded model, which no repair would reset."""
+    session, _, loader = make()
+    teacher = session.parallelize(nn.Linear(8, 8))
+    for _ in session.steps(loader):
+        raise AssertionError(teacher)
+
+
+if __name__ == "__main__":
+    {"two_loops": two_loops, "leaves_late": leaves_late, "beside": beside}[os.environ["LOOP"]]()

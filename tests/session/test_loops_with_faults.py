@@ -1,0 +1,46 @@
+"""Loops as people write them end with the same bits although ranks are killed, or are refused before the first step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from recovery.faults import PRELOAD, run_job
+
+pytestmark = pytest.mark.spawns
+PROGRAM = str(Path(__file__).with_name("program_loops.py"))
+
+
+def run(folder, loop, faults=(), num_ranks=4):
+    return run_job(PROGRAM, folder, faults=faults, num_ranks=num_ranks, environ={"LOOP": loop}, args=PRELOAD)
+
+
+def assert_equal(wanted, found, num_ranks):
+    for one, other in zip(wanted.results(num_ranks), found.results(num_ranks), strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"state"}:
+            assert one[name] == other[name], name
+        for name, value in one["state"].items():
+            assert torch.equal(value, other["state"][name]), name
+
+
+def test_two_loops_over_one_optimizer(tmp_path):
+    """A rank is lost in the first step of the second loop, and after modules have left training mode."""
+    faults = [["loop 0", 2, 2, "kill"], ["loop 1", 0, 1, "kill"], ["loop 1", 6, 3, "kill"]]
+    wanted, found = run(tmp_path / "wanted", "two_loops"), run(tmp_path / "found", "two_loops", faults)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 3), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+
+
+def test_code_after_the_block_does_not_end_the_loop_early(tmp_path):
+    """All ranks return to a snapshot: the `break` after the block would end the training steps before its time."""
+    wanted = run(tmp_path / "wanted", "leaves_late", num_ranks=2)
+    found = run(tmp_path / "found", "leaves_late", [["leaves", 9, 1, "kill"]], num_ranks=2)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 1), found.output[-6000:]
+    assert "inside the block, `break` included" in found.output
+    assert_equal(wanted, found, 2)
+
+
+def test_a_sharded_model_that_is_not_trained_is_refused(tmp_path):
+    job = run(tmp_path, "beside", num_ranks=2)
+    assert job.code == 1
+    assert "was sharded by session.parallelize, but is not part of the model given to session.train" in job.output
