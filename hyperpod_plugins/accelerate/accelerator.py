@@ -177,13 +177,13 @@ class HyperPodAccelerator(Accelerator):
             return  # by an earlier `prepare`
         fsdp = self.state.fsdp_plugin
         assert fsdp is not None
+        refuse_half_loaded(model, is_delayed_alike=True)
         if any(each.is_meta for each in model.parameters()):
             raise ConfigError(
                 f"{type(model).__name__} was built inside delayed_init or on the meta device, and settings of this "
                 "plugin (such as offload_params) need Accelerate's own sharding, which wants values. Build it with "
                 "values, or leave these settings out."
             )
-        refuse_half_loaded(model, is_delayed_alike=True)
         broadcast_from_rank_0(model, self.device)
         save_activation_memory(model, self._config, self.device)
         fsdp.activation_checkpointing = False
