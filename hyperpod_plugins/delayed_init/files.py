@@ -91,7 +91,7 @@ def delayed_files(recorder: _Records) -> Generator[None]:
     thread = threading.get_ident()
     with _lock:
         if not _recorders:
-            _originals.append(safetensors.safe_open)
+            _originals[:] = [safetensors.safe_open]
             _replace_everywhere(safetensors.safe_open, _safe_open)
         _recorders[thread] = recorder
     try:

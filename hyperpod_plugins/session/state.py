@@ -184,7 +184,8 @@ class TrainedState:
             self.rates.load_state_dict(position.rates)
         self._state.clear()
         self._state.update(position.state)
-        for part, mode in zip(modules_of(self.model), position.modes, strict=False):
+        parts = modules_of(self.model)
+        for part, mode in zip(parts, position.modes or (each.training for each in parts), strict=True):
             part.training = mode
 
     @property
@@ -357,6 +358,8 @@ class TrainedState:
         """
         extra = load_checkpoint(path, model=self.model, optimizers=self.optimizers)
         position = Position(**extra["loop"])
+        if is_of_another_job:  # its model may have other modules, and this program sets their modes itself
+            position = replace(position, modes=())
         self.load_position(position)
         with raise_on_all_ranks(f"the rank-local state in {path} was not loaded", default_group()):
             own, ranks, rank = extra.get("own", {}), saved_ranks(Path(path)), dist.get_rank()

@@ -41,6 +41,13 @@ def test_ways_to_save_memory_compute_the_same_and_fit_eight_times_the_tokens(tmp
     assert longest["tokens"] >= 8 * samples[0]["tokens"]
 
 
+def test_ways_to_load_a_pretrained_model_give_the_same_shards(tmp_path):
+    samples = run_quickly("load_pretrained.py", tmp_path, "--ranks", "2")  # it fails where they differ, or take more
+    assert {(each["way"], each["rank"]) for each in samples} == {
+        (way, rank) for way in ("at once", "delayed", "delayed on rank 0") for rank in range(2)
+    }
+
+
 def test_the_backend_and_gloo_are_compared_on_the_same_training(tmp_path):
     document = run_quickly("comm_overhead.py", tmp_path)
     plain, again, ours = runs_of(document, ["gloo", "gloo again (control)", "hyperpod"])
