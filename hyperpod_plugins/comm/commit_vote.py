@@ -92,11 +92,12 @@ class CommitVote:
         return data[1]
 
 
-def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
-    """Return the largest of all ranks' numbers; if a rank is lost, break all groups and return 0.
+def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int | None:
+    """Return the largest of all ranks' numbers; if a rank is lost before, break all groups and return None.
 
     All ranks call this once per step, inside the step. The first vote of a generation opens the connections. Returns
-    0 at once if the groups are broken or not connected.
+    None at once if the groups are broken or not connected. A number means that every rank has voted, even if the
+    groups are broken by now.
 
     Args:
         mine: this rank's number, in `0 .. 255`.
@@ -110,7 +111,7 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
         raise CommError('a commit vote needs a default group of the backend "hyperpod"')
     inner = group.connected
     if group_health.is_unavailable or inner is None:
-        return 0
+        return None
     if group.size() == 1:
         return mine
     try:
@@ -121,7 +122,7 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int:
             return vote.all_max(mine, told)
     except (OSError, dist.DistError) as error:
         group.mark_broken(error)
-        return 0
+        return None
 
 
 def _open(group: ResilientProcessGroup, inner: InnerGroup) -> CommitVote:

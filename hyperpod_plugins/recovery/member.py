@@ -389,7 +389,9 @@ class Member:
             raise RecoveryError(f"{cause}. Check whether the ranks can reach each other over the network.")
         time.sleep(min(1.0, _FIRST_PAUSE_S * 2**num_failures))
 
-    def publish_stop(self, number: int, *, in_step: bool, trainer: bytes, part: int = 0) -> None:
+    def publish_stop(
+        self, number: int, *, in_step: bool, trainer: bytes, part: int = 0, committed: int | None = None
+    ) -> None:
         """Publish this process's stop report for a generation: that it has stopped, and its trainer state.
 
         Joiners wait for a report from every survivor, even one without state or whose state cannot be captured. Only
@@ -400,8 +402,11 @@ class Member:
             in_step: Whether this process waits inside a step.
             trainer: Captured trainer state; empty if there is none.
             part: See `StopReport.part`.
+            committed: Steps of which it holds the state, if these are not those that it has committed.
         """
-        self._stop_reports.tell(number, committed=self.committed, in_step=in_step, trainer=trainer, part=part)
+        if committed is None:
+            committed = self.committed
+        self._stop_reports.tell(number, committed=committed, in_step=in_step, trainer=trainer, part=part)
 
     def wait_for_stops(
         self,

@@ -110,7 +110,8 @@ class Arrival:
     incarnation: int
     """Number of the process in its worker slot."""
     committed: int = NO_STATE
-    """Steps that it has committed, or `NO_STATE` if it holds no training state, such as a joiner."""
+    """Steps that it has committed, or `NO_STATE` if it holds no training state, such as a joiner. `NO_STATE` with a
+    `voted_step`: its step cannot be undone, so it has state only if another rank has committed that step."""
     voted_step: int = NO_STATE
     """Step that it can commit, because it computed the gradients and voted; `NO_STATE` for none."""
     groups: str = ""
@@ -148,6 +149,11 @@ class Arrival:
     def has_state(self) -> bool:
         """Whether it holds parameters and optimizer state."""
         return self.committed != NO_STATE
+
+    @property
+    def may_have_state(self) -> bool:
+        """Whether it holds state, or will if another rank has committed the step that it voted for."""
+        return self.has_state or self.voted_step != NO_STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,8 +277,10 @@ def newest_restorable_step(arrivals: Mapping[int, Arrival], topology: Topology) 
 
 def _common_step(arrivals: Mapping[int, Arrival]) -> tuple[int, tuple[int, ...], list[int]]:
     """The number of steps to reach, the ranks that commit the last one now, and all ranks that then hold it."""
-    held = {rank: each for rank, each in sorted(arrivals.items()) if each.has_state}
-    step = max((each.committed for each in held.values()), default=NO_STATE)
+    step = max((each.committed for each in arrivals.values()), default=NO_STATE)
+    held = {
+        rank: each for rank, each in sorted(arrivals.items()) if each.has_state or NO_STATE != each.voted_step == step
+    }
     behind = {rank for rank, each in held.items() if each.committed < step}
     roll_forward = tuple(rank for rank in held if rank in behind and held[rank].voted_step == step)
     return step, roll_forward, [rank for rank in held if rank not in behind or rank in roll_forward]

@@ -178,7 +178,7 @@ class QuorumJoiner:
         job_store = self._job_store
         if job_store.try_get(GAVE_UP_KEY) is not None:
             follow_final_save(job_store)
-        if arrival.in_step and arrival.has_state and is_outside(job_store, number):
+        if arrival.in_step and arrival.may_have_state and is_outside(job_store, number):
             # This process will arrive again with another arrival.
             job_store.withdraw(number, self._worker_id, to_text(replace(arrival, incarnation=NO_STATE)))
             raise MustReenterLoop(number)

@@ -332,7 +332,7 @@ class StepTransaction:
         self._voted_step = step + 1
         with group_health.tolerate_breaks():
             wish = commit_vote(int(self._member.wants_resize), self._on_vote_passed)
-        if group_health.cause is not None:
+        if wish is None:
             return False
         self._must_resize = self._member.is_elastic and bool(wish)
         return True
@@ -380,6 +380,17 @@ class StepTransaction:
         self._member.committed, self._member.has_torn_state, self._voted_step = NO_STATE, True, NO_STATE
         return PeerLost(f"{cause}. Another rank's state takes its place.")
 
+    def _mark_not_undoable(self) -> PeerLost:
+        return self.mark_state_lost(
+            "it cannot be undone, because the program wrote to parameters for the first time or communicates between "
+            "micro-steps"
+        )
+
+    @property
+    def _has_voted(self) -> bool:
+        """Whether this rank has voted for its present step: it can commit it if another rank has."""
+        return self._voted_step == self.step + 1
+
     def _recover(self, pending: Pending[R] | None = None) -> Committed[R] | Retry:
         """Join the next generation, and reach one common step with its members.
 
@@ -393,11 +404,8 @@ class StepTransaction:
         error = None if pending is None else pending.error
         if error is not None:
             self._attempts.failed()
-        if pending is not None and not self._training_loop.can_undo:
-            raise error or self.mark_state_lost(
-                "it cannot be undone, because the program wrote to parameters for the first time or communicates "
-                "between micro-steps"
-            )
+        if pending is not None and not self._training_loop.can_undo and not self._has_voted:
+            raise error or self._mark_not_undoable()
         while True:
             fault = self._end_generation(error)
             formed = self._join(fault, pending)
@@ -440,7 +448,9 @@ class StepTransaction:
         arrival = self._arrival(fault, pending)
         description = self._training_loop.capture_state() if arrival.has_state else b""
         try:
-            return self._member.join_next(arrival, lambda number: self._publish_stop_report(number, description))
+            return self._member.join_next(
+                arrival, lambda number: self._publish_stop_report(number, arrival.committed, description)
+            )
         except MustReenterLoop as outside:
             try:
                 resume_point = self._member.wait_for_stops(outside.number)
@@ -448,13 +458,14 @@ class StepTransaction:
                 return None  # in the next generation, perhaps all ranks are inside a step
             if pending is not None and resume_point.step == self._voted_step:
                 return Committed(self._finish(pending))
-            self.state_on_leaving_step = description
             if pending is not None:
-                self._training_loop.undo_step()
+                self._undo()
+            self.state_on_leaving_step = description
             raise
         except ReplacementTimeout as late:
             final = plan_final_save(late.formed.arrivals, self._topology)
-            self._commit_or_undo(final.roll_forward, pending)
+            with contextlib.suppress(PeerLost):  # this rank's state is lost: the others save theirs
+                self._commit_or_undo(final.roll_forward, pending)
             if late.restarts_all:
                 restart_without_missing(late, final, self._member, self._shutdown, self._topology, self._snapshots)
             self._shutdown.end_without_missing(late, final, fault.error)
@@ -462,9 +473,10 @@ class StepTransaction:
     def _arrival(self, fault: Interruption, pending: Pending[R] | None) -> Arrival:
         """Build this rank's arrival for the next generation."""
         snapshots = self._snapshots
+        has_state = pending is None or self._training_loop.can_undo  # else only if the step was committed
         return Arrival(
             incarnation=self._member.job.incarnation,
-            committed=self._member.committed,
+            committed=self._member.committed if has_state else NO_STATE,
             voted_step=NO_STATE if pending is None else self._voted_step,
             in_step=not self._has_reentered,
             entered_part=self.entered_part,
@@ -476,10 +488,14 @@ class StepTransaction:
             pending_saves=self._training_loop.pending_saves,
         )
 
-    def _publish_stop_report(self, number: int, description: bytes) -> None:
+    def _publish_stop_report(self, number: int, committed: int, description: bytes) -> None:
         # Report even without a description: joiners wait for a report from every survivor.
         self._member.publish_stop(
-            number, in_step=not self._has_reentered, trainer=description, part=self.entered_part or 0
+            number,
+            in_step=not self._has_reentered,
+            trainer=description,
+            part=self.entered_part or 0,
+            committed=committed,
         )
 
     def _decide(self, formed: Generation) -> RecoveryPlan:
@@ -497,17 +513,26 @@ class StepTransaction:
         if not plan.hooks_first:
             self._check_entry(plan, formed)
         self._member.activity = f"restoring step {plan.step}"
-        outcome = self._commit_or_undo(plan.roll_forward, pending)
-        self._voted_step = NO_STATE
-        return outcome
+        return self._commit_or_undo(plan.roll_forward, pending)
 
     def _commit_or_undo(self, roll_forward: Container[int], pending: Pending[R] | None) -> Committed[R] | Retry:
         if self._member.rank in roll_forward:
             assert pending is not None
             return Committed(self._finish(pending))
         if pending is not None:
-            self._training_loop.undo_step()
+            self._undo()
         return Retry()
+
+    def _undo(self) -> None:
+        """Undo the step.
+
+        Raises:
+            PeerLost: It cannot be undone; this rank's state is lost.
+        """
+        if not self._training_loop.can_undo:
+            raise self._mark_not_undoable()
+        self._voted_step = NO_STATE
+        self._training_loop.undo_step()
 
     def _check_entry(self, plan: RecoveryPlan, formed: Generation) -> None:
         """Check that this rank entered the loops where the plan resumes.

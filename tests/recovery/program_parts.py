@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.comm.commit_vote import CommitVote
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.recovery.step import StepTransaction
@@ -153,7 +154,7 @@ class Faults(pl.Callback):
         if trainer.sanity_checking:
             return
         for kind, rank, where, epoch in self.wanted:
-            if kind in ("late", "vote"):
+            if kind in ("late", "vote", "deaf", "told"):
                 continue
             mark = self.folder / f"done-{kind}-{rank}-{where}-{epoch}"
             if (int(rank), where, int(epoch)) != (RANK, place, trainer.current_epoch) or mark.exists():
@@ -242,6 +243,37 @@ def die_as_the_only_one_that_knows(folder, trainer):
         StopReports.wait = wait_and_die
 
 
+def die_when_told(wanted, folder, trainer):
+    """`told:rank:place:epoch`: a rank that knows that a step is committed dies; `deaf:...`: another goes on only then.
+
+    If that is the root of the vote, it knows the result as well; any other rank does not.
+    """
+    all_max = CommitVote.all_max
+
+    def all_max_or_die(vote, mine, on_child_notified):
+        place, epoch = f"batch_end{trainer.fit_loop.epoch_loop.batch_idx}", str(trainer.current_epoch)
+        for kind in ("deaf", "told"):
+            mark = Path(folder, f"done-{kind}-{RANK}-{place}-{epoch}")
+            is_barrier = on_child_notified is None
+            if is_barrier or mark.exists() or f"{kind}:{RANK}:{place}:{epoch}" not in wanted:
+                continue
+            mark.touch()
+            if kind == "told":
+                all_max(vote, mine, on_child_notified)
+                time.sleep(0.2)  # others go on
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = all_max(vote, mine, on_child_notified) if vote._up is None else vote._send(vote._up, mine)
+            until_s = time.monotonic() + 20
+            while group_health.cause is None and time.monotonic() < until_s:
+                time.sleep(0.01)
+            if vote._up is not None:
+                raise ConnectionResetError("a test did not let this rank hear the result")
+            return result
+        return all_max(vote, mine, on_child_notified)
+
+    CommitVote.all_max = all_max_or_die
+
+
 class Module(pl.LightningModule):
     def __init__(self, shares):
         super().__init__()
@@ -314,6 +346,7 @@ def main(folder, text):
         **FITS[fit],
     )
     die_in_votes(faults, folder, trainer)
+    die_when_told(faults, folder, trainer)
     if "only" in faults:
         die_as_the_only_one_that_knows(folder, trainer)
     module = Module(shares)

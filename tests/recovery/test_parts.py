@@ -8,6 +8,9 @@ EARLY = """
     kill:3:batch2:2 kill:0:batch_end5:2 kill:2:val_start:3 kill:1:epoch_end:3 kill:0:train_end:4
     late:2:val_end:0 vote:1:epoch:1 vote:1:val:2
 """
+# In the last step of an epoch, which can not be undone (it communicates between its micro-steps), one rank goes on only
+# when a replica of its shard is gone that has committed the step.
+UNHEARD = "deaf:0:batch_end5:2 told:2:batch_end5:2 deaf:3:batch_end5:3 told:1:batch_end5:3"
 STEPS = """
     kill:3:before_batch3:0 kill:2:before_batch4:0 kill:1:val_batch0:1 raise:3:val_end:1
     kill:2:epoch_end:1 kill:0:train_end:2 late:1:epoch_end:1
@@ -25,6 +28,7 @@ STEPS = """
             id="stopped early",
         ),
         pytest.param("early", ["vote:1:val:1", "only"], {"epoch": 4}, id="the only one that knows"),
+        pytest.param("early", UNHEARD.split(), {"epoch": 4}, id="a vote's result that is not heard"),
         pytest.param("steps", STEPS.split(), {"epoch": 2, "step": 5, "should_stop": False}, id="max_steps"),
     ],
 )
@@ -34,6 +38,7 @@ def test_hooks_that_are_interrupted_are_run_again_and_count_once(fit, faults, la
     done = {mark.name for mark in (tmp_path / "disturbed").glob("done-*")}
     faults = [fault for fault in faults if not fault.startswith("late:")]
     assert done == {f"done-{fault.replace(':', '-')}" for fault in faults}
-    assert text.count(" 0 steps lost") == len(faults) - ("only" in faults), text[-8000:]
+    losses = [fault for fault in faults if not fault.startswith(("deaf:", "only"))]
+    assert text.count(" 0 steps lost") == len(losses), text[-8000:]
     assert disturbed == undisturbed
     assert undisturbed[0].items() >= last.items()

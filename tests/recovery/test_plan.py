@@ -16,6 +16,7 @@ def arrived(committed, prepared=NO_STATE, incarnation=0):
 
 
 NEW = arrived(NO_STATE, incarnation=1)
+ONLY_FORWARD = arrived(NO_STATE, 6)  # it has voted for a step that it cannot undo
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,10 @@ NEW = arrived(NO_STATE, incarnation=1)
         pytest.param([arrived(0), NEW, arrived(0), arrived(0)], 0, (), {1: 3}, id="before the first step"),
         pytest.param([arrived(6), arrived(6), arrived(4), arrived(6)], 6, (), {2: 0}, id="one left behind"),
         pytest.param([arrived(6), arrived(6), arrived(5, 5), arrived(6)], 6, (), {2: 0}, id="an old vote"),
+        pytest.param([ONLY_FORWARD, arrived(6), NEW, arrived(5, 6)], 6, (0, 3), {2: 0}, id="from one that cannot undo"),
+        pytest.param(
+            [ONLY_FORWARD, arrived(5, 6), arrived(5, 6), NEW], 5, (), {0: 2, 3: 1}, id="one cannot undo, none knows"
+        ),
     ],
 )
 def test_the_plan(arrivals, step, roll_forward, sources):
@@ -91,6 +96,7 @@ def test_without_what_a_rank_had_alone_the_job_goes_back_to_a_checkpoint_where_i
         pytest.param([NEW, arrived(5), NEW, arrived(5)], HSDP, id="all copies of a shard"),
         pytest.param([arrived(5), NEW], Topology(world_size=2, shard_degree=2), id="no replicas"),
         pytest.param([NEW, arrived(6), arrived(5), arrived(6)], HSDP, id="the only copy is behind"),
+        pytest.param([ONLY_FORWARD, ONLY_FORWARD, NEW, ONLY_FORWARD], HSDP, id="none can undo, and none knows"),
     ],
 )
 def test_lost_state_is_an_error(arrivals, topology):
@@ -113,14 +119,16 @@ def faults(draw):
             arrivals[rank] = arrived(step + 1)
         else:
             has_voted = is_vote_complete or draw(st.booleans())
-            arrivals[rank] = arrived(step, step + 1 if has_voted else NO_STATE)
+            can_undo = not has_voted or draw(st.booleans())
+            arrivals[rank] = arrived(step if can_undo else NO_STATE, step + 1 if has_voted else NO_STATE)
     return topology, arrivals
 
 
 @given(faults())
 def test_all_end_at_one_step_and_nobody_goes_back(case):
     topology, arrivals = case
-    holders = {rank for rank, each in arrivals.items() if each.has_state}
+    step = max(each.committed for each in arrivals.values())
+    holders = {rank for rank, each in arrivals.items() if each.has_state or each.voted_step == step != NO_STATE}
     covered = {frozenset(topology.peers(rank, "replicate")) for rank in holders}
     is_lost = any(frozenset(topology.peers(rank, "replicate")) not in covered for rank in arrivals)
     if is_lost:
@@ -128,20 +136,21 @@ def test_all_end_at_one_step_and_nobody_goes_back(case):
             plan_recovery(arrivals, topology)
         return
     plan = plan_recovery(arrivals, topology)
-    assert plan.step == max(each.committed for each in arrivals.values())
+    assert plan.step == step
     for rank, each in arrivals.items():
         if rank in plan.senders:
             source = plan.senders[rank]
             assert source in topology.replicas_of(rank)
             assert source not in plan.senders
-            assert not each.has_state  # a survivor of a commit never throws its state away
+            assert rank not in holders  # a survivor of a commit never throws its state away
         elif rank in plan.roll_forward:
-            assert each.voted_step == plan.step == each.committed + 1
+            assert each.voted_step == plan.step
+            assert each.committed in (NO_STATE, plan.step - 1)
         else:
             assert each.committed == plan.step
     for peers in covered:
-        holders = [rank for rank in peers if rank not in plan.senders]
-        have_run_hooks = [rank for rank in holders if rank not in plan.roll_forward] or holders
+        able = [rank for rank in peers if rank not in plan.senders]
+        have_run_hooks = [rank for rank in able if rank not in plan.roll_forward] or able
         load = [list(plan.senders.values()).count(rank) for rank in have_run_hooks]
         assert max(load) - min(load) <= 1
 
