@@ -315,6 +315,7 @@ class LocalStates:
         self._repeated: set[str] = set()
         self._of_replica: dict[str, ReplicatedState] = {}
         self._at_begin: dict[str, dict[str, Any]] = {}
+        self._at_commit: tuple[int, dict[str, dict[str, Any]]] = (-1, {})
         self._own: dict[int, bytes] = {}
         self._kept: dict[int, bytes] = {}
         self._has_warned = self._grows = False
@@ -376,6 +377,13 @@ class LocalStates:
             if name in self._states and name in states:
                 self._states[name].load_state_dict(states[name])
 
+    def return_to(self, step: int) -> None:
+        """Restore this rank's state as it was right after `step` commits, if that was the last vote or repair."""
+        last, states = self._at_commit
+        if last == step:
+            for name, state in self._states.items():
+                state.load_state_dict(states.get(name, {}))
+
     def reset(self) -> None:
         """Discard what was exchanged so far, as the ranks have assembled anew."""
         self._last: dict[str, dict[str, Any]] | None = None
@@ -405,6 +413,7 @@ class LocalStates:
         if told & _SAME:
             kept = self._last_kept
         self._last, self._last_own, self._last_kept = present, data, kept
+        self._at_commit = (step, present)
         self._own = _last_two(self._own, step, data)
         self._kept = _last_two(self._kept, step, kept)
         self._gives_at, self._gets_at = step if gives else -1, step if told & _GIVES_AGAIN else -1
@@ -470,6 +479,7 @@ class LocalStates:
         self.reset()
         if self._rank in targets:
             self._take(step, data, leave, targets, begins_epoch)
+        self._at_commit = (step, self._present())
         if not self._is_active:
             return
         # All ranks hold this step's state, even after a return to an earlier step; from here on their buddies do too.

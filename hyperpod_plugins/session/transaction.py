@@ -209,6 +209,7 @@ class Transactions(PlainSteps):
         description = self._capture_stop_state(returned)
         trained.restore_training_modes()
         group_health.detach()
+        local = trained.local
         if engine.move():
             trained.local = None
         if engine.has_moved:
@@ -222,6 +223,8 @@ class Transactions(PlainSteps):
         position = Position.from_bytes(description if is_ours else resume_point.trainer)
         if is_ours and position.local and trained.local is not None:
             trained.local.load(position.local, begins_epoch=False)
+        elif not is_ours:
+            trained.undo_body(position, local)
         return self._set_entry(position, resume_point.step)
 
     def _capture_stop_state(self, returned: Snapshot | None) -> bytes:

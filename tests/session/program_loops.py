@@ -1,5 +1,6 @@
 """What `test_loops_with_faults.py` runs: loops as people write them, over one optimizer, with state of many kinds."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -8,14 +9,18 @@ sys.path.append(str(Path(__file__).parents[1] / "recovery"))
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from faults import Faults
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from hyperpod_plugins import RecoveryOptions
 from hyperpod_plugins.session import Session
 
 torch.set_num_threads(1)
 faults = Faults()
+OPTIMIZERS = []
+OPTIONS = json.loads(os.environ.get("OPTIONS", "{}"))
 
 
 class Total:
@@ -36,7 +41,8 @@ def make(**options):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8))
     net = session.parallelize(net)
-    session.train(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    OPTIMIZERS[:] = [torch.optim.AdamW(net.parameters(), lr=1e-2)]
+    session.train(net, *OPTIMIZERS)
     x = torch.randn(80, 8, generator=torch.Generator().manual_seed(1))
     return session, net, DataLoader(TensorDataset(x), batch_size=2)
 
@@ -69,6 +75,45 @@ def two_loops():
     finish(session, net, best=float(session.state["best"]), total=total.value)
 
 
+def counts():
+    """Its body changes everything that a body may change, before the step, after it and between collectives."""
+    session, net, loader = make(hybrid_shard_degree=2, recovery=RecoveryOptions(**OPTIONS))
+    total, average = Total(), Total()
+    session.register_rank_local("total", total)
+    session.register_rank_local("average", average)
+    (optimizer,) = OPTIMIZERS
+    state = session.state
+    state.update(begun=0, ended=0, losses=[], mean=torch.zeros(8))
+    for step in session.steps(loader, epochs=2):
+        state["outside"] = state.get("outside", 0) + 1
+        with step:
+
+            def loss_of(batch, at=step):
+                faults.at("compute", at.index)
+                total.value += float(batch[0].sum())
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            state["begun"] += 1
+            total.value += step.index
+            optimizer.param_groups[0]["lr"] *= 0.9 if state["begun"] % 3 else 1.2
+            faults.at("begun", step.index)
+            loss = step.run(loss_of)
+            faults.at("committed", step.index)
+            state["losses"].append(float(loss))
+            state["mean"] += loss
+            average.value = average.value * 0.9 + float(loss) * (session.rank + 1)
+            net[1].running_mean.mul_(0.99)
+            optimizer.param_groups[0]["weight_decay"] *= 1.01
+            everyone = torch.ones(1)
+            dist.all_reduce(everyone)
+            faults.at("between", step.index)
+            state["ended"] += int(everyone)
+            average.value += 1
+            dist.all_reduce(everyone)
+    groups = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
+    finish(session, net, total=total.value, average=average.value, groups=groups, program=dict(state))
+
+
 def leaves_late():
     """It leaves the loop in code after the step's block, which a fault in the step does not skip."""
     session, net, loader = make()
@@ -94,4 +139,5 @@ def beside():
 
 
 if __name__ == "__main__":
-    {"two_loops": two_loops, "leaves_late": leaves_late, "beside": beside}[os.environ["LOOP"]]()
+    loops = {"two_loops": two_loops, "counts": counts, "leaves_late": leaves_late, "beside": beside}
+    loops[os.environ["LOOP"]]()
