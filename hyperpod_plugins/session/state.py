@@ -276,6 +276,8 @@ class TrainedState:
             position: the position from which all ranks continue.
             local: the rank-local states of the world in which the body began.
         """
+        if self.local is not None:
+            self.local.is_at_commit = position.after_commit
         if position.after_commit:
             if local is not None:
                 local.return_to(position.committed)

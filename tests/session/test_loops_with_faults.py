@@ -44,6 +44,7 @@ IN_PLACE = [
     ["between", 12, 1, "break"],
     ["between", 19, 3, "kill"],
 ]
+LATE = [["begun", 3, 1, "kill"], ["begun", 15, 0, "kill"]]
 TO_A_SNAPSHOT = [
     ["compute", 7, 0, "kill"],
     ["compute", 7, 2, "kill"],
@@ -58,12 +59,8 @@ TO_A_SNAPSHOT = [
         pytest.param(IN_PLACE, {}, (), id="in place"),
         pytest.param(TO_A_SNAPSHOT, {"snapshot_every_steps": 3}, (), id="with a return to a snapshot"),
         # What a rank alone has changed after a commit is lost with it until its next step begins.
-        pytest.param(
-            [["begun", 2, 1, "kill"], ["begun", 15, 0, "kill"]],
-            {},
-            ("total", "average", "1.running_mean"),
-            id="as a body begins",
-        ),
+        pytest.param(LATE, {}, ("total", "average", "1.running_mean"), id="as a body begins"),
+        pytest.param(LATE, {"snapshot_every_steps": 2}, (), id="as a body begins, with snapshots"),
     ],
 )
 def test_what_a_body_changes_counts_once(faults, options, but, tmp_path):
