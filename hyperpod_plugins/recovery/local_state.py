@@ -42,6 +42,7 @@ from hyperpod_plugins.recovery.plan import buddies, sources_of
 _log = logging.getLogger(__name__)
 _is_cpu = attrgetter("is_cpu")
 _Name = TypeVar("_Name", str, tuple[str, str])
+_State = TypeVar("_State")
 LIMIT_BYTES = 2**20
 """Largest state of one rank that is sent to its buddy at each step."""
 
@@ -316,7 +317,7 @@ class LocalStates:
         self._repeated: set[str] = set()
         self._of_replica: dict[str, ReplicatedState] = {}
         self._at_begin: dict[str, dict[str, Any]] = {}
-        self._at_commit: tuple[int, dict[str, dict[str, Any]]] = (-1, {})
+        self._at_commits: dict[int, dict[str, dict[str, Any]]] = {}
         self._own: dict[int, bytes] = {}
         self._kept: dict[int, bytes] = {}
         self._has_warned = self._grows = False
@@ -388,9 +389,9 @@ class LocalStates:
                 self._states[name].load_state_dict(states[name])
 
     def return_to(self, step: int) -> None:
-        """Restore this rank's state as it was right after `step` commits, if that was the last vote or repair."""
-        last, states = self._at_commit
-        if last == step:
+        """Restore this rank's state as it was right after `step` commits, if it has been there."""
+        if step in self._at_commits:
+            states = self._at_commits[step]
             self._restored_at = -1  # what follows the commit runs again
             for name, state in self._states.items():
                 state.load_state_dict(states.get(name, {}))
@@ -425,7 +426,7 @@ class LocalStates:
         if told & _SAME:
             kept = self._last_kept
         self._last, self._last_own, self._last_kept = present, data, kept
-        self._at_commit = (step, present)
+        self._at_commits = _last_two(self._at_commits, step, present)
         self._own = _last_two(self._own, step, data)
         self._kept = _last_two(self._kept, step, kept)
         self._gives_at, self._gets_at = step if gives else -1, step if told & _GIVES_AGAIN else -1
@@ -492,7 +493,7 @@ class LocalStates:
         self.reset()
         if self._rank in targets:
             self._take(step, data, leave, targets, begins_epoch)
-        self._at_commit = (step, self._present())
+        self._at_commits = {step: self._present()}
         if not self._is_active:
             return
         # All ranks hold this step's state, even after a return to an earlier step; from here on their buddies do too.
@@ -619,7 +620,7 @@ class LocalStates:
         self._has_warned = True
 
 
-def _last_two(states: Mapping[int, bytes], step: int, data: bytes) -> dict[int, bytes]:
+def _last_two(states: Mapping[int, _State], step: int, data: _State) -> dict[int, _State]:
     """The last state before a step, and the state of that step; later ones are dropped."""
     before = max(filter(step.__gt__, states), default=step)
     return {before: states.get(before, data), step: data}

@@ -16,6 +16,7 @@ from hyperpod_plugins.recovery.attributes import ATTRIBUTES
 from hyperpod_plugins.recovery.engine import RecoveryEngine
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.stop_reports import REPEATED_BODY
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.state import Position, TrainedState, rank_local_name
 
@@ -206,6 +207,7 @@ class Transactions(PlainSteps):
         engine.member.end_generation()
         engine.member.activity = activity
         returned = engine.take_returned()
+        is_in_body = returned is None and (trained.entry_position or trained.get_position()).after_commit
         description = self._capture_stop_state(returned)
         trained.restore_training_modes()
         group_health.detach()
@@ -217,7 +219,10 @@ class Transactions(PlainSteps):
             trained.saving = self._context.saving_group
         self._attach()
         resume_point = engine.wait_for_peers(
-            activity, lambda number: engine.member.publish_stop(number, in_step=False, trainer=description)
+            activity,
+            lambda number: engine.member.publish_stop(
+                number, in_step=False, trainer=description, part=REPEATED_BODY if is_in_body else 0
+            ),
         )
         is_ours = returned is not None and resume_point.step == returned.step  # parts of it are rank-local
         position = Position.from_bytes(description if is_ours else resume_point.trainer)

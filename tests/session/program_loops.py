@@ -114,6 +114,31 @@ def counts():
     finish(session, net, total=total.value, average=average.value, groups=groups, program=dict(state))
 
 
+def one_sided():
+    """A rank is interrupted in a body that the others have ended: they do not wait for what they communicate."""
+    session, net, loader = make(hybrid_shard_degree=2)
+    total = Total()
+    session.register_rank_local("total", total)
+    session.state["values"] = []
+    for step in session.steps(loader, max_steps=6):
+        with step:
+
+            def loss_of(batch, at=step):
+                faults.at("compute", at.index)
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            loss = step.run(loss_of)
+            total.value += 1 + float(loss)
+            faults.at("late", step.index)
+            session.work = dist.all_reduce(torch.ones(1), async_op=True)
+            if session.rank == 2:
+                session.work.wait()
+            total.value += float(loss) * (session.rank + 1)
+            session.state["values"].append(float(loss))
+    faults.at("ended", 0)
+    finish(session, net, total=total.value, program=dict(session.state))
+
+
 def leaves_late():
     """It leaves the loop in code after the step's block, which a fault in the step does not skip."""
     session, net, loader = make()
@@ -139,5 +164,11 @@ def beside():
 
 
 if __name__ == "__main__":
-    loops = {"two_loops": two_loops, "counts": counts, "leaves_late": leaves_late, "beside": beside}
+    loops = {
+        "two_loops": two_loops,
+        "counts": counts,
+        "one_sided": one_sided,
+        "leaves_late": leaves_late,
+        "beside": beside,
+    }
     loops[os.environ["LOOP"]]()

@@ -70,6 +70,19 @@ def test_what_a_body_changes_counts_once(faults, options, but, tmp_path):
     assert_equal(wanted, found, 4, but)
 
 
+def test_a_body_that_only_one_rank_has_not_ended(tmp_path):
+    """All run it again: what it writes of its own after the last collective is not left out."""
+    faults = [
+        ["late", 2, 2, "sleep2"],
+        ["compute", 3, 3, "kill"],
+        ["late", 5, 2, "sleep2"],
+        ["late", 5, 3, "kill in 0.5"],
+    ]
+    wanted, found = run(tmp_path / "wanted", "one_sided"), run(tmp_path / "found", "one_sided", faults)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 4), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+
+
 def test_code_after_the_block_does_not_end_the_loop_early(tmp_path):
     """All ranks return to a snapshot: the `break` after the block would end the training steps before its time."""
     wanted = run(tmp_path / "wanted", "leaves_late", num_ranks=2)
