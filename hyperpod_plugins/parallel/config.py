@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, UnknownKeyError
 from hyperpod_plugins.memory.recompute import RECOMPUTE, Recompute
 from hyperpod_plugins.parallel.topology import Topology, nearest_degrees
+from hyperpod_plugins.precision import Float8Recipe, check_float8
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -64,6 +65,10 @@ class ParallelConfig:
     """Allow ranks whose shard of a tensor is empty."""
     precision: Precision = "32-true"
     """`bf16-mixed`: float32 parameters and optimizer state, bfloat16 compute, float32 gradient reduction."""
+    float8_recipe: Float8Recipe = "none"
+    """Compute the linear layers of the model's blocks in float8, with one scale for each row (`rowwise`) or tensor
+    (`tensorwise`). Needs a precision of bfloat16 and the extra `fp8`.
+    """
     tensor_plan: TensorPlan | Literal["auto"] = "auto"
     """Mapping of module-name pattern to style. `auto`: the model's own plan, or else `LLAMA_LIKE_PLAN`."""
     sequence_parallel: bool = False
@@ -110,6 +115,7 @@ class ParallelConfig:
             raise ConfigError(
                 f"delayed_values must be one of {', '.join(DELAYED_VALUES)}, but is {self.delayed_values!r}"
             )
+        check_float8(self.float8_recipe)
         minimum = {"hybrid_shard_degree": 0, "random_seed": None}
         for field in dataclasses.fields(self):
             value, low = getattr(self, field.name), minimum.get(field.name, 1)

@@ -8,6 +8,7 @@ Sharding replaces a model's parameters. An optimizer that holds the old ones get
 nothing. Names do not change, so `replace_stale_parameters` maps each old parameter to its replacement.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary, ref
@@ -36,6 +37,9 @@ from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.hsdp import outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
+from hyperpod_plugins.precision import convert_linears
+
+log = logging.getLogger(__name__)
 
 _HAS_VALUES = "has values"
 _Aspects = tuple[str, ...]
@@ -75,11 +79,31 @@ def parallelize(
         _to_bfloat16(model)
     broadcast_from_rank_0(model, torch.device(mesh.device_type), is_delayed_alike=config.delayed_values != "rank_0")
     shard_tensors(model, mesh["tensor"], plan, config)
+    use_float8(model, config, torch.device(mesh.device_type))
     save_activation_memory(model, config, torch.device(mesh.device_type))
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
     give_values(model, torch.device(mesh.device_type), config)
     sync_rng_state(mesh["tensor"])
     return model
+
+
+def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -> None:
+    """Let the linear layers of a model's blocks compute in float8, as `float8_recipe` says, and log what was converted.
+
+    Raises:
+        ConfigError: the precision is float32; see also `convert_linears`.
+        MissingExtraError: torchao is not installed.
+    """
+    if config.float8_recipe == "none":
+        return
+    if config.precision == "32-true":
+        raise ConfigError(
+            f"float8_recipe={config.float8_recipe!r} with precision='32-true': layers in float8 compute all else in "
+            "bfloat16. Use precision='bf16-mixed' (Lightning: Trainer(precision='bf16-mixed'))."
+        )
+    done = convert_linears(model, config.float8_recipe, device, blocks=outermost_blocks(model, config.block_classes))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.warning("%s", done)
 
 
 def give_values(model: nn.Module, device: torch.device, config: ParallelConfig) -> None:

@@ -1,0 +1,150 @@
+"""Linear layers whose matrix products are computed in float8 (8-bit floating point), with torchao.
+
+Both factors of each product are scaled by their largest absolute value and cast to float8, in forward and backward;
+results have the layer's own type. One scale for a whole tensor is fastest; one for each row is more exact. Scales come
+from the present values, so there is no state to save, and a step that is computed again has the same bits.
+
+Parameters and optimizer state keep their type. Only layers inside a model's blocks are converted: the head and the
+embedding are the most sensitive, and a small part of the time. The sides of a matrix must be multiples of 16, which is
+what the float8 units multiply.
+"""
+
+import importlib.util
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hyperpod_plugins.errors import ConfigError, MissingExtraError, NotBuiltYetError, format_list
+
+log = logging.getLogger(__name__)
+
+Float8Recipe = Literal["none", "rowwise", "tensorwise"]
+FLOAT8_RECIPES: tuple[Float8Recipe, ...] = get_args(Float8Recipe)
+_BLOCK_SCALED = ("mxfp8", "nvfp4")
+_SIDE = 16
+_NEEDED = (8, 9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertedLinears:
+    """What `convert_linears` did."""
+
+    recipe: Float8Recipe
+    converted: tuple[str, ...]
+    """Names of the layers that compute in float8."""
+    left: Mapping[str, str]
+    """Names of the other linear layers, with the reason."""
+    share: float
+    """Part of the linear layers' parameters on this rank that the converted ones have, 0 .. 1."""
+    is_emulated: bool
+    """Whether float8 is emulated, because the device is a CPU."""
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        reasons = Counter(self.left.values())
+        named = {reason: [name for name, why in self.left.items() if why == reason] for reason in reasons}
+        left = "; ".join(f"{format_list(names, 3)} ({reason})" for reason, names in named.items())
+        return (
+            f"float8 ({self.recipe}{', emulated on the CPU: slower than bfloat16' if self.is_emulated else ''}): "
+            f"{len(self.converted)} of {len(self.converted) + len(self.left)} linear layers, with "
+            f"{100 * self.share:.0f} % of their parameters" + (f"; not converted: {left}" if left else "")
+        )
+
+
+def check_float8(recipe: str) -> None:
+    """Check the name of a recipe.
+
+    Raises:
+        ConfigError: there is none of that name.
+        NotBuiltYetError: it scales blocks of a row, which this release does not serve.
+    """
+    if recipe in _BLOCK_SCALED:
+        raise NotBuiltYetError(
+            f"float8_recipe={recipe!r} scales blocks of 16 or 32 values. Only GPUs of compute capability 10.0 or "
+            "higher multiply these, and this release does not serve them yet. Use 'rowwise'."
+        )
+    if recipe not in FLOAT8_RECIPES:
+        raise ConfigError(f"float8_recipe must be one of {', '.join(FLOAT8_RECIPES)}, but is {recipe!r}")
+
+
+def convert_linears(
+    model: nn.Module, recipe: Float8Recipe, device: torch.device, *, blocks: Collection[nn.Module] = ()
+) -> ConvertedLinears:
+    """Make the linear layers of a model's blocks compute in float8, in place.
+
+    Call it before `fully_shard`, and after tensor parallelism: the sides of a rank's part of a matrix count.
+
+    Args:
+        model: with parameters of any type and device, also on the meta device. Modules and parameters stay the same
+            objects; only the class of the modules changes.
+        recipe: `"rowwise"` or `"tensorwise"`.
+        device: that will compute; on a CPU, float8 is emulated.
+        blocks: modules in which layers are converted; empty for all but the first and the last layer of the model.
+
+    Returns:
+        What was converted.
+
+    Raises:
+        ConfigError: the device has no float8 units, or no layer can be converted.
+        MissingExtraError: torchao is not installed.
+    """
+    check_float8(recipe)
+    if importlib.util.find_spec("torchao") is None:
+        raise MissingExtraError("torchao", "fp8", f"float8_recipe={recipe!r}")
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _NEEDED:
+        raise ConfigError(
+            f"float8_recipe={recipe!r} needs GPUs of compute capability {_NEEDED[0]}.{_NEEDED[1]} or higher, but "
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}. Leave float8_recipe out."
+        )
+    from hyperpod_plugins.precision.float8_linear import to_float8
+
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    left = _left_out(model, linears, blocks)
+    converted = [name for name in linears if name not in left]
+    if not converted:
+        raise ConfigError(
+            f"float8_recipe={recipe!r}: {type(model).__name__} has no linear layer that can compute in float8"
+            + "".join(f"; {name}: {why}" for name, why in [*left.items()][:3])
+            + ". Leave float8_recipe out, or name the classes of its blocks with block_classes."
+        )
+    for name in converted:
+        to_float8(linears[name], recipe, is_emulated=device.type != "cuda")
+    sizes = {name: _local_shape(part).numel() for name, part in linears.items()}
+    return ConvertedLinears(
+        recipe=recipe,
+        converted=tuple(converted),
+        left=left,
+        share=sum(map(sizes.__getitem__, converted)) / sum(sizes.values()),
+        is_emulated=device.type != "cuda",
+    )
+
+
+def _left_out(model: nn.Module, linears: Mapping[str, nn.Linear], blocks: Collection[nn.Module]) -> dict[str, str]:
+    """The layers that are not converted, with the reason."""
+    inside = {id(part) for block in blocks for part in block.modules()}
+    if not blocks:
+        inside = {id(part) for part in [*linears.values()][1:-1]}
+    users = Counter(id(each) for part in model.modules() for each in part.parameters(recurse=False))
+    left: dict[str, str] = {}
+    for name, part in linears.items():
+        shape = _local_shape(part)
+        if type(part) is not nn.Linear:
+            left[name] = f"a {type(part).__name__}"
+        elif id(part) not in inside:
+            left[name] = "outside of the blocks" if blocks else "the first or the last layer"
+        elif users[id(part.weight)] > 1:
+            left[name] = "its weight is shared"
+        elif any(side % _SIDE for side in shape):
+            left[name] = f"a side of its matrix on a rank is no multiple of {_SIDE}"
+    return left
+
+
+def _local_shape(linear: nn.Linear) -> torch.Size:
+    weight = linear.weight
+    return weight._local_tensor.shape if isinstance(weight, DTensor) else weight.shape  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,41 @@
+"""torchao's linear layer in float8. Importing this file needs torchao."""
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+_disabled = logging.root.manager.disable
+logging.disable(logging.WARNING)  # without a GPU, torchao warns of each of its CUDA libraries
+try:
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear as _Float8Linear
+finally:
+    logging.disable(_disabled)
+
+
+class Float8Linear(_Float8Linear):
+    """torchao's layer, which also takes the type of an autocast region of a device other than CUDA."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute the layer; see `torchao.float8.float8_linear.Float8Linear`."""
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        return super().forward(input)
+
+
+def to_float8(linear: nn.Linear, recipe: str, *, is_emulated: bool) -> None:
+    """Make a linear layer compute in float8, in place: whatever refers to the module or its parameters still does.
+
+    Args:
+        linear: exactly an `nn.Linear`.
+        recipe: name of a recipe of torchao.
+        is_emulated: cast to float8 and back, and multiply in the layer's own type: for devices without float8 units.
+    """
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    object.__setattr__(config, "emulate", is_emulated)
+    with torch.device("meta"):
+        like = Float8Linear(linear.in_features, linear.out_features, bias=False, config=config)
+    own = vars(linear)
+    own |= {name: value for name, value in vars(like).items() if name not in own}
+    linear.__class__ = Float8Linear

@@ -1,0 +1,160 @@
+"""Linear layers in float8: which ones, what they compute, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import nn
+
+from hyperpod_plugins.errors import ConfigError, MissingExtraError, NotBuiltYetError
+from hyperpod_plugins.parallel import ParallelConfig
+from hyperpod_plugins.precision import convert_linears
+
+pytest.importorskip("torchao")
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, size=64, inner=128):
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(size, inner), nn.Linear(inner, size, bias=False)
+        self.gate = nn.Linear(size, 10)
+
+    def forward(self, x):
+        return x + self.down_proj(torch.relu(self.up_proj(x))) + self.gate(x).mean()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(32, 64)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(64, 16)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def made(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def test_layers_of_blocks_are_converted_in_place_and_named():
+    model = made()
+    modules, parameters = list(model.modules()), list(model.parameters())
+    done = convert_linears(model, "rowwise", CPU, blocks=list(model.layers))
+    assert done.converted == tuple(f"layers.{i}.{name}" for i in range(2) for name in ("up_proj", "down_proj"))
+    assert str(done) == (
+        "float8 (rowwise, emulated on the CPU: slower than bfloat16): 4 of 8 linear layers, with 88 % of their "
+        "parameters; not converted: first, head (outside of the blocks); layers.0.gate, layers.1.gate (a side of its "
+        "matrix on a rank is no multiple of 16)"
+    )
+    assert all(one is other for one, other in zip(modules, model.modules(), strict=True))
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert type(copy.deepcopy(model).layers[0].up_proj).__name__ == "Float8Linear"
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_results_are_those_of_float8(recipe, is_autocast):
+    dtype = torch.float32 if is_autocast else torch.bfloat16
+    plain, model = made(dtype), made(dtype)
+    convert_linears(model, recipe, CPU, blocks=list(model.layers))
+    x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        results = [each(x) for each in (plain, model)]
+    for each in results:
+        each.float().square().mean().backward()
+    wanted, found = (each.float() for each in results)
+    error = (found - wanted).norm() / wanted.norm()
+    assert 1e-4 < error < 0.05  # three bits of mantissa
+    for name, each in model.named_parameters():
+        of_plain = plain.get_parameter(name).grad.float()
+        assert (each.grad.float() - of_plain).norm() < 0.2 * of_plain.norm(), name
+
+
+def test_layers_that_cannot_be_converted_are_left_and_a_model_without_others_is_refused():
+    class Own(nn.Linear):
+        pass
+
+    tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), Own(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    tied[3].weight = tied[4].weight
+    done = convert_linears(tied, "tensorwise", CPU)
+    assert done.converted == ("1",)
+    first = "the first or the last layer"
+    assert done.left == {"0": first, "2": "a Own", "3": "its weight is shared", "4": first}
+    with pytest.raises(ConfigError, match=r"Sequential has no linear layer that can .*; 0: the first or the last"):
+        convert_linears(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), "rowwise", CPU)
+
+
+def test_what_is_not_served_is_refused_by_name(monkeypatch):
+    with pytest.raises(ConfigError, match=r"one of none, rowwise, tensorwise, but is 'blockwise'"):
+        ParallelConfig(float8_recipe="blockwise")
+    with pytest.raises(NotBuiltYetError, match=r"mxfp8.*compute capability 10.0.*Use 'rowwise'"):
+        ParallelConfig(float8_recipe="mxfp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with pytest.raises(ConfigError, match=r"capability 8.9 or higher, but A100 has 8.0"):
+        convert_linears(made(), "rowwise", torch.device("cuda", 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"'rowwise' needs the Python package 'torchao'.*pip install torchao"):
+        convert_linears(made(), "rowwise", CPU)
+
+
+def train(recipe, shard, tensor, precision="bf16-mixed"):
+    import torch.distributed as dist
+
+    from hyperpod_plugins.parallel import build_mesh, parallelize
+
+    config = ParallelConfig(
+        float8_recipe=recipe,
+        hybrid_shard_degree=shard,
+        tensor_parallel_degree=tensor,
+        precision=precision,
+        tensor_plan="auto" if tensor == 1 else {"layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"},
+    )
+    if not dist.is_initialized():
+        dist.init_process_group("hyperpod")
+    mesh = build_mesh(config.topology(dist.get_world_size()), "cpu")
+    model = parallelize(made(), mesh, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(4):
+        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step))
+        loss = model(x.bfloat16()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def train_all():
+    with pytest.raises(ConfigError, match=r"float8_recipe='rowwise' with precision='32-true'"):
+        train("rowwise", 4, 1, "32-true")
+    return {
+        (recipe, shard, tensor): train(recipe, shard, tensor)
+        for recipe in ("none", "rowwise", "tensorwise")
+        for shard, tensor in ((4, 1), (2, 1), (2, 2), (1, 4))
+    }
+
+
+@pytest.mark.spawns
+def test_sharded_and_tensor_parallel_models_compute_the_same():
+    """Scales are those of the whole tensor, not of a rank's part of it: else tensor parallelism would differ."""
+    losses = run_ranks(train_all, world_size=4, timeout_s=120)[0]
+    for recipe in ("rowwise", "tensorwise"):
+        whole, plain = losses[recipe, 4, 1], losses["none", 4, 1]
+        assert losses[recipe, 2, 1] == whole
+        assert max(abs(one / other - 1) for one, other in zip(whole, plain, strict=True)) < 0.05
+        assert whole != plain
+        for tensor in ((2, 2), (1, 4)):
+            apart = max(abs(one / other - 1) for one, other in zip(losses[recipe, *tensor], whole, strict=True))
+            of_plain = max(abs(one / other - 1) for one, other in zip(losses["none", *tensor], plain, strict=True))
+            print(recipe, tensor, apart, of_plain)
+            assert apart < 0.01
