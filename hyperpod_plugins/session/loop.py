@@ -283,15 +283,16 @@ class Loop:
             begins_at: the position.
             resumed_from: checkpoint of that position, if all processes were restarted from it; otherwise empty.
         """
-        is_over, raised = True, None
+        is_over, raised, is_left = True, None, False
         self.guard.open()
         try:
             yield from self._run(begins_at, resumed_from)
+            is_left = True
         except GeneratorExit:  # the program has left the loop, or its body has raised
             if self._step is not None and self._step.was_interrupted:
                 _end_process()
             error = None if self._step is None else self._step.error
-            is_over = not ends_only_this_process(error)
+            is_over, is_left = not ends_only_this_process(error), error is None
             raised = error if is_over and not isinstance(error, PeerLost) else None
             raise
         except (RecoveryError, DeviceHung, SystemExit) as error:
@@ -300,6 +301,8 @@ class Loop:
         finally:
             self.guard.close()
             self.transactions.leave(is_over=is_over, error=raised)
+            if is_left:
+                self.transactions.check_left()
 
     def _run(self, begins_at: Position, resumed_from: str) -> Iterator[Step]:
         transactions = self.transactions

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "recovery"))
@@ -12,6 +13,8 @@ from faults import Faults
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.session import Session
 
 torch.set_num_threads(1)
@@ -85,6 +88,33 @@ def leaves_late():
     finish(session, net)
 
 
+def breaks():
+    """It leaves the loop by `break`. If rank 1 is killed there, rank 0 leaves the loop once the replacement waits."""
+    session, net, loader = make(checkpoint_folder=faults.folder)
+    for step in session.steps(loader, epochs=100):
+        with step:
+            step.run(lambda batch: (net(batch[0]) - batch[0]).square().mean())
+            if step.index == 2:
+                session.save(faults.folder / "last")
+            if step.index == 4:
+                faults.at("break", step.index)
+                if session.rank == 0:
+                    await_replacement()
+                break
+    finish(session, net)
+
+
+def await_replacement():
+    """Wait until a replacement of rank 1 sends heartbeats; returns at once without a fault, or after a restart."""
+    job, deadline_s = JobEnv.from_environ(), time.monotonic() + 60.0
+    if job.restart_count or os.environ["FAULTS"] == "[]":
+        return
+    store = JobStore.connect(job)
+    while not any(each["incarnation"] for each in store.heartbeats([1]).values()):
+        assert time.monotonic() < deadline_s, "no replacement came"
+        time.sleep(0.01)
+
+
 def beside():
     """Another sharded model, which no repair would reset."""
     session, _, loader = make()
@@ -94,4 +124,4 @@ def beside():
 
 
 if __name__ == "__main__":
-    {"two_loops": two_loops, "leaves_late": leaves_late, "beside": beside}[os.environ["LOOP"]]()
+    {"two_loops": two_loops, "leaves_late": leaves_late, "breaks": breaks, "beside": beside}[os.environ["LOOP"]]()
