@@ -324,9 +324,9 @@ class Member:
             only_listed_groups=True,
         ).run()
 
-    def restart_all(self, lost: StateLost) -> NoReturn:
-        """Ask the agents to restart all processes from the last checkpoint."""
-        restart_all(self.job_store, self.job, self.rank, lost)
+    def restart_all(self, lost: StateLost, *, loses_steps: bool = True) -> NoReturn:
+        """Ask the agents to restart all processes from the last checkpoint; see `abort.restart_all`."""
+        restart_all(self.job_store, self.job, self.rank, lost, loses_steps=loses_steps)
 
     def join_next(self, arrival: Arrival, stopped: Callable[[int], None]) -> Generation:
         """Wait for all members of the next generation, connect to them, and reconfigure the groups.

@@ -11,6 +11,7 @@ from hyperpod_plugins.elastic import FailureRecord
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
+from hyperpod_plugins.elastic.store.entry_records import ended_entry
 from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
 from hyperpod_plugins.errors import DeviceHung, LoopError, RecoveryError, StateLost
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair, SavedCheckpoints, Snapshot
@@ -208,8 +209,9 @@ class Transactions(PlainSteps):
         member = self._engine.member
         if member.job_store.try_get_all([f"{RAISED_KEY}/{worker_id}" for worker_id in member.world.worker_ids]):
             return
+        is_kept = ended_entry(member.job_store, self._entry) is not None
         try:
-            member.restart_all(StateLost(f"{failure}. Other ranks have left the loop already"))
+            member.restart_all(StateLost(f"{failure}. Other ranks have left the loop already"), loses_steps=not is_kept)
         finally:  # no agent has ended this process, and a loop that is left by `break` cannot raise
             os._exit(1)
 

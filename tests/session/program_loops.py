@@ -15,7 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.parallel.checkpoint.storage import CheckedWriter
+from hyperpod_plugins.recovery.entries import Entries
 from hyperpod_plugins.session import Session
+from hyperpod_plugins.session import session as of_session
 
 torch.set_num_threads(1)
 faults = Faults()
@@ -104,6 +107,27 @@ def breaks():
     finish(session, net)
 
 
+def ends():
+    """Ranks may be killed while the state after the loop is written, when it is written, and when that is recorded."""
+
+    def with_fault(point, call):
+        def wrapped(*args, **kwargs):
+            faults.at(point, 0)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    CheckedWriter.write_data = with_fault("write", CheckedWriter.write_data)
+    of_session.save_entry_values = with_fault("written", of_session.save_entry_values)
+    Entries.record = with_fault("record", Entries.record)
+    session, net, loader = make(hybrid_shard_degree=1, checkpoint_folder=faults.folder)
+    for step in session.steps(loader, max_steps=4):
+        with step:
+            step.run(lambda batch: (net(batch[0]) - batch[0]).square().mean())
+            faults.note(kind="step", index=step.index)
+    finish(session, net, drawn=float(torch.rand(())))
+
+
 def await_replacement():
     """Wait until a replacement of rank 1 sends heartbeats; returns at once without a fault, or after a restart."""
     job, deadline_s = JobEnv.from_environ(), time.monotonic() + 60.0
@@ -124,4 +148,5 @@ def beside():
 
 
 if __name__ == "__main__":
-    {"two_loops": two_loops, "leaves_late": leaves_late, "breaks": breaks, "beside": beside}[os.environ["LOOP"]]()
+    loops = [two_loops, leaves_late, breaks, ends, beside]
+    {loop.__name__: loop for loop in loops}[os.environ["LOOP"]]()
