@@ -56,6 +56,7 @@ from hyperpod_plugins.recovery.layouts import (
     with_degrees,
 )
 from hyperpod_plugins.recovery.local_state import ProgramState
+from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
@@ -668,7 +669,7 @@ def _packed(value: Any) -> bytes:
 
 
 def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
+    return torch.load(io.BytesIO(data), weights_only=True, map_location=on_own_device)
 
 
 def _refuse_beside(trained: nn.Module, sharded: Sequence["weakref.ref[nn.Module]"]) -> None:
