@@ -115,7 +115,8 @@ def restart_all(job_store: JobStore, job: JobEnv, rank: int, lost: StateLost, *,
     restart = restart_from_newest(job_store, job, failure)
     if loses_steps and not restart.resume_from:
         log.error(
-            "rank %d: ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint: use a ModelCheckpoint",
+            "rank %d: ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint. Save one from time to time: "
+            "with session.save(...) in a loop of a Session, with a ModelCheckpoint under Lightning",
             rank,
         )
     request_restart(job_store, restart, RecoveryLevel.CHECKPOINT.event, lost)
