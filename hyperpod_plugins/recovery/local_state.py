@@ -9,7 +9,8 @@ state of its predecessor.
 buffers and metrics too, for example an average of weights or a reset. A rank that finds such a write when its next
 step begins announces this with the next state that it sends, and from then on also sends the state at the beginning
 of each step. A copy from before the hooks never overwrites what they write: a replacement keeps the values of the
-replica that gives it its parameters.
+replica that gives it its parameters. If what hooks write differs between the two ranks, a state from before the hooks
+counts as lost: all ranks return to a snapshot, or to a checkpoint, as `RecoveryOptions.rank_local_state` says.
 """
 
 # Buffer tables and tensor versions have no public API.
@@ -41,6 +42,7 @@ from hyperpod_plugins.recovery.plan import buddies, sources_of
 _log = logging.getLogger(__name__)
 _is_cpu = attrgetter("is_cpu")
 _Name = TypeVar("_Name", str, tuple[str, str])
+_State = TypeVar("_State")
 LIMIT_BYTES = 2**20
 """Largest state of one rank that is sent to its buddy at each step."""
 
@@ -315,13 +317,16 @@ class LocalStates:
         self._repeated: set[str] = set()
         self._of_replica: dict[str, ReplicatedState] = {}
         self._at_begin: dict[str, dict[str, Any]] = {}
+        self._at_commits: dict[int, dict[str, dict[str, Any]]] = {}
         self._own: dict[int, bytes] = {}
         self._kept: dict[int, bytes] = {}
         self._has_warned = self._grows = False
         self._changes = False
         """Whether the last step changed the state."""
-        self._is_written_after = False
-        """Whether code after a commit was ever found to write rank-local state."""
+        self._written_after: set[str] = set()
+        """Names of states that code after a commit was ever found to write."""
+        self.is_at_commit = False
+        """Whether this rank's state is that right after the last commit, from which the job continues."""
         self.reset()
 
     def register(self, name: str, state: RankLocalState, *, is_repeated: bool = False) -> None:
@@ -344,10 +349,17 @@ class LocalStates:
 
     @property
     def kept_steps(self) -> tuple[int, ...] | None:
-        """Steps after which the state of the source rank is kept here; None if it has sent none yet."""
+        """Steps from which the source rank can continue with the state kept here; None if it has sent none yet."""
         if not self._kept:
             return None
-        return tuple(step for step, data in sorted(self._kept.items()) if data)
+        return tuple(step for step, data in sorted(self._kept.items()) if data and not self._is_superseded(step))
+
+    def _is_superseded(self, step: int) -> bool:
+        """Whether code that followed the commit of `step` has written what is the source rank's alone, as here."""
+        if not self._written_after or step in (self._late_at, self._restored_at) or self.is_at_commit:
+            return False
+        own, kept = (unpack(states[step]) if states.get(step) else {} for states in (self._own, self._kept))
+        return any(not are_same(own.get(name), kept.get(name)) for name in self._written_after)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The present state of this rank, by registered name."""
@@ -376,13 +388,22 @@ class LocalStates:
             if name in self._states and name in states:
                 self._states[name].load_state_dict(states[name])
 
+    def return_to(self, step: int) -> None:
+        """Restore this rank's state as it was right after `step` commits, if it has been there."""
+        if step in self._at_commits:
+            states = self._at_commits[step]
+            self._restored_at = -1  # what follows the commit runs again
+            for name, state in self._states.items():
+                state.load_state_dict(states.get(name, {}))
+
     def reset(self) -> None:
         """Discard what was exchanged so far, as the ranks have assembled anew."""
         self._last: dict[str, dict[str, Any]] | None = None
         """State last sent to the buddy."""
         self._last_own = self._last_kept = b""
-        self._gives_at = self._gets_at = self._late_at = -1
-        """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did."""
+        self._gives_at = self._gets_at = self._late_at = self._restored_at = -1
+        """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did; and
+        step of the last repair, whose state the source rank has sent."""
 
     def exchange(self, step: int) -> None:
         """Send the buddy this rank's state as it will be after `step` commits, and receive the source rank's.
@@ -399,12 +420,13 @@ class LocalStates:
             data = self._packed(present)
             is_same = not is_first and data == self._last_own
         self._changes = not is_same
-        gives = self._is_written_after
+        gives = bool(self._written_after)
         label = f"the state of one rank after {step} steps"
         told, kept = self._passed_round(label, is_same * _SAME + gives * _GIVES_AGAIN, b"" if is_same else data)
         if told & _SAME:
             kept = self._last_kept
         self._last, self._last_own, self._last_kept = present, data, kept
+        self._at_commits = _last_two(self._at_commits, step, present)
         self._own = _last_two(self._own, step, data)
         self._kept = _last_two(self._kept, step, kept)
         self._gives_at, self._gets_at = step if gives else -1, step if told & _GIVES_AGAIN else -1
@@ -434,10 +456,11 @@ class LocalStates:
             begins_epoch: whether the step is the first of an epoch; states of the epoch start from zero then.
         """
         self._at_begin = {name: state.state_dict() for name, state in self._of_program.items()}
+        self.is_at_commit = False
         if not self._is_active:
             return
-        if self._last is not None and step in self._own and not self._is_written_after:
-            self._is_written_after = self._hooks_have_written(self._last, begins_epoch=begins_epoch)
+        if self._last is not None and step in self._own:
+            self._note_written(self._last, begins_epoch=begins_epoch)
         sends = {self._buddy: [self._packed(self._present())]} if self._gives_at == step else {}
         receives = {self._ward: [LIMIT_BYTES]} if self._gets_at == step else {}
         if not (sends or receives):
@@ -470,6 +493,7 @@ class LocalStates:
         self.reset()
         if self._rank in targets:
             self._take(step, data, leave, targets, begins_epoch)
+        self._at_commits = {step: self._present()}
         if not self._is_active:
             return
         # All ranks hold this step's state, even after a return to an earlier step; from here on their buddies do too.
@@ -478,7 +502,7 @@ class LocalStates:
             data = self._packed(self._present())
         label = f"the state of one rank from which step {step} begins"
         received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
-        self._own, self._kept = {step: data}, {step: _raw(received[self._ward][0])}
+        self._own, self._kept, self._restored_at = {step: data}, {step: _raw(received[self._ward][0])}, step
 
     def send_to_joiners(self, sources: Mapping[int, int], give: Callable[[], bytes]) -> bytes:
         """Pass data from the ranks that give joiners their parameters to the joiners. All ranks call this.
@@ -516,7 +540,7 @@ class LocalStates:
         """Pass states from buddies to joiners. A joiner gets its state and the parts that it must not load."""
         givers = {target: self._buddy_of[target] for target in targets if self._buddy_of[target] not in targets}
         sends = {
-            target: [self._kept.get(step, b""), pack(self._written_after(step))]
+            target: [self._kept.get(step, b""), pack(self._written_since(step))]
             for target, giver in givers.items()
             if giver == self._rank
         }
@@ -549,7 +573,7 @@ class LocalStates:
         if lost:
             self._tell_lost(step, lost, "its predecessor was lost before it sent what was written after the step")
 
-    def _written_after(self, step: int) -> dict[str, list[str]]:
+    def _written_since(self, step: int) -> dict[str, list[str]]:
         """Parts, by state, that hooks wrote here, and hence on the source rank, since that sent its state."""
         if self._late_at == step or not self._own.get(step):
             return {}
@@ -564,14 +588,13 @@ class LocalStates:
     def _present(self) -> dict[str, dict[str, Any]]:
         return {name: state.state_dict() for name, state in self._states.items()}
 
-    def _hooks_have_written(self, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> bool:
-        """Whether any state, except those registered with `is_repeated`, differs from what was sent last."""
+    def _note_written(self, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> None:
+        """Note which states, except those registered with `is_repeated`, differ from what was sent last."""
         for name, state in self._states.items():
-            if name in self._repeated or (begins_epoch and name.endswith(EPOCH_SUFFIX)):
+            if name in self._repeated or name in self._written_after or (begins_epoch and name.endswith(EPOCH_SUFFIX)):
                 continue
             if not are_same(state.state_dict(), since.get(name, {})):
-                return True
-        return False
+                self._written_after.add(name)
 
     def _packed(self, present: Mapping[str, dict[str, Any]]) -> bytes:
         """The state as it is sent; empty if it is too large."""
@@ -605,7 +628,7 @@ class LocalStates:
         self._has_warned = True
 
 
-def _last_two(states: Mapping[int, bytes], step: int, data: bytes) -> dict[int, bytes]:
+def _last_two(states: Mapping[int, _State], step: int, data: _State) -> dict[int, _State]:
     """The last state before a step, and the state of that step; later ones are dropped."""
     before = max(filter(step.__gt__, states), default=step)
     return {before: states.get(before, data), step: data}

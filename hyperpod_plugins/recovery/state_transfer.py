@@ -404,10 +404,14 @@ def to_python_numbers(optimizers: Iterable[Optimizer]) -> None:
                     group[key] = value.item()
 
 
+NOT_HYPERPARAMETERS = ("params", "param_names")
+"""Keys of a parameter group that name its parameters."""
+
+
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The parameter groups of an optimizer without their parameters."""
     return [
-        {key: to_python_scalars(value) for key, value in group.items() if key not in ("params", "param_names")}
+        {key: to_python_scalars(value) for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
         for group in optimizer.param_groups
     ]
 

@@ -26,6 +26,12 @@ _OTHERS_S = 30.0
 _POLL_S = 0.05
 
 
+REPEATED_BODY = -1
+"""The part in a stop report of a process that was interrupted in the rest of a loop's body, after the commit.
+
+Others may have come to the end of that body already. All run it again: nobody else could run the rest for this one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
     """The point at which the job resumes, known once all processes with state have stopped."""
@@ -48,7 +54,8 @@ class StopReport:
     has_trainer_state: bool
     """Whether it has published its trainer state, too."""
     part: int = 0
-    """Outside steps: index of the part of the program it was in, in the order of the parts that follow a step."""
+    """Outside steps: index of the part of the program it was in, in the order of the parts that follow a step; or
+    `REPEATED_BODY`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,14 +378,18 @@ class _Wait:
 def furthest_worker(notes: Mapping[int, StopReport]) -> int | None:
     """Worker whose trainer state the others resume from: of those with the most committed steps, one inside a step.
 
-    If none is inside a step, one that has reached the last part: the parts it has completed cannot be run again. None
-    if no worker with the most committed steps has published its trainer state.
+    If none is inside a step, one that has reached the last part: the parts it has completed cannot be run again. But if
+    one was interrupted in a body that can be repeated, that one. None if no worker with the most committed steps has
+    published its trainer state.
     """
     step = max((note.committed for note in notes.values()), default=NO_STATE)
     best = [worker_id for worker_id, note in notes.items() if note.committed == step and note.has_trainer_state]
-    return min(
-        best, key=lambda worker_id: (not notes[worker_id].in_step, -notes[worker_id].part, worker_id), default=None
-    )
+
+    def order(worker_id: int) -> tuple[bool, bool, int, int]:
+        note = notes[worker_id]
+        return note.part != REPEATED_BODY, not note.in_step, -note.part, worker_id
+
+    return min(best, key=order, default=None)
 
 
 def has_stopped(job_store: JobStore, number: int, worker_id: int) -> bool:

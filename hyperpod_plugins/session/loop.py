@@ -340,11 +340,16 @@ class Loop:
         for step in self._steps_from(position):
             self.guard.forbid(BETWEEN)
             self._step = step
+            if step.is_replay:
+                self._trained.begin_body_again()
+            elif self.has_recovery:
+                self._trained.begin_body()
             yield step
             self.guard.allow()
             step.check()
             if step.was_interrupted:
                 return True
+            self._trained.end_body()
             self._position = replace(self._position, after_commit=False, result=None)
         return False
 
@@ -378,6 +383,7 @@ class Loop:
     def _move_to(self, position: Position) -> Position:
         """Move the loop to a position, in the present world."""
         self._loader = self._build_loader()
+        self._trained.end_body()
         if position.loader:
             self._loader.load_state_dict(position.loader)
         if position.groups:
@@ -388,6 +394,10 @@ class Loop:
     def seed(self, step: Step, part: str) -> None:
         """Start the random stream of a part of the step's body."""
         self._computation.seed(step.index, self._context, part)
+
+    def return_to_commit(self) -> None:
+        """Bring what the body may change to the state right after the commit, as the body runs again."""
+        self._trained.return_to_commit()
 
     def run_step(self, step: Step, compute_loss: Callable[[Any], Any]) -> Any:
         """Run one step as a transaction."""

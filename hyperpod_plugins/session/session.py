@@ -471,8 +471,9 @@ class Session:
     def steps(self, loader: DataLoader[Any], *, epochs: int = 1, max_steps: int = 0) -> Iterator[Step]:
         """Return an iterator over the training steps. Use each as `with step:`.
 
-        Code of the body after `step.run` is repeated on all ranks if a fault interrupts it. It may communicate
-        (validate, save); what it keeps for later belongs in `session.state`.
+        Code of the body after `step.run` may communicate (validate, save). If a fault interrupts it, the body runs
+        again on all ranks; `session.state`, hyperparameters, schedulers, registered objects, buffers and attributes of
+        the model are put back to what they were, so that its changes count once.
 
         Args:
             loader: a loader over a map-style dataset; its `batch_size` is the maximum number of samples per rank in

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from hyperpod_plugins.elastic.scaling.learning_rates import LearningRates
 from hyperpod_plugins.errors import ConfigError, format_list
@@ -27,7 +29,7 @@ from hyperpod_plugins.recovery.kept_state import OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates, ProgramState
 from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.protocols import RESHARD
-from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
+from hyperpod_plugins.recovery.state_transfer import NOT_HYPERPARAMETERS, load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import CAN_RESET, StepStart, drop_gradients, end_iteration, modules_of
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class Position:
     """Contents of `Session.state`."""
     rates: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of learning rate and schedule, if the batch follows the world."""
+    before: dict[str, Any] = field(default_factory=dict[str, Any])
+    """After a commit: the four fields above as the body of that step began; see `TrainedState.values`."""
     modes: tuple[bool, ...] = ()
     """Whether each module of the trained model was in training mode as the last step began."""
     local: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -100,6 +104,29 @@ def _is_readable(value: Any) -> bool:
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError):  # no importable name
         return False
     return True
+
+
+_VALUES = ("schedulers", "groups", "state", "rates")
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def copied(value: Any) -> Any:
+    """A copy of nested containers and their tensors, with NumPy scalars as Python numbers; other objects are shared.
+
+    Used twice per step, so it is written for few calls.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is dict:
+        return {key: copied(each) for key, each in value.items()}
+    if kind is list or kind is tuple:
+        return kind([copied(each) for each in value])
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return to_python_scalars(tree_map(lambda leaf: leaf if leaf is value else copied(leaf), value))
 
 
 class TrainedState:
@@ -157,6 +184,9 @@ class TrainedState:
         self._folder = folder
         self._degrees = degrees
         self._loaded: dict[str, dict[str, Any]] = {}
+        self._body_start: dict[str, Any] = {}
+        self._committed: dict[str, Any] = {}
+        self._registered: dict[str, dict[str, Any]] = {}
         writes = not all(map(is_elementwise, self.optimizers))
         self.attributes = PlainAttributes(modules_of_program(model))
         kept = OptimizerCopy(self.optimizers, [] if rates is None else [rates]) if writes else None
@@ -164,30 +194,97 @@ class TrainedState:
         self._modes: list[tuple[nn.Module, bool]] = []
         self._writer: CheckpointWriter | None = None
 
+    # -- the loop's position, and what the body of a step may change ---------------------------------------------
+
     def position(self) -> Position:
-        """The loop's position, with everything that a joiner needs there."""
-        return replace(
-            self.get_position(),
-            schedulers=tuple(to_python_scalars(scheduler.state_dict()) for scheduler in self.schedulers),
-            groups=tuple(hyperparameters(optimizer) for optimizer in self.optimizers),
-            state=to_python_scalars(self._state),
-            modes=tuple(mode for _, mode in self._modes) or tuple(each.training for each in modules_of(self.model)),
-            rates={} if self.rates is None else self.rates.state_dict(),
-        )
+        """The loop's position, with everything that a loop that resumes there needs."""
+        return replace(self.get_position(), modes=self._present_modes, **self.values())
+
+    def resume_position(self) -> Position:
+        """The position from which the loop continues after a fault.
+
+        A body that is interrupted runs again from its beginning. So within a body this has the values of its
+        beginning, or those right after the commit, whatever the body has changed since.
+        """
+        position = self.get_position()
+        kept = self._committed if position.after_commit else self._body_start
+        before = self._body_start if position.after_commit else {}
+        return replace(position, modes=self._present_modes, before=before, **(kept or self.values()))
+
+    @property
+    def _present_modes(self) -> tuple[bool, ...]:
+        return tuple(mode for _, mode in self._modes) or tuple(each.training for each in modules_of(self.model))
+
+    def values(self) -> dict[str, Any]:
+        """Copies of what the body of a step may change and every rank has alike, by their names in a `Position`."""
+        return {
+            "schedulers": tuple(copied(scheduler.state_dict()) for scheduler in self.schedulers),
+            "groups": tuple(
+                [
+                    {key: copied(each) for key, each in group.items() if key not in NOT_HYPERPARAMETERS}
+                    for group in groups
+                ]
+                for groups in (optimizer.param_groups for optimizer in self.optimizers)
+            ),
+            "state": copied(self._state),
+            "rates": {} if self.rates is None else copied(self.rates.state_dict()),
+        }
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Load what `values` returned in this process or another one."""
+        for scheduler, state in zip(self.schedulers, values["schedulers"], strict=True):
+            scheduler.load_state_dict(copied(state))
+        load_hyperparameters(values["groups"], self.optimizers)
+        if self.rates is not None and values["rates"]:
+            self.rates.load_state_dict(copied(values["rates"]))
+        self._state.clear()
+        self._state.update(copied(values["state"]))
 
     def load_position(self, position: Position) -> None:
         """Load the state of schedulers, learning rate, hyperparameters and the program's own state."""
         self._beginning.close()
-        for scheduler, state in zip(self.schedulers, position.schedulers, strict=True):
-            scheduler.load_state_dict(state)
-        load_hyperparameters(position.groups, self.optimizers)
-        if self.rates is not None and position.rates:
-            self.rates.load_state_dict(position.rates)
-        self._state.clear()
-        self._state.update(position.state)
+        values = {name: getattr(position, name) for name in _VALUES}
+        self.load_values(values)
+        self._body_start, self._committed = (position.before, values) if position.after_commit else ({}, {})
         parts = modules_of(self.model)
         for part, mode in zip(parts, position.modes or (each.training for each in parts), strict=True):
             part.training = mode
+
+    def begin_body(self) -> None:
+        """Keep what the body of a step may change, as it begins."""
+        self._body_start, self._committed = self.values(), {}
+        self._registered = {name: each.state_dict() for name, each in self.rank_local.items()}
+
+    def begin_body_again(self) -> None:
+        """Load what the body of the last committed step began with, as it runs again."""
+        if self._body_start:
+            self.load_values(self._body_start)
+
+    def return_to_commit(self) -> None:
+        """Load what was kept right after the commit, as a body that runs again has come to that point."""
+        self.load_values(self._committed)
+        if self.local is not None:
+            self.local.return_to(self.get_position().committed)
+
+    def end_body(self) -> None:
+        """Drop what was kept for the body of a step, since it has ended."""
+        self._body_start, self._committed, self._registered = {}, {}, {}
+
+    def undo_body(self, position: Position, local: LocalStates | None) -> None:
+        """Restore rank-local state, as the interrupted body runs again.
+
+        Args:
+            position: the position from which all ranks continue.
+            local: the rank-local states of the world in which the body began.
+        """
+        if self.local is not None:
+            self.local.is_at_commit = position.after_commit
+        if position.after_commit:
+            if local is not None:
+                local.return_to(position.committed)
+        elif not self._committed:
+            for name, values in self._registered.items():
+                self.rank_local[name].load_state_dict(values)
 
     @property
     def steps_before_vote(self) -> bool:
@@ -214,6 +311,8 @@ class TrainedState:
         for _ in range(1) if self.rates is None else self.rates.due_schedule_steps():
             for scheduler in self.schedulers:
                 scheduler.step()
+        if self._body_start:
+            self._committed = self.values()
 
     def skip(self) -> None:
         """Skip the optimizers' step: drop the gradients."""
@@ -282,7 +381,7 @@ class TrainedState:
     def capture_state(self) -> bytes:
         """Capture the position at the beginning of this step, or that at which the loop was entered."""
         with self._beginning.at_step_start():
-            return (self.entry_position or self.position()).to_bytes()
+            return (self.entry_position or self.resume_position()).to_bytes()
 
     @property
     def local_steps(self) -> tuple[int, ...] | None:
@@ -293,8 +392,10 @@ class TrainedState:
         """Like `capture_state`, with this rank's rank-local state; call it between two steps."""
         if self.local is None:
             return self.capture_state()
+        registered = {rank_local_name(name): values for name, values in self._registered.items()}
         with self._beginning.at_step_start():
-            return replace(self.entry_position or self.position(), local=self.local.state()).to_bytes()
+            position = self.entry_position or self.resume_position()
+            return replace(position, local={**self.local.state(), **registered}).to_bytes()
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Copy tensors and rank-local state between ranks."""
@@ -302,8 +403,6 @@ class TrainedState:
         if self.local is not None:
             self.local.send_to_joiners(plan.senders, bytes)
             self.local.restore(plan.step, sorted(plan.senders))
-        if self.entry_position is not None:
-            load_hyperparameters(self.entry_position.groups, self.optimizers)
 
     pending_saves = ()
     """None: a body that was interrupted after its commit runs again, and its saves with it."""
@@ -314,7 +413,7 @@ class TrainedState:
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
         """Write a checkpoint before the job ends or all processes restart, and return its path."""
         described = {rank: Position.from_bytes(each.trainer) for rank, each in (snapshots or {}).items()}
-        position = next(iter(described.values()), None) or self.entry_position or self.position()
+        position = next(iter(described.values()), None) or self.entry_position or self.resume_position()
         if path in ("", RESHARD):
             label = "reshard" if path else "emergency"
             path = str((self._folder / f"{label}-step={position.committed}").absolute())

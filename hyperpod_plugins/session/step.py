@@ -83,6 +83,10 @@ class StepRunner(Protocol):
         """Compute, vote on and commit a step; return its result."""
         ...
 
+    def return_to_commit(self) -> None:
+        """Bring what the body may change to the state right after the commit, as the body runs again."""
+        ...
+
     def seed(self, step: "Step", part: str) -> None:
         """Start the random stream of a part of the step's body."""
         ...
@@ -168,7 +172,9 @@ class Step:
                 + ("twice." if self._is_run else "outside.")
             )
         self._loop.guard.allow()
-        if not self.is_replay:
+        if self.is_replay:
+            self._loop.return_to_commit()
+        else:
             self.result = self._loop.run_step(self, compute_loss)
         self._loop.seed(self, AFTER_COMMIT)  # what follows may be repeated by a process that has not computed the step
         self._is_run = True

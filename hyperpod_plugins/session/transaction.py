@@ -19,6 +19,7 @@ from hyperpod_plugins.recovery.attributes import ATTRIBUTES
 from hyperpod_plugins.recovery.engine import RecoveryEngine
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.stop_reports import REPEATED_BODY
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.state import Position, TrainedState, rank_local_name
 
@@ -244,9 +245,11 @@ class Transactions(PlainSteps):
             self._restart_all(failure)
         engine.member.activity = activity
         returned = engine.take_returned()
+        is_in_body = returned is None and (trained.entry_position or trained.get_position()).after_commit
         description = self._capture_stop_state(returned)
         trained.restore_training_modes()
         group_health.detach()
+        local = trained.local
         if engine.move():
             trained.local = None
         if engine.has_moved:
@@ -254,12 +257,17 @@ class Transactions(PlainSteps):
             trained.saving = self._context.saving_group
         self._attach()
         resume_point = engine.wait_for_peers(
-            activity, lambda number: engine.member.publish_stop(number, in_step=False, trainer=description)
+            activity,
+            lambda number: engine.member.publish_stop(
+                number, in_step=False, trainer=description, part=REPEATED_BODY if is_in_body else 0
+            ),
         )
         is_ours = returned is not None and resume_point.step == returned.step  # parts of it are rank-local
         position = Position.from_bytes(description if is_ours else resume_point.trainer)
         if is_ours and position.local and trained.local is not None:
             trained.local.load(position.local, begins_epoch=False)
+        elif not is_ours:
+            trained.undo_body(position, local)
         return self._set_entry(position, resume_point.step)
 
     def _capture_stop_state(self, returned: Snapshot | None) -> bytes:

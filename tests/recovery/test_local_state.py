@@ -202,6 +202,7 @@ def lose_rank_one(*, num_steps, is_followed, shared_at):
     wanted, replica = model.values(), [torch.zeros(1) for _ in model.buffers()]
     for mine, of_zero in zip(model.buffers(), replica, strict=True):
         dist.broadcast(of_zero.copy_(mine), 0)
+    usable = states.kept_steps
     if rank == 1:  # a new process, to which rank 0 has given what it holds
         model, states = Averaged(), LocalStates(topology, rank)
         for mine, of_zero in zip(model.buffers(), replica, strict=True):
@@ -211,7 +212,7 @@ def lose_rank_one(*, num_steps, is_followed, shared_at):
     found = model.values()
     states.restore(3, [])  # a return to a snapshot: everybody has the state of an earlier step
     states.exchange(4)
-    return wanted, found, sorted(states._kept), sorted(states._own)
+    return wanted, found, sorted(states._kept), sorted(states._own), usable
 
 
 def lose_rank_one_of_several_jobs():
@@ -225,13 +226,15 @@ def lose_rank_one_of_several_jobs():
 @pytest.mark.spawns
 def test_what_follows_a_commit_is_not_overwritten_by_what_was_given_before_it():
     of_zero, of_one = run_ranks(lose_rank_one_of_several_jobs, world_size=2)
-    for wanted, found, kept, own in of_zero:
+    for wanted, found, kept, own, _ in of_zero:
         assert (found, kept, own) == (wanted, [3, 4], [3, 4])
+    # A state from before what hooks wrote, of which each rank has its own, is none to go on with.
+    assert [usable for *_, usable in of_zero] == [(5,), (4,), ()]
     (wanted, found, *_), in_hooks, first = of_one
     assert (
         found == wanted == [10, 5, 10, 0]
     )  # found out in the first step, and given at the beginning of those after it
-    for wanted, found, kept, own in (in_hooks, first):
+    for wanted, found, kept, own, _ in (in_hooks, first):
         # Nobody has what the lost rank's hooks wrote of its own: the replica's values agree with one another.
         assert found[:2] == wanted[:2]
         assert found[2] == wanted[2] / 2

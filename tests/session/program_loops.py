@@ -1,5 +1,6 @@
 """What `test_loops_with_faults.py` runs: loops as people write them, over one optimizer, with state of many kinds."""
 
+import json
 import os
 import sys
 import time
@@ -9,10 +10,12 @@ sys.path.append(str(Path(__file__).parents[1] / "recovery"))
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from faults import Faults
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from hyperpod_plugins import RecoveryOptions
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.parallel.checkpoint.storage import CheckedWriter
@@ -22,6 +25,8 @@ from hyperpod_plugins.session import session as of_session
 
 torch.set_num_threads(1)
 faults = Faults()
+OPTIMIZERS = []
+OPTIONS = json.loads(os.environ.get("OPTIONS", "{}"))
 
 
 class Total:
@@ -42,7 +47,8 @@ def make(**options):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8))
     net = session.parallelize(net)
-    session.train(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    OPTIMIZERS[:] = [torch.optim.AdamW(net.parameters(), lr=1e-2)]
+    session.train(net, *OPTIMIZERS)
     x = torch.randn(80, 8, generator=torch.Generator().manual_seed(1))
     return session, net, DataLoader(TensorDataset(x), batch_size=2)
 
@@ -73,6 +79,70 @@ def two_loops():
                 if (loop, step.index) == (1, 3):
                     net[2].eval()
     finish(session, net, best=float(session.state["best"]), total=total.value)
+
+
+def counts():
+    """Its body changes everything that a body may change, before the step, after it and between collectives."""
+    session, net, loader = make(hybrid_shard_degree=2, recovery=RecoveryOptions(**OPTIONS))
+    total, average = Total(), Total()
+    session.register_rank_local("total", total)
+    session.register_rank_local("average", average)
+    (optimizer,) = OPTIMIZERS
+    state = session.state
+    state.update(begun=0, ended=0, losses=[], mean=torch.zeros(8))
+    for step in session.steps(loader, epochs=2):
+        state["outside"] = state.get("outside", 0) + 1
+        with step:
+
+            def loss_of(batch, at=step):
+                faults.at("compute", at.index)
+                total.value += float(batch[0].sum())
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            state["begun"] += 1
+            total.value += step.index
+            optimizer.param_groups[0]["lr"] *= 0.9 if state["begun"] % 3 else 1.2
+            faults.at("begun", step.index)
+            loss = step.run(loss_of)
+            faults.at("committed", step.index)
+            state["losses"].append(float(loss))
+            state["mean"] += loss
+            average.value = average.value * 0.9 + float(loss) * (session.rank + 1)
+            net[1].running_mean.mul_(0.99)
+            optimizer.param_groups[0]["weight_decay"] *= 1.01
+            everyone = torch.ones(1)
+            dist.all_reduce(everyone)
+            faults.at("between", step.index)
+            state["ended"] += int(everyone)
+            average.value += 1
+            dist.all_reduce(everyone)
+    groups = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
+    finish(session, net, total=total.value, average=average.value, groups=groups, program=dict(state))
+
+
+def one_sided():
+    """A rank is interrupted in a body that the others have ended: they do not wait for what they communicate."""
+    session, net, loader = make(hybrid_shard_degree=2)
+    total = Total()
+    session.register_rank_local("total", total)
+    session.state["values"] = []
+    for step in session.steps(loader, max_steps=6):
+        with step:
+
+            def loss_of(batch, at=step):
+                faults.at("compute", at.index)
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            loss = step.run(loss_of)
+            total.value += 1 + float(loss)
+            faults.at("late", step.index)
+            session.work = dist.all_reduce(torch.ones(1), async_op=True)
+            if session.rank == 2:
+                session.work.wait()
+            total.value += float(loss) * (session.rank + 1)
+            session.state["values"].append(float(loss))
+    faults.at("ended", 0)
+    finish(session, net, total=total.value, program=dict(session.state))
 
 
 def leaves_late():
@@ -148,5 +218,5 @@ def beside():
 
 
 if __name__ == "__main__":
-    loops = [two_loops, leaves_late, breaks, ends, beside]
+    loops = [two_loops, counts, one_sided, leaves_late, breaks, ends, beside]
     {loop.__name__: loop for loop in loops}[os.environ["LOOP"]]()
