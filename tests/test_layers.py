@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "hyperpod_plugins"
 LAYERS = (
     "errors _registration",
-    "env events",
+    "env events checkpoint_names",
     "comm data delayed_init memory precision",
     "parallel elastic",
     "recovery",

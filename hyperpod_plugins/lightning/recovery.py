@@ -32,6 +32,7 @@ from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
 from hyperpod_plugins.recovery.engine import RecoveryEngine, join_job
 from hyperpod_plugins.recovery.layouts import form_initial_world
 from hyperpod_plugins.recovery.local_state import RankLocalState
+from hyperpod_plugins.recovery.packing import on_own_device
 
 
 class CheckpointlessRecovery(Callback):
@@ -294,7 +295,7 @@ class TrainerRecovery(NullRecovery):
                 )
             )
         with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
-            return torch.load(io.BytesIO(data), weights_only=True)
+            return torch.load(io.BytesIO(data), weights_only=True, map_location=on_own_device)
 
     @override
     def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:

@@ -98,17 +98,25 @@ def request_restart(job_store: JobStore, restart: JobRestart, event: str, wrong:
     raise wrong
 
 
-def restart_all(job_store: JobStore, job: JobEnv, rank: int, lost: StateLost) -> NoReturn:
+def restart_all(job_store: JobStore, job: JobEnv, rank: int, lost: StateLost, *, loses_steps: bool = True) -> NoReturn:
     """Ask the agents to restart all processes from the last checkpoint. Only the job's first request counts.
+
+    Args:
+        job_store: Connection to the job store.
+        job: Environment of the job.
+        rank: Rank of this process.
+        lost: Why; raised if nothing else ends this process.
+        loses_steps: Whether the present call has trained steps that only a checkpoint of it can preserve.
 
     Raises:
         StateLost: The agents have not ended this process within 10 s.
     """
     failure = FailureRecord(kind="process", cause=str(lost), reporter=f"rank {rank}")
     restart = restart_from_newest(job_store, job, failure)
-    if not restart.resume_from:
+    if loses_steps and not restart.resume_from:
         log.error(
-            "rank %d: ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint: use a ModelCheckpoint",
+            "rank %d: ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint. Save one from time to time: "
+            "with session.save(...) in a loop of a Session, with a ModelCheckpoint under Lightning",
             rank,
         )
     request_restart(job_store, restart, RecoveryLevel.CHECKPOINT.event, lost)

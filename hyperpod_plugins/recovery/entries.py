@@ -32,6 +32,7 @@ from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import CheckpointDamaged, RecoveryError
 from hyperpod_plugins.recovery.abort import request_restart
 from hyperpod_plugins.recovery.member import Member
+from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.plan import RecoveryLevel
 
 log = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ def load_entry_values(folder: Path, number: int, worker_id: int) -> tuple[dict[s
             f"{first.name} is there. Other nodes have written them: keep checkpoints on storage that all nodes share."
         )
     with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
-        kept = torch.load(path, weights_only=True)
+        kept = torch.load(path, weights_only=True, map_location=on_own_device)
     return kept["values"], partial(_set_random_state, kept["random"])
 
 

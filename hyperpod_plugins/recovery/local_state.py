@@ -559,7 +559,7 @@ class LocalStates:
             return  # this rank had no process before
         if not data and step:
             lost = "was lost too" if self._buddy in targets else "does not have it"
-            self._tell_lost(step, ", ".join(self._states), f"rank {self._buddy}, its buddy, {lost}")
+            self._tell_lost(step, [(name, name) for name in self._states], f"rank {self._buddy}, its buddy, {lost}")
             return
         found = unpack(data) if data else {}
         for name, state in self._states.items():
@@ -567,11 +567,11 @@ class LocalStates:
                 leave.pop(name, None)
             else:
                 state.load_state_dict(found.get(name, {}), leave.get(name, ()))
-        lost = [f"{name} {part}" for name, parts in leave.items() if name not in self._repeated for part in parts]
+        lost = [
+            (name, f"{name} {part}") for name, parts in leave.items() if name not in self._repeated for part in parts
+        ]
         if lost:
-            self._tell_lost(
-                step, format_list(lost, 3), "its predecessor was lost before it sent what was written after the step"
-            )
+            self._tell_lost(step, lost, "its predecessor was lost before it sent what was written after the step")
 
     def _written_since(self, step: int) -> dict[str, list[str]]:
         """Parts, by state, that hooks wrote here, and hence on the source rank, since that sent its state."""
@@ -604,8 +604,16 @@ class LocalStates:
         self._warn(f"its size is {len(data):,} bytes, more than {LIMIT_BYTES:,}")
         return b""
 
-    def _tell_lost(self, step: int, what: str, why: str) -> None:
-        cause = f"rank {self._rank} goes on with another rank's {what} after step {step}: {why}"
+    def _tell_lost(self, step: int, what: Sequence[tuple[str, str]], why: str) -> None:
+        """Report the parts of its predecessor's state that this rank does not have: name of the state, and description.
+
+        Objects that the program has registered do not come with the parameters, as the other states do.
+        """
+        new = [part for name, part in what if name in self._of_program]
+        of_replica = [part for name, part in what if name not in self._of_program]
+        parts = [f"with another rank's {format_list(of_replica, 3)}"] if of_replica else []
+        parts += [f"with {format_list(new, 3)} as this process has created it"] if new else []
+        cause = f"rank {self._rank} goes on after step {step} {', and '.join(parts)}: {why}"
         _log.warning("%s", cause)
         record(Event(name="recovery.local_state_lost", at_s=time.time(), details={"step": step, "cause": cause}))
 

@@ -34,7 +34,7 @@ from hyperpod_plugins.recovery.plan import NO_STATE, Arrival
 from hyperpod_plugins.recovery.program_collectives import ProgramCollectives
 from hyperpod_plugins.recovery.quorum import Generation, PlanWatcher, QuorumJoiner, WorldChanged
 from hyperpod_plugins.recovery.snapshot import Snapshots
-from hyperpod_plugins.recovery.stop_reports import ResumePoint, StopReports, Survivors
+from hyperpod_plugins.recovery.stop_reports import ResumePoint, StopReports, Survivors, members_before
 from hyperpod_plugins.recovery.watchdog import (
     HangPolicy,
     Status,
@@ -324,9 +324,9 @@ class Member:
             only_listed_groups=True,
         ).run()
 
-    def restart_all(self, lost: StateLost) -> NoReturn:
-        """Ask the agents to restart all processes from the last checkpoint."""
-        restart_all(self.job_store, self.job, self.rank, lost)
+    def restart_all(self, lost: StateLost, *, loses_steps: bool = True) -> NoReturn:
+        """Ask the agents to restart all processes from the last checkpoint; see `abort.restart_all`."""
+        restart_all(self.job_store, self.job, self.rank, lost, loses_steps=loses_steps)
 
     def join_next(self, arrival: Arrival, stopped: Callable[[int], None]) -> Generation:
         """Wait for all members of the next generation, connect to them, and reconfigure the groups.
@@ -448,6 +448,19 @@ class Member:
         return self.end(
             self.generation, FailureRecord(kind="collective", cause=group_health.cause or "", step=self.committed)
         )
+
+    def unrepaired_loss(self) -> FailureRecord | None:
+        """What ended the present generation; None if it lasts, or if only connections have ended.
+
+        Connections also end when the process at their other end is done.
+        """
+        failure, worker_ids = self.job_store.ended(self.generation), self.world.worker_ids
+        if failure is None or failure.kind != "collective":
+            return failure
+        known = members_before(self.job_store, self.generation + 1)
+        now = zip(worker_ids, self.job_store.incarnations(worker_ids), strict=True)
+        lost = [rank for rank, (worker_id, number) in enumerate(now) if number != known.get(worker_id, 0)]
+        return self.root_cause(failure, lost) if lost else None
 
     def root_cause(self, failure: FailureRecord, lost: Iterable[int]) -> FailureRecord:
         """Prefer an agent's record of how a lost process ended to a peer's report of a failed collective.

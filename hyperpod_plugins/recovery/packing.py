@@ -12,6 +12,7 @@ import reprlib
 from typing import Any
 
 import torch
+from torch.serialization import default_restore_location
 
 _ZIP = b"PK"
 """First bytes of a `torch.save` archive."""
@@ -43,13 +44,13 @@ def unpack(data: bytes, *, map_location: str | None = "cpu") -> Any:
 
     Args:
         data: bytes from this process or another one, not trusted.
-        map_location: device for tensors that were on a device; None for the same device.
+        map_location: device for tensors that were on a device; None for this process's device of the same kind.
 
     Raises:
         UnpicklingError: `data` holds anything else.
     """
     if data.startswith(_ZIP):
-        return torch.load(io.BytesIO(data), weights_only=True, map_location=map_location)
+        return torch.load(io.BytesIO(data), weights_only=True, map_location=map_location or on_own_device)
     try:
         return _Unpickler(io.BytesIO(data)).load()
     except (
@@ -63,6 +64,14 @@ def unpack(data: bytes, *, map_location: str | None = "cpu") -> Any:
         RuntimeError,
     ) as error:
         raise pickle.UnpicklingError(f"not a packed state: {error}") from error
+
+
+def on_own_device(storage: Any, location: str) -> Any:
+    """The `map_location` for what another rank has saved: the present device of the kind that it was on.
+
+    Without it, tensors of `cuda:3` would be put on `cuda:3` again, which is another rank's device here.
+    """
+    return default_restore_location(storage, location.partition(":")[0])
 
 
 class _PlainPickler(pickle.Pickler):

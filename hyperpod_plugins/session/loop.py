@@ -276,22 +276,26 @@ class Loop:
         """Whether the loop continues after a fault outside a step."""
         return self.transactions.member is not None
 
-    def run(self, begins_at: Position, resumed_from: str = "") -> Iterator[Step]:
+    def run(
+        self, begins_at: Position, resumed_from: str = "", at_end: Callable[[], object] = lambda: None
+    ) -> Iterator[Step]:
         """Yield the steps from a position on, or in a joiner from where the other ranks stopped.
 
         Args:
             begins_at: the position.
             resumed_from: checkpoint of that position, if all processes were restarted from it; otherwise empty.
+            at_end: called on all ranks after the last step; a rank that is lost meanwhile is replaced.
         """
-        is_over, raised = True, None
+        is_over, raised, is_left = True, None, False
         self.guard.open()
         try:
-            yield from self._run(begins_at, resumed_from)
+            yield from self._run(begins_at, resumed_from, at_end)
+            is_left = True
         except GeneratorExit:  # the program has left the loop, or its body has raised
             if self._step is not None and self._step.was_interrupted:
                 _end_process()
             error = None if self._step is None else self._step.error
-            is_over = not ends_only_this_process(error)
+            is_over, is_left = not ends_only_this_process(error), error is None
             raised = error if is_over and not isinstance(error, PeerLost) else None
             raise
         except (RecoveryError, DeviceHung, SystemExit) as error:
@@ -300,8 +304,10 @@ class Loop:
         finally:
             self.guard.close()
             self.transactions.leave(is_over=is_over, error=raised)
+            if is_left:
+                self.transactions.check_left()
 
-    def _run(self, begins_at: Position, resumed_from: str) -> Iterator[Step]:
+    def _run(self, begins_at: Position, resumed_from: str, at_end: Callable[[], object]) -> Iterator[Step]:
         transactions = self.transactions
         if transactions.is_joining:
             position = self._move_to(transactions.await_peers_position())
@@ -322,6 +328,7 @@ class Loop:
                 if not is_interrupted:
                     transactions.join()
                     dist.barrier()  # no rank leaves before all have reached the end
+                    at_end()
                     return
             except PeerLost:
                 if not self.has_recovery:

@@ -56,6 +56,7 @@ from hyperpod_plugins.recovery.layouts import (
     with_degrees,
 )
 from hyperpod_plugins.recovery.local_state import ProgramState
+from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
@@ -427,9 +428,24 @@ class Session:
         if not transactions.is_joining:
             self._begins_at = trained.read(path, is_of_another_job=True)
 
+    def _end_loop(self, trained: TrainedState, member: Member | None) -> None:
+        """End a loop whose steps are all done. All ranks call this, again if a rank is lost meanwhile."""
+        entries, rank = self._entries, self.topology.data_rank(self.rank)
+        if self._recovery.step_keyed_random:
+            seed_micro_step(self.config.random_seed, 0, entries.number, rank, TRAINING_END)
+        if member is None or member.is_elastic:
+            entries.is_complete = False
+        else:
+            member.activity = "keeping the state after a loop"
+            self._keep_end(trained)
+
     def _keep_end(self, trained: TrainedState) -> None:
-        """Keep the state after a loop, so that no process has to run the loop again. All ranks must call this."""
-        entries = self._entries
+        """Keep the state after a loop, so that no process has to run the loop again. All ranks must call this.
+
+        Raises:
+            PeerLost: a rank was lost meanwhile.
+        """
+        entries, problem = self._entries, None
         try:
             folder = entries.folder(self._folder)
             trained.write(
@@ -437,12 +453,11 @@ class Session:
             )
             save_entry_values(folder, entries.number, self._worker_id, {})
         except (CheckpointError, ConfigError, OSError) as error:
-            entries.mark_not_kept(error)
-        if any_rank(not entries.is_complete, default_group()):
-            if entries.is_complete:
-                entries.mark_not_kept("another rank could not keep its part; see its log")
-        else:
+            problem = error
+        if not any_rank(problem is not None or not entries.is_complete, default_group()):
             entries.record("steps", None)
+        elif problem is not None or entries.is_complete:
+            entries.mark_not_kept(problem or "another rank could not keep its part; see its log")
 
     def _restore_ended(self, trained: TrainedState) -> None:
         """Restore the state after a loop that has already ended."""
@@ -526,15 +541,7 @@ class Session:
             _refuse_beside(trained.model, self._sharded)
             transactions.enter(entries.number, is_complete=entries.is_complete)
             try:
-                yield from loop.run(begins_at, resumed_from)
-                if self._recovery.step_keyed_random:
-                    seed_micro_step(
-                        self.config.random_seed, 0, entries.number, self.topology.data_rank(self.rank), TRAINING_END
-                    )
-                if member is None or member.is_elastic:
-                    entries.is_complete = False
-                else:
-                    self._keep_end(trained)
+                yield from loop.run(begins_at, resumed_from, lambda: self._end_loop(trained, member))
                 is_over = True
             finally:
                 if transactions.has_left:
@@ -663,7 +670,7 @@ def _packed(value: Any) -> bytes:
 
 
 def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
+    return torch.load(io.BytesIO(data), weights_only=True, map_location=on_own_device)
 
 
 def _refuse_beside(trained: nn.Module, sharded: Sequence["weakref.ref[nn.Module]"]) -> None:

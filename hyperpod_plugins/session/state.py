@@ -27,6 +27,7 @@ from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, Trai
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.kept_state import OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates, ProgramState
+from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.state_transfer import NOT_HYPERPARAMETERS, load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import CAN_RESET, StepStart, drop_gradients, end_iteration, modules_of
@@ -76,7 +77,7 @@ class Position:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Inverse of `to_bytes`; reads only tensors, plain containers, numbers and strings."""
-        return cls(**torch.load(io.BytesIO(data), weights_only=True))
+        return cls(**torch.load(io.BytesIO(data), weights_only=True, map_location=on_own_device))
 
 
 def refuse_unreadable(position: Position) -> None:

@@ -9,8 +9,9 @@ from harness import run_ranks
 from torch import nn
 
 from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.events import listen
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, _last_two, bytes_of
+from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, ProgramState, _last_two, bytes_of
 from hyperpod_plugins.recovery.packing import are_same, unpack
 
 
@@ -136,6 +137,33 @@ def test_the_state_of_a_step_and_of_the_one_before_are_kept():
         kept = _last_two(kept, step, b"%d" % step)
     assert kept == {3: b"3", 4: b"4"}
     assert _last_two({6: b"6", 7: b"7"}, 7, b"again") == {6: b"6", 7: b"again"}
+
+
+class Total:
+    """Registered by a program."""
+
+    def state_dict(self):
+        return {"value": 0.0}
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+def test_only_state_that_comes_with_the_parameters_counts_as_another_ranks():
+    heard = []
+    end = listen(heard.append)
+    states = LocalStates(Topology(world_size=2), 1)
+    states.register("buffers", BufferStates(Net()))
+    states._take(5, b"", {}, [0, 1], False)
+    states.register("registered 'total'", ProgramState("total", Total()))
+    states._take(6, b"", {}, [0, 1], False)
+    end()
+    why = "rank 0, its buddy, was lost too"
+    assert [event.details["cause"] for event in heard] == [
+        f"rank 1 goes on after step 5 with another rank's buffers: {why}",
+        f"rank 1 goes on after step 6 with another rank's buffers, and with registered 'total' as this process has "
+        f"created it: {why}",
+    ]
 
 
 class Averaged(nn.Module):

@@ -72,6 +72,21 @@ def test_a_job_that_gets_no_further_starts_again_from_a_checkpoint(monkeypatch):
     assert member.job_store.try_get(RESTART_KEY) is not None
 
 
+def test_connections_that_end_are_no_loss_unless_a_process_was_lost():
+    """A peer whose program is done ends its connections, too."""
+    member, _store = member_of_one(num_ranks=2)
+    assert member.unrepaired_loss() is None
+    ended = member.job_store.end(0, FailureRecord(kind="collective", cause="a connection has ended"))
+    assert member.unrepaired_loss() is None
+    member.job_store.next_incarnation(1)
+    assert member.unrepaired_loss() == ended
+    killed = FailureRecord(kind="process", cause="killed by SIGKILL", worker_id=1, at_s=ended.at_s)
+    member.job_store.record_exit(killed)
+    assert member.unrepaired_loss() == killed
+    member.generation = 1
+    assert member.unrepaired_loss() is None
+
+
 def all_return(member, times, lost_at):
     """To the snapshot of two steps before; one process stands for all ranks."""
     plan = RecoveryPlan(step=lost_at - 2, roll_forward=(), senders={}, steps_lost=2, is_return=True)

@@ -4,11 +4,13 @@ import os
 import pickle
 import random
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
 
 from hyperpod_plugins.recovery.packing import are_same, pack, unpack
+from hyperpod_plugins.session.state import Position
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -34,6 +36,16 @@ def test_tensors_come_back_laid_out_and_shared_as_they_were():
     assert found["again"][0, 1] == found["turned"][1, 0] == found["gaps"][0] == 100
     for each in (turned, gaps, images):
         assert unpack(pack([each]))[0].stride() == each.stride()
+
+
+@pytest.mark.parametrize("read", [partial(unpack, map_location=None), lambda data: Position.from_bytes(data).result])
+def test_tensors_of_another_ranks_device_come_to_that_of_this_rank(read, monkeypatch):
+    """Written as by the rank of the fourth device of its kind, while this process has one."""
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cpu:3")
+    data = Position(result=torch.arange(4.0)).to_bytes()
+    found = read(data)
+    found = found["result"] if isinstance(found, dict) else found
+    assert torch.equal(found, torch.arange(4.0))
 
 
 def test_plain_values_come_back():

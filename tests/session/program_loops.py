@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "recovery"))
@@ -15,7 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hyperpod_plugins import RecoveryOptions
+from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.parallel.checkpoint.storage import CheckedWriter
+from hyperpod_plugins.recovery.entries import Entries
 from hyperpod_plugins.session import Session
+from hyperpod_plugins.session import session as of_session
 
 torch.set_num_threads(1)
 faults = Faults()
@@ -155,6 +161,54 @@ def leaves_late():
     finish(session, net)
 
 
+def breaks():
+    """It leaves the loop by `break`. If rank 1 is killed there, rank 0 leaves the loop once the replacement waits."""
+    session, net, loader = make(checkpoint_folder=faults.folder)
+    for step in session.steps(loader, epochs=100):
+        with step:
+            step.run(lambda batch: (net(batch[0]) - batch[0]).square().mean())
+            if step.index == 2:
+                session.save(faults.folder / "last")
+            if step.index == 4:
+                faults.at("break", step.index)
+                if session.rank == 0:
+                    await_replacement()
+                break
+    finish(session, net)
+
+
+def ends():
+    """Ranks may be killed while the state after the loop is written, when it is written, and when that is recorded."""
+
+    def with_fault(point, call):
+        def wrapped(*args, **kwargs):
+            faults.at(point, 0)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    CheckedWriter.write_data = with_fault("write", CheckedWriter.write_data)
+    of_session.save_entry_values = with_fault("written", of_session.save_entry_values)
+    Entries.record = with_fault("record", Entries.record)
+    session, net, loader = make(hybrid_shard_degree=1, checkpoint_folder=faults.folder)
+    for step in session.steps(loader, max_steps=4):
+        with step:
+            step.run(lambda batch: (net(batch[0]) - batch[0]).square().mean())
+            faults.note(kind="step", index=step.index)
+    finish(session, net, drawn=float(torch.rand(())))
+
+
+def await_replacement():
+    """Wait until a replacement of rank 1 sends heartbeats; returns at once without a fault, or after a restart."""
+    job, deadline_s = JobEnv.from_environ(), time.monotonic() + 60.0
+    if job.restart_count or os.environ["FAULTS"] == "[]":
+        return
+    store = JobStore.connect(job)
+    while not any(each["incarnation"] for each in store.heartbeats([1]).values()):
+        assert time.monotonic() < deadline_s, "no replacement came"
+        time.sleep(0.01)
+
+
 def beside():
     """Another sharded model, which no repair would reset."""
     session, _, loader = make()
@@ -164,11 +218,5 @@ def beside():
 
 
 if __name__ == "__main__":
-    loops = {
-        "two_loops": two_loops,
-        "counts": counts,
-        "one_sided": one_sided,
-        "leaves_late": leaves_late,
-        "beside": beside,
-    }
-    loops[os.environ["LOOP"]]()
+    loops = [two_loops, counts, one_sided, leaves_late, breaks, ends, beside]
+    {loop.__name__: loop for loop in loops}[os.environ["LOOP"]]()

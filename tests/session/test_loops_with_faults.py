@@ -92,6 +92,26 @@ def test_code_after_the_block_does_not_end_the_loop_early(tmp_path):
     assert_equal(wanted, found, 2)
 
 
+def test_a_rank_that_is_lost_before_the_others_leave_the_loop_by_break(tmp_path):
+    """Its replacement would wait for ranks that do not come back to the loop: all processes start again."""
+    wanted = run(tmp_path / "wanted", "breaks", num_ranks=2)
+    found = run(tmp_path / "found", "breaks", [["break", 4, 1, "kill"]], num_ranks=2)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 1), found.output[-6000:]
+    assert "Other ranks have left the loop already" in found.output
+    assert_equal(wanted, found, 2)
+
+
+def test_ranks_that_are_lost_while_the_state_after_a_loop_is_kept(tmp_path):
+    """No step runs twice, whatever has been written by then."""
+    wanted = run(tmp_path / "wanted", "ends", num_ranks=2)
+    faults = [["write", 0, 1, "kill"], ["written", 0, 0, "kill"], ["record", 0, 1, "kill"]]
+    found = run(tmp_path / "found", "ends", faults, num_ranks=2)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 3), found.output[-6000:]
+    assert_equal(wanted, found, 2)
+    for steps in found.records("step", num_ranks=2):
+        assert [step["index"] for step in steps] == [0, 1, 2, 3], found.output[-6000:]
+
+
 def test_a_sharded_model_that_is_not_trained_is_refused(tmp_path):
     job = run(tmp_path, "beside", num_ranks=2)
     assert job.code == 1

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hyperpod_plugins.checkpoint_names import present_path
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY, JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord, JsonRecord
@@ -175,8 +176,8 @@ def _is_checkpoint(row: Any) -> bool:
 
 
 def newest_checkpoint(known: list[tuple[str, int]]) -> tuple[str, int]:
-    """The last one that exists; `("", 0)` if there is none."""
-    return next(((path, step) for path, step in reversed(known) if Path(path).exists()), ("", 0))
+    """The last one that exists, also if saving over it was interrupted; `("", 0)` if there is none."""
+    return next(((path, step) for path, step in reversed(known) if present_path(Path(path)).exists()), ("", 0))
 
 
 def restart_from_newest(job_store: JobStore, job: JobEnv, failure: FailureRecord) -> JobRestart:
@@ -271,13 +272,15 @@ def check_checkpoint(path: str) -> str:
 
 def why_untrusted(checkpoint: str) -> str | None:
     """Return why a checkpoint cannot be trusted; None if it can."""
-    path = Path(checkpoint)
     try:
+        path = present_path(Path(checkpoint))
         status = path.stat()
         if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
             return "this is neither a folder nor a file"
         if status.st_mode & stat.S_IWOTH:
             return "all users of this machine may write to it"
+        if path != Path(checkpoint) and path.parent.stat().st_mode & stat.S_IWOTH:  # they could take the free name
+            return "saving over it was interrupted, and all users of this machine may write to the folder around it"
         if status.st_uid != os.geteuid() and status.st_uid != _owner_beside(path):
             return f"it belongs to another user (uid {status.st_uid})"
     except OSError as error:

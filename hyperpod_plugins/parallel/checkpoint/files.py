@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from hyperpod_plugins.checkpoint_names import present_path, previous_path
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError
 
 DOCUMENT = "meta.pt"
@@ -52,15 +53,15 @@ def prepare(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"a sharded checkpoint is a folder, but {path} is a file. Choose another path.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _previous_path(path).exists() and not path.exists():
-        _previous_path(path).rename(path)
-    shutil.rmtree(_previous_path(path), ignore_errors=True)
+    if present_path(path) != path:
+        previous_path(path).rename(path)
+    shutil.rmtree(previous_path(path), ignore_errors=True)
     shutil.rmtree(incomplete_path(path), ignore_errors=True)
 
 
 def publish(path: Path, document: bytes) -> None:
     """Complete the folder and rename it to its final name."""
-    part, old = incomplete_path(path), _previous_path(path)
+    part, old = incomplete_path(path), previous_path(path)
     with contextlib.suppress(OSError):  # some file systems have no file modes
         part.chmod(part.stat().st_mode & ~0o022)  # a restart of all workers rejects folders that others may write to
     with open(part / DOCUMENT, "wb") as file:
@@ -87,8 +88,7 @@ def find(path: Path) -> Path:
     Raises:
         CheckpointDamaged: there is none, or writing it was interrupted.
     """
-    if not path.exists() and _previous_path(path).is_dir():
-        return _previous_path(path)  # a save over it was interrupted between the two renames
+    path = present_path(path)
     if not path.is_dir():
         hint = " Its writing was interrupted; use an older one." if incomplete_path(path).exists() else ""
         raise CheckpointDamaged(f"there is no sharded checkpoint at {path}, which should be a folder.{hint}")
@@ -139,10 +139,6 @@ def load_pickled(content: bytes, where: str, *, weights_only: bool) -> Any:
             f"{where} cannot be read: {first_line(error)}. If it holds Python objects of yours and you "
             "trust where it comes from, load with weights_only=False; otherwise use an older checkpoint."
         ) from error
-
-
-def _previous_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,0 +1,19 @@
+"""Names under which a checkpoint can lie; the packages `parallel` and `elastic` both need them.
+
+When a checkpoint is saved again, the existing folder is first renamed, `step_100` to `.step_100.old`, and the new one
+then gets its name. If a process is killed in between, the checkpoint lies under the other name until the next save.
+"""
+
+import os
+from pathlib import Path
+
+
+def previous_path(path: Path) -> Path:
+    """Return the name that a checkpoint has while a newer one takes its name."""
+    return path.with_name(f".{path.name}.old")
+
+
+def present_path(path: Path) -> Path:
+    """Return where the checkpoint of this name lies; `path` itself if there is none."""
+    is_previous = not os.path.exists(path) and os.path.isdir(previous_path(path))  # these raise no OSError
+    return previous_path(path) if is_previous else path
