@@ -88,8 +88,9 @@ class GroupHealth:
 
         self.on_set_up: Callable[[str, GroupKey, Any, dist.Work], object] | None = None
         """Called with kind, group, outputs and handle of each collective of the main thread in its set-up."""
-        self.on_dropped: Callable[[str, GroupKey, Any], object] | None = None
-        """Called with those of one that does nothing because this process is detached; may raise."""
+        self.on_dropped: Callable[[str, GroupKey, Any, bool], object] | None = None
+        """Called with kind, group, outputs, and whether this rank is the source of a broadcast, for each collective of
+        the main thread that does nothing because this process is detached; may raise."""
 
     @property
     def cause(self) -> str | None:

@@ -393,7 +393,8 @@ class ResilientProcessGroup(DelegatingGroup):
             return self._issue_broken(error)
         if isinstance(work, FinishedWork):
             if group_health.on_dropped is not None and group_health.phase is Phase.DETACHED and _is_main_thread():
-                group_health.on_dropped(kind, self.key, args[0] if args else ())
+                is_source = kind == "broadcast" and len(args) > 1 and args[1].rootRank == self._rank
+                group_health.on_dropped(kind, self.key, args[0] if args else (), is_source)
             return work
         if inner is None:  # the main thread has just released it
             return self._issue_broken(PeerLost(group_health.cause or "the groups were broken"))

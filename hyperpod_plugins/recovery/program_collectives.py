@@ -10,6 +10,9 @@ All ranks start again from the last checkpoint if such a call has no record: its
 world, or it comes later (in `on_train_batch_start`), where the result may differ each time. A barrier has no result and
 needs no record.
 
+A library's collectives over Python objects are recorded like the program's own, because what they return is read at
+once, and no state that comes later replaces it. `library_collectives.py` says what torch does with a record.
+
     adapter       the set-up lasts
     Lightning     from the creation of the process group in `fit` until `on_train_start` has been called
     Session       from the creation of the session until its first loop
@@ -30,6 +33,7 @@ import torch.distributed as dist
 from hyperpod_plugins.comm import WORLD, GroupKey, group_health
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.errors import StateLost
+from hyperpod_plugins.recovery.library_collectives import are_same_objects, replace_in_torch
 from hyperpod_plugins.recovery.packing import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -44,7 +48,9 @@ _LIBRARIES = frozenset(
     }
 )
 _PLUMBING = (
+    "hyperpod_plugins.accelerate.collectives",
     "hyperpod_plugins.comm",
+    "hyperpod_plugins.recovery.library_collectives",
     "torch._ops",
     "torch.autograd",
     "torch.distributed._functional_collectives",
@@ -56,17 +62,31 @@ _PLUMBING = (
 )
 """Modules through which a call of the program reaches a group."""
 _COMPUTATIONS = (
+    "torch.distributed._state_dict_utils",
     "torch.distributed.fsdp._fully_shard._fsdp_state",
     "torch.distributed.tensor._dispatch",
     "torch.distributed.tensor._redistribute",
 )
-"""Modules of torch that communicate while the program computes: the forward of a sharded model, a DTensor's operation.
+"""Modules of torch that communicate while the program computes: the forward of a sharded model, a DTensor's operation,
+the values that rank 0 shares.
 
 Its other collectives set up modules and tensors, whose values a joiner gets with its state.
 """
 _OF_MODELS = ("torch.", "transformers.", "peft.")
 """Modules through which a call of the program reaches a computation."""
-_PASSED_ON = frozenset({"all_gather", "_all_gather_ddp_if_available", "gather", "reduce", "reduce_boolean_decision"})
+_OF_LOADING = ("accelerate.accelerator", "accelerate.utils.fsdp_utils")
+"""Modules through which a call of the program reaches collectives over objects, and values that rank 0 shares."""
+_C10D = "torch.distributed.distributed_c10d"
+_LOADS = "torch.distributed.checkpoint.state_dict_loader"
+"""Communicates nothing in a process without connections."""
+_WRITES = "torch.distributed.checkpoint.state_dict_saver"
+"""Must not be repeated: a replacement has no state yet that it could write."""
+_PASSED_ON = frozenset(
+    {
+        *("all_gather", "_all_gather_ddp_if_available", "gather", "gather_for_metrics"),
+        *("reduce", "reduce_boolean_decision"),
+    }
+)
 """Functions of Lightning and Accelerate that only pass on a collective of their caller."""
 _WITHOUT_RESULT = ("barrier",)
 _WITHOUT_RECORD = ("send", "recv", "coalesced")
@@ -97,10 +117,13 @@ class ProgramCollectives:
         self._entry, self._is_in_set_up = -1, True
         self._counts: Counter[str] = Counter()
         self._num_recorded = 0
+        self._warned: set[tuple[str, str]] = set()
+        self._restore_torch: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Record from now on, and give out what was recorded while this process is detached."""
         group_health.on_set_up, group_health.on_dropped = self._record, self._repeat
+        self._restore_torch = replace_in_torch(self._refuse_code)
 
     def begin_set_up(self, entry: int) -> None:
         """The set-up of an entry of the program begins."""
@@ -126,28 +149,34 @@ class ProgramCollectives:
     def leave(self) -> None:
         """This process no longer takes part in recovery."""
         group_health.on_set_up, group_health.on_dropped = None, None
+        restore, self._restore_torch = self._restore_torch, lambda: None
+        restore()
 
     def _record(self, kind: str, key: GroupKey, outputs: Any, work: dist.Work) -> None:
         """Record the result of a collective if the program itself has called it."""
-        caller = "" if kind in _WITHOUT_RESULT else program_frames()
+        caller = "" if kind in _WITHOUT_RESULT or is_called_by(_LOADS) else program_frames()
         if not caller:
             return
         name = self._next_name(caller, kind, key)
         results = [*_tensors_in(outputs)]
         num_bytes = sum(each.nbytes for each in results)
         self._num_recorded += 1
-        if kind in _WITHOUT_RECORD or num_bytes > LIMIT_BYTES or self._num_recorded > MAX_RECORDS:
+        is_left_out = kind in _WITHOUT_RECORD or is_called_by(_WRITES)
+        if is_left_out or num_bytes > LIMIT_BYTES or self._num_recorded > MAX_RECORDS:
+            if (kind, _where(caller)) in self._warned:
+                return
+            self._warned.add((kind, _where(caller)))
             log.warning(
                 "%s at %s belongs to the set-up, and its result (%d bytes) is not recorded: if a process is lost, its "
                 "replacement calls it alone, and all processes start again from the last checkpoint. Parameters and "
                 "optimizer state need not be shared: a replacement gets them",
-                *(kind, caller.partition(" < ")[0], num_bytes),
+                *(kind, _where(caller), num_bytes),
             )
             return
         work.wait()
         self._job_store.set(name, pack([each.detach().cpu().clone() for each in results]))
 
-    def _repeat(self, kind: str, key: GroupKey, outputs: Any) -> None:
+    def _repeat(self, kind: str, key: GroupKey, outputs: Any, is_source: bool = False) -> None:
         """Give a collective without connections its recorded result if the program itself has called it."""
         caller = "" if kind in _WITHOUT_RESULT else program_frames()
         if not caller:
@@ -158,14 +187,34 @@ class ProgramCollectives:
         if recorded is None or [(r.shape, r.dtype) for r in recorded] != [(p.shape, p.dtype) for p in places]:
             self._restart_all(
                 StateLost(
-                    f"{kind} in {caller.partition(' < ')[0]} was called before this process had joined the others, and "
+                    f"{kind} in {_where(caller)} was called before this process had joined the others, and "
                     f"its result was not recorded. Call it in the set-up, where results of up to {LIMIT_BYTES:,} bytes "
                     "are, or in the computation of a step"
+                )
+            )
+        keeps_its_own = is_source and is_called_by(_C10D, "broadcast_object_list")
+        if keeps_its_own and not all(
+            are_same_objects(place, value, self._refuse_code) for place, value in zip(places, recorded, strict=True)
+        ):
+            self._restart_all(
+                StateLost(
+                    f"{_where(caller)} sends another object than its predecessor, which the other ranks hold. Use "
+                    "session.agree, or send what is the same in each process"
                 )
             )
         with torch.no_grad():
             for place, value in zip(places, recorded, strict=True):
                 place.copy_(value)
+
+    def _refuse_code(self, name: str) -> NoReturn:
+        caller = program_frames()
+        self._restart_all(
+            StateLost(
+                f"an object that {_where(caller)} received cannot be read from its record without running {name}. "
+                "Share tensors, plain containers, numbers, strings, enums, named tuples and dataclasses without "
+                "__post_init__ in the set-up, or allow a class with torch.serialization.add_safe_globals"
+            )
+        )
 
     def _next_name(self, caller: str, kind: str, key: GroupKey) -> str:
         """Name of a result: a broadcast to all has the same on all ranks of all worlds, others are of one rank."""
@@ -189,14 +238,31 @@ def program_frames() -> str:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if not is_library(module):
             found.append(f"{function} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
-        elif found or module.startswith((*_PLUMBING, __name__)) or _passes_on(module, function):
+        elif found:
             continue
-        elif module.startswith(_OF_MODELS):
+        elif module == _C10D and "object" in function:
+            is_within_model = is_computed = True
+        elif module.startswith((*_PLUMBING, __name__)) or _passes_on(module, function):
+            continue
+        elif module.startswith(_OF_MODELS) or (is_computed and module.startswith(_OF_LOADING)):
             is_computed |= module.startswith(_COMPUTATIONS)
             is_within_model = True
         else:
             return ""
     return "" if is_within_model and not is_computed else " < ".join(found)
+
+
+def is_called_by(module: str, function: str = "") -> bool:
+    """Whether a function of a module, or the given one, is being called."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while (frame := frame.f_back) is not None:
+        if frame.f_globals.get("__name__") == module and function in ("", frame.f_code.co_name):
+            return True
+    return False
+
+
+def _where(caller: str) -> str:
+    return caller.partition(" < ")[0]
 
 
 def _passes_on(module: str, function: str) -> bool:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
-from hyperpod_plugins.errors import DeviceHung, LoopError, PeerLost, RecoveryError
+from hyperpod_plugins.errors import LoopError, PeerLost
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, loss_parallel_context
 from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
@@ -218,20 +218,28 @@ class LoopLimits:
     """Maximum number of steps; 0 for no limit."""
 
 
-def _end_process() -> NoReturn:
-    """End a process whose program has left the loop because of code after an interrupted `with step:`.
+_LEFT_EARLY = (
+    "a fault interrupted the body of a step, and the program has left the loop in code after `with step:` (`break`, or "
+    "an error there). That code also runs where the step is repeated, so this process ends, to be replaced. Put all "
+    "that belongs to the step inside the block, `break` included."
+)
+
+
+def _end_process(why: str) -> NoReturn:
+    """End a process in the middle of its loop, so that it is replaced as one that was killed.
 
     The program would go on as if the loop had ended. Nothing can be raised here: the generator is being closed.
     """
-    log.error(
-        "a fault interrupted the body of a step, and the program has left the loop in code after `with step:` "
-        "(`break`, or an error there). That code also runs where the step is repeated, so this process ends, to be "
-        "replaced. Put all that belongs to the step inside the block, `break` included."
-    )
+    log.error("%s", why)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def has_lost_loader_worker(error: BaseException | None) -> bool:
+    """Whether torch has raised this because a worker process of a DataLoader has ended, which may be anywhere."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
 
 
 class Loop:
@@ -293,12 +301,17 @@ class Loop:
             is_left = True
         except GeneratorExit:  # the program has left the loop, or its body has raised
             if self._step is not None and self._step.was_interrupted:
-                _end_process()
+                _end_process(_LEFT_EARLY)
             error = None if self._step is None else self._step.error
+            self._end_if_worker_was_lost(error)
             is_over, is_left = not ends_only_this_process(error), error is None
             raised = error if is_over and not isinstance(error, PeerLost) else None
             raise
-        except (RecoveryError, DeviceHung, SystemExit) as error:
+        except RuntimeError as error:
+            self._end_if_worker_was_lost(error)
+            is_over = not ends_only_this_process(error)
+            raise
+        except SystemExit as error:
             is_over = not ends_only_this_process(error)
             raise
         finally:
@@ -306,6 +319,10 @@ class Loop:
             self.transactions.leave(is_over=is_over, error=raised)
             if is_left:
                 self.transactions.check_left()
+
+    def _end_if_worker_was_lost(self, error: BaseException | None) -> None:
+        if self.has_recovery and has_lost_loader_worker(error):
+            _end_process(f"{str(error).strip()} This process ends, to be replaced, and the other ranks continue.")
 
     def _run(self, begins_at: Position, resumed_from: str, at_end: Callable[[], object]) -> Iterator[Step]:
         transactions = self.transactions

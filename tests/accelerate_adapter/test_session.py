@@ -51,3 +51,21 @@ def test_an_accelerator_follows_its_session_to_other_sizes(tmp_path):
     evaluated = [line for line in lines if line["kind"] == "evaluated"]
     assert {line["size"] for line in evaluated} == {1, 2}
     assert all(sorted(line["ids"]) == list(range(11)) for line in evaluated)  # each once, whatever the size
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_a_job_that_has_loaded_a_state_of_accelerate_is_repaired_in_place(state_dict_type, tmp_path):
+    environ = {"SAVED": str(tmp_path / "saved"), "STATE_DICT_TYPE": state_dict_type}
+    program = {"script": "../accelerate_adapter/program_load_state.py", "num_ranks": 2, "environ": environ}
+    faults = [["forward", 2, 0, "kill"], ["forward", 4, 1, "kill"]]
+    first = run_job(folder=tmp_path / "first", args=PRELOAD, **program)
+    calm = run_job(folder=tmp_path / "calm", args=PRELOAD, **program)
+    disturbed = run_job(folder=tmp_path / "disturbed", faults=faults, args=PRELOAD, **program)
+    assert first.code == calm.code == disturbed.code == 0, disturbed.output[-8000:]
+    assert disturbed.num_faults == disturbed.output.count("; repaired in") == len(faults)
+    assert "start again" not in disturbed.output
+    for wanted, found in zip(calm.results(2), disturbed.results(2), strict=True):
+        assert wanted["factor"] == found["factor"] == 7
+        for name, value in wanted["state"].items():
+            assert torch.equal(found["state"][name], value), name

@@ -131,14 +131,31 @@ def frames_of(module, function):
         ("hyperpod_plugins.lightning.strategy", "reduce_boolean_decision", True),
         ("hyperpod_plugins.session.session", "agree", False),
         ("accelerate.accelerator", "gather", True),
+        ("accelerate.accelerator", "gather_for_metrics", True),
         ("accelerate.accelerator", "prepare", False),
+        ("hyperpod_plugins.accelerate.collectives", "gathered", True),
         ("torch.distributed.checkpoint.utils", "gather", False),
+        ("torch.distributed._state_dict_utils", "_broadcast_tensors", True),
     ],
 )
 def test_who_calls_a_collective(module, function, is_of_program):
     found = frames_of(module, function)
     assert found.startswith("frames_of (test_program_collectives.py:") is is_of_program
     assert bool(found) is is_of_program
+
+
+def test_a_library_that_shares_objects_counts_as_the_program():
+    scope = {"__name__": "torch.distributed.distributed_c10d", "look": lambda: program_collectives.program_frames()}
+    exec("def all_gather_object():\n    return look()", scope)
+    for module, is_of_program in (
+        ("torch.distributed.checkpoint.utils", True),
+        ("accelerate.utils.fsdp_utils", True),
+        ("lightning.fabric.utilities.distributed", False),
+        ("hyperpod_plugins.parallel.checkpoint.planner", False),
+    ):
+        outer = {"__name__": module, "all_gather_object": scope["all_gather_object"]}
+        exec("def share():\n    return all_gather_object()", outer)
+        assert bool(outer["share"]()) is is_of_program, module
 
 
 def run(folder, kind, places, hooks):
