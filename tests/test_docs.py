@@ -589,6 +589,15 @@ def loading(page):
     assert model.get_input_embeddings().weight.shape[0] == VOCABULARY + 3
 
 
+@fragments("docs/guides/float8.md", 'float8_recipe="rowwise"', ranks=2)
+def float8(page):
+    page.run('float8_recipe="rowwise"', QUIET=QUIET, replaced={'"bf16-mixed")': '"bf16-mixed", devices=2, **QUIET)'})
+    fitted = language_module()
+    page["trainer"].fit(fitted, loader_of_tokens(8, 2))
+    assert "Float8Linear" in {type(each).__name__ for each in fitted.modules()}
+    assert len(fitted.losses) == 2
+
+
 COLLECTIVES = ('init_process_group("hyperpod")', "strict=True", "reset_traffic()")
 
 

@@ -23,6 +23,7 @@ PACKAGES = (
     "memory",
     "parallel",
     "planning",
+    "precision",
     "recovery",
     "session",
     "smp",

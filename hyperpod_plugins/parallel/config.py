@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, UnknownKeyError
 from hyperpod_plugins.memory.recompute import RECOMPUTE, Recompute
 from hyperpod_plugins.parallel.topology import Topology, nearest_degrees
-from hyperpod_plugins.precision import Float8Recipe, check_float8
+from hyperpod_plugins.precision.float8 import Float8Recipe, check_float8
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)

@@ -51,7 +51,7 @@ class ConvertedLinears:
         named = {reason: [name for name, why in self.left.items() if why == reason] for reason in reasons}
         left = "; ".join(f"{format_list(names, 3)} ({reason})" for reason, names in named.items())
         return (
-            f"float8 ({self.recipe}{', emulated on the CPU: slower than bfloat16' if self.is_emulated else ''}): "
+            f"float8 ({self.recipe}{', emulated on the CPU' if self.is_emulated else ''}): "
             f"{len(self.converted)} of {len(self.converted) + len(self.left)} linear layers, with "
             f"{100 * self.share:.0f} % of their parameters" + (f"; not converted: {left}" if left else "")
         )

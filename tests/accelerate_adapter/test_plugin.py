@@ -106,7 +106,8 @@ def test_what_accelerate_is_given(monkeypatch):
 
 
 @pytest.mark.parametrize("library", ["torchao", "te"])
-def test_fp8_without_its_library_says_what_to_install(library):
+def test_fp8_without_its_library_says_what_to_install(library, monkeypatch):
+    monkeypatch.setattr("hyperpod_plugins.accelerate.spec.is_torchao_available", lambda: False)
     plugin = HyperPodPlugin(fp8=library)
     assert (plugin.config.precision, plugin.mixed_precision) == ("bf16-mixed", "fp8")
     with pytest.raises(MissingExtraError, match="pip install"):

@@ -50,7 +50,7 @@ def test_layers_of_blocks_are_converted_in_place_and_named():
     done = convert_linears(model, "rowwise", CPU, blocks=list(model.layers))
     assert done.converted == tuple(f"layers.{i}.{name}" for i in range(2) for name in ("up_proj", "down_proj"))
     assert str(done) == (
-        "float8 (rowwise, emulated on the CPU: slower than bfloat16): 4 of 8 linear layers, with 88 % of their "
+        "float8 (rowwise, emulated on the CPU): 4 of 8 linear layers, with 88 % of their "
         "parameters; not converted: first, head (outside of the blocks); layers.0.gate, layers.1.gate (a side of its "
         "matrix on a rank is no multiple of 16)"
     )

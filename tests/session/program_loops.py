@@ -209,6 +209,34 @@ def await_replacement():
         time.sleep(0.01)
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(32, 64), nn.Dropout(0.1), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(self.drop(torch.relu(self.up(x))))
+
+
+def float8():
+    """Matrix products in float8."""
+    session = Session(global_batch_size=8, hybrid_shard_degree=2, float8_recipe="rowwise", precision="bf16-mixed")
+    torch.manual_seed(0)
+    net = session.parallelize(nn.Sequential(nn.Linear(16, 32), *(Block() for _ in range(3)), nn.Linear(32, 16)))
+    session.train(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    x = torch.randn(80, 16, generator=torch.Generator().manual_seed(1))
+    for step in session.steps(DataLoader(TensorDataset(x), batch_size=2)):
+        with step:
+
+            def loss_of(batch, at=step):
+                faults.at("compute", at.index)
+                return (net(batch[0]).float() - batch[0]).square().mean()
+
+            loss = step.run(loss_of)
+            faults.at("committed", step.index)
+    finish(session, net, loss=float(loss))
+
+
 def beside():
     """Another sharded model, which no repair would reset."""
     session, _, loader = make()
@@ -218,5 +246,5 @@ def beside():
 
 
 if __name__ == "__main__":
-    loops = [two_loops, counts, one_sided, leaves_late, breaks, ends, beside]
+    loops = [two_loops, counts, one_sided, float8, leaves_late, breaks, ends, beside]
     {loop.__name__: loop for loop in loops}[os.environ["LOOP"]]()

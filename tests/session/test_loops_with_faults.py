@@ -83,6 +83,14 @@ def test_a_body_that_only_one_rank_has_not_ended(tmp_path):
     assert_equal(wanted, found, 4)
 
 
+def test_a_model_in_float8(tmp_path):
+    faults = [["compute", 3, 1, "kill"], ["committed", 5, 2, "kill"], ["compute", 7, 0, "raise"]]
+    wanted, found = run(tmp_path / "wanted", "float8"), run(tmp_path / "found", "float8", faults)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 3), found.output[-6000:]
+    assert "float8 (rowwise, emulated on the CPU): 6 of 8 linear layers" in found.output
+    assert_equal(wanted, found, 4)
+
+
 def test_code_after_the_block_does_not_end_the_loop_early(tmp_path):
     """All ranks return to a snapshot: the `break` after the block would end the training steps before its time."""
     wanted = run(tmp_path / "wanted", "leaves_late", num_ranks=2)
