@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint  # pyright: ignore
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hyperpod_plugins.errors import ConfigError
 
@@ -34,6 +34,12 @@ _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
 )
+_MARKS = (
+    torch.ops.profiler._record_function_enter_new.default,  # pyright: ignore[reportPrivateUsage]
+    torch.ops.profiler._record_function_exit._RecordFunction,  # pyright: ignore[reportPrivateUsage]
+)
+"""Marks for the profiler, which FSDP2 makes as it casts a block's inputs: outside of the block's forward, but within
+its recomputation."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 _CALL = "_hyperpod_call"
 _LARGEST_KEPT = 1 << 20  # bytes
@@ -165,6 +171,7 @@ class _Buffers:
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    SAC_IGNORED_OPS.update(_MARKS)
     return create_selective_checkpoint_contexts(_SelectivePolicy())
 
 

@@ -1,5 +1,6 @@
 """Linear layers in float8: which ones, what they compute, and what is refused."""
 
+import contextlib
 import copy
 
 import pytest
@@ -106,9 +107,10 @@ def test_what_is_not_served_is_refused_by_name(monkeypatch):
         convert_linears(made(), "rowwise", CPU)
 
 
-def train(recipe, shard, tensor, precision="bf16-mixed"):
+def train(recipe, shard, tensor, precision="bf16-mixed", *, is_delayed=False, **options):
     import torch.distributed as dist
 
+    from hyperpod_plugins.delayed_init import delayed_init
     from hyperpod_plugins.parallel import build_mesh, parallelize
 
     config = ParallelConfig(
@@ -116,12 +118,15 @@ def train(recipe, shard, tensor, precision="bf16-mixed"):
         hybrid_shard_degree=shard,
         tensor_parallel_degree=tensor,
         precision=precision,
+        **options,
         tensor_plan="auto" if tensor == 1 else {"layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"},
     )
     if not dist.is_initialized():
         dist.init_process_group("hyperpod")
     mesh = build_mesh(config.topology(dist.get_world_size()), "cpu")
-    model = parallelize(made(), mesh, config)
+    with delayed_init() if is_delayed else contextlib.nullcontext():
+        model = made()
+    model = parallelize(model, mesh, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(4):
@@ -137,17 +142,28 @@ def train(recipe, shard, tensor, precision="bf16-mixed"):
 def train_all():
     with pytest.raises(ConfigError, match=r"float8_recipe='rowwise' with precision='32-true'"):
         train("rowwise", 4, 1, "32-true")
-    return {
+    losses = {
         (recipe, shard, tensor): train(recipe, shard, tensor)
         for recipe in ("none", "rowwise", "tensorwise")
         for shard, tensor in ((4, 1), (2, 1), (2, 2), (1, 4))
     }
+    return losses, [train("rowwise", 4, 1, **each) for each in SAME]
+
+
+SAME = [
+    {"is_delayed": True},
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective"},
+    {"sm_activation_offloading": True},
+]
 
 
 @pytest.mark.spawns
 def test_sharded_and_tensor_parallel_models_compute_the_same():
     """Scales are those of the whole tensor, not of a rank's part of it: else tensor parallelism would differ."""
-    losses = run_ranks(train_all, world_size=4, timeout_s=120)[0]
+    losses, same = run_ranks(train_all, world_size=4, timeout_s=120)[0]
+    for options, found in zip(SAME, same, strict=True):
+        assert found == losses["rowwise", 4, 1], options
     for recipe in ("rowwise", "tensorwise"):
         whole, plain = losses[recipe, 4, 1], losses["none", 4, 1]
         assert losses[recipe, 2, 1] == whole
@@ -155,6 +171,4 @@ def test_sharded_and_tensor_parallel_models_compute_the_same():
         assert whole != plain
         for tensor in ((2, 2), (1, 4)):
             apart = max(abs(one / other - 1) for one, other in zip(losses[recipe, *tensor], whole, strict=True))
-            of_plain = max(abs(one / other - 1) for one, other in zip(losses["none", *tensor], plain, strict=True))
-            print(recipe, tensor, apart, of_plain)
             assert apart < 0.01
