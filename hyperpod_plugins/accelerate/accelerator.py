@@ -16,7 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from hyperpod_plugins.accelerate.collectives import are_tensors, gathered, gathered_objects, reduced, without_padding
-from hyperpod_plugins.accelerate.compat import Accelerator, get_mixed_precision_context_manager
+from hyperpod_plugins.accelerate.compat import (
+    Accelerator,
+    AORecipeKwargs,
+    FP8BackendType,
+    TERecipeKwargs,
+    get_mixed_precision_context_manager,
+)
 from hyperpod_plugins.accelerate.mesh import HyperPodParallelism
 from hyperpod_plugins.accelerate.optimizer import FiniteStepCheck, HyperPodOptimizer, HyperPodScheduler
 from hyperpod_plugins.accelerate.prepare import (
@@ -46,7 +52,7 @@ from hyperpod_plugins.parallel import (
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
-from hyperpod_plugins.parallel.parallelize import replace_stale_parameters, save_activation_memory
+from hyperpod_plugins.parallel.parallelize import replace_stale_parameters, save_activation_memory, use_float8
 from hyperpod_plugins.parallel.unit_watch import watch_units
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
@@ -142,6 +148,12 @@ class HyperPodAccelerator(Accelerator):
         assert self._data_group is not None
         return self._data_group
 
+    @property
+    @override
+    def fp8_backend(self) -> FP8BackendType:
+        """What Accelerate itself converts: nothing where `use_float8` does it, whatever its variables say."""
+        return super().fp8_backend if self.plugin.settings.fp8 == "te" else FP8BackendType.NO
+
     # -- prepare ------------------------------------------------------------------------------------------------
 
     @override
@@ -185,6 +197,7 @@ class HyperPodAccelerator(Accelerator):
                 "values, or leave these settings out."
             )
         broadcast_from_rank_0(model, self.device)
+        use_float8(model, self._config, self.device)
         save_activation_memory(model, self._config, self.device)
         fsdp.activation_checkpointing = False
         self._wrap_forward(model)
@@ -303,6 +316,12 @@ def _checked(options: dict[str, Any]) -> list[Any]:
 
 
 def _with_ours(plugin: AcceleratorSpec, given: list[Any]) -> list[Any]:
+    recipes = [type(each).__name__ for each in given if isinstance(each, AORecipeKwargs | TERecipeKwargs)]
+    if recipes:
+        raise ConfigError(
+            f"kwargs_handlers has {', '.join(recipes)}, which would have no effect: give float8_recipe='tensorwise' or "
+            "'rowwise' (torchao), or fp8='te' (Transformer Engine), to HyperPodPlugin instead."
+        )
     ours = plugin.kwargs_handlers
     twice = [type(each).__name__ for each in given if type(each) in map(type, ours)]
     if twice:

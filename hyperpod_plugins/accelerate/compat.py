@@ -19,6 +19,7 @@ try:
         is_transformer_engine_available,
         recursively_apply,
     )
+    from accelerate.utils.dataclasses import FP8BackendType
 except ModuleNotFoundError as error:
     from hyperpod_plugins.errors import MissingExtraError
 
@@ -26,6 +27,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "AORecipeKwargs",
+    "FP8BackendType",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
     "Accelerator",

@@ -41,7 +41,8 @@ class AccelerateSettings:
     offload_params: bool = False
     """Keep parameters, gradients and optimizer state in host memory; done by Accelerate's own FSDP2."""
     fp8: Fp8 = "off"
-    """Library for matrix products in fp8; set up by Accelerate, with its own FSDP2."""
+    """Library for matrix products in fp8: `torchao` by this package (see `ParallelConfig.float8_recipe`), `te` by
+    Accelerate, with its own FSDP2."""
     state_dict_type: StateDictType = "SHARDED_STATE_DICT"
     """What `save_state` writes: one file per rank with its shards, or everything in one file."""
 
@@ -56,7 +57,7 @@ class AccelerateSettings:
     @property
     def needs_accelerate_fsdp2(self) -> tuple[str, ...]:
         """Names of the enabled settings that only Accelerate's own FSDP2 supports."""
-        asked = {"offload_params": self.offload_params, "fp8": self.fp8 != "off"}
+        asked = {"offload_params": self.offload_params, "fp8": self.fp8 == "te"}
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
 

@@ -57,6 +57,8 @@ class HyperPodPlugin(AcceleratorSpec):
         parallel = ParallelConfig.of(source, **asked)
         if settings.fp8 != "off" and parallel.precision == "32-true":
             parallel = ParallelConfig.of(parallel, precision="bf16-mixed")
+        if settings.fp8 == "torchao" and parallel.float8_recipe == "none":
+            parallel = ParallelConfig.of(parallel, float8_recipe="tensorwise")  # as Accelerate does
         values: dict[str, object] = {
             "config": parallel,
             "settings": settings,

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from hyperpod_plugins.accelerate.compat import (
-    AORecipeKwargs,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     KwargsHandler,
@@ -24,8 +23,6 @@ from hyperpod_plugins.errors import ConfigError, MissingExtraError
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.parallel.finite import NonFinitePolicy
 from hyperpod_plugins.parallel.hsdp import mixed_precision_policy
-
-_PACKAGES = {"torchao": "torchao", "te": "transformer_engine"}
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,8 @@ class AcceleratorSpec:
 
     @property
     def mixed_precision(self) -> str:
-        """Accelerate's name of the precision; `bf16-true` is not mixed."""
-        return "fp8" if self.settings.fp8 != "off" else "bf16" if self.config.precision == "bf16-mixed" else "no"
+        """Accelerate's name of the precision; `bf16-true` is not mixed, and float8 by torchao is not Accelerate's."""
+        return "fp8" if self.settings.fp8 == "te" else "bf16" if self.config.precision == "bf16-mixed" else "no"
 
     @property
     def parallelism_config(self) -> HyperPodParallelism:
@@ -92,26 +89,27 @@ class AcceleratorSpec:
         return InitProcessGroupKwargs(backend="hyperpod", timeout=timedelta(seconds=self.timeout_s))
 
     @property
-    def fp8_handler(self) -> AORecipeKwargs | TERecipeKwargs | None:
-        """Accelerate's recipe for fp8, or None.
+    def fp8_handler(self) -> TERecipeKwargs | None:
+        """Accelerate's recipe for fp8 by Transformer Engine, or None.
 
         Raises:
-            MissingExtraError: the selected library is not installed.
+            MissingExtraError: the library of fp8 or float8 is not installed.
             ConfigError: this machine has no GPU that supports fp8.
         """
-        if self.settings.fp8 == "off":
+        recipe = self.config.float8_recipe
+        if recipe != "none" and not is_torchao_available():
+            raise MissingExtraError("torchao", "fp8", f"float8_recipe={recipe!r}")
+        if self.settings.fp8 != "te":
             return None
-        is_here = is_torchao_available if self.settings.fp8 == "torchao" else is_transformer_engine_available
-        if not is_here():
-            extra = "fp8" if self.settings.fp8 == "torchao" else "te"
-            raise MissingExtraError(_PACKAGES[self.settings.fp8], extra, f"fp8={self.settings.fp8!r}")
+        if not is_transformer_engine_available():
+            raise MissingExtraError("transformer_engine", "te", "fp8='te'")
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
             what = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
             raise ConfigError(
                 f"fp8={self.settings.fp8!r} needs GPUs of compute capability 8.9 or higher, but there is {what} here. "
                 "Use mixed_precision='bf16' (preset hsdp-1node)."
             )
-        return AORecipeKwargs() if self.settings.fp8 == "torchao" else TERecipeKwargs()
+        return TERecipeKwargs()
 
     @property
     def kwargs_handlers(self) -> list[KwargsHandler]:

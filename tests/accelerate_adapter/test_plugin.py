@@ -105,20 +105,32 @@ def test_what_accelerate_is_given(monkeypatch):
         _ = HyperPodPlugin(hybrid_shard_degree=3).parallelism_config
 
 
-@pytest.mark.parametrize("library", ["torchao", "te"])
-def test_fp8_without_its_library_says_what_to_install(library, monkeypatch):
+@pytest.mark.parametrize(
+    ("library", "precision"), [pytest.param("torchao", "bf16", id="torchao"), pytest.param("te", "fp8", id="te")]
+)
+def test_fp8_without_its_library_says_what_to_install(library, precision, monkeypatch):
     monkeypatch.setattr("hyperpod_plugins.accelerate.spec.is_torchao_available", lambda: False)
     plugin = HyperPodPlugin(fp8=library)
-    assert (plugin.config.precision, plugin.mixed_precision) == ("bf16-mixed", "fp8")
+    assert (plugin.config.precision, plugin.mixed_precision) == ("bf16-mixed", precision)
     with pytest.raises(MissingExtraError, match="pip install"):
         plugin.accelerator()
     assert not dist.is_initialized()  # refused before anything was joined
 
 
-def test_fp8_without_a_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr("hyperpod_plugins.accelerate.spec.is_torchao_available", lambda: True)
+def test_transformer_engine_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr("hyperpod_plugins.accelerate.spec.is_transformer_engine_available", lambda: True)
     with pytest.raises(ConfigError, match="there is no GPU here"):
-        HyperPodPlugin(fp8="torchao").accelerator()
+        HyperPodPlugin(fp8="te").accelerator()
+
+
+def test_fp8_by_torchao_is_done_by_this_package():
+    pytest.importorskip("torchao")
+    assert HyperPodPlugin(fp8="torchao").config.float8_recipe == "tensorwise"
+    assert HyperPodPlugin(fp8="torchao", float8_recipe="rowwise").config.float8_recipe == "rowwise"
+    from accelerate.utils import AORecipeKwargs
+
+    with pytest.raises(ConfigError, match=r"AORecipeKwargs, which would have no effect: give float8_recipe="):
+        HyperPodPlugin().accelerator(kwargs_handlers=[AORecipeKwargs()])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +159,11 @@ def test_the_launcher_says_the_precision_where_nobody_else_does(monkeypatch):
     assert HyperPodPlugin()._with_precision("no").config.precision == "32-true"
     assert HyperPodPlugin(precision="bf16-true")._with_precision(None).mixed_precision == "no"
     told = HyperPodPlugin(timeout_s=5, offload_params=True)._with_precision("fp8")
-    assert (told.mixed_precision, told.settings.fp8, told.settings.offload_params) == ("fp8", "torchao", True)
+    assert (told.mixed_precision, told.config.float8_recipe, told.settings.offload_params) == (
+        "bf16",
+        "tensorwise",
+        True,
+    )
     assert told.timeout_s == 5
 
 

@@ -80,6 +80,7 @@ def test_settings_that_make_no_sense_are_refused(values):
 def test_only_accelerate_can_do_some_things():
     assert AccelerateSettings().needs_accelerate_fsdp2 == ()
     assert AccelerateSettings(offload_params=True, fp8="te").needs_accelerate_fsdp2 == ("offload_params", "fp8")
+    assert AccelerateSettings(fp8="torchao").needs_accelerate_fsdp2 == ()
 
 
 LAYOUTS = {

@@ -15,7 +15,7 @@ accelerator = HyperPodPlugin.from_environ().accelerator()
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.w1, self.w2 = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.w1, self.w2 = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x):
         return x + self.w2(torch.relu(self.w1(x)))
@@ -35,7 +35,7 @@ class Net(nn.Module):
 torch.manual_seed(0)
 net = Net()
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-loader = torch.utils.data.DataLoader(torch.linspace(-1, 1, 24 * 8).view(24, 8), batch_size=4)
+loader = torch.utils.data.DataLoader(torch.linspace(-1, 1, 24 * 16).view(24, 16), batch_size=4)
 net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
 losses = []
 for batch in loader:
@@ -51,6 +51,7 @@ if accelerator.is_main_process:
         "precision": accelerator.plugin.config.precision,
         "recomputes": accelerator.plugin.config.activation_checkpointing != "none",
         "offloads": accelerator.plugin.config.sm_activation_offloading,
+        "float8": type(net.layers[0].w1).__name__ == "Float8Linear",
         "backend": torch.distributed.get_backend(),
         "losses": losses,
     }
