@@ -17,6 +17,7 @@ counts as lost: all ranks return to a snapshot, or to a checkpoint, as `Recovery
 # pyright: reportPrivateUsage=false
 
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -30,13 +31,13 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from hyperpod_plugins.comm import Channel
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, PeerLost, format_list
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.packing import are_same, as_integers, is_size, pack, unpack
+from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, are_same, as_integers, is_size, pack, unpack
 from hyperpod_plugins.recovery.plan import buddies, sources_of
 
 _log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ _DTYPES = {
     for each in vars(torch).values()
     if isinstance(each, torch.dtype) and _PLAIN_TYPE.fullmatch(str(each))  # torch.frombuffer supports no others
 }
-_ALWAYS_KEPT_BYTES = 2**14
+ALWAYS_KEPT_BYTES = 2**14
 """A buffer of at most this size is always kept, whether it was written to or not."""
 _LARGEST_BYTES = 2**40
 """Effectively no limit, for what a rank sends to a joiner."""
@@ -61,6 +62,8 @@ _SAME, _GIVES_AGAIN, _FOLLOWS = 1, 2, 4
 it is large and follows in a message of its own."""
 BUFFERS = "buffers"
 """Name under which the buffers of a model are registered."""
+_BEFORE = "before"
+"""Key beside the names of states: those that code has written since `LocalStates.before`, as they were there."""
 EPOCH_SUFFIX = "of the epoch"
 """Suffix of the names of states that start from zero in each epoch."""
 
@@ -122,13 +125,12 @@ class ProgramState:
 
     def state_dict(self) -> dict[str, Any]:
         """The object's state, with copies of tensors on the CPU."""
-        copies = tree_map_only(torch.Tensor, lambda each: each.detach().cpu().clone(), self._stateful.state_dict())
-        return {"state": copies}
+        return {"state": tree_map(_copied, self._stateful.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Load a `state_dict`; an empty one is ignored."""
+        """Load a copy of a `state_dict`, since the object may keep and change what it is given; ignore an empty one."""
         if state_dict and "state" not in leave:
-            self._stateful.load_state_dict(state_dict["state"])
+            self._stateful.load_state_dict(tree_map(_copied, state_dict["state"]))
 
     def written(self, before: dict[str, Any]) -> set[str]:
         """The state as a whole, if it differs."""
@@ -137,6 +139,13 @@ class ProgramState:
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """All of it: the program's own `load_state_dict` decides."""
         return state_dict
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy of a leaf of a state that an object may change in place; of a tensor, on the CPU."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().cpu().clone()
+    return copy.copy(leaf) if isinstance(leaf, MUTABLE_LEAVES) else leaf
 
 
 class BufferStates:
@@ -210,7 +219,7 @@ class BufferStates:
 
     def _is_own(self, name: str, tensor: torch.Tensor) -> bool:
         first, version = self._first.get(name, (None, 0))
-        return tensor.nbytes <= _ALWAYS_KEPT_BYTES or first is not tensor or version != tensor._version
+        return tensor.nbytes <= ALWAYS_KEPT_BYTES or first is not tensor or version != tensor._version
 
     def _present(self) -> dict[str, torch.Tensor]:
         return {
@@ -323,8 +332,16 @@ class LocalStates:
         self._has_warned = self._grows = False
         self._changes = False
         """Whether the last step changed the state."""
-        self._written_after: set[str] = set()
-        """Names of states that code after a commit was ever found to write."""
+        self._written_after: dict[str, int] = {}
+        """States that code after a commit was ever found to write: the step at whose beginning it was found."""
+        self._is_new = False
+        """Whether this rank has replaced another one, and cannot know yet what code after a commit writes."""
+        self._ward_gives: bool | None = None
+        """Whether the source rank's state is written after commits, as it has last said; None if it has not yet."""
+        self._ward_writes_alone = False
+        """Whether code after a commit was ever found to write on the source rank what it did not write here."""
+        self.before: dict[str, dict[str, Any]] = {}
+        """States as the body of a loop's step began, before the step; empty if the program has no such body."""
         self.is_at_commit = False
         """Whether this rank's state is that right after the last commit, from which the job continues."""
         self.reset()
@@ -355,11 +372,29 @@ class LocalStates:
         return tuple(step for step, data in sorted(self._kept.items()) if data and not self._is_superseded(step))
 
     def _is_superseded(self, step: int) -> bool:
-        """Whether code that followed the commit of `step` has written what is the source rank's alone, as here."""
-        if not self._written_after or step in (self._late_at, self._restored_at) or self.is_at_commit:
+        """Whether code that followed the commit of `step` may have written what is the source rank's alone.
+
+        It has if it wrote here, unless both ranks had the same values before, or only this rank was ever found to
+        write them. Where only the source rank was, it may have.
+        """
+        if step in (self._late_at, self._restored_at) or self.is_at_commit:
             return False
+        has_told = self._ward_gives is not False
+        if has_told and self._ward_writes_alone:
+            return True
         own, kept = (unpack(states[step]) if states.get(step) else {} for states in (self._own, self._kept))
-        return any(not are_same(own.get(name), kept.get(name)) for name in self._written_after)
+        return any(not are_same(own.get(name), kept.get(name)) for name in self._written_here(step, own, has_told))
+
+    def _written_here(self, step: int, own: Mapping[str, Any], has_told: bool) -> list[str]:
+        """States that code after the commit of `step` wrote here, but for those that only this rank ever writes."""
+        if self._begun_at == step:  # what the step has computed since is not undone yet
+            return [name for name, found_at in self._written_after.items() if has_told or found_at == step]
+        return [
+            name
+            for name, state in self._states.items()
+            if (has_told if name in self._written_after else self._may_note(name, begins_epoch=True))
+            and not are_same(state.state_dict(), own.get(name, {}))
+        ]
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The present state of this rank, by registered name."""
@@ -396,14 +431,21 @@ class LocalStates:
             for name, state in self._states.items():
                 state.load_state_dict(states.get(name, {}))
 
+    def return_to_before(self) -> None:
+        """Restore this rank's state as of `before`."""
+        for name, state in self._states.items():
+            if name in self.before:
+                state.load_state_dict(self.before[name])
+
     def reset(self) -> None:
         """Discard what was exchanged so far, as the ranks have assembled anew."""
         self._last: dict[str, dict[str, Any]] | None = None
         """State last sent to the buddy."""
         self._last_own = self._last_kept = b""
-        self._gives_at = self._gets_at = self._late_at = self._restored_at = -1
-        """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did; and
-        step of the last repair, whose state the source rank has sent."""
+        self._ward_gives = None
+        self._gives_at = self._gets_at = self._late_at = self._restored_at = self._begun_at = -1
+        """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did; step
+        of the last repair, whose state the source rank has sent; and step that has begun last."""
 
     def exchange(self, step: int) -> None:
         """Send the buddy this rank's state as it will be after `step` commits, and receive the source rank's.
@@ -420,7 +462,7 @@ class LocalStates:
             data = self._packed(present)
             is_same = not is_first and data == self._last_own
         self._changes = not is_same
-        gives = bool(self._written_after)
+        gives = self._is_new or bool(self._written_after)
         label = f"the state of one rank after {step} steps"
         told, kept = self._passed_round(label, is_same * _SAME + gives * _GIVES_AGAIN, b"" if is_same else data)
         if told & _SAME:
@@ -429,7 +471,8 @@ class LocalStates:
         self._at_commits = _last_two(self._at_commits, step, present)
         self._own = _last_two(self._own, step, data)
         self._kept = _last_two(self._kept, step, kept)
-        self._gives_at, self._gets_at = step if gives else -1, step if told & _GIVES_AGAIN else -1
+        self._ward_gives = bool(told & _GIVES_AGAIN)
+        self._gives_at, self._gets_at = step if gives else -1, step if self._ward_gives else -1
 
     def _passed_round(self, label: str, flags: int, data: bytes) -> tuple[int, bytes]:
         """Send flags and data to the buddy, and receive those of the source rank."""
@@ -460,16 +503,24 @@ class LocalStates:
         if not self._is_active:
             return
         if self._last is not None and step in self._own:
-            self._note_written(self._last, begins_epoch=begins_epoch)
-        sends = {self._buddy: [self._packed(self._present())]} if self._gives_at == step else {}
-        receives = {self._ward: [LIMIT_BYTES]} if self._gets_at == step else {}
+            self._note_written(step, self._last, begins_epoch=begins_epoch)
+            self._is_new = False
+        self._begun_at = step
+        gives, gets = self._gives_at == step, self._gets_at == step
+        present = self._present_with_before() if gives else {}
+        sends = {self._buddy: [self._packed(present)]} if gives else {}
+        receives = {self._ward: [LIMIT_BYTES]} if gets else {}
         if not (sends or receives):
             return
         label = f"the state of one rank as step {step} begins"
         with contextlib.suppress(PeerLost):
             received = self._channel.exchange(label, sends=sends, receives=receives)
             if receives:
-                self._kept[step], self._late_at = _raw(received[self._ward][0]), step
+                late, kept = _raw(received[self._ward][0]), self._kept.get(step)
+                is_same_here = are_same(present, self._last) if gives else step not in self._written_after.values()
+                if late != kept and late and kept and is_same_here and not are_same(unpack(late), unpack(kept)):
+                    self._ward_writes_alone = True
+                self._kept[step], self._late_at = late, step
 
     def undo(self) -> None:
         """Restore the objects that the program registered to their state when the step began."""
@@ -492,6 +543,7 @@ class LocalStates:
         data, leave = self._send_kept_states(step, targets)
         self.reset()
         if self._rank in targets:
+            self._is_new = True
             self._take(step, data, leave, targets, begins_epoch)
         self._at_commits = {step: self._present()}
         if not self._is_active:
@@ -499,7 +551,7 @@ class LocalStates:
         # All ranks hold this step's state, even after a return to an earlier step; from here on their buddies do too.
         # Program code that runs again before the next step may still write to it.
         if not data or leave:
-            data = self._packed(self._present())
+            data = self._packed(self._present_with_before())
         label = f"the state of one rank from which step {step} begins"
         received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
         self._own, self._kept, self._restored_at = {step: data}, {step: _raw(received[self._ward][0])}, step
@@ -539,11 +591,7 @@ class LocalStates:
     def _send_kept_states(self, step: int, targets: Sequence[int]) -> tuple[bytes, dict[str, list[str]]]:
         """Pass states from buddies to joiners. A joiner gets its state and the parts that it must not load."""
         givers = {target: self._buddy_of[target] for target in targets if self._buddy_of[target] not in targets}
-        sends = {
-            target: [self._kept.get(step, b""), pack(self._written_since(step))]
-            for target, giver in givers.items()
-            if giver == self._rank
-        }
+        sends = {target: self._given_to_joiner(step) for target, giver in givers.items() if giver == self._rank}
         receives = {givers[self._rank]: [LIMIT_BYTES, LIMIT_BYTES]} if self._rank in givers else {}
         if not (sends or receives):
             return b"", {}
@@ -555,6 +603,7 @@ class LocalStates:
         self, step: int, data: bytes, leave: dict[str, list[str]], targets: Sequence[int], begins_epoch: bool
     ) -> None:
         """Load the state of this rank's predecessor."""
+        is_in_body, self.before = bool(self.before), {}  # of a new process, that says nothing of this rank
         if not data and step and self._grows:
             return  # this rank had no process before
         if not data and step:
@@ -562,24 +611,46 @@ class LocalStates:
             self._tell_lost(step, [(name, name) for name in self._states], f"rank {self._buddy}, its buddy, {lost}")
             return
         found = unpack(data) if data else {}
+        before = found.pop(_BEFORE, {})
         for name, state in self._states.items():
             if begins_epoch and name.endswith(EPOCH_SUFFIX):
                 leave.pop(name, None)
             else:
                 state.load_state_dict(found.get(name, {}), leave.get(name, ()))
+        if is_in_body:
+            self.before = {**self._present(), **before}
         lost = [
             (name, f"{name} {part}") for name, parts in leave.items() if name not in self._repeated for part in parts
         ]
         if lost:
             self._tell_lost(step, lost, "its predecessor was lost before it sent what was written after the step")
 
+    def _given_to_joiner(self, step: int) -> list[bytes]:
+        """The source rank's state, and what of it a joiner must not load because code has written it since.
+
+        An object of the program that was equal on both ranks is sent as it is here now: nobody else gives it.
+        """
+        data, leave = self._kept.get(step, b""), self._written_since(step)
+        if data and not leave.keys().isdisjoint(self._of_program):
+            own, kept, present = unpack(self._own[step]), unpack(data), self._present_with_before()
+            equal = [name for name in leave if name in self._of_program and are_same(own.get(name), kept.get(name))]
+            before = {name: state for name, state in present.get(_BEFORE, {}).items() if name in equal}
+            kept |= {name: present[name] for name in equal} | ({_BEFORE: before} if before else {})
+            data, leave = pack(kept), {name: parts for name, parts in leave.items() if name not in equal}
+        return [data, pack(leave)]
+
     def _written_since(self, step: int) -> dict[str, list[str]]:
-        """Parts, by state, that hooks wrote here, and hence on the source rank, since that sent its state."""
+        """Parts, by state, that hooks wrote here, and hence on the source rank, since that sent its state.
+
+        Without the states that only this rank was ever found to write.
+        """
         if self._late_at == step or not self._own.get(step):
             return {}
         before = unpack(self._own[step])
+        is_known = self._ward_gives is False
+        alone = {name for name, found_at in self._written_after.items() if is_known and found_at != step}
         found = {name: sorted(state.written(before.get(name, {}))) for name, state in self._states.items()}
-        return {name: parts for name, parts in found.items() if parts}
+        return {name: parts for name, parts in found.items() if parts and name not in alone}
 
     @property
     def _is_active(self) -> bool:
@@ -588,13 +659,21 @@ class LocalStates:
     def _present(self) -> dict[str, dict[str, Any]]:
         return {name: state.state_dict() for name, state in self._states.items()}
 
-    def _note_written(self, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> None:
+    def _present_with_before(self) -> dict[str, dict[str, Any]]:
+        present = self._present()
+        before = {name: state for name, state in self.before.items() if not are_same(state, present.get(name))}
+        return {**present, _BEFORE: before} if before else present
+
+    def _note_written(self, step: int, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> None:
         """Note which states, except those registered with `is_repeated`, differ from what was sent last."""
         for name, state in self._states.items():
-            if name in self._repeated or name in self._written_after or (begins_epoch and name.endswith(EPOCH_SUFFIX)):
+            if name in self._written_after or not self._may_note(name, begins_epoch=begins_epoch):
                 continue
             if not are_same(state.state_dict(), since.get(name, {})):
-                self._written_after.add(name)
+                self._written_after[name] = step
+
+    def _may_note(self, name: str, *, begins_epoch: bool) -> bool:
+        return name not in self._repeated and not (begins_epoch and name.endswith(EPOCH_SUFFIX))
 
     def _packed(self, present: Mapping[str, dict[str, Any]]) -> bytes:
         """The state as it is sent; empty if it is too large."""

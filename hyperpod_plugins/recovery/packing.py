@@ -9,11 +9,14 @@ import io
 import math
 import pickle
 import reprlib
+from collections import Counter
 from typing import Any
 
 import torch
 from torch.serialization import default_restore_location
 
+MUTABLE_LEAVES = set, bytearray, Counter
+"""Types that `torch.load` reads without running code, that change in place, and that `tree_map` does not look into."""
 _ZIP = b"PK"
 """First bytes of a `torch.save` archive."""
 _INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool

@@ -43,17 +43,24 @@ _MAPPINGS = dict, Mapping
 
 
 class Buffers:
-    """The buffers of some modules as they were when a step began, which may write, assign or delete them."""
+    """The buffers of some modules as they were when a step began, which may write, assign or delete them.
 
-    def __init__(self, parts: Iterable[nn.Module] = ()) -> None:
+    Args:
+        parts: the modules.
+        above_bytes: copy only the values of larger buffers.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module] = (), *, above_bytes: int = 0) -> None:
         self._parts = [(part, part._buffers) for part in parts]
+        self._above_bytes = above_bytes
         self.keep()
 
     def keep(self) -> None:
         """Copy the present buffers."""
         self._tables = {id(part): dict(table) for part, table in self._parts if table}
         present = {id(each): each for table in self._tables.values() for each in table.values() if each is not None}
-        self._saved = [(buffer, buffer.detach().clone()) for buffer in present.values()]
+        copied = [each for each in present.values() if each.nbytes > self._above_bytes or not self._above_bytes]
+        self._saved = [(buffer, buffer.detach().clone()) for buffer in copied]
 
     def put_back(self) -> None:
         """Restore the buffers: the same tensor objects with the same values."""
@@ -131,6 +138,7 @@ class StepStart:
         optimizers: optimizers of its parameters.
         kept: if the optimizers step before the vote, the copy of what they write.
         attributes: Python attributes that the program may change.
+        above_bytes: see `Buffers`.
     """
 
     def __init__(
@@ -140,6 +148,7 @@ class StepStart:
         kept: OptimizerCopy | None = None,
         *,
         attributes: Sequence[PlainAttributes] = (),
+        above_bytes: int = 0,
     ) -> None:
         self._model = model
         self._optimizers = optimizers
@@ -150,6 +159,7 @@ class StepStart:
         self.batches = Batches()
         self.written: dict[int, torch.Tensor] = {}
         """Parameters that the program itself was found to write, by `id`."""
+        self._above_bytes = above_bytes
         self._buffers = Buffers()
         self._tables: list[dict[str, Any]] = []
         """The child and parameter tables of all modules."""
@@ -202,7 +212,7 @@ class StepStart:
             return
         reshard(self._model)  # parameters that an evaluation left gathered are not those of the optimizers
         self.parts, self._num_owned = modules_of(self._model), num_owned
-        self._buffers = Buffers(self.parts)
+        self._buffers = Buffers(self.parts, above_bytes=self._above_bytes)
         self._tables = [table for part in self.parts for table in (part._modules, part._parameters)]
         self._known = [each for table in self._tables for each in table.values()]
         parameters = {id(each): each for part in self.parts for each in part._parameters.values() if each is not None}

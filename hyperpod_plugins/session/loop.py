@@ -277,7 +277,6 @@ class Loop:
         self._loader = build_loader()
         self._position = Position()
         self._step: Step | None = None
-        trained.get_position = lambda: self._position
 
     @property
     def has_recovery(self) -> bool:
@@ -295,6 +294,7 @@ class Loop:
             at_end: called on all ranks after the last step; a rank that is lost meanwhile is replaced.
         """
         is_over, raised, is_left = True, None, False
+        self._trained.get_position = lambda: self._position  # not before: perhaps an earlier loop has not ended yet
         self.guard.open()
         try:
             yield from self._run(begins_at, resumed_from, at_end)
@@ -400,7 +400,7 @@ class Loop:
     def _move_to(self, position: Position) -> Position:
         """Move the loop to a position, in the present world."""
         self._loader = self._build_loader()
-        self._trained.end_body()
+        self._trained.forget_body()
         if position.loader:
             self._loader.load_state_dict(position.loader)
         if position.groups:
@@ -471,6 +471,7 @@ class Loop:
                 result=done.result,
                 loader=self._loader.state_dict(),
             )
+            self._trained.begin_rest(step.index + 1)
             return done.result
 
         result = self.transactions.run(compute, commit)

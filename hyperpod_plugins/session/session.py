@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.comm import CommOptions, group_health
@@ -288,7 +288,7 @@ class Session:
 
         Raises:
             ConfigError: the model is not sharded, so each rank would train its own; an optimizer holds parameters
-                that are not the model's; the policy is unknown.
+                that are not the model's; a scheduler waits for a metric; the policy is unknown.
         """
         waits_anyway = self._member is not None or self.device.type == "cpu"
         self._finite = FiniteCheck(non_finite, waits_anyway=waits_anyway)
@@ -296,6 +296,12 @@ class Session:
             raise ConfigError(
                 f"the model {type(model).__name__} is not sharded, so each of the {self.world_size} ranks would "
                 "train its own copy. Call model = session.parallelize(model) first."
+            )
+        if any(isinstance(each, ReduceLROnPlateau) for each in _listed(schedulers)):
+            raise ConfigError(
+                "ReduceLROnPlateau waits for a metric, which session.train does not have. Leave it out of train, call "
+                "its step(metric) in the body after step.run, on all ranks with the same metric, and keep its state: "
+                'session.register_rank_local("plateau", scheduler).'
             )
         replace_stale_parameters(_listed(optimizers), model, num_ranks=self.world_size)
         watch_units(model)

@@ -1,10 +1,11 @@
 """What a loop trains: model, optimizers and schedulers, as transactions and checkpoints see them."""
 
+import copy
 import io
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,13 +25,20 @@ from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
 from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
-from hyperpod_plugins.recovery.attributes import ATTRIBUTES, PlainAttributes, modules_of_program
+from hyperpod_plugins.recovery.attributes import ATTRIBUTES, KeptAttributes, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.kept_state import OptimizerCopy, is_elementwise
-from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates, ProgramState
-from hyperpod_plugins.recovery.packing import on_own_device
+from hyperpod_plugins.recovery.local_state import (
+    ALWAYS_KEPT_BYTES,
+    BUFFERS,
+    BufferStates,
+    LocalStates,
+    ProgramState,
+)
+from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, on_own_device
+from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.state_transfer import NOT_HYPERPARAMETERS, load_hyperparameters, to_python_numbers
-from hyperpod_plugins.recovery.undo import CAN_RESET, StepStart, drop_gradients, end_iteration, modules_of
+from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, StepStart, drop_gradients, end_iteration, modules_of
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +76,14 @@ class Position:
     local: dict[str, Any] = field(default_factory=dict[str, Any])
     """Rank-local state, in a snapshot of that rank."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name; `asdict` would make another `Counter` of each in the program's state."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     def to_bytes(self) -> bytes:
         """Serialize the position for another process or a snapshot."""
         buffer = io.BytesIO()
-        torch.save(asdict(self), buffer)
+        torch.save(self.to_dict(), buffer)
         return buffer.getvalue()
 
     @classmethod
@@ -124,8 +136,8 @@ def copied(value: Any) -> Any:
         return kind([copied(each) for each in value])
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
+    if isinstance(value, (np.ndarray, *MUTABLE_LEAVES)):
+        return copy.copy(value)
     return to_python_scalars(tree_map(lambda leaf: leaf if leaf is value else copied(leaf), value))
 
 
@@ -186,11 +198,19 @@ class TrainedState:
         self._loaded: dict[str, dict[str, Any]] = {}
         self._body_start: dict[str, Any] = {}
         self._committed: dict[str, Any] = {}
-        self._registered: dict[str, dict[str, Any]] = {}
         writes = not all(map(is_elementwise, self.optimizers))
         self.attributes = PlainAttributes(modules_of_program(model))
         kept = OptimizerCopy(self.optimizers, [] if rates is None else [rates]) if writes else None
         self._beginning = StepStart(model, self.optimizers, kept, attributes=[self.attributes])
+        self._module_start: tuple[Buffers, KeptAttributes] | None = None
+        """What `LocalStates.before` does not hold, as the body of a step began."""
+        self._rest = StepStart(
+            model, self.optimizers, attributes=[self.attributes], above_bytes=ALWAYS_KEPT_BYTES
+        )  # of what `LocalStates` does not hold, parameters above all
+        self._rest_follows = NO_STATE
+        """Number of committed steps that the rest of the body follows, while it can be undone."""
+        self._can_undo_rest: bool | None = None
+        """Whether a body that has ended can be undone; None if it has not ended."""
         self._modes: list[tuple[nn.Module, bool]] = []
         self._writer: CheckpointWriter | None = None
 
@@ -253,7 +273,10 @@ class TrainedState:
     def begin_body(self) -> None:
         """Keep what the body of a step may change, as it begins."""
         self._body_start, self._committed = self.values(), {}
-        self._registered = {name: each.state_dict() for name, each in self.rank_local.items()}
+        if self.local is not None:
+            self.local.before = self.local.state()
+        parts = self._beginning.parts or modules_of(self.model)
+        self._module_start = Buffers(parts, above_bytes=ALWAYS_KEPT_BYTES), self.attributes.keep()
 
     def begin_body_again(self) -> None:
         """Load what the body of the last committed step began with, as it runs again."""
@@ -262,29 +285,63 @@ class TrainedState:
 
     def return_to_commit(self) -> None:
         """Load what was kept right after the commit, as a body that runs again has come to that point."""
+        committed = self.get_position().committed
         self.load_values(self._committed)
         if self.local is not None:
-            self.local.return_to(self.get_position().committed)
+            self.local.return_to(committed)
+            self.local.is_at_commit = False  # what follows may write
+            self.begin_rest(committed)
+
+    def begin_rest(self, committed: int) -> None:
+        """Keep what the rest of the body may change, after `committed` steps."""
+        if self.local is None:
+            return
+        self.local.before, self._module_start = {}, None
+        self._rest.begin()
+        self._rest_follows, self._can_undo_rest = committed, None
 
     def end_body(self) -> None:
-        """Drop what was kept for the body of a step, since it has ended."""
-        self._body_start, self._committed, self._registered = {}, {}, {}
+        """Note what the body of a step has written, since it has ended."""
+        self._body_start, self._committed = {}, {}
+        if self._rest_follows != NO_STATE:
+            self._can_undo_rest = self._rest.is_within_reach
+            self._rest.end()
 
-    def undo_body(self, position: Position, local: LocalStates | None) -> None:
-        """Restore rank-local state, as the interrupted body runs again.
+    def forget_body(self) -> None:
+        """Drop what was kept for the body of a step, since the loop moves to another position."""
+        self._body_start, self._committed = {}, {}
+        self._module_start, self._rest_follows = None, NO_STATE
+        if self.local is not None:
+            self.local.before = {}
+
+    def undo_body(self, position: Position, local: LocalStates | None) -> bool:
+        """Undo what the interrupted body has written to the model and to registered objects, as it runs again.
 
         Args:
             position: the position from which all ranks continue.
             local: the rank-local states of the world in which the body began.
+
+        Returns:
+            Whether everything was undone; if not, this rank's state is lost.
         """
+        is_undone = True
         if self.local is not None:
             self.local.is_at_commit = position.after_commit
-        if position.after_commit:
+        if not position.after_commit:
+            if self._module_start is not None:
+                buffers, attributes = self._module_start
+                buffers.put_back()
+                self.attributes.put_back(attributes)
             if local is not None:
-                local.return_to(position.committed)
-        elif not self._committed:
-            for name, values in self._registered.items():
-                self.rank_local[name].load_state_dict(values)
+                local.return_to_before()
+            return True
+        if self._rest_follows == position.committed:
+            can_undo = self._can_undo_rest
+            is_undone = self._rest.is_within_reach if can_undo is None else can_undo
+            self._rest.put_back()
+        if local is not None:
+            local.return_to(position.committed)
+        return is_undone
 
     @property
     def steps_before_vote(self) -> bool:
@@ -392,10 +449,9 @@ class TrainedState:
         """Like `capture_state`, with this rank's rank-local state; call it between two steps."""
         if self.local is None:
             return self.capture_state()
-        registered = {rank_local_name(name): values for name, values in self._registered.items()}
         with self._beginning.at_step_start():
             position = self.entry_position or self.resume_position()
-            return replace(position, local={**self.local.state(), **registered}).to_bytes()
+            return replace(position, local={**self.local.state(), **self.local.before}).to_bytes()
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Copy tensors and rank-local state between ranks."""
@@ -428,7 +484,7 @@ class TrainedState:
         parts = self.tensors.checkpoint_parts([(each.header, each.data) for each in snapshots.values()], "a snapshot")
         own = {rank: {"local": each.local, "layout": self._layout} for rank, each in described.items()}
         first, position = next(iter(described.items()))
-        extra = {"loop": asdict(replace(position, local={})), "own": own[first]}
+        extra = {"loop": replace(position, local={}).to_dict(), "own": own[first]}
         self._prepared_writer.save_parts(path, parts, model=self.model, extra=extra, rank_state=own)
 
     @property
@@ -442,7 +498,7 @@ class TrainedState:
     def write(self, path: str | Path, position: Position) -> None:
         """Write a checkpoint. All ranks must call this."""
         own = {"local": self.local_state, "layout": self._layout}
-        extra = {"loop": asdict(position), "own": own}  # of rank 0; if they differ, each rank adds its own
+        extra = {"loop": position.to_dict(), "own": own}  # of rank 0; if they differ, each rank adds its own
         of_ranks = {dist.get_rank(): own}
         self._prepared_writer.save(
             path, model=self.model, optimizers=self.optimizers, extra=extra, rank_state=of_ranks

@@ -266,8 +266,8 @@ class Transactions(PlainSteps):
         position = Position.from_bytes(description if is_ours else resume_point.trainer)
         if is_ours and position.local and trained.local is not None:
             trained.local.load(position.local, begins_epoch=False)
-        elif not is_ours:
-            trained.undo_body(position, local)
+        elif not is_ours and not trained.undo_body(position, local):
+            self._transaction.mark_state_lost("the body of the step wrote to parameters for the first time")
         return self._set_entry(position, resume_point.step)
 
     def _capture_stop_state(self, returned: Snapshot | None) -> bytes:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "recovery"))
@@ -42,10 +43,40 @@ class Total:
         self.value = state["value"]
 
 
-def make(**options):
+class History:
+    """It keeps the list and the tensor that it is given, and changes both in place."""
+
+    def __init__(self):
+        self.values, self.sum = [], torch.zeros(1)
+
+    def state_dict(self):
+        return {"values": self.values, "sum": self.sum}
+
+    def load_state_dict(self, state):
+        self.values, self.sum = state["values"], state["sum"]
+
+
+class Taught(nn.Module):
+    """A net and its teacher, whose parameters no optimizer has, with buffers of two sizes and an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("small", torch.zeros(4))
+        self.register_buffer("large", torch.zeros(100, 100))
+        self.count = 0
+
+    def forward(self, x):
+        return self.net(x) + 0.1 * self.teacher(x)
+
+
+def make(net=None, **options):
     session = Session(global_batch_size=8, **options)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8))
+    if net is None:
+        net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8))
+    else:
+        net = net()
     net = session.parallelize(net)
     OPTIMIZERS[:] = [torch.optim.AdamW(net.parameters(), lr=1e-2)]
     session.train(net, *OPTIMIZERS)
@@ -143,6 +174,87 @@ def one_sided():
             session.state["values"].append(float(loss))
     faults.at("ended", 0)
     finish(session, net, total=total.value, program=dict(session.state))
+
+
+def writes():
+    """Its body writes to parameters, buffers and attributes of the model, before the step and after it."""
+    session, net, loader = make(Taught, hybrid_shard_degree=2, recovery=RecoveryOptions(**OPTIONS))
+    before, after = History(), Total()
+    session.register_rank_local("before", before)
+    session.register_rank_local("after", after)
+    session.state["counts"] = Counter()
+    for step in session.steps(loader, epochs=2):
+        with step:
+
+            def loss_of(batch, at=step):
+                before.values.append(float(batch[0].sum()))
+                before.sum += batch[0].sum()
+                faults.at("compute", at.index)
+                faults.at("compute again", at.index)
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            before.values.append(-1.0)
+            before.sum.mul_(0.9)
+            net.small += step.index
+            net.large[0] += 1
+            net.count += 1
+            session.state["counts"]["begun"] += 1
+            faults.at("begun", step.index)
+            loss = step.run(loss_of)
+            with torch.no_grad():
+                for mine, other in zip(net.teacher.parameters(), net.net.parameters(), strict=True):
+                    mine.lerp_(other, 0.1)
+            net.large[1] += 1
+            net.count += 1
+            session.state["counts"]["ended"] += 1
+            everyone = torch.ones(1)
+            dist.all_reduce(everyone)
+            faults.at("between", step.index)
+            dist.all_reduce(everyone)
+            after.value = after.value * 0.9 + float(loss) * (session.rank + 1)
+            net.small.mul_(0.99)
+    program = dict(session.state["counts"])
+    finish(
+        session, net, values=before.values, sum=float(before.sum), after=after.value, count=net.count, program=program
+    )
+
+
+def alone():
+    """The first rank alone keeps a record, after the step."""
+    session, net, loader = make(hybrid_shard_degree=2, recovery=RecoveryOptions(snapshot_every_steps=2))
+    record = History()
+    session.register_rank_local("record", record)
+    for step in session.steps(loader, epochs=2):
+        with step:
+
+            def loss_of(batch, at=step):
+                faults.at("compute", at.index)
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            faults.at("begun", step.index)
+            loss = step.run(loss_of)
+            if session.rank == 0:
+                record.values.append(float(loss))
+    finish(session, net, values=record.values)
+
+
+def made_ahead():
+    """Both loops are made before the first one runs."""
+    session, net, loader = make(hybrid_shard_degree=2)
+    loops = [session.steps(loader, max_steps=5), session.steps(loader, max_steps=10)]
+    for number, steps in enumerate(loops):
+        for step in steps:
+
+            def loss_of(batch, number=number, at=step):
+                faults.at(f"loop {number}", at.index)
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            with step:
+                step.run(loss_of)
+                dist.all_reduce(torch.ones(1))
+                faults.at("between", step.index)
+                dist.all_reduce(torch.ones(1))
+    finish(session, net)
 
 
 def leaves_late():
@@ -246,5 +358,5 @@ def beside():
 
 
 if __name__ == "__main__":
-    loops = [two_loops, counts, one_sided, float8, leaves_late, breaks, ends, beside]
+    loops = [two_loops, counts, one_sided, float8, writes, alone, made_ahead, leaves_late, breaks, ends, beside]
     {loop.__name__: loop for loop in loops}[os.environ["LOOP"]]()

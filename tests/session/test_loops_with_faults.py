@@ -91,6 +91,60 @@ def test_a_model_in_float8(tmp_path):
     assert_equal(wanted, found, 4)
 
 
+@pytest.mark.parametrize(
+    ("faults", "options"),
+    [
+        pytest.param(
+            [
+                ["between", 0, 2, "kill"],
+                ["compute", 3, 0, "raise"],
+                ["compute again", 3, 0, "raise"],
+                ["between", 5, 1, "break"],
+                ["between", 8, 0, "kill"],
+                ["compute", 11, 3, "kill"],
+            ],
+            {},
+            id="in place",
+        ),
+        pytest.param(
+            [
+                ["compute", 6, 1, "kill"],  # its replacement takes the snapshot of this step
+                ["compute", 7, 0, "kill"],
+                ["compute", 7, 2, "kill"],
+                ["between", 14, 2, "kill"],
+                ["begun", 15, 3, "kill"],  # after a body that ran again, which has written
+            ],
+            {"snapshot_every_steps": 3},
+            id="with returns to a snapshot",
+        ),
+    ],
+)
+def test_all_that_a_body_writes_counts_once(faults, options, tmp_path):
+    wanted = run(tmp_path / "wanted", "writes", options=options)
+    found = run(tmp_path / "found", "writes", faults, options=options)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, len(faults)), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+
+
+def test_what_one_rank_alone_writes_after_a_step_costs_the_others_no_step(tmp_path):
+    faults = [["compute", 5, 3, "kill"], ["compute", 9, 1, "kill"], ["begun", 13, 3, "kill"]]
+    wanted, found = run(tmp_path / "wanted", "alone"), run(tmp_path / "found", "alone", faults)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 3), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+    assert "return to the snapshot" not in found.output
+    found = run(tmp_path / "of that rank", "alone", [["begun", 13, 0, "kill"]])
+    assert found.code == 0
+    assert_equal(wanted, found, 4)
+    assert "return to the snapshot" in found.output
+
+
+def test_loops_that_are_made_before_the_first_one_runs(tmp_path):
+    faults = [["between", 3, 1, "kill"], ["loop 1", 8, 2, "kill"]]
+    wanted, found = run(tmp_path / "wanted", "made_ahead"), run(tmp_path / "found", "made_ahead", faults)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 2), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+
+
 def test_code_after_the_block_does_not_end_the_loop_early(tmp_path):
     """All ranks return to a snapshot: the `break` after the block would end the training steps before its time."""
     wanted = run(tmp_path / "wanted", "leaves_late", num_ranks=2)

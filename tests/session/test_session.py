@@ -338,6 +338,13 @@ def test_bodies_that_do_not_use_their_step(session):
     assert_refused(session, twice, "twice")
 
 
+def test_a_scheduler_that_waits_for_a_metric_is_refused(session):
+    model = session.parallelize(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau .* in the body after step\.run"):
+        session.train(model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
 def test_steps_of_nothing(session):
     with pytest.raises(LoopError, match=r"session\.train"):
         session.steps(DataLoader(TensorDataset(torch.zeros(3))))
