@@ -20,8 +20,10 @@ from hyperpod_plugins.accelerate.compat import (
     Accelerator,
     AORecipeKwargs,
     FP8BackendType,
+    SeedableRandomSampler,
     TERecipeKwargs,
     get_mixed_precision_context_manager,
+    get_sampler,
 )
 from hyperpod_plugins.accelerate.mesh import HyperPodParallelism
 from hyperpod_plugins.accelerate.optimizer import FiniteStepCheck, HyperPodOptimizer, HyperPodScheduler
@@ -85,6 +87,7 @@ class HyperPodAccelerator(Accelerator):
                 tensor_parallel_degree=degrees.tensor_degree,
             )
         self._data_group: dist.ProcessGroup | None = None
+        self._has_begun = False
         if self._config.delayed_init:
             delay_transformers()
         if session is not None and plugin.non_finite != "auto":
@@ -104,11 +107,8 @@ class HyperPodAccelerator(Accelerator):
             kwargs_handlers=handlers,
             **options,
         )
-        if session is not None and self.project_configuration.automatic_checkpoint_naming:
-            raise ConfigError(
-                "automatic_checkpoint_naming counts checkpoints in each process, and a process that replaces a lost "
-                "one counts from 0. With a session, name them yourself: accelerator.save_state(f'step-{step.index}')."
-            )
+        if session is not None:
+            self._refuse_with_session()
         if self.topology.tensor_degree > 1:
             if self.dataloader_config.dispatch_batches:
                 raise ConfigError(
@@ -122,6 +122,43 @@ class HyperPodAccelerator(Accelerator):
         self._check = FiniteStepCheck(finite)
         if session is not None:
             session.when_moved(lambda: self._moved(session.topology))
+            session.when_body_begins(lambda: self._body_begins(has_recovery=session.has_recovery))
+
+    def _refuse_with_session(self) -> None:
+        """Refuse options that a session excludes.
+
+        Raises:
+            ConfigError: such an option was given.
+        """
+        if self.project_configuration.automatic_checkpoint_naming:
+            raise ConfigError(
+                "automatic_checkpoint_naming counts checkpoints in each process, and a process that replaces a lost "
+                "one counts from 0. With a session, name them yourself: accelerator.save_state(f'step-{step.index}')."
+            )
+        if self.gradient_accumulation_steps > 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} would divide each loss once more: a "
+                "session accumulates gradients itself. Leave it out: the session's global_batch_size and the loader's "
+                "batch_size say how often."
+            )
+
+    def _body_begins(self, *, has_recovery: bool) -> None:
+        """Forget loaders whose reading was interrupted: until they are read again, Accelerate takes them for active.
+
+        Raises:
+            ConfigError: a loader that was prepared before the loop draws its order in a way that a replacement cannot
+                repeat.
+        """
+        self.gradient_state.dataloader_references = [None]
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if has_recovery and any(map(_counts_its_orders, self._dataloaders)):
+            raise ConfigError(
+                "a loader with shuffle=True was prepared before the loop: its order depends on how often it was read, "
+                "which a replacement does not know. The loader of the training belongs to session.steps alone; prepare "
+                "another one in the body of the step that reads it, or leave shuffle out."
+            )
 
     def _moved(self, topology: Topology) -> None:
         """Follow the job to another number of replicas; models, optimizers and groups stay the same objects."""
@@ -300,6 +337,14 @@ class HyperPodAccelerator(Accelerator):
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum, average or take the maximum over the ranks that read different samples."""
         return reduced(tensor, self.data_group, reduction)
+
+
+def _counts_its_orders(loader: Any) -> bool:
+    """Whether the order of a prepared loader depends on how often it was read before, in this process."""
+    if getattr(loader, "synchronized_generator", None) is not None:
+        return True
+    sampler = get_sampler(loader)
+    return isinstance(sampler, SeedableRandomSampler) or getattr(sampler, "generator", None) is not None
 
 
 def _checked(options: dict[str, Any]) -> list[Any]:

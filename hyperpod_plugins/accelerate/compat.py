@@ -2,6 +2,7 @@
 
 try:
     from accelerate import Accelerator
+    from accelerate.data_loader import SeedableRandomSampler, get_sampler
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.scheduler import AcceleratedScheduler
@@ -38,9 +39,11 @@ __all__ = [
     "KwargsHandler",
     "ParallelismConfig",
     "PartialState",
+    "SeedableRandomSampler",
     "TERecipeKwargs",
     "convert_outputs_to_fp32",
     "get_mixed_precision_context_manager",
+    "get_sampler",
     "is_torchao_available",
     "is_transformer_engine_available",
     "recursively_apply",

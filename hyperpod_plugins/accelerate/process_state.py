@@ -32,8 +32,17 @@ class ResizableJob(Protocol):
         """Degrees and rank arithmetic of the present world."""
         ...
 
+    @property
+    def has_recovery(self) -> bool:
+        """Whether lost processes are to be replaced."""
+        ...
+
     def when_moved(self, listener: Callable[[], object]) -> None:
         """Call `listener()` each time the world changes."""
+        ...
+
+    def when_body_begins(self, listener: Callable[[], object]) -> None:
+        """Call `listener()` as the body of a step begins, or begins again."""
         ...
 
 

@@ -60,6 +60,8 @@ class LoopContext:
         self.snapshot_group: dist.ProcessGroup | None = None
         self.when_moved: list[Callable[[], object]] = []
         """Called after the groups have been given the members of another world."""
+        self.when_body_begins: list[Callable[[], object]] = []
+        """Called as the body of a step begins, or begins again."""
         self.build_groups(has_moved=False)
 
     def build_groups(self, *, has_moved: bool) -> None:

@@ -357,6 +357,8 @@ class Loop:
         for step in self._steps_from(position):
             self.guard.forbid(BETWEEN)
             self._step = step
+            for listener in self._context.when_body_begins:
+                listener()
             if step.is_replay:
                 self._trained.begin_body_again()
             elif self.has_recovery:

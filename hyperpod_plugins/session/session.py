@@ -163,6 +163,8 @@ class Session:
         self._trained: TrainedState | None = None
         self._sharded: list[weakref.ref[nn.Module]] = []
         """The models that `parallelize` has sharded."""
+        self._scheduled: list[weakref.ref[Optimizer]] = []
+        """The optimizers whose schedulers `train` was ever given."""
         self._computation: StepComputation | None = None
         self._finite: FiniteCheck | None = None
         self._transactions: PlainSteps | None = None
@@ -236,6 +238,15 @@ class Session:
         """Call `listener()` each time the job changes its size, after rank, world size and topology are updated."""
         self._context.when_moved.append(listener)
 
+    def when_body_begins(self, listener: Callable[[], object]) -> None:
+        """Call `listener()` on each rank as the body of a step begins, or begins again after a fault."""
+        self._context.when_body_begins.append(listener)
+
+    @property
+    def has_recovery(self) -> bool:
+        """Whether lost processes are to be replaced, under an agent."""
+        return self._recovery.enabled
+
     @property
     def lr_factor(self) -> float:
         """Factor of the next step's learning rate if the batch follows the world, else 1; schedulers see the base rate.
@@ -287,8 +298,9 @@ class Session:
                 is "off".
 
         Raises:
-            ConfigError: the model is not sharded, so each rank would train its own; an optimizer holds parameters
-                that are not the model's; a scheduler waits for a metric; the policy is unknown.
+            ConfigError: the model is not sharded, so each rank would train its own; a library has wrapped an
+                optimizer, or it holds parameters that are not the model's; a scheduler waits for a metric; the policy
+                is unknown.
         """
         waits_anyway = self._member is not None or self.device.type == "cpu"
         self._finite = FiniteCheck(non_finite, waits_anyway=waits_anyway)
@@ -303,8 +315,17 @@ class Session:
                 "its step(metric) in the body after step.run, on all ranks with the same metric, and keep its state: "
                 'session.register_rank_local("plateau", scheduler).'
             )
+        wrapped = [type(each).__name__ for each in _listed(optimizers) if "state" not in vars(each)]
+        if wrapped:
+            raise ConfigError(
+                f"{format_list(wrapped)} wraps an optimizer, and steps it only when its own library says so. Give the "
+                "optimizer inside to session.train: optimizer.optimizer where Accelerate has wrapped it."
+            )
         replace_stale_parameters(_listed(optimizers), model, num_ranks=self.world_size)
         watch_units(model)
+        self._scheduled += [
+            weakref.ref(optimizer) for optimizer in map(_optimizer_of, _listed(schedulers)) if optimizer
+        ]
         self._trained = TrainedState(
             model,
             _listed(optimizers),
@@ -545,6 +566,7 @@ class Session:
             if resumed_from and not transactions.is_joining:
                 begins_at = trained.read(resumed_from)
             _refuse_beside(trained.model, self._sharded)
+            _refuse_own_schedulers(trained, [optimizer() for optimizer in self._scheduled])
             transactions.enter(entries.number, is_complete=entries.is_complete)
             try:
                 yield from loop.run(begins_at, resumed_from, lambda: self._end_loop(trained, member))
@@ -702,6 +724,32 @@ def _refuse_beside(trained: nn.Module, sharded: Sequence["weakref.ref[nn.Module]
             "replacement would not get. Keep them outside of it, call their persistent(True), and give them to "
             "session.register_rank_local."
         )
+
+
+def _optimizer_of(scheduler: object) -> Optimizer | None:
+    """The optimizer of a scheduler, which Accelerate may have wrapped; None for any other object."""
+    return getattr(getattr(scheduler, "scheduler", scheduler), "optimizer", None)
+
+
+def _refuse_own_schedulers(trained: TrainedState, scheduled: Sequence[Optimizer | None]) -> None:
+    """Refuse schedulers that the program steps itself: a replacement would have new ones.
+
+    Args:
+        trained: what the steps train.
+        scheduled: the optimizers whose schedulers the session was ever given.
+
+    Raises:
+        ConfigError: an optimizer has a scheduler, and the session was given none for it.
+    """
+    known = [*scheduled, *(_optimizer_of(each.stateful) for each in trained.rank_local.values())]
+    for optimizer in trained.optimizers:
+        is_scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # by the constructor of `LRScheduler`
+        if is_scheduled and not any(each is optimizer for each in known):
+            raise ConfigError(
+                f"a scheduler was created for {type(optimizer).__name__}, but not given to session.train. With "
+                "recovery, a replacement would begin with a new one. Give it to train, which steps it once after each "
+                'step; or, to step it in the body, session.register_rank_local("schedule", scheduler).'
+            )
 
 
 def _is_metric(value: object) -> bool:

@@ -24,6 +24,38 @@ def test_a_killed_rank_is_replaced_under_accelerate(tmp_path):
             assert torch.equal(found["state"][name], value), name
 
 
+def run_bodies(folder, what, faults=(), num_ranks=4):
+    script = "../accelerate_adapter/program_bodies.py"
+    return run_job(script, folder, faults=faults, num_ranks=num_ranks, environ={"WHAT": what}, args=PRELOAD)
+
+
+@pytest.mark.spawns
+def test_an_evaluation_that_is_interrupted_at_its_last_batch(tmp_path):
+    """Accelerate still takes its loader for the active one, and cut the padding off whatever was gathered later."""
+    faults = [["batch 1", 3, 1, "kill"], ["batch 1", 6, 2, "kill"]]
+    calm, disturbed = run_bodies(tmp_path / "calm", "evaluates"), run_bodies(tmp_path / "found", "evaluates", faults)
+    assert calm.code == disturbed.code == 0, disturbed.output[-8000:]
+    assert disturbed.num_faults == len(faults)
+    assert all(found == {"found": [[[*range(11)], [0, 1] * 4]] * 10} for found in calm.results())
+    assert disturbed.results() == calm.results()
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("accumulates", "gradient_accumulation_steps=4 would divide each loss once more"),
+        ("wrapped", "optimizer.optimizer where Accelerate has wrapped it"),
+        ("own scheduler", "a scheduler was created for AdamW, but not given to session.train"),
+        ("shuffled", "a loader with shuffle=True was prepared before the loop"),
+    ],
+)
+def test_programs_that_are_refused(what, told, tmp_path):
+    job = run_bodies(tmp_path, what, num_ranks=2)
+    assert job.code == 1
+    assert told in job.output, job.output[-6000:]
+
+
 class AcceleratedNodes(Nodes):
     """Agents of a job that runs `program_session.py`."""
 
