@@ -743,7 +743,9 @@ def _refuse_own_schedulers(trained: TrainedState, scheduled: Sequence[Optimizer 
     """
     known = [*scheduled, *(_optimizer_of(each.stateful) for each in trained.rank_local.values())]
     for optimizer in trained.optimizers:
-        is_scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # by the constructor of `LRScheduler`
+        is_scheduled = (
+            getattr(optimizer.step, "_wrapped_by_lr_sched", None) is not None
+        )  # by the constructor of `LRScheduler`
         if is_scheduled and not any(each is optimizer for each in known):
             raise ConfigError(
                 f"a scheduler was created for {type(optimizer).__name__}, but not given to session.train. With "
