@@ -193,15 +193,11 @@ class PlainAttributes:
 
     def written(self, before: dict[str, Any]) -> set[str]:
         """Attributes, named by owner and name, that differ from `before`, an earlier `state_dict`."""
-        return self.differing(self.state_dict(), before)
-
-    def differing(self, one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-        """Attributes, named as by `written`, that differ between two `state_dict`s."""
-        found = set[str]()
-        for owner in one.keys() | other.keys():
-            mine, theirs = one.get(owner) or {}, other.get(owner) or {}
-            for key in mine.keys() | theirs.keys():
-                if (key in mine) != (key in theirs) or pack(mine[key]) != pack(theirs[key]):
+        present, found = self.state_dict(), set[str]()
+        for owner in present.keys() | before.keys():
+            now, then = present.get(owner) or {}, before.get(owner) or {}
+            for key in now.keys() | then.keys():
+                if (key in now) != (key in then) or pack(now[key]) != pack(then[key]):
                     found.add(_named(owner, key))
         return found
 

@@ -16,6 +16,7 @@ counts as lost: all ranks return to a snapshot, or to a checkpoint, as `Recovery
 # Buffer tables and tensor versions have no public API.
 # pyright: reportPrivateUsage=false
 
+import contextlib
 import copy
 import json
 import logging
@@ -103,15 +104,6 @@ class ReplicatedState(RankLocalState, Protocol):
         ...
 
 
-@runtime_checkable
-class DividedState(RankLocalState, Protocol):
-    """Rank-local state of parts that are written one by one."""
-
-    def differing(self, one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-        """Names of the parts, as in `written`, that differ between two `state_dict`s."""
-        ...
-
-
 class ProgramState:
     """An object of the program with rank-local state."""
 
@@ -122,7 +114,6 @@ class ProgramState:
             ConfigError: its state holds Python objects that another process would have to unpickle.
         """
         self.stateful = stateful
-        """The object."""
         try:
             unpack(pack(stateful.state_dict()))
         except pickle.UnpicklingError:
@@ -199,11 +190,6 @@ class BufferStates:
         present, names = self._present(), _names(before)
         found = {name for name, tensor in present.items() if name not in names and self._is_own(name, tensor)}
         return found | {name for name, tensor, values in self._pairs(before) if not are_same(tensor.cpu(), values)}
-
-    def differing(self, one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-        """Names of the buffers that differ between two `state_dict`s."""
-        mine, theirs = dict(unpacked_tensors(one)), dict(unpacked_tensors(other))
-        return {name for name in mine.keys() | theirs.keys() if not are_same(mine.get(name), theirs.get(name))}
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Only the persistent buffers: all others are as the program creates them (as in torch)."""
@@ -388,8 +374,8 @@ class LocalStates:
     def _is_superseded(self, step: int) -> bool:
         """Whether code that followed the commit of `step` may have written what is the source rank's alone.
 
-        It has if it wrote a part here, unless both ranks had the same value before, or only this rank was ever found
-        to write that state. Where only the source rank was, it may have.
+        It has if it wrote here, unless both ranks had the same values before, or only this rank was ever found to
+        write them. Where only the source rank was, it may have.
         """
         if step in (self._late_at, self._restored_at) or self.is_at_commit:
             return False
@@ -397,28 +383,18 @@ class LocalStates:
         if has_told and self._ward_writes_alone:
             return True
         own, kept = (unpack(states[step]) if states.get(step) else {} for states in (self._own, self._kept))
-        # What a step that has begun has computed since is not undone yet.
-        parts = self._written_parts if self._begun_at == step else self._parts_written(own)
-        return any(
-            self._differs(name, found, own.get(name, {}), kept.get(name, {}))
-            for name, found in parts.items()
-            if has_told or self._written_after.get(name, step) == step
-        )
+        return any(not are_same(own.get(name), kept.get(name)) for name in self._written_here(step, own, has_told))
 
-    def _parts_written(self, since: Mapping[str, Any]) -> dict[str, set[str]]:
-        """By state, the parts that were written since, except in those registered with `is_repeated`."""
-        return {
-            name: state.written(since.get(name, {}))
+    def _written_here(self, step: int, own: Mapping[str, Any], has_told: bool) -> list[str]:
+        """States that code after the commit of `step` wrote here, but for those that only this rank ever writes."""
+        if self._begun_at == step:  # what the step has computed since is not undone yet
+            return [name for name, found_at in self._written_after.items() if has_told or found_at == step]
+        return [
+            name
             for name, state in self._states.items()
-            if name in self._written_after or self._may_note(name, begins_epoch=True)
-        }
-
-    def _differs(self, name: str, parts: Collection[str], one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Whether any of these parts of a state differs between two ranks."""
-        state = self._states[name]
-        if isinstance(state, DividedState):
-            return not state.differing(one, other).isdisjoint(parts)
-        return bool(parts) and not are_same(one, other)
+            if (has_told if name in self._written_after else self._may_note(name, begins_epoch=True))
+            and not are_same(state.state_dict(), own.get(name, {}))
+        ]
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The present state of this rank, by registered name."""
@@ -467,8 +443,6 @@ class LocalStates:
         """State last sent to the buddy."""
         self._last_own = self._last_kept = b""
         self._ward_gives = None
-        self._written_parts: dict[str, set[str]] = {}
-        """What code after the commit has written, as the last step began, if the buddy may not have been given it."""
         self._gives_at = self._gets_at = self._late_at = self._restored_at = self._begun_at = -1
         """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did; step
         of the last repair, whose state the source rank has sent; and step that has begun last."""
@@ -531,9 +505,7 @@ class LocalStates:
         if self._last is not None and step in self._own:
             self._note_written(step, self._last, begins_epoch=begins_epoch)
             self._is_new = False
-        self._begun_at, self._written_parts = step, {}
-        if step in self._written_after.values():
-            self._written_parts = self._parts_written(self._last or {})
+        self._begun_at = step
         gives, gets = self._gives_at == step, self._gets_at == step
         present = self._present_with_before() if gives else {}
         sends = {self._buddy: [self._packed(present)]} if gives else {}
@@ -541,11 +513,8 @@ class LocalStates:
         if not (sends or receives):
             return
         label = f"the state of one rank as step {step} begins"
-        try:
+        with contextlib.suppress(PeerLost):
             received = self._channel.exchange(label, sends=sends, receives=receives)
-        except PeerLost:
-            self._written_parts = self._parts_written(self._last or {})
-        else:
             if receives:
                 late, kept = _raw(received[self._ward][0]), self._kept.get(step)
                 is_same_here = are_same(present, self._last) if gives else step not in self._written_after.values()
