@@ -12,6 +12,7 @@ the waiting processes scan each second. All others wait for the plan.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -139,6 +140,7 @@ class QuorumJoiner:
         self._policy = policy
         self._survivors = survivors
         self._granted_s = 0.0  # wait at least this long before giving up: some survivors were busy
+        self._unaware_since_s = math.inf  # when others were first seen that should have left their step
 
     def join(self, number: int, arrival: Arrival, began_s: float) -> Generation | None:
         """Wait until a plan makes this process a member of a generation; None if the generation ends first.
@@ -156,7 +158,7 @@ class QuorumJoiner:
         job_store, size, rank = self._job_store, self._worlds.current.size, self._rank
         if job_store.incarnation(self._worker_id) > arrival.incarnation:
             raise self._replaced()
-        self._granted_s = 0.0
+        self._granted_s, self._unaware_since_s = 0.0, math.inf
         count = job_store.arrive(number, self._worker_id, to_text(arrival))
         look_s = time.monotonic() if count >= size else time.monotonic() + scan_interval_s(rank, count)
         while job_store.ended(number) is None:
@@ -178,7 +180,7 @@ class QuorumJoiner:
         job_store = self._job_store
         if job_store.try_get(GAVE_UP_KEY) is not None:
             follow_final_save(job_store)
-        if arrival.in_step and arrival.may_have_state and is_outside(job_store, number):
+        if _resumes_in_step(arrival) and is_outside(job_store, number):
             # This process will arrive again with another arrival.
             job_store.withdraw(number, self._worker_id, to_text(replace(arrival, incarnation=NO_STATE)))
             raise MustReenterLoop(number)
@@ -201,6 +203,11 @@ class QuorumJoiner:
             self._granted_s = waited_s + self._policy.replacement_timeout_s
         match Action.WAIT if view.missing and waited_s <= self._granted_s else next_action(view, self._policy):
             case Action.FORM:
+                unaware = {p: each.incarnation for p, each in from_texts(said).items() if _resumes_in_step(each)}
+                if unaware and is_outside(job_store, number):  # these have yet to notice, and to arrive again
+                    self._unaware_since_s = min(self._unaware_since_s, waited_s)
+                    self._survivors.kill_stuck(number, unaware, waited_s - self._unaware_since_s)
+                    return None
                 return job_store.propose(number, said)
             case Action.GIVE_UP:
                 cause = (
@@ -289,6 +296,10 @@ class QuorumJoiner:
             for worker_id, incarnation in missing.items()
             if incarnation == before.get(worker_id, 0) and not has_stopped(job_store, number, worker_id)
         }
+
+
+def _resumes_in_step(arrival: Arrival) -> bool:
+    return arrival.in_step and arrival.may_have_state
 
 
 def to_text(arrival: Arrival) -> str:

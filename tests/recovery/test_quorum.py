@@ -158,6 +158,17 @@ def test_survivors_in_a_step_come_again_where_one_is_outside(play, connect):
     assert plan_of([play(rank, outside) for rank in range(3)]) == dict.fromkeys(range(3), outside)
 
 
+def test_no_plan_while_one_in_a_step_has_not_noticed_that_another_is_outside(play, connect):
+    job_store = connect()
+    job_store.arrive(1, 0, to_text(SURVIVOR))  # and looks late
+    job_store.set("outside/1", b"1")
+    outside = replace(SURVIVOR, in_step=False, voted_step=NO_STATE)
+    waiting = [play(1, outside), play(2, outside, patience_s=0.1)]
+    until(lambda: (0, 0) in job_store.new_kills())  # it may be stuck
+    assert job_store.plan(1) is None
+    assert plan_of([*waiting, play(0, outside)]) == dict.fromkeys(range(3), outside)
+
+
 def test_a_joiner_does_not_mind_who_is_outside(play, connect):
     job_store = connect()
     job_store.next_incarnation(2)
