@@ -315,6 +315,8 @@ class FitRecovery(NullFitRecovery):
         else:
             self.local, self.means, self.values = former.local, former.means, former.values
             self.metrics = former.metrics
+        if former is None and self.member.is_joining and entries.begins_anew:
+            self.local.begins_at = steps_done(trainer)
         for name, registered in rank_local.items():
             self.local.register(f"registered {name!r}", registered)
         self.window.set_local_state(self.local, self.means, self.values, self._rows, self.metrics)
@@ -424,8 +426,11 @@ class FitRecovery(NullFitRecovery):
         self.window.put_back_start()
         self.local.load_again(self._restarted_with)
         self._restarted_with = {}
-        self._find_beginning()
         is_detached = group_health.is_unavailable
+        if self._is_first and not is_detached:  # before the beginning is known: a replacement reads no checkpoint
+            self.local.exchange(steps_done(trainer))  # a rank that is lost in the first step has what it begins with
+            self.transaction.barrier()
+        self._find_beginning()
         if not self._is_checked and not is_detached:
             refuse_unreadable(trainer, self._hooks)
             worlds = {} if self.elastic is None else self.elastic.epoch_lengths(trainer)
@@ -450,8 +455,6 @@ class FitRecovery(NullFitRecovery):
         self._skip_batches = 0  # every loader skips its batches by now; one created later starts its epoch
         loader = trainer.fit_loop._combined_loader
         self.window.set_loader_states([] if loader is None else loader._state_dicts())
-        if self._is_first and not is_detached and steps_done(trainer):
-            self.local.exchange(steps_done(trainer))  # a rank that is lost in the first step has what it resumed with
 
     # -- leaving and re-entering the loops ----------------------------------------------------------------------
 

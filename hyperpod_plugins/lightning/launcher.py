@@ -66,6 +66,7 @@ class RecoveryLauncher(Launcher):
                 return skip_entry(
                     trainer, record, lambda path: function(*_replace_ckpt_path(args, path), **kwargs), worker_id
                 )
+            entries.begins_anew = kind == "fit" and args[4] is None and not resumes_from
             comes_later = kind == "fit" and entries.is_joining  # it resumes from the other ranks
             args = _replace_ckpt_path(args, STATE_OF_PEERS if comes_later else resumes_from)
             # Recovery skips the batches that are done, whatever the loader can do.

@@ -471,6 +471,7 @@ class AccumulationWindow:
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Send this rank's state to the ranks whose source it is, or receive it, as `plan` says."""
+        self._local.keep_first(plan.step, plan.senders)
         self._state.share(plan.senders)
         hooks_state = self._local.send_to_joiners(plan.senders, lambda: rank_local_of(self._trainer, self._hooks))
         if hooks_state:

@@ -65,6 +65,8 @@ class Entries:
         """For an entry that is passed: the state of this rank's trainer at its end, other than tensors."""
         self.resumed_from = ""
         """Checkpoint from which the present entry was restarted; empty if it was not."""
+        self.begins_anew = False
+        """Whether the present entry is a fit without a checkpoint: it begins with what the program's code has made."""
         self._job: JobEnv | None = None
         self._job_store: JobStore | None = None
         self._resumes = False

@@ -344,6 +344,10 @@ class LocalStates:
         """States as the body of a loop's step began, before the step; empty if the program has no such body."""
         self.is_at_commit = False
         """Whether this rank's state is that right after the last commit, from which the job continues."""
+        self.begins_at = -1
+        """Step at which this process, a joiner, begins with the state that its predecessor began with, too."""
+        self._first: dict[str, dict[str, Any]] | None = None
+        """The state of such a joiner before it gets that of its replica."""
         self.reset()
 
     def register(self, name: str, state: RankLocalState, *, is_repeated: bool = False) -> None:
@@ -453,6 +457,7 @@ class LocalStates:
         Raises:
             PeerLost: one of them is lost; the groups are broken then.
         """
+        self.begins_at, self._first = -1, None
         if not self._is_active:
             return
         present, is_first = self._present(), self._last is None
@@ -526,6 +531,18 @@ class LocalStates:
         """Restore the objects that the program registered to their state when the step began."""
         for name, state in self._at_begin.items():
             self._states[name].load_state_dict(state)
+
+    def keep_first(self, step: int, targets: Collection[int]) -> None:
+        """Keep this rank's own state if it is a joiner that begins as its predecessor did, before it gets a replica's.
+
+        Nobody has the state of a rank that is lost before the first exchange.
+
+        Args:
+            step: number of committed steps from which the job continues.
+            targets: ranks of the joiners.
+        """
+        if self._first is None and step == self.begins_at and self._rank in targets:
+            self._first = self.state()
 
     def restore(self, step: int, targets: Sequence[int], *, begins_epoch: bool = False) -> None:
         """Give joiners the states of their predecessors after `step` steps. All ranks call this.
@@ -604,6 +621,10 @@ class LocalStates:
     ) -> None:
         """Load the state of this rank's predecessor."""
         is_in_body, self.before = bool(self.before), {}  # of a new process, that says nothing of this rank
+        if not data and self._first is not None and step == self.begins_at:
+            for name, state in self._states.items():
+                state.load_state_dict(self._first.get(name, {}))
+            return
         if not data and step and self._grows:
             return  # this rank had no process before
         if not data and step:

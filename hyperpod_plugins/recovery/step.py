@@ -202,7 +202,8 @@ class StepTransaction:
         """
         if group_health.is_unavailable:
             self.join()  # safe: this rank has not communicated since it entered the loops
-        self._member.activity = f"waiting for the other ranks between steps {self.step - 1} and {self.step}"
+        where = f"between steps {self.step - 1} and {self.step}" if self.step > 0 else "before the first step"
+        self._member.activity = f"waiting for the other ranks {where}"
         with group_health.tolerate_breaks():
             commit_vote(0)
         if group_health.cause is not None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -235,6 +235,17 @@ class StepStart:
             self.written |= self._changed()
         self.batches.end()
 
+    def note_changes(self, later: Self) -> bool:
+        """Like `is_within_reach`, as of the later beginning of another object; what was written is copied from now on.
+
+        Args:
+            later: has just begun, for the same model and optimizers, and has read the version counters.
+        """
+        is_quick = later.kept is None and self._piece is not None and not self._piece.is_changed
+        changed = {} if is_quick and later._versions == self._versions else self._changed()
+        self.written |= changed
+        return not changed
+
     def close(self) -> None:
         """The step is committed."""
         self.is_open = False
@@ -284,6 +295,22 @@ class StepStart:
         if is_hidden and found:
             self._sums_until = self._num_begun + _FIRST_STEPS
         return found
+
+
+class ParameterCopy:
+    """A copy in host memory of this rank's part of all parameters of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        reshard(model)
+        self._copies = [(memory, memory.to("cpu", copy=True)) for memory in map(local_tensor, model.parameters())]
+
+    def put_back(self) -> None:
+        """Restore the parameters that have changed since."""
+        with torch.no_grad():
+            for memory, saved in self._copies:
+                before = saved.to(memory.device)
+                if not torch.equal(as_integers(memory), as_integers(before)):
+                    memory.copy_(before)
 
 
 class SampledPiece:

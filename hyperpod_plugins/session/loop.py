@@ -289,7 +289,7 @@ class Loop:
         """Yield the steps from a position on, or in a joiner from where the other ranks stopped.
 
         Args:
-            begins_at: the position.
+            begins_at: the position; in a joiner, that from which its predecessor began, or any if not known.
             resumed_from: checkpoint of that position, if all processes were restarted from it; otherwise empty.
             at_end: called on all ranks after the last step; a rank that is lost meanwhile is replaced.
         """
@@ -327,6 +327,8 @@ class Loop:
     def _run(self, begins_at: Position, resumed_from: str, at_end: Callable[[], object]) -> Iterator[Step]:
         transactions = self.transactions
         if transactions.is_joining:
+            if self._trained.local is not None:
+                self._trained.local.begins_at = begins_at.committed
             position = self._move_to(transactions.await_peers_position())
         else:
             transactions.begin_at(begins_at.committed, resumed_from)
@@ -336,9 +338,9 @@ class Loop:
         is_first = self.has_recovery and not transactions.is_joining
         while True:
             try:
-                if is_first:  # a rank that is lost in the first step has this state, of an earlier loop or a checkpoint
+                if is_first:
                     is_first = False
-                    self._trained.share_rank_local_state(position.committed)
+                    transactions.share_first_state(position.committed)
                 if position.after_commit:
                     transactions.join()
                 is_interrupted = yield from self._steps(position)

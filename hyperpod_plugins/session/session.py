@@ -45,7 +45,7 @@ from hyperpod_plugins.parallel.replica_mean import (
     NoiseMeasuringAveraging,
 )
 from hyperpod_plugins.parallel.unit_watch import watch_units
-from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair
+from hyperpod_plugins.recovery import NO_STATE, Member, RecoveryOptions, Repair
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
 from hyperpod_plugins.recovery.engine import join_job
 from hyperpod_plugins.recovery.entries import Entries, load_entry_values, save_entry_values, state_folder
@@ -63,6 +63,9 @@ from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
 from hyperpod_plugins.session.state import Position, TrainedState
 from hyperpod_plugins.session.step import Step
 from hyperpod_plugins.session.transaction import PlainSteps, Transactions
+
+_NOT_KNOWN = Position(committed=NO_STATE)
+"""Where a joiner does not know from where its predecessor began, because it does not read the checkpoint."""
 
 _MICRO_BATCH_KEY = "session/micro_batch_size"
 
@@ -452,7 +455,9 @@ class Session:
             CheckpointMismatch: the checkpoint is of another model or of other optimizers.
         """
         trained, transactions = self._require_train()
-        if not transactions.is_joining:
+        if transactions.is_joining:
+            self._begins_at = _NOT_KNOWN
+        else:
             self._begins_at = trained.read(path, is_of_another_job=True)
 
     def _end_loop(self, trained: TrainedState, member: Member | None) -> None:
@@ -563,8 +568,8 @@ class Session:
             if record is not None:
                 self._restore_ended(trained)
                 return
-            if resumed_from and not transactions.is_joining:
-                begins_at = trained.read(resumed_from)
+            if resumed_from:
+                begins_at = _NOT_KNOWN if transactions.is_joining else trained.read(resumed_from)
             _refuse_beside(trained.model, self._sharded)
             _refuse_own_schedulers(trained, [optimizer() for optimizer in self._scheduled])
             transactions.enter(entries.number, is_complete=entries.is_complete)

@@ -38,7 +38,15 @@ from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, on_own_device
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.state_transfer import NOT_HYPERPARAMETERS, load_hyperparameters, to_python_numbers
-from hyperpod_plugins.recovery.undo import CAN_RESET, Buffers, StepStart, drop_gradients, end_iteration, modules_of
+from hyperpod_plugins.recovery.undo import (
+    CAN_RESET,
+    Buffers,
+    ParameterCopy,
+    StepStart,
+    drop_gradients,
+    end_iteration,
+    modules_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +218,9 @@ class TrainedState:
         self._rest_follows = NO_STATE
         """Number of committed steps that the rest of the body follows, while it can be undone."""
         self._can_undo_rest: bool | None = None
-        """Whether a body that has ended can be undone; None if it has not ended."""
+        """Whether the rest can be undone, and what follows it up to the next step; None until that step begins."""
+        self._parameters: ParameterCopy | None = None
+        """Parameters right after the commit, while what precedes the step in a body runs again."""
         self._modes: list[tuple[nn.Module, bool]] = []
         self._writer: CheckpointWriter | None = None
 
@@ -280,17 +290,24 @@ class TrainedState:
 
     def begin_body_again(self) -> None:
         """Load what the body of the last committed step began with, as it runs again."""
+        self._parameters = ParameterCopy(self.model)
         if self._body_start:
             self.load_values(self._body_start)
 
     def return_to_commit(self) -> None:
         """Load what was kept right after the commit, as a body that runs again has come to that point."""
         committed = self.get_position().committed
+        self._put_back_parameters()
         self.load_values(self._committed)
         if self.local is not None:
             self.local.return_to(committed)
             self.local.is_at_commit = False  # what follows may write
             self.begin_rest(committed)
+
+    def _put_back_parameters(self) -> None:
+        if self._parameters is not None:
+            self._parameters.put_back()
+            self._parameters = None
 
     def begin_rest(self, committed: int) -> None:
         """Keep what the rest of the body may change, after `committed` steps."""
@@ -301,16 +318,13 @@ class TrainedState:
         self._rest_follows, self._can_undo_rest = committed, None
 
     def end_body(self) -> None:
-        """Note what the body of a step has written, since it has ended."""
+        """Drop the values that were kept for the body of a step, since it has ended."""
         self._body_start, self._committed = {}, {}
-        if self._rest_follows != NO_STATE:
-            self._can_undo_rest = self._rest.is_within_reach
-            self._rest.end()
 
     def forget_body(self) -> None:
         """Drop what was kept for the body of a step, since the loop moves to another position."""
         self._body_start, self._committed = {}, {}
-        self._module_start, self._rest_follows = None, NO_STATE
+        self._module_start, self._parameters, self._rest_follows = None, None, NO_STATE
         if self.local is not None:
             self.local.before = {}
 
@@ -335,6 +349,7 @@ class TrainedState:
             if local is not None:
                 local.return_to_before()
             return True
+        self._put_back_parameters()
         if self._rest_follows == position.committed:
             can_undo = self._can_undo_rest
             is_undone = self._rest.is_within_reach if can_undo is None else can_undo
@@ -385,6 +400,8 @@ class TrainedState:
     def begin(self, step: int) -> None:
         """Remember what the step may change, and which modules are in training mode."""
         self._beginning.begin()
+        if self._rest_follows != NO_STATE and self._can_undo_rest is None:
+            self._can_undo_rest = self._rest.note_changes(self._beginning)
         self._modes = [(part, part.training) for part in self._beginning.parts]
         if self.local is not None:
             self.local.begin(step)
@@ -455,6 +472,8 @@ class TrainedState:
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Copy tensors and rank-local state between ranks."""
+        if self.local is not None:
+            self.local.keep_first(plan.step, plan.senders)
         self.tensors.share(plan.senders)
         if self.local is not None:
             self.local.send_to_joiners(plan.senders, bytes)

@@ -13,7 +13,7 @@ from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publis
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.store.entry_records import ended_entry
 from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
-from hyperpod_plugins.errors import DeviceHung, LoopError, RecoveryError, StateLost
+from hyperpod_plugins.errors import DeviceHung, LoopError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair, SavedCheckpoints, Snapshot
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES
 from hyperpod_plugins.recovery.engine import RecoveryEngine
@@ -95,6 +95,16 @@ class PlainSteps:
 
     def join(self) -> None:
         """Join the other ranks between two steps, if this process is not connected to them.
+
+        Raises:
+            PeerLost: a peer has just been lost.
+        """
+
+    def share_first_state(self, committed: int) -> None:
+        """Send the rank-local state to the buddy before the first step, and wait until all ranks have received theirs.
+
+        So the replacement of a rank that is lost in that step has its state, which an earlier loop or a checkpoint has
+        left.
 
         Raises:
             PeerLost: a peer has just been lost.
@@ -230,6 +240,16 @@ class Transactions(PlainSteps):
     @override
     def join(self) -> None:
         self._transaction.join()
+
+    @override
+    def share_first_state(self, committed: int) -> None:
+        try:
+            self._trained.share_rank_local_state(committed)
+            self._transaction.barrier()
+        except PeerLost:
+            if committed:  # a replacement reads no checkpoint
+                self._engine.member.restart_all(StateLost("a process was lost while a checkpoint was being loaded"))
+            raise
 
     @override
     def await_peers_position(self) -> Position:

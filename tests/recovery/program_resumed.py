@@ -1,7 +1,8 @@
 # ruff: noqa: E402 (warnings are off before the imports that would give them)
 """Trains and saves. With CHANGED it goes on from there, after somebody has changed what no checkpoint of a model has.
 
-With STREAM it reads a loader of unknown length, whose epochs end within a step's micro-steps.
+With STREAM it reads a loader of unknown length, whose epochs end within a step's micro-steps. With TWICE it trains in
+two fits, and ranks may be lost as the second one begins.
 """
 
 import os
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
+from hyperpod_plugins.recovery.local_state import LocalStates
 
 torch.set_num_threads(1)
 faults = Faults()
@@ -32,12 +34,18 @@ class Module(pl.LightningModule):
         self.register_buffer("table", torch.zeros(6 if IS_CHANGED else 4), persistent=False)
         self.mean = None if IS_CHANGED else MeanMetric()
         self.begins_with = None
+        self.fits = 0
+
+    def on_train_start(self):
+        self.fits += 1
+        faults.at(f"begin {self.fits}", 0)
 
     def on_train_batch_start(self, batch, index):
         if self.begins_with is None:
             self.begins_with = self.net[1].running_mean.clone()
 
     def training_step(self, batch, index):
+        faults.at(f"fit {self.fits}", index)
         loss = (self.net(batch) - batch).square().mean() * self.factor
         if self.mean is not None:
             self.mean(loss.detach())
@@ -62,6 +70,34 @@ def main():
     pl.seed_everything(1, verbose=False)
     module, data = Module(), torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     is_stream = "STREAM" in os.environ
+    loader = DataLoader(Stream() if is_stream else data, batch_size=4)
+    if "TWICE" in os.environ:
+        exchange = LocalStates.exchange
+
+        def exchange_with_fault(self, step):
+            if step == 0:
+                faults.at(f"entry {module.fits}", 0)
+            exchange(self, step)
+
+        LocalStates.exchange = exchange_with_fault
+        for _ in range(2):
+            trainer = pl.Trainer(
+                strategy=HyperPodStrategy(hybrid_shard_degree=1),
+                accelerator=ACCELERATOR,
+                devices=devices(2),
+                max_steps=3,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=[CheckpointlessRecovery()],
+            )
+            trainer.fit(module, loader)
+        torch.save(
+            {"state": {name: each.detach() for name, each in module.named_buffers()}},
+            faults.folder / f"result-{faults.rank}.pt",
+        )
+        return
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(hybrid_shard_degree=2),
         accelerator=ACCELERATOR,
@@ -77,7 +113,7 @@ def main():
         **(STREAM if is_stream else {}),
     )
     path = f"{faults.folder}/step=5.ckpt" if IS_CHANGED else None
-    trainer.fit(module, DataLoader(Stream() if is_stream else data, batch_size=4), DataLoader(data), ckpt_path=path)
+    trainer.fit(module, loader, DataLoader(data), ckpt_path=path)
     result = {
         "begins_with": module.begins_with,
         "ends_with": module.net[1].running_mean,

@@ -8,8 +8,8 @@ LIGHTNING = ("--preload", f"{PRELOAD[1]},lightning.pytorch,torchmetrics")
 pytestmark = pytest.mark.spawns
 
 
-def run(folder, **environ):
-    return run_job("program_resumed.py", folder, num_ranks=2, environ=environ, args=LIGHTNING)
+def run(folder, *, faults=(), **environ):
+    return run_job("program_resumed.py", folder, faults=faults, num_ranks=2, environ=environ, args=LIGHTNING)
 
 
 def test_another_program_takes_what_a_checkpoint_of_its_model_has(tmp_path):
@@ -29,3 +29,20 @@ def test_a_validation_within_a_step_after_an_epoch_of_unknown_length_is_refused(
     job = run(tmp_path, STREAM="1")
     assert job.code == 1
     assert "an epoch of unknown length has ended after a number of batches that is no multiple of 2" in job.output
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [["entry 2", 0, 0, "sleep1"], ["fit 2", 0, 1, "kill"]],  # its buddy has yet to receive its statistics
+        [["entry 2", 0, 1, "kill"]],
+        [["begin 2", 0, 1, "kill"]],
+    ],
+)
+def test_a_rank_that_is_lost_as_a_second_fit_begins_keeps_its_running_statistics(faults, tmp_path):
+    wanted, found = run(tmp_path / "wanted", TWICE="1"), run(tmp_path / "found", faults=faults, TWICE="1")
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, len(faults)), found.output[-6000:]
+    print(found.output[-6000:])
+    for one, other in zip(wanted.results(2), found.results(2), strict=True):
+        for name, value in one["state"].items():
+            assert torch.equal(value, other["state"][name]), name

@@ -21,6 +21,7 @@ from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.parallel.checkpoint.storage import CheckedWriter
 from hyperpod_plugins.recovery.entries import Entries
+from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.session import Session
 from hyperpod_plugins.session import session as of_session
 
@@ -93,6 +94,14 @@ def finish(session, net, **more):
 
 def two_loops():
     """The second one goes on with the optimizer of the first, and without dropout from its fourth step on."""
+    exchange = LocalStates.exchange
+
+    def exchange_with_fault(self, step):
+        if step == 0:
+            faults.at(f"entry {loop}", step)
+        exchange(self, step)
+
+    LocalStates.exchange = exchange_with_fault
     session, net, loader = make(hybrid_shard_degree=2)
     total = Total()
     session.register_rank_local("total", total)
@@ -217,6 +226,31 @@ def writes():
     finish(
         session, net, values=before.values, sum=float(before.sum), after=after.value, count=net.count, program=program
     )
+
+
+def decays():
+    """Its body writes to the parameters before the step, and to one of them after it, if that is asked for."""
+    session, net, loader = make(hybrid_shard_degree=2, recovery=RecoveryOptions(snapshot_every_steps=2))
+    for step in session.steps(loader, epochs=2):
+        with step:
+
+            def loss_of(batch, at=step):
+                faults.at("compute", at.index)
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            with torch.no_grad():
+                for each in net.parameters():
+                    each.mul_(0.99)
+            faults.at("begun", step.index)
+            step.run(loss_of)
+            if OPTIONS.get("after"):
+                with torch.no_grad():
+                    net[0].weight.mul_(1.01)
+            faults.at("late", step.index)
+            session.work = dist.all_reduce(torch.ones(1), async_op=True)
+            if session.rank == 2:
+                session.work.wait()
+    finish(session, net)
 
 
 def alone():
@@ -358,5 +392,5 @@ def beside():
 
 
 if __name__ == "__main__":
-    loops = [two_loops, counts, one_sided, float8, writes, alone, made_ahead, leaves_late, breaks, ends, beside]
+    loops = [two_loops, counts, one_sided, float8, writes, decays, alone, made_ahead, leaves_late, breaks, ends, beside]
     {loop.__name__: loop for loop in loops}[os.environ["LOOP"]]()
