@@ -196,6 +196,18 @@ class BufferStates:
         names = self.saved_names()
         return packed_tensors({name: values for name, values in unpacked_tensors(state_dict) if name in names})
 
+    def extended(self, state_dict: dict[str, Any], copies: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+        """An earlier `state_dict` with the large buffers that were written for the first time since.
+
+        Args:
+            state_dict: the earlier state.
+            copies: values at that time, by `id` of the buffer.
+        """
+        known, present = _names(state_dict), self._present()
+        new = {name: copies.get(id(present[name])) for name in self.own_names() if name not in known}
+        found = {name: copy for name, copy in new.items() if copy is not None}
+        return packed_tensors(dict(unpacked_tensors(state_dict)) | found) if found else state_dict
+
     def saved_names(self) -> set[str]:
         """Names of the persistent buffers, which a checkpoint of the model holds."""
         return self._saved & self._present().keys()
@@ -434,6 +446,16 @@ class LocalStates:
             self._restored_at = -1  # what follows the commit runs again
             for name, state in self._states.items():
                 state.load_state_dict(states.get(name, {}))
+
+    def complete_before(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Add large buffers that were written for the first time since to `before`.
+
+        Args:
+            copies: values of that time, by `id` of the buffer.
+        """
+        buffers = self._states.get(BUFFERS)
+        if isinstance(buffers, BufferStates) and BUFFERS in self.before:
+            self.before[BUFFERS] = buffers.extended(self.before[BUFFERS], copies)
 
     def return_to_before(self) -> None:
         """Restore this rank's state as of `before`."""

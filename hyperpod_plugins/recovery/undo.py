@@ -62,6 +62,11 @@ class Buffers:
         copied = [each for each in present.values() if each.nbytes > self._above_bytes or not self._above_bytes]
         self._saved = [(buffer, buffer.detach().clone()) for buffer in copied]
 
+    @property
+    def copies(self) -> dict[int, torch.Tensor]:
+        """The copies, by `id` of the buffer."""
+        return {id(buffer): saved for buffer, saved in self._saved}
+
     def put_back(self) -> None:
         """Restore the buffers: the same tensor objects with the same values."""
         with torch.no_grad():

@@ -423,7 +423,7 @@ class Loop:
     def run_step(self, step: Step, compute_loss: Callable[[Any], Any]) -> Any:
         """Run one step as a transaction."""
         split = self._loader.batch_sampler.split
-
+        self._trained.begin_run()
         if self.transactions.rehearsal is not None:
             for index, batch in enumerate(step.batches):
                 self.transactions.rehearsal.note_batch(index, batch)

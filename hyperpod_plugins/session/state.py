@@ -79,6 +79,8 @@ class Position:
     """State of learning rate and schedule, if the batch follows the world."""
     before: dict[str, Any] = field(default_factory=dict[str, Any])
     """After a commit: the four fields above as the body of that step began; see `TrainedState.values`."""
+    is_begun: bool = False
+    """Before a step: whether the parameters beside this position are those after what precedes the step in its body."""
     modes: tuple[bool, ...] = ()
     """Whether each module of the trained model was in training mode as the last step began."""
     local: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -219,8 +221,10 @@ class TrainedState:
         """Number of committed steps that the rest of the body follows, while it can be undone."""
         self._can_undo_rest: bool | None = None
         """Whether the rest can be undone, and what follows it up to the next step; None until that step begins."""
+        self._runs = self._is_begun = False
+        """Whether a step runs; and whether the next one did, so that what precedes it in the body runs once more."""
         self._parameters: ParameterCopy | None = None
-        """Parameters right after the commit, while what precedes the step in a body runs again."""
+        """Parameters to return to at the step, while what precedes it in the body runs again."""
         self._modes: list[tuple[nn.Module, bool]] = []
         self._writer: CheckpointWriter | None = None
 
@@ -239,7 +243,13 @@ class TrainedState:
         position = self.get_position()
         kept = self._committed if position.after_commit else self._body_start
         before = self._body_start if position.after_commit else {}
-        return replace(position, modes=self._present_modes, before=before, **(kept or self.values()))
+        is_begun = self.was_begun and not position.after_commit
+        return replace(position, modes=self._present_modes, is_begun=is_begun, before=before, **(kept or self.values()))
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether this rank's parameters are those after what precedes the present step in its body."""
+        return self._runs or self._parameters is not None
 
     @property
     def _present_modes(self) -> tuple[bool, ...]:
@@ -276,6 +286,7 @@ class TrainedState:
         values = {name: getattr(position, name) for name in _VALUES}
         self.load_values(values)
         self._body_start, self._committed = (position.before, values) if position.after_commit else ({}, {})
+        self._is_begun = position.is_begun
         parts = modules_of(self.model)
         for part, mode in zip(parts, position.modes or (each.training for each in parts), strict=True):
             part.training = mode
@@ -283,6 +294,8 @@ class TrainedState:
     def begin_body(self) -> None:
         """Keep what the body of a step may change, as it begins."""
         self._body_start, self._committed = self.values(), {}
+        if self._is_begun:
+            self._parameters, self._is_begun = ParameterCopy(self.model), False
         if self.local is not None:
             self.local.before = self.local.state()
         parts = self._beginning.parts or modules_of(self.model)
@@ -303,6 +316,13 @@ class TrainedState:
             self.local.return_to(committed)
             self.local.is_at_commit = False  # what follows may write
             self.begin_rest(committed)
+
+    def begin_run(self) -> None:
+        """Note that what precedes the step in its body has run."""
+        self._put_back_parameters()
+        self._runs = True
+        if self.local is not None and self._module_start is not None:
+            self.local.complete_before(self._module_start[0].copies)
 
     def _put_back_parameters(self) -> None:
         if self._parameters is not None:
@@ -325,6 +345,7 @@ class TrainedState:
         """Drop what was kept for the body of a step, since the loop moves to another position."""
         self._body_start, self._committed = {}, {}
         self._module_start, self._parameters, self._rest_follows = None, None, NO_STATE
+        self._runs = False
         if self.local is not None:
             self.local.before = {}
 
@@ -339,6 +360,7 @@ class TrainedState:
             Whether everything was undone; if not, this rank's state is lost.
         """
         is_undone = True
+        self._put_back_parameters()
         if self.local is not None:
             self.local.is_at_commit = position.after_commit
         if not position.after_commit:
@@ -349,7 +371,6 @@ class TrainedState:
             if local is not None:
                 local.return_to_before()
             return True
-        self._put_back_parameters()
         if self._rest_follows == position.committed:
             can_undo = self._can_undo_rest
             is_undone = self._rest.is_within_reach if can_undo is None else can_undo
@@ -380,6 +401,7 @@ class TrainedState:
     def advance(self) -> None:
         """Step the schedulers when the step is committed: once, or once for each reference batch completed."""
         self._beginning.close()
+        self._runs = False
         for _ in range(1) if self.rates is None else self.rates.due_schedule_steps():
             for scheduler in self.schedulers:
                 scheduler.step()

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from typing_extensions import override
@@ -254,7 +255,8 @@ class Transactions(PlainSteps):
     @override
     def await_peers_position(self) -> Position:
         resume_point = self._engine.wait_for_peers("waiting for the state of the loop")
-        return self._set_entry(Position.from_bytes(resume_point.trainer), resume_point.step)
+        position = replace(Position.from_bytes(resume_point.trainer), is_begun=False)
+        return self._set_entry(position, resume_point.step)
 
     @override
     def reenter(self) -> Position:
@@ -284,6 +286,8 @@ class Transactions(PlainSteps):
         )
         is_ours = returned is not None and resume_point.step == returned.step  # parts of it are rank-local
         position = Position.from_bytes(description if is_ours else resume_point.trainer)
+        if not is_ours:
+            position = replace(position, is_begun=trained.was_begun and not position.after_commit)
         if is_ours and position.local and trained.local is not None:
             trained.local.load(position.local, begins_epoch=False)
         elif not is_ours and not trained.undo_body(position, local):
