@@ -206,8 +206,8 @@ class Matrix:
         return compare(calm, job, cells.faults), logs_of(job)
 
 
-def compare(calm: Job, job: Job, faults: Sequence[Sequence[str | int]]) -> str:
-    """What is wrong with a job; empty if nothing is."""
+def compare(calm: Job, job: Job, faults: Sequence[Sequence[str | int]], *, ignored: tuple[str, ...] = ()) -> str:
+    """What is wrong with a job; empty if nothing is. Names that begin with one of `ignored` are not compared."""
     happened = {path.name for path in job.folder.glob("fault-*")}
     missing = [fault for fault in faults if "fault-" + "-".join(map(str, fault)) not in happened]
     if job.code != 0:
@@ -217,8 +217,12 @@ def compare(calm: Job, job: Job, faults: Sequence[Sequence[str | int]]) -> str:
         return f"did not happen: {missing}"
     for rank, (wanted, found) in enumerate(zip(calm.results(), job.results(), strict=True)):
         for part in ("first", "second"):
-            names = [name for name, value in wanted[part].items() if not is_same(value, found[part].get(name))]
-            if names or wanted[part].keys() != found[part].keys():
+            wanted_part, found_part = (
+                {name: value for name, value in each[part].items() if not name.startswith(ignored)}
+                for each in (wanted, found)
+            )
+            names = [name for name, value in wanted_part.items() if not is_same(value, found_part.get(name))]
+            if names or wanted_part.keys() != found_part.keys():
                 return f"rank {rank}, after the {part} fit, other bits: {', '.join(names)[:300]}"
         for part in ("validated", "tested"):
             if wanted[part] != found[part]:

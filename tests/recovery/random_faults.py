@@ -1,7 +1,7 @@
 # ruff: noqa: E402 (the path to what is imported)
 """The programs of the matrix with random faults and delays: each must end with the bits of the run without faults.
 
-A schedule is a function of its number: which program, which ranks are killed or disconnected, or raise, in which phases,
+A schedule is a function of its number: which program, which ranks are killed or disconnected or raise, in which phases,
 and which others are late there. What a fault meets depends on who is late, and delays make rare orders likely.
 
     python tests/recovery/random_faults.py --cases 100 [--first 0] [--parallel 2]
@@ -27,6 +27,9 @@ NUM_RANKS = 4
 FIRST_FIT, SECOND_FIT = 20, 4
 """Steps of the two fits of each program."""
 PHASES = ("fetch", "forward", "backward", "vote", "voted", "commit", "committed", "hooks", "validation", "save")
+_RESTARTED = "all processes start again"
+_SHOWN = ("metric.", "step")
+"""Logged values and the epoch, which a fit shows only once a step has been taken since it began from a checkpoint."""
 RAISING = ("forward", "backward")
 
 

@@ -102,7 +102,7 @@ def two_loops():
         exchange(self, step)
 
     LocalStates.exchange = exchange_with_fault
-    session, net, loader = make(hybrid_shard_degree=2)
+    session, net, loader = make(hybrid_shard_degree=2, recovery=RecoveryOptions(**OPTIONS))
     total = Total()
     session.register_rank_local("total", total)
     for loop in range(2):
@@ -162,7 +162,7 @@ def counts():
 
 def one_sided():
     """A rank is interrupted in a body that the others have ended: they do not wait for what they communicate."""
-    session, net, loader = make(hybrid_shard_degree=2)
+    session, net, loader = make(hybrid_shard_degree=2, recovery=RecoveryOptions(**OPTIONS))
     total = Total()
     session.register_rank_local("total", total)
     session.state["values"] = []

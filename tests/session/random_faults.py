@@ -27,9 +27,9 @@ LOOPS = {
     "counts": (20, ("begun", "compute", "committed", "between"), SNAPSHOTS),
     "writes": (20, ("begun", "compute", "between"), SNAPSHOTS),
     "decays": (20, ("begun", "compute", "late"), SNAPSHOTS),
-    "decays after": (20, ("begun", "compute", "late"), {"after": True}),
-    "one_sided": (6, ("compute", "late"), {}),
-    "two_loops": (10, ("loop 0", "loop 1", "entry 0", "entry 1"), {}),
+    "decays after": (20, ("begun", "compute", "late"), {"after": True}),  # its program takes snapshots, too
+    "one_sided": (6, ("compute", "late"), SNAPSHOTS),
+    "two_loops": (10, ("loop 0", "loop 1", "entry 0", "entry 1"), SNAPSHOTS),
 }
 """Number of steps, points and options of each loop."""
 NUM_RANKS = 4
