@@ -43,7 +43,7 @@ from hyperpod_plugins.lightning.reentry import (
     rest_of_epoch,
 )
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
-from hyperpod_plugins.lightning.trainer_entries import entries
+from hyperpod_plugins.lightning.trainer_entries import entries, save_entry_end
 from hyperpod_plugins.lightning.trainer_state import (
     LOCAL,
     LOGGED,
@@ -210,7 +210,11 @@ class NullFitRecovery:
         """Forget where the loops were entered and left: all ranks are connected again."""
 
     def finish(self) -> None:
-        """Join the others at the end of a fit, so that a replacement for a rank lost there gets its state."""
+        """Join the others at the end of a fit, and keep the state after it, so that no process has to run it again.
+
+        Raises:
+            PeerLost: a rank was lost meanwhile; its replacement joins here.
+        """
 
     def close(self, *, has_ended: bool) -> None:
         """Release what this entry has attached to the trainer.
@@ -328,6 +332,8 @@ class FitRecovery(NullFitRecovery):
         self._skip_batches, self._starts_epoch = 0, False
         self._entered_with: dict[str, Any] = {}
         self._is_first = former is None
+        self._begins = self._is_first and not self.member.is_joining
+        """Whether this rank has been there from the beginning of the fit, and no fault has interrupted it yet."""
         self._left = _Left() if former is None else former._left
         """Where the loops were left last."""
         self._restarted_with: dict[str, Any] = {}
@@ -427,7 +433,7 @@ class FitRecovery(NullFitRecovery):
         self.local.load_again(self._restarted_with)
         self._restarted_with = {}
         is_detached = group_health.is_unavailable
-        if self._is_first and not is_detached:  # before the beginning is known: a replacement reads no checkpoint
+        if self._begins and not is_detached:  # before the beginning is known: a replacement reads no checkpoint
             self.local.exchange(steps_done(trainer))  # a rank that is lost in the first step has what it begins with
             self.transaction.barrier()
         self._find_beginning()
@@ -473,7 +479,8 @@ class FitRecovery(NullFitRecovery):
                 self.transaction.mark_state_lost(left_out.incomplete)
         if from_checkpoint and self.engine.begins_at == NO_STATE and not member.is_joining:
             member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
-        member.end_generation()
+        failure = member.end_generation()
+        self.engine.restart_if_left(failure)
         entered_with = self._reentry.description  # the loops had not yet continued from this position
         self._reentry.close()
         self._rows.restart_part()
@@ -751,8 +758,20 @@ class FitRecovery(NullFitRecovery):
 
     @override
     def finish(self) -> None:
-        if self.trainer.state.status != TrainerStatus.INTERRUPTED and group_health.is_unavailable:
+        if self.trainer.state.status == TrainerStatus.INTERRUPTED:
+            return
+        if group_health.is_unavailable:
             self.transaction.join()
+        self._start_end_stream()
+        self.member.activity = "keeping the state after a fit"
+        save_entry_end(
+            self.trainer,
+            "fit",
+            None,
+            self.member.worker_id,
+            local=self.local_state,
+            worker_ids=self.member.world.worker_ids,
+        )
 
     @override
     def close(self, *, has_ended: bool) -> None:
@@ -761,7 +780,10 @@ class FitRecovery(NullFitRecovery):
         self._rows.forget(self.trainer)
         self._calls.release(self.trainer)
         if has_ended:
-            self._start_stream(self.transaction.step, entries.number, TRAINING_END)
+            self._start_end_stream()
+
+    def _start_end_stream(self) -> None:
+        self._start_stream(self.transaction.step, entries.number, TRAINING_END)
 
 
 def _compute_and_commit(closure: Callable[[], Any], commit: Callable[[Any], Any]) -> Any:

@@ -72,10 +72,10 @@ class RecoveryLauncher(Launcher):
             # Recovery skips the batches that are done, whatever the loader can do.
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
             results = self._run(function, args, kwargs, trainer, is_fit=kind == "fit")
-            if recovers(trainer):
-                save_entry_end(trainer, kind, results, worker_id)
-            else:
+            if not recovers(trainer):
                 entries.is_complete = False
+            elif kind != "fit":  # a fit has kept its end itself
+                save_entry_end(trainer, kind, results, worker_id)
             return results
 
     def _run(

@@ -319,6 +319,8 @@ class TrainerRecovery(NullRecovery):
         if leaves:
             entries.has_left = entries.has_left or self.fit.is_active
             entries.member, entries.worker_ids = None, self.member.world.worker_ids
+        if has_fitted and self.elastic is None:
+            self.engine.check_left()
 
     def _repaired(self, repair: Repair) -> None:
         self.fit.repaired()

@@ -131,8 +131,6 @@ class HyperPodStrategy(ModelParallelStrategy):
         self._non_finite: NonFinitePolicy = non_finite
         self._finite: FiniteCheck | None = None
         self._losses: RankLosses | None = None
-        self.local_state: dict[str, dict[str, Any]] = {}
-        """Rank-local state of the module, after a fit in a job with recovery."""
         self._env = WorkerEnv.from_environ()
         self._rank_and_world_size: tuple[int, int] | None = None
         self._num_nodes = 1
@@ -862,8 +860,6 @@ class HyperPodStrategy(ModelParallelStrategy):
         finally:
             self._checkpoints.saved = None  # later saves belong to another entry of the program, or to none
             recovery, self._recovery = self._recovery, NullRecovery()
-            if recovery.is_active:
-                self.local_state = recovery.fit.local_state
             recovery.close(None if self.lightning_module is None else self.lightning_module.trainer)
             super().teardown()
 

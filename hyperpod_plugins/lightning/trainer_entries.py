@@ -41,8 +41,28 @@ entries = Entries()
 """The entries of this process, shared by all its Trainers."""
 
 
-def save_entry_end(trainer: Trainer, kind: str, results: Any, worker_id: int) -> None:
-    """Keep the state after the present entry, so that no process has to run it again; all ranks call it together."""
+def save_entry_end(
+    trainer: Trainer,
+    kind: str,
+    results: Any,
+    worker_id: int,
+    *,
+    local: dict[str, Any] | None = None,
+    worker_ids: Sequence[int] = (),
+) -> None:
+    """Keep the state after the present entry, so that no process has to run it again; all ranks call it together.
+
+    Args:
+        trainer: of the entry.
+        kind: of the entry.
+        results: what its loops have returned.
+        worker_id: of this process.
+        local: rank-local state after a fit.
+        worker_ids: of all ranks; empty if they are those of the world in which the entries began.
+
+    Raises:
+        PeerLost: a rank was lost meanwhile.
+    """
     strategy: Any = trainer.strategy
     try:
         folder = entries.folder(Path(strategy.checkpoint_root))
@@ -53,7 +73,7 @@ def save_entry_end(trainer: Trainer, kind: str, results: Any, worker_id: int) ->
         elif kind == "fit":
             strategy.save_entry_end(_dump_end(trainer), state_folder(folder, entries.number))
         if entries.is_complete:
-            save_entry_values(folder, entries.number, worker_id, _values_of(trainer, kind, results))
+            save_entry_values(folder, entries.number, worker_id, _values_of(trainer, kind, results, local or {}))
             load_entry_values(folder, entries.number, worker_id)  # fails now if only pickle can read it
     except (CommError, RecoveryError):
         raise
@@ -62,7 +82,7 @@ def save_entry_end(trainer: Trainer, kind: str, results: Any, worker_id: int) ->
     is_kept = strategy.reduce_boolean_decision(entries.is_complete)
     if is_kept:
         if strategy.global_rank == 0:
-            _check_visible(range(strategy.world_size))
+            _check_visible(worker_ids or range(strategy.world_size))
         is_kept = strategy.reduce_boolean_decision(entries.is_complete)
     if is_kept:
         entries.record(kind, results if kind in ("validate", "test") else None)
@@ -112,19 +132,26 @@ def skip_entry(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any],
     folder = entries.folder(Path())
     values, set_random_state = load_entry_values(folder, record.number, worker_id)
     entries.trainer_state = values["trainer"]
-    undo = override(trainer, "_run_stage", lambda: record.results)
+
+    def restore() -> Any:
+        put_tables(trainer, values["metrics"])
+        if record.kind == "fit":
+            trainer.should_stop = values["should_stop"]
+            set_last_saves(trainer, values["saved_at"])
+            not_restarting(trainer)
+            load_local_state(trainer, values["local"])
+            load_attributes(trainer, values["local"])
+        set_random_state()
+        return record.results
+
+    is_fit = record.kind == "fit"
+    undo = override(trainer, "_run_stage", restore if is_fit else lambda: record.results)
     try:
-        returned = call(str(state_folder(folder, record.number)) if record.kind == "fit" else "")
+        returned = call(str(state_folder(folder, record.number)) if is_fit else "")
     finally:
         undo()
-    put_tables(trainer, values["metrics"])
-    if record.kind == "fit":
-        trainer.should_stop = values["should_stop"]
-        set_last_saves(trainer, values["saved_at"])
-        not_restarting(trainer)
-        load_local_state(trainer, values["local"])
-        load_attributes(trainer, values["local"])
-    set_random_state()
+    if not is_fit:  # of a fit, this was kept before its last hooks
+        restore()
     return values["predictions"] if record.kind == "predict" else returned
 
 
@@ -141,12 +168,11 @@ def can_keep(results: Any, kind: str) -> bool:
     return buffer.tell() <= _MAX_PREDICTIONS_BYTES
 
 
-def _values_of(trainer: Trainer, kind: str, results: Any) -> dict[str, Any]:
-    strategy: Any = trainer.strategy
+def _values_of(trainer: Trainer, kind: str, results: Any, local: dict[str, Any]) -> dict[str, Any]:
     return {
         "metrics": tables_of(trainer),
         "trainer": describe_end(trainer) if kind == "fit" else {},
-        "local": strategy.local_state if kind == "fit" else {},
+        "local": local,
         "should_stop": bool(trainer.should_stop),
         "saved_at": last_saves(trainer),
         "predictions": results if kind == "predict" else None,

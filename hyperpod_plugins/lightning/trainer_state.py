@@ -117,6 +117,9 @@ def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
     counts = fit_loop.get("epoch_loop.batch_progress")
     if counts is None or counts["current"]["processed"] == 0:
         return False
+    epochs = fit_loop["epoch_progress"]["total"]
+    if epochs["started"] <= epochs["completed"]:  # a fit may end before the last batch of an epoch
+        return False
     return not counts["is_last_batch"] or fit_loop.get(_PART) in (EVALUATION_BEGIN, EPOCH_END)
 
 

@@ -18,19 +18,22 @@ returns.
 """
 
 import logging
+import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import release_broken
-from hyperpod_plugins.elastic import JobStore
+from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import find_world
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.process import exit_with_agent
-from hyperpod_plugins.elastic.store.entry_records import ended_entries
+from hyperpod_plugins.elastic.store.entry_records import ended_entries, ended_entry
+from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.abort import SavedCheckpoints
 from hyperpod_plugins.recovery.config import RecoveryOptions, log_once
@@ -293,6 +296,42 @@ class RecoveryEngine:
             self.member.leave()
         else:
             self.member.end_entry(has_trained=has_ended)
+
+    def check_left(self) -> None:
+        """After `end_entry`, restart all processes if a rank was lost in the entry: the others wait there for this one.
+
+        An agent records a loss before it looks whether a replacement can join the entry, and a rank that stops for a
+        fault ends the generation before it calls `restart_if_left`. So they notice that this rank has left if it does
+        not see the loss here.
+        """
+        self.member.job_store.set(self._left_key, b"1")
+        failure = self.member.unrepaired_loss()
+        if failure is not None:
+            self._restart_all(failure)
+
+    def restart_if_left(self, failure: FailureRecord) -> None:
+        """After a fault outside steps, restart all processes if another rank has left the entry."""
+        if self.member.job_store.try_get(self._left_key) is not None:
+            self._restart_all(failure)
+
+    def _restart_all(self, failure: FailureRecord) -> None:
+        """Restart all processes after a fault that some ranks met in the entry, while others had left it.
+
+        Does nothing if the body of a loop has raised: then the job ends.
+        """
+        member = self.member
+        if member.job_store.try_get_all([f"{RAISED_KEY}/{worker_id}" for worker_id in member.world.worker_ids]):
+            return
+        is_kept = ended_entry(member.job_store, self._entry) is not None
+        try:
+            member.restart_all(StateLost(f"{failure}. Other ranks have left the loop already"), loses_steps=not is_kept)
+        finally:  # no agent has ended this process, and a loop that is left by `break` cannot raise
+            os._exit(1)
+
+    @property
+    def _left_key(self) -> str:
+        """Name of the value that says that a rank has left the entry, as its program wanted."""
+        return f"left/{self._entry}"
 
     def _record_checkpoints(self) -> None:
         if self.member.rank == 0 and self._may_record and self.saved is None:

@@ -1,6 +1,5 @@
 """Runs the steps of a loop: as `Transactions` in a job with recovery, and as `PlainSteps` otherwise."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -8,11 +7,9 @@ from typing import TypeVar
 from typing_extensions import override
 
 from hyperpod_plugins.comm import group_health
-from hyperpod_plugins.elastic import FailureRecord
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
-from hyperpod_plugins.elastic.store.entry_records import ended_entry
 from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
 from hyperpod_plugins.errors import DeviceHung, LoopError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair, SavedCheckpoints, Snapshot
@@ -147,7 +144,7 @@ class Transactions(PlainSteps):
         self._context = context
         self._trained = trained
         self._engine = RecoveryEngine(member, options, repairs, on_repair=self._repaired)
-        self._is_complete, self._entry = True, 0
+        self._is_complete = True
 
     @property
     @override
@@ -172,7 +169,7 @@ class Transactions(PlainSteps):
     @override
     def enter(self, entry: int, *, is_complete: bool) -> None:
         engine = self._engine
-        self._is_complete, self._entry = is_complete, entry
+        self._is_complete = is_complete
         engine.begin_entry(entry, is_complete=is_complete)
         engine.member.collectives.end_set_up()
         self._attach()
@@ -204,33 +201,7 @@ class Transactions(PlainSteps):
 
     @override
     def check_left(self) -> None:
-        # An agent records a loss before it looks whether a replacement can join the loop, and a rank that stops for a
-        # fault ends the generation before it looks for this value. So they notice that this rank has left the loop if
-        # it does not see the loss here.
-        member = self._engine.member
-        member.job_store.set(self._left_key, b"1")
-        failure = member.unrepaired_loss()
-        if failure is not None:
-            self._restart_all(failure)
-
-    def _restart_all(self, failure: FailureRecord) -> None:
-        """Restart all processes after a fault that some ranks met in the loop, while others had left it.
-
-        Does nothing if the body of a loop has raised: then the job ends.
-        """
-        member = self._engine.member
-        if member.job_store.try_get_all([f"{RAISED_KEY}/{worker_id}" for worker_id in member.world.worker_ids]):
-            return
-        is_kept = ended_entry(member.job_store, self._entry) is not None
-        try:
-            member.restart_all(StateLost(f"{failure}. Other ranks have left the loop already"), loses_steps=not is_kept)
-        finally:  # no agent has ended this process, and a loop that is left by `break` cannot raise
-            os._exit(1)
-
-    @property
-    def _left_key(self) -> str:
-        """Name of the value that says that a rank has left the loop, as its program wanted."""
-        return f"left/{self._entry}"
+        self._engine.check_left()
 
     @override
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
@@ -263,8 +234,7 @@ class Transactions(PlainSteps):
         engine, trained = self._engine, self._trained
         activity = "waiting for the other ranks to stop, outside a step"
         failure = engine.member.end_generation()
-        if engine.member.job_store.try_get(self._left_key) is not None:
-            self._restart_all(failure)
+        engine.restart_if_left(failure)
         engine.member.activity = activity
         returned = engine.take_returned()
         is_in_body = returned is None and (trained.entry_position or trained.get_position()).after_commit

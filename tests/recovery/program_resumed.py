@@ -2,7 +2,7 @@
 """Trains and saves. With CHANGED it goes on from there, after somebody has changed what no checkpoint of a model has.
 
 With STREAM it reads a loader of unknown length, whose epochs end within a step's micro-steps. With TWICE it trains in
-two fits, and ranks may be lost as the second one begins.
+two fits, and ranks may be lost as the second one begins, and as one ends.
 """
 
 import os
@@ -17,7 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
+from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy, trainer_entries
+from hyperpod_plugins.parallel.checkpoint.storage import CheckedWriter
+from hyperpod_plugins.recovery.entries import Entries
 from hyperpod_plugins.recovery.local_state import LocalStates
 
 torch.set_num_threads(1)
@@ -45,6 +47,7 @@ class Module(pl.LightningModule):
             self.begins_with = self.net[1].running_mean.clone()
 
     def training_step(self, batch, index):
+        faults.note(kind="step", index=self.global_step)
         faults.at(f"fit {self.fits}", index)
         loss = (self.net(batch) - batch).square().mean() * self.factor
         if self.mean is not None:
@@ -72,6 +75,17 @@ def main():
     is_stream = "STREAM" in os.environ
     loader = DataLoader(Stream() if is_stream else data, batch_size=4)
     if "TWICE" in os.environ:
+
+        def with_fault(point, call):
+            def wrapped(*args, **kwargs):
+                faults.at(f"{point} {module.fits}", 0)
+                return call(*args, **kwargs)
+
+            return wrapped
+
+        CheckedWriter.write_data = with_fault("write", CheckedWriter.write_data)
+        trainer_entries.save_entry_values = with_fault("written", trainer_entries.save_entry_values)
+        Entries.record = with_fault("record", Entries.record)
         exchange = LocalStates.exchange
 
         def exchange_with_fault(self, step):
@@ -94,7 +108,12 @@ def main():
             )
             trainer.fit(module, loader)
         torch.save(
-            {"state": {name: each.detach() for name, each in module.named_buffers()}},
+            {
+                "state": {name: each.detach() for name, each in module.named_buffers()},
+                "shown": dict(trainer.callback_metrics),
+                "epoch": trainer.current_epoch,
+                "drawn": torch.rand(()),
+            },
             faults.folder / f"result-{faults.rank}.pt",
         )
         return

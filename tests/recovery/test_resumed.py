@@ -42,7 +42,28 @@ def test_a_validation_within_a_step_after_an_epoch_of_unknown_length_is_refused(
 def test_a_rank_that_is_lost_as_a_second_fit_begins_keeps_its_running_statistics(faults, tmp_path):
     wanted, found = run(tmp_path / "wanted", TWICE="1"), run(tmp_path / "found", faults=faults, TWICE="1")
     assert (wanted.code, found.code, found.num_faults) == (0, 0, len(faults)), found.output[-6000:]
-    print(found.output[-6000:])
+    assert_equal(wanted, found)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [["write 1", 0, 1, "kill"], ["write 2", 0, 0, "kill"]],
+        [["written 1", 0, 0, "kill"], ["written 2", 0, 1, "kill"]],
+        [["record 1", 0, 1, "kill"], ["record 2", 0, 0, "kill"]],
+    ],
+)
+def test_a_rank_that_is_lost_while_the_state_after_a_fit_is_kept(faults, tmp_path):
+    """No step runs twice, although there is no checkpoint, and values that were logged are shown."""
+    wanted, found = run(tmp_path / "wanted", TWICE="1"), run(tmp_path / "found", faults=faults, TWICE="1")
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 2), found.output[-6000:]
+    assert_equal(wanted, found)
+    for steps in found.records("step", num_ranks=2):
+        assert [step["index"] for step in steps] == [0, 1, 2] * 2, found.output[-6000:]
+
+
+def assert_equal(wanted, found):
     for one, other in zip(wanted.results(2), found.results(2), strict=True):
+        assert (one["epoch"], one["drawn"], one["shown"]) == (other["epoch"], other["drawn"], other["shown"])
         for name, value in one["state"].items():
             assert torch.equal(value, other["state"][name]), name
