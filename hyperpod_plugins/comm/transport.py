@@ -184,12 +184,13 @@ _ANY_LIBRARY = (
     r"|[Tt]imed out|[Ww]ait timeout"
 )
 _GLOO = re.compile(
-    r"\[\S*gloo/transport/|\[enforce fail at \S*gloo/transport/tcp/(?!device)(?!.* <--> \[none\])"
+    r"\[\S*gloo/transport/|\[enforce fail at \S*gloo/transport/tcp/(?!device)(?!.* CONNECTED\. 1 vs )"
     rf"|Application timeout caused pair closure|Gloo connectFullMesh failed|{_ANY_LIBRARY}"
 )
 """gloo's transport names its source file in what it throws: lost connections, or a transfer from a rank to itself.
 
-A rank's pair with itself has no peer, `[none]`.
+A rank's pair with itself is never connected and stays in the first of the states, 1. Its message names no peer,
+`[none]`, or whatever was in that memory before, which may look like an address.
 """
 _NCCL = re.compile(r"NCCL (communicator|error)|ncclRemoteError|Watchdog caught collective operation timeout")
 

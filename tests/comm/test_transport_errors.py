@@ -202,6 +202,10 @@ def test_a_wrong_call_is_no_transport_error():
         "[enforce fail at /pytorch/third_party/gloo/gloo/alltoall.cc:30] in->size == out->size. ",
         "Backend gloo does not support setting timeout",
         "The peer rank must be in the network of the group, or the call is aborted",
+        f"[enforce fail at {GLOO[1:]}/pair.cc:801] state_ >= CONNECTED. 1 vs 4. Pair is not connected "
+        "([10.0.0.3]:4243$0 <--> [none])",
+        f"[enforce fail at {GLOO[1:]}/pair.cc:801] state_ >= CONNECTED. 1 vs 4. Pair is not connected "
+        f"([10.0.0.3]:4243$0 <--> {PEER})",
     ],
 )
 def test_the_text_of_a_wrong_call_is_not_taken_for_a_lost_connection(text):
