@@ -64,7 +64,8 @@ class CheckpointlessRecovery(Callback):
         rank_local_state: what to do when the rank-local state of a lost rank (buffers written by its steps, metrics,
             means of the epoch) is lost, because its buddy was lost too or the state was larger than 1 MiB. If there
             is a complete snapshot, all ranks return to it. Otherwise `"exact"` restarts all ranks from the last
-            checkpoint, and `"replica"` continues with the state of a replica of the shard and logs that.
+            checkpoint, and `"replica"` continues with the state of a replica of the shard and logs that: the results
+            then differ from those of a run without faults.
         rehearse: numbers of steps to rehearse: each is computed, discarded as after a fault, and computed again. The
             job ends with an error that names any state that differs or that cannot be written and read back.
         compare_replicas_every: steps between comparisons of replicas, 0 for none. The digests of each rank's
@@ -86,7 +87,7 @@ class CheckpointlessRecovery(Callback):
         step_keyed_random: bool = True,
         snapshot_every_steps: int | Literal["auto"] = "auto",
         snapshot_memory_fraction: float = 0.5,
-        rank_local_state: Literal["exact", "replica"] = "replica",
+        rank_local_state: Literal["exact", "replica"] = "exact",
         rehearse: Sequence[int] = (),
         compare_replicas_every: int = 0,
     ) -> None:

@@ -397,9 +397,18 @@ class AccumulationWindow:
         """Reset FSDP2's modules to the state at the beginning of an iteration."""
         end_iteration(self._state.model)
 
-    def share_rank_local_state(self, step: int) -> None:
-        """Send buffers, metrics and logged means to the buddy."""
-        self._local.exchange(step)
+    def share_rank_local_state(self, step: int) -> bool:
+        """Send buffers, metrics and logged means to the buddy; return whether the source rank's may differ."""
+        return self._local.exchange(step)
+
+    def note_equal_local_state(self, step: int, *, is_equal: bool) -> None:
+        """Note whether the rank-local states of all ranks are equal after `step` steps."""
+        self._local.note_equal(step, is_equal=is_equal)
+
+    @property
+    def equal_local_step(self) -> int:
+        """Number of steps after which they were, if no code has written to this rank's since; else -1."""
+        return self._local.equal_step
 
     def capture_state(self) -> bytes:
         """Description of the Trainer at the beginning of this step, or where the loops were entered."""
@@ -478,7 +487,7 @@ class AccumulationWindow:
             self._hooks.refresh_copies(take_rank_local(self._trainer, hooks_state, self.entered_with))
         entered = read_trainer(self.entered_with) if self.entered_with else None
         begins_epoch = self._begins_epoch if entered is None else not is_within_epoch(entered)
-        self._local.restore(plan.step, sorted(plan.senders), begins_epoch=begins_epoch)
+        self._local.restore(plan.step, plan.senders, are_equal=plan.are_local_equal, begins_epoch=begins_epoch)
         self._metrics.forget_computed()
         self._means.forget_computed()
         if entered is not None:

@@ -57,12 +57,13 @@ class RecoveryOptions:
     `"auto"` takes none: if all replicas of a shard are lost at once, all ranks return to the last checkpoint."""
     snapshot_memory_fraction: float = 0.5
     """Largest fraction of a node's memory for the snapshots of all its ranks."""
-    rank_local_state: Literal["exact", "replica"] = "replica"
+    rank_local_state: Literal["exact", "replica"] = "exact"
     """What to do if no rank has the rank-local state of a lost rank (buffers that its steps wrote, metrics, means of
     the epoch), because its buddy was lost too or the state is larger than 1 MiB.
 
     If there is a complete snapshot, all ranks return to it. Otherwise, `"exact"` restarts all processes from the last
-    checkpoint, and `"replica"` continues with the state of a replica of the shard, and reports it."""
+    checkpoint, and `"replica"` continues with the state of a replica of the shard, and reports it: the results then
+    differ from those of a run without faults."""
     rehearse: tuple[int, ...] = ()
     """Numbers of the steps to rehearse.
 

@@ -11,6 +11,13 @@ step begins announces this with the next state that it sends, and from then on a
 of each step. A copy from before the hooks never overwrites what they write: a replacement keeps the values of the
 replica that gives it its parameters. If what hooks write differs between the two ranks, a state from before the hooks
 counts as lost: all ranks return to a snapshot, or to a checkpoint, as `RecoveryOptions.rank_local_state` says.
+
+[Note: equal on all ranks] A rank that is lost together with its buddy takes its state with it, and so does one whose
+state is too large to be sent. Often this state is not its own: it is equal on all ranks, such as a table of constants
+or a counter of steps. So each rank compares its state with that of its source rank, and the vote tells all ranks
+whether any has found a difference. The buddies form rings through all ranks of a node or of the job; if there are
+several rings, the survivors compare theirs. If there is no difference, a replacement gets the state of the rank that
+gives it its parameters.
 """
 
 # Buffer tables and tensor versions have no public API.
@@ -18,6 +25,7 @@ counts as lost: all ranks return to a snapshot, or to a checkpoint, as `Recovery
 
 import contextlib
 import copy
+import hashlib
 import json
 import logging
 import math
@@ -38,7 +46,7 @@ from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, PeerLost, f
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, are_same, as_integers, is_size, pack, unpack
-from hyperpod_plugins.recovery.plan import buddies, sources_of
+from hyperpod_plugins.recovery.plan import NO_STATE, buddies, sources_of
 
 _log = logging.getLogger(__name__)
 _is_cpu = attrgetter("is_cpu")
@@ -55,6 +63,7 @@ _DTYPES = {
 }
 ALWAYS_KEPT_BYTES = 2**14
 """A buffer of at most this size is always kept, whether it was written to or not."""
+_NUM_SIZE_BYTES = 8
 _LARGEST_BYTES = 2**40
 """Effectively no limit, for what a rank sends to a joiner."""
 _SAME, _GIVES_AGAIN, _FOLLOWS = 1, 2, 4
@@ -62,6 +71,8 @@ _SAME, _GIVES_AGAIN, _FOLLOWS = 1, 2, 4
 it is large and follows in a message of its own."""
 BUFFERS = "buffers"
 """Name under which the buffers of a model are registered."""
+_WHOLE, _DIGEST = b"w", b"d"
+"""First byte of a state, which says whether it follows, or only a digest because it is too large to be sent."""
 _BEFORE = "before"
 """Key beside the names of states: those that code has written since `LocalStates.before`, as they were there."""
 EPOCH_SUFFIX = "of the epoch"
@@ -352,6 +363,10 @@ class LocalStates:
         """Whether the source rank's state is written after commits, as it has last said; None if it has not yet."""
         self._ward_writes_alone = False
         """Whether code after a commit was ever found to write on the source rank what it did not write here."""
+        self._equal_step = NO_STATE
+        """Number of steps after which the states of all ranks were equal, but for those registered as repeated."""
+        self._is_equal = False
+        """Whether the source rank's state, as last sent, was equal to this rank's."""
         self.before: dict[str, dict[str, Any]] = {}
         """States as the body of a loop's step began, before the step; empty if the program has no such body."""
         self.is_at_commit = False
@@ -385,7 +400,28 @@ class LocalStates:
         """Steps from which the source rank can continue with the state kept here; None if it has sent none yet."""
         if not self._kept:
             return None
-        return tuple(step for step, data in sorted(self._kept.items()) if data and not self._is_superseded(step))
+        kept = [step for step, data in sorted(self._kept.items()) if _is_whole(data)]
+        return tuple(step for step in kept if not self._is_superseded(step))
+
+    @property
+    def equal_step(self) -> int:
+        """Number of steps after which all ranks had equal states, and no code has written to them here; or -1."""
+        step = self._equal_step
+        if step not in self._at_commits:
+            return NO_STATE
+        if self._begun_at == step:  # what the step has computed since is not undone yet
+            is_written = step in self._written_after.values()
+        else:
+            sent = self._at_commits[step]
+            is_written = any(
+                self._may_note(name, begins_epoch=True) and not are_same(state.state_dict(), sent.get(name, {}))
+                for name, state in self._states.items()
+            )
+        return NO_STATE if is_written else step
+
+    def note_equal(self, step: int, *, is_equal: bool) -> None:
+        """Note whether no rank has found its state and its source rank's to differ, as they are after `step` steps."""
+        self._equal_step = step if is_equal else NO_STATE
 
     def _is_superseded(self, step: int) -> bool:
         """Whether code that followed the commit of `step` may have written what is the source rank's alone.
@@ -398,7 +434,7 @@ class LocalStates:
         has_told = self._ward_gives is not False
         if has_told and self._ward_writes_alone:
             return True
-        own, kept = (unpack(states[step]) if states.get(step) else {} for states in (self._own, self._kept))
+        own, kept = (_unpacked(states.get(step, b"")) for states in (self._own, self._kept))
         return any(not are_same(own.get(name), kept.get(name)) for name in self._written_here(step, own, has_told))
 
     def _written_here(self, step: int, own: Mapping[str, Any], has_told: bool) -> list[str]:
@@ -473,15 +509,18 @@ class LocalStates:
         """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did; step
         of the last repair, whose state the source rank has sent; and step that has begun last."""
 
-    def exchange(self, step: int) -> None:
+    def exchange(self, step: int) -> bool:
         """Send the buddy this rank's state as it will be after `step` commits, and receive the source rank's.
+
+        Returns:
+            Whether the two may differ, so that a replacement needs its predecessor's.
 
         Raises:
             PeerLost: one of them is lost; the groups are broken then.
         """
         self.begins_at, self._first = -1, None
         if not self._is_active:
-            return
+            return False
         present, is_first = self._present(), self._last is None
         if not (is_first or self._changes) and are_same(present, self._last):
             data, is_same = self._last_own, True
@@ -494,12 +533,15 @@ class LocalStates:
         told, kept = self._passed_round(label, is_same * _SAME + gives * _GIVES_AGAIN, b"" if is_same else data)
         if told & _SAME:
             kept = self._last_kept
+        if not (is_same and told & _SAME):
+            self._is_equal = _essential(data) == _essential(kept)
         self._last, self._last_own, self._last_kept = present, data, kept
         self._at_commits = _last_two(self._at_commits, step, present)
         self._own = _last_two(self._own, step, data)
         self._kept = _last_two(self._kept, step, kept)
         self._ward_gives = bool(told & _GIVES_AGAIN)
         self._gives_at, self._gets_at = step if gives else -1, step if self._ward_gives else -1
+        return gives or self._ward_gives or not self._is_equal
 
     def _passed_round(self, label: str, flags: int, data: bytes) -> tuple[int, bytes]:
         """Send flags and data to the buddy, and receive those of the source rank."""
@@ -543,9 +585,10 @@ class LocalStates:
         with contextlib.suppress(PeerLost):
             received = self._channel.exchange(label, sends=sends, receives=receives)
             if receives:
-                late, kept = _raw(received[self._ward][0]), self._kept.get(step)
+                late, kept = _raw(received[self._ward][0]), self._kept.get(step, b"")
                 is_same_here = are_same(present, self._last) if gives else step not in self._written_after.values()
-                if late != kept and late and kept and is_same_here and not are_same(unpack(late), unpack(kept)):
+                is_known = _is_whole(late) and _is_whole(kept) and is_same_here
+                if is_known and late != kept and not are_same(_unpacked(late), _unpacked(kept)):
                     self._ward_writes_alone = True
                 self._kept[step], self._late_at = late, step
 
@@ -566,12 +609,15 @@ class LocalStates:
         if self._first is None and step == self.begins_at and self._rank in targets:
             self._first = self.state()
 
-    def restore(self, step: int, targets: Sequence[int], *, begins_epoch: bool = False) -> None:
+    def restore(
+        self, step: int, sources: Mapping[int, int], *, are_equal: bool = False, begins_epoch: bool = False
+    ) -> None:
         """Give joiners the states of their predecessors after `step` steps. All ranks call this.
 
         Args:
             step: number of committed steps from which the job continues; this rank's state is that of its beginning.
-            targets: ranks of the joiners.
+            sources: for each joiner, the rank that gives it its parameters.
+            are_equal: whether the states of all ranks are equal, so that these ranks give theirs, too.
             begins_epoch: whether that step is the first of an epoch; states of the epoch start from zero then.
 
         Raises:
@@ -579,7 +625,9 @@ class LocalStates:
         """
         if not self._states:
             return
-        data, leave = self._send_kept_states(step, targets)
+        targets = sorted(sources)
+        givers = {target: self._buddy_of[target] for target in targets if self._buddy_of[target] not in targets}
+        data, leave = self._send_states(step, dict(sources) if are_equal else givers, are_equal=are_equal)
         self.reset()
         if self._rank in targets:
             self._is_new = True
@@ -589,7 +637,7 @@ class LocalStates:
             return
         # All ranks hold this step's state, even after a return to an earlier step; from here on their buddies do too.
         # Program code that runs again before the next step may still write to it.
-        if not data or leave:
+        if not data or leave or are_equal:
             data = self._packed(self._present_with_before())
         label = f"the state of one rank from which step {step} begins"
         received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
@@ -627,22 +675,34 @@ class LocalStates:
         """What joiners get of each `ReplicatedState`, packed; empty if there is none."""
         return pack({name: each.for_joiner() for name, each in self._of_replica.items()}) if self._of_replica else b""
 
-    def _send_kept_states(self, step: int, targets: Sequence[int]) -> tuple[bytes, dict[str, list[str]]]:
-        """Pass states from buddies to joiners. A joiner gets its state and the parts that it must not load."""
-        givers = {target: self._buddy_of[target] for target in targets if self._buddy_of[target] not in targets}
-        sends = {target: self._given_to_joiner(step) for target, giver in givers.items() if giver == self._rank}
-        receives = {givers[self._rank]: [LIMIT_BYTES, LIMIT_BYTES]} if self._rank in givers else {}
+    def _send_states(
+        self, step: int, givers: Mapping[int, int], *, are_equal: bool
+    ) -> tuple[bytes, dict[str, list[str]]]:
+        """Pass states to joiners. A joiner gets its state and the parts that it must not load."""
+        sends = {
+            target: self._given_as_equal() if are_equal else self._given_to_joiner(step)
+            for target, giver in givers.items()
+            if giver == self._rank
+        }
+        giver = givers.get(self._rank)
+        receives = {} if giver is None else {giver: [_LARGEST_BYTES, LIMIT_BYTES]}
         if not (sends or receives):
             return b"", {}
         received = self._channel.exchange("the state of lost ranks", sends=sends, receives=receives)
-        data, leave = map(_raw, received[self._buddy]) if receives else (b"", b"")
+        data, leave = map(_raw, received[giver]) if giver is not None else (b"", b"")
         return data, unpack(leave) if leave else {}
+
+    def _given_as_equal(self) -> list[bytes]:
+        """This rank's state, of whatever size, for a joiner whose predecessor had the same."""
+        return [self._packed(self._present_with_before(), _LARGEST_BYTES), b""]
 
     def _take(
         self, step: int, data: bytes, leave: dict[str, list[str]], targets: Sequence[int], begins_epoch: bool
     ) -> None:
         """Load the state of this rank's predecessor."""
         is_in_body, self.before = bool(self.before), {}  # of a new process, that says nothing of this rank
+        if not _is_whole(data):
+            data = b""
         if not data and self._first is not None and step == self.begins_at:
             for name, state in self._states.items():
                 state.load_state_dict(self._first.get(name, {}))
@@ -653,7 +713,7 @@ class LocalStates:
             lost = "was lost too" if self._buddy in targets else "does not have it"
             self._tell_lost(step, [(name, name) for name in self._states], f"rank {self._buddy}, its buddy, {lost}")
             return
-        found = unpack(data) if data else {}
+        found = _unpacked(data)
         before = found.pop(_BEFORE, {})
         for name, state in self._states.items():
             if begins_epoch and name.endswith(EPOCH_SUFFIX):
@@ -674,12 +734,12 @@ class LocalStates:
         An object of the program that was equal on both ranks is sent as it is here now: nobody else gives it.
         """
         data, leave = self._kept.get(step, b""), self._written_since(step)
-        if data and not leave.keys().isdisjoint(self._of_program):
-            own, kept, present = unpack(self._own[step]), unpack(data), self._present_with_before()
+        if _is_whole(data) and not leave.keys().isdisjoint(self._of_program):
+            own, kept, present = _unpacked(self._own[step]), _unpacked(data), self._present_with_before()
             equal = [name for name in leave if name in self._of_program and are_same(own.get(name), kept.get(name))]
             before = {name: state for name, state in present.get(_BEFORE, {}).items() if name in equal}
             kept |= {name: present[name] for name in equal} | ({_BEFORE: before} if before else {})
-            data, leave = pack(kept), {name: parts for name, parts in leave.items() if name not in equal}
+            data, leave = self._packed(kept), {name: parts for name, parts in leave.items() if name not in equal}
         return [data, pack(leave)]
 
     def _written_since(self, step: int) -> dict[str, list[str]]:
@@ -687,9 +747,9 @@ class LocalStates:
 
         Without the states that only this rank was ever found to write.
         """
-        if self._late_at == step or not self._own.get(step):
+        if self._late_at == step or not _is_whole(self._own.get(step, b"")):
             return {}
-        before = unpack(self._own[step])
+        before = _unpacked(self._own[step])
         is_known = self._ward_gives is False
         alone = {name for name, found_at in self._written_after.items() if is_known and found_at != step}
         found = {name: sorted(state.written(before.get(name, {}))) for name, state in self._states.items()}
@@ -718,13 +778,20 @@ class LocalStates:
     def _may_note(self, name: str, *, begins_epoch: bool) -> bool:
         return name not in self._repeated and not (begins_epoch and name.endswith(EPOCH_SUFFIX))
 
-    def _packed(self, present: Mapping[str, dict[str, Any]]) -> bytes:
-        """The state as it is sent; empty if it is too large."""
-        data = pack({name: state for name, state in present.items() if state})
-        if len(data) <= LIMIT_BYTES:
+    def _packed(self, present: Mapping[str, dict[str, Any]], limit_bytes: int = LIMIT_BYTES) -> bytes:
+        """The state as it is sent; only its digest if it is too large.
+
+        What a replacement needs comes first, so that it can be compared without the rest.
+        """
+        needed, others = (
+            pack({name: state for name, state in present.items() if state and (name in self._repeated) is is_repeated})
+            for is_repeated in (False, True)
+        )
+        data = b"".join([_WHOLE, len(needed).to_bytes(_NUM_SIZE_BYTES), needed, others])
+        if len(data) <= limit_bytes:
             return data
-        self._warn(f"its size is {len(data):,} bytes, more than {LIMIT_BYTES:,}")
-        return b""
+        self._warn(f"its size is {len(data):,} bytes, more than {limit_bytes:,}")
+        return _DIGEST + hashlib.sha256(needed).digest()
 
     def _tell_lost(self, step: int, what: Sequence[tuple[str, str]], why: str) -> None:
         """Report the parts of its predecessor's state that this rank does not have: name of the state, and description.
@@ -742,12 +809,34 @@ class LocalStates:
     def _warn(self, why: str) -> None:
         if not self._has_warned and self._rank == 0:
             _log.warning(
-                "rank-local state (%s) is not kept on the buddy: %s. If a rank is lost, all ranks return to a snapshot "
-                "if there is one; otherwise a replacement gets another rank's state (see rank_local_state)",
+                "rank-local state (%s) is not kept on the buddy: %s. If a rank is lost whose state differs from that of "
+                "others, all ranks return to a snapshot if there is one (snapshot_every_steps), and otherwise to the "
+                "last checkpoint (rank_local_state)",
                 ", ".join(self._states),
                 why,
             )
         self._has_warned = True
+
+
+def _is_whole(data: bytes) -> bool:
+    return data[:1] == _WHOLE
+
+
+def _essential(data: bytes) -> bytes:
+    """The part of a packed state that a replacement needs, or its digest."""
+    if not _is_whole(data):
+        return data
+    begin = 1 + _NUM_SIZE_BYTES
+    return data[begin : begin + int.from_bytes(data[1:begin])]
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    """Inverse of `LocalStates._packed`; empty if the state was not sent."""
+    if not _is_whole(data):
+        return {}
+    begin = 1 + _NUM_SIZE_BYTES
+    end = begin + int.from_bytes(data[1:begin])
+    return {**unpack(data[begin:end]), **unpack(data[end:])}
 
 
 def _last_two(states: Mapping[int, _State], step: int, data: _State) -> dict[int, _State]:

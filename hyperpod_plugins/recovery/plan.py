@@ -126,6 +126,9 @@ class Arrival:
     """Steps of which it has a snapshot of its source rank."""
     rank_local_steps: tuple[int, ...] | None = None
     """Steps of which it keeps its source rank's rank-local state; None if it keeps none, or none so far."""
+    equal_local_step: int = NO_STATE
+    """Number of committed steps after which all ranks had equal rank-local states, if no code of this rank has written
+    to its own since; else `NO_STATE`."""
     needs_rank_local_state: bool = False
     """Whether the job returns to a checkpoint rather than continue without a lost rank's rank-local state."""
     abort_reason: str = ""
@@ -174,6 +177,9 @@ class RecoveryPlan:
     """Why the job ends after this recovery; empty if it continues."""
     pending_saves: tuple[str, ...] = ()
     """What is left of the saving after that step, of all members together, to be done before the job continues."""
+    are_local_equal: bool = False
+    """Whether all ranks had equal rank-local states, so that each joiner's source gives it that, too: its buddy can
+    not."""
     hooks_first: bool = False
     """Whether a source of state is a rank that commits the step only now.
 
@@ -214,6 +220,9 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
         load[source] += 1
         sources[rank] = source
     lost = _lost_rank_local(arrivals, topology, step, sources)
+    are_equal = bool(lost) and _are_local_equal(arrivals, step)
+    if are_equal:
+        lost = []
     if lost and newest_restorable_step(arrivals, topology) != NO_STATE:
         return _return_to_snapshot(arrivals, topology, step, lost[0], ends)
     if lost and any(each.needs_rank_local_state for each in arrivals.values()):
@@ -221,7 +230,7 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
             f"no rank has what the ranks {lost} had alone after step {step} (buffers, metrics, means of the epoch): "
             f"their buddies {[buddies(topology)[rank] for rank in lost]} were lost with them or could not keep it, and "
             "there is no snapshot that is whole (they are taken with snapshot_every_steps). With "
-            'rank_local_state="replica" the job goes on with what a replica has'
+            'rank_local_state="replica" the job continues with that of a replica'
         )
     hooks_first = not ends and not set(roll_forward).isdisjoint(sources.values())
     return RecoveryPlan(
@@ -230,8 +239,17 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
         senders=sources,
         abort_reason=ends,
         pending_saves=tuple(sorted(pending)),
+        are_local_equal=are_equal,
         hooks_first=hooks_first,
     )
+
+
+def _are_local_equal(arrivals: Mapping[int, Arrival], step: int) -> bool:
+    """Whether all ranks had equal rank-local states after `step` steps.
+
+    The ranks that have committed that step know what the vote said; the others have run no code since.
+    """
+    return all(each.equal_local_step == step for each in arrivals.values() if each.committed == step)
 
 
 def _lost_rank_local(

@@ -25,7 +25,7 @@ class RetryPolicy:
     """Attempts at one step that may end with the same rank's exception before it counts as a bug in the program."""
     max_losses: int = 8
     """Times that the same worker may be lost in one step before it counts as a bug in the program."""
-    needs_rank_local_state: bool = False
+    needs_rank_local_state: bool = True
     """Whether to return to a checkpoint, rather than use a replica's, if a lost rank's rank-local state is gone."""
 
     def __post_init__(self) -> None:
@@ -180,12 +180,24 @@ class TrainingLoop(Protocol):
         """Reset the modules' iteration state to that of a new process; called before state is sent or received."""
         ...
 
-    def share_rank_local_state(self, step: int) -> None:
+    def share_rank_local_state(self, step: int) -> bool:
         """Before a vote: give the buddy this rank's rank-local state as it will be when `step` steps are committed.
+
+        Returns:
+            Whether it may differ from that of the source rank.
 
         Raises:
             PeerLost: Another rank is gone; the groups are broken.
         """
+        ...
+
+    def note_equal_local_state(self, step: int, *, is_equal: bool) -> None:
+        """After a vote: note whether the rank-local states of all ranks are equal after `step` committed steps."""
+        ...
+
+    @property
+    def equal_local_step(self) -> int:
+        """Number of steps after which they were, if no code has written to this rank's since; else -1."""
         ...
 
     def capture_state(self) -> bytes:

@@ -57,6 +57,8 @@ from hyperpod_plugins.recovery.snapshot import Snapshots
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
+_WANTS_RESIZE = 2
+"""Vote of a rank that wants the job to change its size; below it, whether its rank-local state is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,15 +329,17 @@ class StepTransaction:
             if group_health.is_unavailable:
                 return False
         try:
-            self._training_loop.share_rank_local_state(step + 1)
+            may_differ = self._training_loop.share_rank_local_state(step + 1)
         except PeerLost:
             return False
         self._voted_step = step + 1
+        mine = _WANTS_RESIZE * self._member.wants_resize + may_differ
         with group_health.tolerate_breaks():
-            wish = commit_vote(int(self._member.wants_resize), self._on_vote_passed)
-        if wish is None:
+            largest = commit_vote(mine, self._on_vote_passed)
+        if largest is None:
             return False
-        self._must_resize = self._member.is_elastic and bool(wish)
+        self._training_loop.note_equal_local_state(step + 1, is_equal=largest == 0)
+        self._must_resize = self._member.is_elastic and largest >= _WANTS_RESIZE
         return True
 
     def _on_vote_passed(self) -> None:
@@ -484,6 +488,7 @@ class StepTransaction:
             snapshots=() if snapshots is None else snapshots.own_steps,
             source_snapshots=() if snapshots is None else snapshots.source_steps,
             rank_local_steps=self._training_loop.local_steps,
+            equal_local_step=self._training_loop.equal_local_step,
             needs_rank_local_state=self._policy.needs_rank_local_state,
             abort_reason=fault.abort_reason,
             pending_saves=self._training_loop.pending_saves,

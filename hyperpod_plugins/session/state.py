@@ -445,10 +445,19 @@ class TrainedState:
         if self.local is not None:
             self.local.undo()
 
-    def share_rank_local_state(self, step: int) -> None:
-        """Send this rank's rank-local state to its buddy."""
+    def share_rank_local_state(self, step: int) -> bool:
+        """Send this rank's rank-local state to its buddy; return whether the source rank's may differ from it."""
+        return self.local is not None and self.local.exchange(step)
+
+    def note_equal_local_state(self, step: int, *, is_equal: bool) -> None:
+        """Note whether the rank-local states of all ranks are equal after `step` steps."""
         if self.local is not None:
-            self.local.exchange(step)
+            self.local.note_equal(step, is_equal=is_equal)
+
+    @property
+    def equal_local_step(self) -> int:
+        """Number of steps after which they were, if no code has written to this rank's since; else -1."""
+        return NO_STATE if self.local is None else self.local.equal_step
 
     @property
     def local_state(self) -> dict[str, dict[str, Any]]:
@@ -499,7 +508,7 @@ class TrainedState:
         self.tensors.share(plan.senders)
         if self.local is not None:
             self.local.send_to_joiners(plan.senders, bytes)
-            self.local.restore(plan.step, sorted(plan.senders))
+            self.local.restore(plan.step, plan.senders, are_equal=plan.are_local_equal)
 
     pending_saves = ()
     """None: a body that was interrupted after its commit runs again, and its saves with it."""

@@ -362,6 +362,7 @@ def main():
         replacement_timeout_s=option("REPLACEMENT_S", 60.0),
         hang_timeout_s=option("HANG_S", 30.0),
         compare_replicas_every=option("COMPARE", 0),
+        rank_local_state=os.environ.get("LOCAL", "exact"),
     )
     accumulate = option("ACCUMULATE", 1)
     saves = {"filename": "{step}", "every_n_train_steps": 6, "save_top_k": -1} | json.loads(option("SAVES", "{}"))

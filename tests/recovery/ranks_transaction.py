@@ -50,6 +50,9 @@ class Subject:
                 buffer.copy_(saved)
 
     def share_rank_local_state(self, step):
+        return False
+
+    def note_equal_local_state(self, step, *, is_equal):
         pass
 
     def end_iteration(self):
@@ -62,7 +65,7 @@ class Subject:
         return buffer.getvalue()
 
     capture_own_state = capture_state
-    local_steps = None
+    local_steps, equal_local_step = None, -1
     pending_saves = ()
 
     def load(self, description):

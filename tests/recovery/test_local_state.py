@@ -11,8 +11,16 @@ from torch import nn
 from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.events import listen
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.local_state import BufferStates, LocalStates, ProgramState, _last_two, bytes_of
-from hyperpod_plugins.recovery.packing import are_same, unpack
+from hyperpod_plugins.recovery.local_state import (
+    BufferStates,
+    LocalStates,
+    ProgramState,
+    _is_whole,
+    _last_two,
+    _unpacked,
+    bytes_of,
+)
+from hyperpod_plugins.recovery.packing import are_same
 
 
 class Net(nn.Module):
@@ -208,9 +216,9 @@ def lose_rank_one(*, num_steps, is_followed, shared_at):
         for mine, of_zero in zip(model.buffers(), replica, strict=True):
             mine.copy_(of_zero)
         states.register("buffers", BufferStates(model))
-    states.restore(shared_at, [1])
+    states.restore(shared_at, {1: 0})
     found = model.values()
-    states.restore(3, [])  # a return to a snapshot: everybody has the state of an earlier step
+    states.restore(3, {})  # a return to a snapshot: everybody has the state of an earlier step
     states.exchange(4)
     return wanted, found, sorted(states._kept), sorted(states._own), usable
 
@@ -277,9 +285,9 @@ def share_states_of_all_sizes():
     found = []
     for step, sizes in enumerate(SIZES, start=1):
         sized.values = torch.full((sizes[rank],), rank, dtype=torch.uint8)
-        states.exchange(step)
+        assert states.exchange(step) is (step > 1)
         found.append(states._kept[step])
-    return [unpack(each)["sized"]["values"].tolist() if each else None for each in found]
+    return [_unpacked(each)["sized"]["values"].tolist() if _is_whole(each) else None for each in found]
 
 
 @pytest.mark.spawns
@@ -290,3 +298,45 @@ def test_buddies_keep_states_of_all_sizes_beside_others():
     for found, source_rank in zip(of_ranks, ward_of, strict=True):
         wanted = [[source_rank] * sizes[source_rank] if sizes[source_rank] < 2**20 else None for sizes in SIZES]
         assert found == wanted
+
+
+def lose_two_of_three(num_bytes):
+    """Whether a rank found a difference, the step after which all were equal, and the sum of the state at the end."""
+    if not dist.is_initialized():
+        dist.init_process_group("hyperpod")
+    topology, rank = Topology(world_size=3), dist.get_rank()
+    sized, repeated = Sized(), Sized()
+
+    def registered():
+        states = LocalStates(topology, rank)
+        states.register("sized", sized)
+        states.register("repeated", repeated, is_repeated=True)
+        return states
+
+    states, differ = registered(), []
+    for step, own in enumerate((rank, 1, 1, 1), start=1):
+        sized.values = torch.full((num_bytes,), own if step < 4 else 2, dtype=torch.uint8)
+        repeated.values = torch.full((10,), rank, dtype=torch.uint8)
+        differ.append(states.exchange(step))
+        states.note_equal(step, is_equal=not differ[-1])
+        states.begin(step)
+    equal_after = [states.equal_step]
+    if rank:  # a new process
+        sized.values, states = torch.zeros(0, dtype=torch.uint8), registered()
+    states.restore(4, {1: 0, 2: 0}, are_equal=True)
+    sized.values[0] = 7
+    equal_after.append(states.equal_step)
+    return differ, equal_after, int(sized.values.sum())
+
+
+def lose_two_with_states_of_all_sizes():
+    return [lose_two_of_three(num_bytes) for num_bytes in (10, 100_000, 3_000_000)]
+
+
+@pytest.mark.spawns
+def test_a_state_that_is_equal_on_all_ranks_outlives_a_rank_and_its_buddy():
+    for rank, found in enumerate(run_ranks(lose_two_with_states_of_all_sizes, world_size=3, timeout_s=60)):
+        for num_bytes, (differ, equal_after, total) in zip((10, 100_000, 3_000_000), found, strict=True):
+            assert differ == [True, False, False, False]
+            assert equal_after == [4, -1]  # what writes after the commit takes that back
+            assert total == 2 * num_bytes + 5, rank

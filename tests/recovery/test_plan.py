@@ -50,13 +50,14 @@ def test_state_comes_from_a_rank_that_has_the_hooks_of_the_step_behind_it():
     assert (plan.senders, plan.hooks_first) == ({1: 2}, False)
 
 
-def keeping(*local_steps, snapshots=(), needs_local=False):
+def keeping(*local_steps, snapshots=(), needs_local=False, equal_step=NO_STATE):
     return Arrival(
         incarnation=0,
         committed=5,
         snapshots=snapshots,
         source_snapshots=snapshots,
         rank_local_steps=local_steps,
+        equal_local_step=equal_step,
         needs_rank_local_state=needs_local,
     )
 
@@ -87,6 +88,21 @@ def test_without_what_a_rank_had_alone_the_job_goes_back_to_a_checkpoint_where_i
     exact = keeping(4, 5, needs_local=True)
     with pytest.raises(StateLost, match=r"ranks \[1\] had alone after step 5"):
         plan_recovery(dict(enumerate([exact, NEW, NEW, exact])), HSDP)
+
+
+@pytest.mark.parametrize(
+    ("equal_steps", "are_equal"), [((5, 5), True), ((5, NO_STATE), False), ((4, 4), False), ((NO_STATE,) * 2, False)]
+)
+def test_what_was_equal_on_all_ranks_is_not_lost_with_a_rank_and_its_buddy(equal_steps, are_equal):
+    first, second = (keeping(4, 5, needs_local=True, equal_step=step) for step in equal_steps)
+    arrivals = dict(enumerate([first, NEW, NEW, second]))
+    if are_equal:
+        assert plan_recovery(arrivals, HSDP).are_local_equal
+    else:
+        with pytest.raises(StateLost):
+            plan_recovery(arrivals, HSDP)
+    one_lost = dict(enumerate([first, first, NEW, second]))
+    assert not plan_recovery(one_lost, HSDP).are_local_equal  # its buddy gives it what it has alone
 
 
 @pytest.mark.parametrize(
