@@ -10,6 +10,7 @@ import textwrap
 import time
 import uuid
 
+import warm
 from recovery.faults import left_processes
 
 from hyperpod_plugins.elastic import JobStore
@@ -44,20 +45,22 @@ say("here", os.getpid(), began_s, os.environ["HYPERPOD_STORE"], job.run_id)
 class Job:
     """One `hyperpodrun`, what it has printed, and the processes that belong to it."""
 
+    is_warm = True
+    """Whether Python and torch are there already; see `warm`."""
+
     def __init__(self, folder, script, *options, environ=None, python=True):
         self.mark = f"test-{uuid.uuid4().hex}"
         self.out = folder / f"{self.mark}.out"
         path = folder / f"{self.mark}.py"
         path.write_text(WORKER + textwrap.dedent(script))
-        command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--preload", "torch", *options]
+        variables = {**os.environ, "JOB_MARK": self.mark, "OMP_NUM_THREADS": "1", **(environ or {})}
+        args = ["--preload", "torch", *options, str(path)]
+        if self.is_warm:
+            self.agent = warm.start(args, variables, self.out, folder)
+            return
+        command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", *args]
         with self.out.open("w") as out:
-            self.agent = subprocess.Popen(
-                [*command, str(path)],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env={**os.environ, "JOB_MARK": self.mark, "OMP_NUM_THREADS": "1", **(environ or {})},
-            )
+            self.agent = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=folder, env=variables)
 
     def text(self):
         return self.out.read_text()

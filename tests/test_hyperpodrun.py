@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
+from launched import Job
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
@@ -24,6 +25,11 @@ from hyperpod_plugins.elastic.membership.restart_policy import GAVE_UP, RestartB
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.recovery.protocols import StepFailed
+
+
+@pytest.fixture(autouse=True)
+def started_by_exec(monkeypatch):
+    monkeypatch.setattr(Job, "is_warm", False)
 
 
 def founders(count):

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 if str(HERE.parent) not in sys.path:  # in a rank, which runs a script of this folder
     sys.path.append(str(HERE.parent))
 
+import warm
 from device import ACCELERATOR as ACCELERATOR
 from device import DEVICE as DEVICE
 from device import devices as devices
@@ -171,21 +172,21 @@ def start(script, folder, *, faults=(), num_ranks=4, environ=None, args=(), laun
     """Start a job, with the words of `prefix` before its command; its output goes to `folder/output`."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = f"job-{uuid.uuid4().hex}"
-    command = [*prefix, sys.executable, "-m", launcher, "--nproc-per-node", str(num_ranks)]
-    with (folder / "output").open("w") as output:
-        agent = subprocess.Popen(
-            [*command, *args, str(HERE / script)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "JOB_MARK": mark,
-                "OMP_NUM_THREADS": "1",
-                "FAULTS": json.dumps(list(faults)),
-                "FAULTS_FOLDER": str(folder),
-                **(environ or {}),
-            },
-        )
+    options = ["--nproc-per-node", str(num_ranks), *args, str(HERE / script)]
+    variables = {
+        **os.environ,
+        "JOB_MARK": mark,
+        "OMP_NUM_THREADS": "1",
+        "FAULTS": json.dumps(list(faults)),
+        "FAULTS_FOLDER": str(folder),
+        **(environ or {}),
+    }
+    if launcher == HYPERPODRUN and not prefix:
+        agent = warm.start(options, variables, folder / "output")
+    else:
+        command = [*prefix, sys.executable, "-m", launcher, *options]
+        with (folder / "output").open("w") as output:
+            agent = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)
     agent.mark = mark
     return agent
 
@@ -215,9 +216,8 @@ def left_processes(mark, patience_s):
     while True:
         found = []
         for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdecimal() and mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
+            if entry.name.isdecimal() and warm.has_mark(entry, mark):
+                found.append(int(entry.name))
         if not found or time.monotonic() > deadline_s:
             return found
         time.sleep(0.05)

@@ -6,13 +6,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
+import warm
 
 PROGRAM = Path(__file__).with_name("program_in_place.py")
 PRELOAD = "torch,torch.distributed.fsdp,torch.distributed.tensor.parallel,torch._dynamo,lightning.pytorch"
@@ -30,35 +29,8 @@ pytestmark = pytest.mark.spawns
 
 def run(folder, degrees, micro_steps, faults, *more, timeout_s=120, meanwhile=lambda: None, transport="gloo"):
     """Run a job and return its exit code and what it printed; whatever happens, no process is left."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "hyperpod_plugins.elastic.launcher.main",
-        "--nproc-per-node",
-        "4",
-        "--preload",
-        PRELOAD,
-    ]
-    command = [*launcher, str(PROGRAM), str(folder), degrees, str(micro_steps), faults, *more]
-    with tempfile.TemporaryFile("w+") as out:
-        job = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HYPERPOD_TEST_TRANSPORT": transport},
-        )
-        try:
-            meanwhile()
-            code = job.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait(10)
-        out.seek(0)
-        return code, out.read()
+    args = ["--nproc-per-node", "4", "--preload", PRELOAD, str(PROGRAM), str(folder), degrees, str(micro_steps), faults]
+    return warm.run([*args, *more], timeout_s, {"HYPERPOD_TEST_TRANSPORT": transport}, meanwhile=meanwhile)
 
 
 def results(folder, degrees, micro_steps, faults="", *more, **options):
@@ -173,7 +145,7 @@ def kill_once_stopped(folder):
     """Kill all processes of a job, once all have stopped, so that none can mend anything before."""
     deadline_s = time.monotonic() + 60.0
     while time.monotonic() < deadline_s:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # a file may not be there yet, or be empty still
             pids = [int(Path(folder, f"pid{rank}").read_text()) for rank in range(4)]
             states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
             if states == ["T"] * 4:

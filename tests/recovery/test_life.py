@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import warm
 from recovery.test_in_place import PRELOAD
 from torch._C._distributed_c10d import HashStore
 
@@ -66,29 +67,26 @@ TORCHRUN = ("torch.distributed.run", "--rdzv-backend=hyperpod", "--rdzv-endpoint
 
 def run(program, folder, faults, timeout_s, num_nodes=1, launcher=HYPERPODRUN):
     """Run a job of four ranks and return its exit code and what it printed; whatever happens, no process is left."""
-    options = ["--nproc-per-node", str(4 // num_nodes)]
+    name, *options = *launcher, "--nproc-per-node", str(4 // num_nodes)
     if num_nodes > 1:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             options += ["--nnodes", str(num_nodes), "--rdzv-endpoint", f"localhost:{free.getsockname()[1]}"]
-    command = [sys.executable, "-m", *launcher, *options]
-    command += [str(Path(__file__).with_name(program)), str(folder), faults]
-    until_s, code = time.monotonic() + timeout_s, None
+    options += [str(Path(__file__).with_name(program)), str(folder), faults]
+    if name == HYPERPODRUN[0]:
+        with ThreadPoolExecutor(num_nodes) as pool:
+            ended = [*pool.map(lambda _: warm.run(options, timeout_s), range(num_nodes))]
+        codes = [code for code, _ in ended]
+        return None if None in codes else max(codes), "".join(text for _, text in ended)
+    command, environ = [sys.executable, "-m", name, *options], {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as out:
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        agents = [
-            subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environ)
-            for _ in range(num_nodes)
-        ]
+        agent = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environ)
+        code = None
         try:
-            code = max(agent.wait(max(0.0, until_s - time.monotonic())) for agent in agents)
+            code = agent.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            pass
-        finally:
-            for agent in agents:
-                if agent.poll() is None:
-                    os.killpg(agent.pid, signal.SIGKILL)
-                    agent.wait(10)
+            os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait(10)
         out.seek(0)
         return code, out.read()
 
