@@ -434,7 +434,9 @@ class FitRecovery(NullFitRecovery):
         self._restarted_with = {}
         is_detached = group_health.is_unavailable
         if self._begins and not is_detached:  # before the beginning is known: a replacement reads no checkpoint
-            self.local.exchange(steps_done(trainer))  # a rank that is lost in the first step has what it begins with
+            self.local.exchange(
+                steps_done(trainer), is_beginning=True
+            )  # a rank that is lost in the first step has what it begins with
             self.transaction.barrier()
         self._find_beginning()
         if not self._is_checked and not is_detached:

@@ -36,6 +36,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     is_within_epoch,
     rank_local_of,
     read_trainer,
+    steps_done,
     take_rank_local,
     with_local,
     with_rank_local,
@@ -225,6 +226,7 @@ class AccumulationWindow:
         self.part = None
         self._before_hooks = self._module_start() if part == EPOCH_BEGIN and self._has_hooks else None
         if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) and self.is_empty and not self._trainer.sanity_checking:
+            self._local.begin_part(steps_done(self._trainer))
             begun = describe_part_start(self._trainer, part, self._means.forms(), self.shown_values())
             self.part = PartStart(begun, copy.deepcopy(self._local.state()), self._module_start())
 

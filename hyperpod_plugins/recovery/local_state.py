@@ -8,9 +8,11 @@ state of its predecessor.
 [Note: what hooks write] Code that follows a commit (the hooks of a batch, the rest of a loop's body) may write
 buffers and metrics too, for example an average of weights or a reset. A rank that finds such a write when its next
 step begins announces this with the next state that it sends, and from then on also sends the state at the beginning
-of each step. A copy from before the hooks never overwrites what they write: a replacement keeps the values of the
-replica that gives it its parameters. If what hooks write differs between the two ranks, a state from before the hooks
-counts as lost: all ranks return to a snapshot, or to a checkpoint, as `RecoveryOptions.rank_local_state` says.
+of each step. It does so in any case in its first step, before it can know, and where all ranks know that such code
+runs: at the beginning and after the end of a validation or an epoch. A copy from before the hooks never overwrites
+what they write: a replacement keeps the values of the replica that gives it its parameters. If what hooks write
+differs between the two ranks, a state from before the hooks counts as lost: all ranks return to a snapshot, or to a
+checkpoint, as `RecoveryOptions.rank_local_state` says.
 
 [Note: equal on all ranks] A rank that is lost together with its buddy takes its state with it, and so does one whose
 state is too large to be sent. Often this state is not its own: it is equal on all ranks, such as a table of constants
@@ -357,8 +359,10 @@ class LocalStates:
         """Whether the last step changed the state."""
         self._written_after: dict[str, int] = {}
         """States that code after a commit was ever found to write: the step at whose beginning it was found."""
-        self._is_new = False
-        """Whether this rank has replaced another one, and cannot know yet what code after a commit writes."""
+        self._is_new = True
+        """Whether this process has begun no step after a commit, and cannot know yet what code after it writes."""
+        self._begins_in = -1
+        """Step whose beginning follows no commit, but the set-up or a checkpoint."""
         self._ward_gives: bool | None = None
         """Whether the source rank's state is written after commits, as it has last said; None if it has not yet."""
         self._ward_writes_alone = False
@@ -505,12 +509,18 @@ class LocalStates:
         """State last sent to the buddy."""
         self._last_own = self._last_kept = b""
         self._ward_gives = None
+        self._is_after_part = False
+        """Whether a part outside steps has begun since the last exchange of a vote."""
         self._gives_at = self._gets_at = self._late_at = self._restored_at = self._begun_at = -1
         """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did; step
         of the last repair, whose state the source rank has sent; and step that has begun last."""
 
-    def exchange(self, step: int) -> bool:
+    def exchange(self, step: int, *, is_beginning: bool = False) -> bool:
         """Send the buddy this rank's state as it will be after `step` commits, and receive the source rank's.
+
+        Args:
+            step: number of committed steps.
+            is_beginning: whether the state is that of the set-up or of a checkpoint, and no vote follows.
 
         Returns:
             Whether the two may differ, so that a replacement needs its predecessor's.
@@ -518,7 +528,7 @@ class LocalStates:
         Raises:
             PeerLost: one of them is lost; the groups are broken then.
         """
-        self.begins_at, self._first = -1, None
+        self.begins_at, self._first, self._begins_in = -1, None, step if is_beginning else -1
         if not self._is_active:
             return False
         present, is_first = self._present(), self._last is None
@@ -573,9 +583,10 @@ class LocalStates:
             return
         if self._last is not None and step in self._own:
             self._note_written(step, self._last, begins_epoch=begins_epoch)
-            self._is_new = False
+            self._is_new = self._is_new and step == self._begins_in
         self._begun_at = step
-        gives, gets = self._gives_at == step, self._gets_at == step
+        gives, gets = self._gives_at == step or self._is_after_part, self._gets_at == step or self._is_after_part
+        self._is_after_part = False
         present = self._present_with_before() if gives else {}
         sends = {self._buddy: [self._packed(present)]} if gives else {}
         receives = {self._ward: [LIMIT_BYTES]} if gets else {}
@@ -591,6 +602,16 @@ class LocalStates:
                 if is_known and late != kept and not are_same(_unpacked(late), _unpacked(kept)):
                     self._ward_writes_alone = True
                 self._kept[step], self._late_at = late, step
+
+    def begin_part(self, step: int) -> None:
+        """Begin a part outside steps, such as a validation: like `begin`, but send the state in any case.
+
+        Args:
+            step: number of committed steps.
+        """
+        self._is_after_part = self._last is not None
+        self.begin(step)
+        self._is_after_part = self._last is not None
 
     def undo(self) -> None:
         """Restore the objects that the program registered to their state when the step began."""
@@ -809,8 +830,8 @@ class LocalStates:
     def _warn(self, why: str) -> None:
         if not self._has_warned and self._rank == 0:
             _log.warning(
-                "rank-local state (%s) is not kept on the buddy: %s. If a rank is lost whose state differs from that of "
-                "others, all ranks return to a snapshot if there is one (snapshot_every_steps), and otherwise to the "
+                "rank-local state (%s) is not kept on the buddy: %s. If a rank is lost whose state differs from that "
+                "of the others, all return to a snapshot if there is one (snapshot_every_steps), and otherwise to the "
                 "last checkpoint (rank_local_state)",
                 ", ".join(self._states),
                 why,

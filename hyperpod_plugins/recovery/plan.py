@@ -13,6 +13,7 @@ import enum
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, product
 from typing import Any, Self
 
@@ -22,14 +23,19 @@ from hyperpod_plugins.parallel.topology import Topology
 # Buddy placement: which rank keeps the snapshots of which, and to which steps the remaining snapshots allow a return.
 
 
+def _replica_of(topology: Topology, rank: int) -> int:
+    """Index of the replica of the model that a rank is a part of."""
+    return topology.peers(rank, "replicate").index(rank)
+
+
 def buddies(topology: Topology, node_of: Callable[[int], int] | None = None) -> tuple[int, ...]:
     """Assign to each rank its buddy, the rank that keeps its snapshots.
 
     The nodes form a ring, and so do the ranks within each node: the buddy lies a fixed number of nodes and of ranks
     within the node further on. If nodes differ in size, all ranks form one ring. Of all such shifts, the shortest is
     taken that places every snapshot on another node and never on a replica of its own shard, so that a fault that
-    takes all replicas of a shard does not take the snapshot too. If no shift does both, another node has priority;
-    with a single node, another shard, or else just another rank.
+    takes all replicas of a shard does not take the snapshot too. If no shift does both, another node has priority.
+    With a single node, the ranks of each replica of the model take the place of a node's.
 
     Args:
         topology: The ranks and the shards that they hold.
@@ -39,6 +45,8 @@ def buddies(topology: Topology, node_of: Callable[[int], int] | None = None) -> 
         The buddy of each rank, by rank: a permutation without fixed points (a single rank is its own buddy).
     """
     node = node_of or topology.node_of
+    if len({node(rank) for rank in range(topology.world_size)}) == 1:
+        node = partial(_replica_of, topology)
     order = sorted(range(topology.world_size), key=lambda rank: (node(rank), rank))
     nodes = [node(rank) for rank in order]
     shards = [topology.peers(rank, "replicate")[0] for rank in order]

@@ -449,6 +449,11 @@ class TrainedState:
         """Send this rank's rank-local state to its buddy; return whether the source rank's may differ from it."""
         return self.local is not None and self.local.exchange(step)
 
+    def share_first_state(self, step: int) -> None:
+        """Send this rank's rank-local state to its buddy, as a loop begins after `step` steps."""
+        if self.local is not None:
+            self.local.exchange(step, is_beginning=True)
+
     def note_equal_local_state(self, step: int, *, is_equal: bool) -> None:
         """Note whether the rank-local states of all ranks are equal after `step` steps."""
         if self.local is not None:

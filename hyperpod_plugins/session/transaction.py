@@ -216,7 +216,7 @@ class Transactions(PlainSteps):
     @override
     def share_first_state(self, committed: int) -> None:
         try:
-            self._trained.share_rank_local_state(committed)
+            self._trained.share_first_state(committed)
             self._transaction.barrier()
         except PeerLost:
             if committed:  # a replacement reads no checkpoint

@@ -237,16 +237,14 @@ def test_what_follows_a_commit_is_not_overwritten_by_what_was_given_before_it():
     for wanted, found, kept, own, _ in of_zero:
         assert (found, kept, own) == (wanted, [3, 4], [3, 4])
     # A state from before what hooks wrote, of which each rank has its own, is none to go on with.
-    assert [usable for *_, usable in of_zero] == [(5,), (4,), ()]
-    (wanted, found, *_), in_hooks, first = of_one
-    assert (
-        found == wanted == [10, 5, 10, 0]
-    )  # found out in the first step, and given at the beginning of those after it
-    for wanted, found, kept, own, _ in (in_hooks, first):
-        # Nobody has what the lost rank's hooks wrote of its own: the replica's values agree with one another.
-        assert found[:2] == wanted[:2]
-        assert found[2] == wanted[2] / 2
-        assert (kept, own) == ([3, 4], [3, 4])
+    assert [usable for *_, usable in of_zero] == [(5,), (4,), (1,)]
+    (wanted, found, *_), (in_hooks, found_in_hooks, kept, own, _), (first, found_first, *_) = of_one
+    assert found == wanted == [10, 5, 10, 0]  # given at the beginning of each step
+    assert found_first == first == [2, 1, 2, 0]  # of the first one, too
+    # Nobody has what the lost rank's hooks wrote of its own: the replica's values agree with one another.
+    assert found_in_hooks[:2] == in_hooks[:2]
+    assert found_in_hooks[2] == in_hooks[2] / 2
+    assert (kept, own) == ([3, 4], [3, 4])
 
 
 class Sized:
@@ -285,7 +283,7 @@ def share_states_of_all_sizes():
     found = []
     for step, sizes in enumerate(SIZES, start=1):
         sized.values = torch.full((sizes[rank],), rank, dtype=torch.uint8)
-        assert states.exchange(step) is (step > 1)
+        assert states.exchange(step)
         found.append(states._kept[step])
     return [_unpacked(each)["sized"]["values"].tolist() if _is_whole(each) else None for each in found]
 

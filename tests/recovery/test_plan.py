@@ -72,7 +72,12 @@ def keeping(*local_steps, snapshots=(), needs_local=False, equal_step=NO_STATE):
             [keeping(snapshots=(3,))] * 2 + [NEW, keeping(snapshots=(3,))], 3, True, id="too much, and a snapshot"
         ),
         pytest.param(
-            [keeping(4, 5, snapshots=(3,)), Arrival(incarnation=1, snapshots=(3,)), NEW, keeping(4, 5, snapshots=(3,))],
+            [
+                keeping(4, 5, snapshots=(3,)),
+                Arrival(incarnation=1, snapshots=(3,), source_snapshots=(3,)),
+                NEW,
+                keeping(4, 5, snapshots=(3,)),
+            ],
             3,
             True,
             id="its buddy was lost too, and its snapshot is in shared memory",
@@ -86,7 +91,7 @@ def test_what_a_rank_had_alone_is_looked_for_down_the_ladder(arrivals, step, is_
 
 def test_without_what_a_rank_had_alone_the_job_goes_back_to_a_checkpoint_where_it_is_told_to():
     exact = keeping(4, 5, needs_local=True)
-    with pytest.raises(StateLost, match=r"ranks \[1\] had alone after step 5"):
+    with pytest.raises(StateLost, match=r"ranks \[1, 2\] had alone after step 5"):
         plan_recovery(dict(enumerate([exact, NEW, NEW, exact])), HSDP)
 
 
@@ -101,8 +106,9 @@ def test_what_was_equal_on_all_ranks_is_not_lost_with_a_rank_and_its_buddy(equal
     else:
         with pytest.raises(StateLost):
             plan_recovery(arrivals, HSDP)
-    one_lost = dict(enumerate([first, first, NEW, second]))
-    assert not plan_recovery(one_lost, HSDP).are_local_equal  # its buddy gives it what it has alone
+    for lost in ((2,), (0, 1), (2, 3)):  # a whole replica: the buddies give the ranks what these have alone
+        one_lost = {rank: NEW if rank in lost else first for rank in range(4)}
+        assert not plan_recovery(one_lost, HSDP).are_local_equal
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,9 @@ from hyperpod_plugins.recovery.snapshot import MAX_STALLS, SnapshotBuffer
     [
         (Topology(world_size=1), (0,)),
         (Topology(world_size=4, shard_degree=4), (1, 2, 3, 0)),
-        (Topology(world_size=4, shard_degree=2), (1, 2, 3, 0)),
+        (Topology(world_size=4, shard_degree=2), (3, 2, 1, 0)),  # one node: the other replica, and the other shard
+        (Topology(world_size=6, shard_degree=2), (3, 2, 5, 4, 1, 0)),
+        (Topology(world_size=4, shard_degree=2, tensor_degree=2), (1, 2, 3, 0)),
         (Topology(world_size=4, shard_degree=4, ranks_per_node=2), (2, 3, 0, 1)),
         # with two nodes, a whole node further lies the replica: one more
         (Topology(world_size=8, shard_degree=4, ranks_per_node=4), (5, 6, 7, 4, 1, 2, 3, 0)),
