@@ -91,7 +91,7 @@ class MetricStates:
         for metric in self._metrics.values():
             metric._computed = None
 
-    def written(self, before: dict[str, Any]) -> set[str]:
+    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """Nothing: an earlier state is closer to that of the lost process than a metric that starts from zero."""
         return set()
 
@@ -186,7 +186,7 @@ class LoggedMeans:
                 sums |= {(key, name): vars(result)[name].detach() for name in result._defaults}
         return packed_tensors(sums, self._written_forms)
 
-    def written(self, before: dict[str, Any]) -> set[str]:
+    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """Nothing: values logged after a step add to sums that a replacement can get from no other rank."""
         return set()
 

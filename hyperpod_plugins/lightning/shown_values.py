@@ -181,12 +181,12 @@ class ShownValues:
         put_tables(self._trainer, tables)
         self._show_given(stays | theirs)
 
-    def written(self, before: dict[str, Any]) -> set[str]:
+    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """Parts that hooks have written since `before`: in a validation, at the end of an epoch, or by logging."""
         if not before:
             return set()
         tables, cached = self._unpacked(before)
-        present, present_cached = self._unpacked(self.state_dict())
+        present, present_cached = self._unpacked(self.state_dict() if now is None else now)
         pairs = [(name, tables[name], present[name]) for name in TABLES]
         values = [{key: each.value for key, each in every.items()} for every in (cached, present_cached)]
         return {

@@ -127,7 +127,7 @@ class AveragedBuffers:
             self._average.average([], [(means[name].detach(), present[name].detach()) for name in values])
             self._average.n_averaged.copy_(number)
 
-    def written(self, before: dict[str, Any]) -> set[str]:
+    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """Nothing: the update after a step can be made again."""
         return set()
 

@@ -191,9 +191,9 @@ class PlainAttributes:
                 if _named(name, key) not in leave and self._may_set(owner, key):
                     _load(vars(owner), key, value)
 
-    def written(self, before: dict[str, Any]) -> set[str]:
+    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """Attributes, named by owner and name, that differ from `before`, an earlier `state_dict`."""
-        present, found = self.state_dict(), set[str]()
+        present, found = self.state_dict() if now is None else now, set[str]()
         for owner in present.keys() | before.keys():
             now, then = present.get(owner) or {}, before.get(owner) or {}
             for key in now.keys() | then.keys():

@@ -92,8 +92,11 @@ class RankLocalState(Protocol):
         """Load a `state_dict`; parts whose names are in `leave` stay as they are."""
         ...
 
-    def written(self, before: dict[str, Any]) -> set[str]:
-        """Names of the parts that differ from `before`, an earlier `state_dict`."""
+    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
+        """Names of the parts in which `now`, or the present state, differs from `before`, an earlier `state_dict`.
+
+        Empty if such parts cannot be left out when a state is loaded.
+        """
         ...
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -145,9 +148,9 @@ class ProgramState:
         if state_dict and "state" not in leave:
             self.stateful.load_state_dict(tree_map(_copied, state_dict["state"]))
 
-    def written(self, before: dict[str, Any]) -> set[str]:
+    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """The state as a whole, if it differs."""
-        return set() if are_same(self.state_dict(), before) else {"state"}
+        return set() if are_same(self.state_dict() if now is None else now, before) else {"state"}
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """All of it: the program's own `load_state_dict` decides."""
@@ -198,8 +201,11 @@ class BufferStates:
         for name in present.keys() - _names(state_dict):
             self._first[name] = (present[name], present[name]._version)
 
-    def written(self, before: dict[str, Any]) -> set[str]:
+    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """Names of the buffers that differ from `before`, or that were written to and are not in it."""
+        if now is not None:
+            old, new = (dict(unpacked_tensors(each)) for each in (before, now))
+            return {name for name in old.keys() | new.keys() if not are_same(old.get(name), new.get(name))}
         present, names = self._present(), _names(before)
         found = {name for name, tensor in present.items() if name not in names and self._is_own(name, tensor)}
         return found | {name for name, tensor, values in self._pairs(before) if not are_same(tensor.cpu(), values)}
@@ -357,6 +363,8 @@ class LocalStates:
         self._has_warned = self._grows = False
         self._changes = False
         """Whether the last step changed the state."""
+        self._parts_written: dict[str, set[str]] = {}
+        """The parts that such code was found to have written then."""
         self._written_after: dict[str, int] = {}
         """States that code after a commit was ever found to write: the step at whose beginning it was found."""
         self._is_new = True
@@ -439,7 +447,21 @@ class LocalStates:
         if has_told and self._ward_writes_alone:
             return True
         own, kept = (_unpacked(states.get(step, b"")) for states in (self._own, self._kept))
-        return any(not are_same(own.get(name), kept.get(name)) for name in self._written_here(step, own, has_told))
+        return any(
+            self._may_differ(step, name, own.get(name, {}), kept.get(name, {}))
+            for name in self._written_here(step, own, has_told)
+        )
+
+    def _may_differ(self, step: int, name: str, own: dict[str, Any], kept: dict[str, Any]) -> bool:
+        """Whether the parts of a state that code after a commit has written may have got other values elsewhere.
+
+        They may if they had, as of the vote.
+        """
+        if are_same(own, kept):
+            return False
+        state = self._states[name]
+        parts = self._parts_written.get(name, set()) if self._begun_at == step else state.written(own)
+        return not parts or not parts.isdisjoint(state.written(own, kept))
 
     def _written_here(self, step: int, own: Mapping[str, Any], has_told: bool) -> list[str]:
         """States that code after the commit of `step` wrote here, but for those that only this rank ever writes."""
@@ -795,6 +817,7 @@ class LocalStates:
                 continue
             if not are_same(state.state_dict(), since.get(name, {})):
                 self._written_after[name] = step
+                self._parts_written[name] = state.written(since.get(name, {}))
 
     def _may_note(self, name: str, *, begins_epoch: bool) -> bool:
         return name not in self._repeated and not (begins_epoch and name.endswith(EPOCH_SUFFIX))

@@ -259,7 +259,7 @@ class Sized:
     def load_state_dict(self, state_dict, leave=()):
         self.values = state_dict["values"].clone()
 
-    def written(self, before):
+    def written(self, before, now=None):
         return set()
 
 
