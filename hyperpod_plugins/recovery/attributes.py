@@ -195,9 +195,9 @@ class PlainAttributes:
         """Attributes, named by owner and name, that differ from `before`, an earlier `state_dict`."""
         present, found = self.state_dict() if now is None else now, set[str]()
         for owner in present.keys() | before.keys():
-            now, then = present.get(owner) or {}, before.get(owner) or {}
-            for key in now.keys() | then.keys():
-                if (key in now) != (key in then) or pack(now[key]) != pack(then[key]):
+            new, old = present.get(owner) or {}, before.get(owner) or {}
+            for key in new.keys() | old.keys():
+                if (key in new) != (key in old) or pack(new[key]) != pack(old[key]):
                     found.add(_named(owner, key))
         return found
 
