@@ -626,14 +626,24 @@ class LocalStates:
                 self._kept[step], self._late_at = late, step
 
     def begin_part(self, step: int) -> None:
-        """Begin a part outside steps, such as a validation: like `begin`, but send the state in any case.
+        """Begin a part outside steps, such as a validation: send the state to the buddy as it is now.
+
+        What the part writes counts as written after this state, as the job may also continue behind the part.
 
         Args:
             step: number of committed steps.
         """
-        self._is_after_part = self._last is not None
-        self.begin(step)
-        self._is_after_part = self._last is not None
+        if not self._is_active or self._last is None:
+            return
+        self._note_written(step, self._last, begins_epoch=False)
+        self._is_after_part = True
+        present = self._present()
+        data = self._packed(present)
+        label = f"the state of one rank as a part after step {step} begins"
+        with contextlib.suppress(PeerLost):
+            received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
+            self._last, self._last_own, self._last_kept = present, data, _raw(received[self._ward][0])
+            self._own[step], self._kept[step] = self._last_own, self._last_kept
 
     def undo(self) -> None:
         """Restore the objects that the program registered to their state when the step began."""
