@@ -505,6 +505,7 @@ class FitRecovery(NullFitRecovery):
             capture=lambda: entered_with or own,
         )
         self.window.put_back_first_hooks()
+        self.window.forget_gradients()
         self._left = _Left(
             returned=returned,
             description=description,

@@ -160,8 +160,6 @@ class AccumulationWindow:
         self._beginning = StepStart(state.model, state.optimizers, kept, attributes=self._attributes)
         if former is not None:
             self._beginning.written, self._beginning.batches = former._beginning.written, former._beginning.batches
-            if former._fresh is not None:
-                former._fresh.close()
             restore(self._logged(), "log")
             self.communicates_between = former.communicates_between
         self._fresh = FreshGradients(state.optimizers) if is_manual else None
@@ -324,6 +322,11 @@ class AccumulationWindow:
     def steps_before_vote(self) -> bool:
         """Whether optimizers step before the vote, because they may communicate; see `recovery.kept_state`."""
         return self._beginning.kept is not None
+
+    def forget_gradients(self) -> None:
+        """Stop watching gradients, since the loops are left: a module whose gradients are watched cannot be moved."""
+        if self._fresh is not None:
+            self._fresh.close()
 
     def begin_commit(self) -> None:
         """End the step's undo record: the step is being committed."""

@@ -38,6 +38,8 @@ def run_both(folder, faults, num_ranks, steps_lost=0, **environ):
     assert calm.code == found.code == 0, (calm.output + found.output)[-8000:]
     assert found.num_faults == len(faults), found.output[-8000:]
     compare(calm, found, num_ranks, steps_lost)
+    replaced = [rank for _, _, rank, action in faults if action in ("kill", "raise")]
+    assert [len(each) - 1 for each in found.records("process", num_ranks)] == [*map(replaced.count, range(num_ranks))]
 
 
 @pytest.mark.parametrize(
