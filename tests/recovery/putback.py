@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from recovery.faults import PRELOAD
+try:
+    from faults import PRELOAD
+except ImportError:  # collected by pytest
+    from recovery.faults import PRELOAD
 
 from hyperpod_plugins.errors import RecoveryError
 from hyperpod_plugins.recovery.rehearsal_jobs import PHASES, RehearsalPlan, rehearse
