@@ -357,32 +357,47 @@ class StepTransaction:
             self._member.yield_to_next_world()
 
     def _finish(self, pending: Pending[R]) -> R:
-        """Commit the step: let the optimizer write, then count it. In between, this rank's state is inconsistent.
+        """Commit the step: let the optimizer write, then count it. In between, this rank has no state.
 
         Raises:
             PeerLost: `pending.commit` communicated, although it must not, and a rank was lost meanwhile.
+            StepFailed: `pending.commit` raised.
         """
-        step = self.step
-        self._member.activity = f"committing step {step}"
+        member, step = self._member, self.step
+        member.activity = f"committing step {step}"
         if self._rehearsal is not None:
             self._rehearsal.at("commit", step)
+        self._discard_state()
         try:
             result = pending.commit()
             self._synchronize()
         except PeerLost as error:
-            raise self.mark_state_lost(f"its optimizer was interrupted: {error}") from error
-        self._member.committed, self._voted_step = step + 1, NO_STATE
-        self._member.in_step = False
-        self._member.step_times.record_commit(time.monotonic())
+            raise self._state_lost(step, f"its optimizer was interrupted: {error}") from error
+        except BaseException as error:
+            lost = self._state_lost(step, f"its commit raised {type(error).__name__}: {error}".splitlines()[0])
+            member.fail("exception", str(lost))  # without connections, no checkpoint of this state can be written
+            if isinstance(error, HyperPodError) or not isinstance(error, Exception):
+                raise  # it would be raised again, or ends the process in any case
+            raise StepFailed(f"{lost} This process exits and will be replaced.") from error
+        member.committed, member.has_torn_state = step + 1, False
+        member.in_step = False
+        member.step_times.record_commit(time.monotonic())
         self._attempts.succeeded()
-        self._member.activity = f"between steps {step} and {step + 1}"
+        member.activity = f"between steps {step} and {step + 1}"
         return result
+
+    def _discard_state(self) -> None:
+        """From here on, this rank holds no state that may be sent, saved or continued from."""
+        self._member.committed, self._member.has_torn_state, self._voted_step = NO_STATE, True, NO_STATE
 
     def mark_state_lost(self, why: str) -> PeerLost:
         """Mark this rank's state as lost, since it is inconsistent and must not be sent to other ranks."""
-        cause = f"rank {self._member.rank} holds only part of step {self.step}: {why}"
+        return self._state_lost(self.step, why)
+
+    def _state_lost(self, step: int, why: str) -> PeerLost:
+        cause = f"rank {self._member.rank} holds only part of step {step}: {why}"
         log.warning("%s", cause)
-        self._member.committed, self._member.has_torn_state, self._voted_step = NO_STATE, True, NO_STATE
+        self._discard_state()
         return PeerLost(f"{cause}. Another rank's state takes its place.")
 
     def _mark_not_undoable(self) -> PeerLost:
@@ -469,8 +484,10 @@ class StepTransaction:
             raise
         except ReplacementTimeout as late:
             final = plan_final_save(late.formed.arrivals, self._topology)
-            with contextlib.suppress(PeerLost):  # this rank's state is lost: the others save theirs
+            with contextlib.suppress(PeerLost):  # this rank's state is lost
                 self._commit_or_undo(final.roll_forward, pending)
+            if self._member.has_torn_state:
+                final = replace(final, savers=tuple(each for each in final.savers if each != self._member.rank))
             if late.restarts_all:
                 restart_without_missing(late, final, self._member, self._shutdown, self._topology, self._snapshots)
             self._shutdown.end_without_missing(late, final, fault.error)

@@ -266,8 +266,9 @@ class Transactions(PlainSteps):
 
     def _capture_stop_state(self, returned: Snapshot | None) -> bytes:
         transaction, trained = self._transaction, self._trained
-        is_described = returned is not None or transaction.state_on_leaving_step is not None
-        if not is_described and trained.is_within_step and not trained.can_undo:
+        is_known = returned is not None or transaction.state_on_leaving_step is not None
+        is_known = is_known or self._engine.member.has_torn_state
+        if not is_known and trained.is_within_step and not trained.can_undo:
             transaction.mark_state_lost("the program has written to parameters for the first time")
         return self._engine.stop_state(
             trained, returned, is_within_step=trained.is_within_step, capture=trained.capture_state

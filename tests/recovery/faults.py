@@ -3,10 +3,10 @@
 
 A fault is `[point, step, rank, action]`, with rank -1 for the first that comes there. It happens once in a job, whoever
 is in the rank's place then: a file remembers it. Actions: `kill`, `term`, `segfault`, `stop` (signals), `exit` (with
-code 3), `raise` (once), `always` (raise, every time), `break` (cut all connections), `pause N` (SIGSTOP, and SIGCONT N
-seconds later), `sleep N`, `deaf N` (the same, and SIGTERM is ignored), `kill in N` (SIGKILL N seconds later), `node`
-(SIGKILL for the agent of this rank's node), `freeze` (SIGSTOP for all processes of this node). `CLOCK_SHIFTS` in the
-environment sets the clocks of ranks.
+code 3), `raise` (once), `always` (raise, every time), `break` (cut all connections), `interrupt` (the same, and a
+collective, which raises outside a step), `pause N` (SIGSTOP, and SIGCONT N seconds later), `sleep N`, `deaf N` (the
+same, and SIGTERM is ignored), `kill in N` (SIGKILL N seconds later), `node` (SIGKILL for the agent of this rank's
+node), `freeze` (SIGSTOP for all processes of this node). `CLOCK_SHIFTS` in the environment sets the clocks of ranks.
 """
 
 import contextlib
@@ -87,10 +87,14 @@ class Faults:
                 os._exit(3)
             if action == "raise":
                 raise Transient(f"fault at {point} of step {step}")
-            if action == "break":
+            if action in ("break", "interrupt"):
                 from hyperpod_plugins.comm import break_groups
 
                 break_groups("a test cuts the connections")
+            if action == "interrupt":
+                import torch.distributed as dist
+
+                dist.barrier()
 
     def _is_first(self, name):
         try:

@@ -1,8 +1,8 @@
 # ruff: noqa: E402 (warnings are off before the imports that would give them)
 """Programs whose optimizers write before the vote: those that communicate, and a GAN that steps two by hand.
 
-Run by `hyperpodrun` (see `faults.py`): ADAPTER is `session`, `lightning` or `gan`, OPTIMIZER `muon`, `lars`, or
-`hooked`: one that counts as elementwise, with a hook that communicates all the same.
+Run by `hyperpodrun` (see `faults.py`): ADAPTER is `session`, `lightning` or `gan`, OPTIMIZER `muon`, `adafactor`,
+`lars`, or `grouped`: an elementwise one, which writes after the vote, to one group of parameters after the other.
 """
 
 import os
@@ -13,15 +13,16 @@ warnings.filterwarnings("ignore")
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from faults import ACCELERATOR, Faults, devices
+from faults import ACCELERATOR, Faults, devices, noticed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hyperpod_plugins.comm import ResilientProcessGroup
 from hyperpod_plugins.recovery import RecoveryOptions
+from hyperpod_plugins.recovery.kept_state import is_elementwise
 
-WIDTH, NUM_STEPS = 8, int(os.environ.get("STEPS", "12"))
+WIDTH, NUM_LAYERS, NUM_STEPS = 8, 3, int(os.environ.get("STEPS", "12"))
+SNAPSHOTS = int(os.environ.get("SNAPSHOTS", "0"))
 torch.set_num_threads(1)
 faults = Faults()
 DEGREES = {"hybrid_shard_degree": 2, "random_seed": 5}
@@ -32,7 +33,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)])
         self.dropout = nn.Dropout(0.25)
         self.unowned = nn.Linear(WIDTH, WIDTH, bias=False)  # trainable, and in no optimizer
         self.register_buffer("scale", torch.ones(()))
@@ -72,6 +73,7 @@ class Commits:
 
     def __init__(self):
         self.step, self.place = 0, -1
+        self.now, self.num_groups = lambda: 0, 0
         issue = ResilientProcessGroup._issue
 
         def counting(group, *args, **kwargs):
@@ -86,27 +88,35 @@ class Commits:
             counting.__code__, names, argdefs=counting.__defaults__, closure=counting.__closure__
         )
 
-    def communicate(self, *_):
-        dist.all_reduce(torch.ones(1))
+    def begin_group(self):
+        """Called before an optimizer that steps after the vote writes to a group of its parameters."""
+        self.num_groups += 1
+        if self.num_groups % NUM_LAYERS == NUM_LAYERS - 1:
+            faults.at("second group", self.now())
 
     def watch(self, optimizer, step):
+        self.now = step
+        if is_elementwise(optimizer):  # with a hook it would step before the vote
+            return optimizer
+
         def before(*_):
-            self.step, self.place = step(), 0
+            self.step, self.place = self.now(), 0
 
         def after(*_):
             faults.note(kind="collectives", count=self.place)
             self.place = -1
 
         optimizer.register_step_pre_hook(before)
-        if os.environ["OPTIMIZER"] == "hooked":
-            optimizer.register_step_post_hook(self.communicate)
         optimizer.register_step_post_hook(after)
         return optimizer
 
 
-def make_optimizer(parameters):
-    kinds = {"muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor, "lars": Lars, "hooked": torch.optim.AdamW}
-    return kinds[os.environ["OPTIMIZER"]](parameters, lr=np.float64(1e-2))
+def make_optimizer(parameters, commits):
+    kinds = {"muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor, "lars": Lars}
+    kind, lr = os.environ["OPTIMIZER"], np.float64(1e-2)
+    if kind != "grouped":
+        return kinds[kind](parameters, lr=lr)
+    return noticed(torch.optim.AdamW, commits.begin_group)([{"params": [each]} for each in parameters], lr=lr)
 
 
 def whole(tensor):
@@ -135,10 +145,10 @@ def session_main():
     from hyperpod_plugins.session import Session
 
     commits, data = Commits(), torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(1))
-    session = Session(**DEGREES, recovery=RecoveryOptions(**RECOVERY, snapshot_every_steps=0))
+    session = Session(**DEGREES, recovery=RecoveryOptions(**RECOVERY, snapshot_every_steps=SNAPSHOTS))
     model = session.parallelize(Net())
     now = 0
-    optimizer = commits.watch(make_optimizer(model.owned()), lambda: now)
+    optimizer = commits.watch(make_optimizer(model.owned(), commits), lambda: now)
     session.train(model, optimizer, max_grad_norm=0.5)
     for step in session.steps(DataLoader(TensorDataset(data), batch_size=2), epochs=9, max_steps=NUM_STEPS):
         with step:
@@ -161,7 +171,7 @@ def lightning_main():
             return (self.net(batch[0]) - batch[0]).square().mean()
 
         def configure_optimizers(self):
-            return commits.watch(make_optimizer(self.net.owned()), lambda: self.global_step)
+            return commits.watch(make_optimizer(self.net.owned(), commits), lambda: self.global_step)
 
     fit(Module(), data, accumulate_grad_batches=2, gradient_clip_val=0.5)
 
@@ -210,7 +220,7 @@ def fit(module, data, **options):
 
     from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 
-    recovery = CheckpointlessRecovery(**RECOVERY, snapshot_every_steps=int(os.environ.get("SNAPSHOTS", "0")))
+    recovery = CheckpointlessRecovery(**RECOVERY, snapshot_every_steps=SNAPSHOTS)
     trainer = pl.Trainer(
         accelerator=ACCELERATOR,
         devices=devices(int(os.environ["WORLD_SIZE"])),

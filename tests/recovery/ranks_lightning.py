@@ -1,6 +1,7 @@
 # ruff: noqa: E402 (warnings are off before the imports that would give them)
 """A Lightning program that meets faults at every point of its life; run by `hyperpodrun` (see `faults.py`)."""
 
+import itertools
 import json
 import os
 import random
@@ -165,8 +166,6 @@ class Module(pl.LightningModule):
 
     def lr_scheduler_step(self, scheduler, metric):
         faults.at("scheduler", self.global_step)
-        if option("SCHEDULER_SUMS", 0):
-            self.trainer.strategy.reduce(torch.ones(()))
         super().lr_scheduler_step(scheduler, metric)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -202,8 +201,10 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self):
         faults.at("setup", 0)
-        adamw = noticed(torch.optim.AdamW, lambda: faults.at("optimizer", self.global_step))
-        optimizer = adamw(self.parameters(), lr=1e-2)
+        points = itertools.cycle(("optimizer", "second group"))  # the latter is between two writes
+        adamw = noticed(torch.optim.AdamW, lambda: faults.at(next(points), self.global_step))
+        first, *others = self.parameters()
+        optimizer = adamw([{"params": [first]}, {"params": others}], lr=1e-2)
         if option("INTERVAL", "step") == "epoch":
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         else:

@@ -55,8 +55,10 @@ def test_without_replicas_a_broken_connection_costs_no_step(tmp_path):
 
 
 def test_a_state_that_is_torn_is_no_state(tmp_path):
-    """A communicating hook makes what counts as elementwise stop between write and count: all begin again."""
-    run_both(tmp_path, [["collective 0", 3, 1, "kill"]], 4, ADAPTER="session", OPTIMIZER="hooked")
+    """An elementwise optimizer, which steps after the vote, is interrupted between two of its writes."""
+    faults = [["second group", 3, rank, "interrupt"] for rank in range(4)]  # all have the same part of the step
+    faults += [["second group", 6, 1, "raise"]]
+    run_both(tmp_path, faults, 4, ADAPTER="session", OPTIMIZER="grouped", SNAPSHOTS="1")
 
 
 def test_two_optimizers_that_are_stepped_by_hand(tmp_path):

@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from hyperpod_plugins.comm import break_groups, group_health
 from hyperpod_plugins.elastic import FailureRecord
-from hyperpod_plugins.errors import PeerLost
+from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.recovery import Arrival, RetryPolicy, StepTransaction, step
-from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop
+from hyperpod_plugins.recovery import NO_STATE, Arrival, RetryPolicy, StepTransaction, step
+from hyperpod_plugins.recovery.protocols import StepFailed
+from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop, ReplacementTimeout
 from hyperpod_plugins.recovery.watchdog import StepTimes
 
 
@@ -22,14 +23,16 @@ class Others:
     rank, is_joining, has_torn_state, is_elastic, wants_resize = 0, False, False, False, False
     can_undo = can_undo_exceptions = True
     local_steps, equal_local_step = None, -1
-    pending_saves = ()
+    pending_saves, saving_group = (), "a group"
 
-    def __init__(self, peer, losses=(), outside=None):
+    def __init__(self, peer, losses=(), outside=None, is_replaced=True):
         self.job = SimpleNamespace(incarnation=0)
         self.job_store = SimpleNamespace(set=lambda key, value: None, end=lambda number, wish: None)
         self.worker_id, self.generation, self.committed = 0, 0, 0
         self.step_times = StepTimes()
         self.peer, self.losses, self.outside, self.done = peer, list(losses), outside, []
+        self.is_replaced = is_replaced
+        """Whether a process comes in place of rank 2, in a job of three ranks."""
 
     def join_next(self, arrival, stopped):
         self.generation += 1
@@ -37,7 +40,10 @@ class Others:
         group_health.reset()
         if self.outside is not None:
             raise MustReenterLoop(self.generation)
-        return Generation(number=self.generation, arrivals={0: arrival, 1: self.peer})
+        formed = Generation(number=self.generation, arrivals={0: arrival, 1: self.peer})
+        if not self.is_replaced:
+            raise ReplacementTimeout(formed, "a test", restarts_all=False)
+        return formed
 
     def wait_for_stops(self, number):
         return SimpleNamespace(step=self.outside)
@@ -60,8 +66,17 @@ class Others:
     def undo_step(self):
         self.done.append("undo")
 
+    def follow_final_save(self, patience_s):
+        self.done.append("follow")
+        raise RecoveryError("the job ends")
+
+    def save(self, path, *, is_alone, snapshots=None):
+        self.done.append("save")
+        return "saved"
+
     def __getattr__(self, name):
-        if name in ("begin", "end_iteration", "publish_stop", "note_equal_local_state"):
+        quiet = ("begin", "connect_survivors", "end_iteration", "give_up", "note_equal_local_state", "publish_stop")
+        if name in quiet:
             return lambda *args, **kwargs: None
         if name == "share_rank_local_state":
             return lambda step: False
@@ -77,7 +92,7 @@ def _alone(monkeypatch):
     group_health.reset()
 
 
-def run_step(others, monkeypatch, *, lost_in):
+def run_step(others, monkeypatch, *, lost_in=None, commit_raises=None, world_size=2):
     """Run a step in which rank 1 is lost in `lost_in`, "compute" or "vote", and count the calls."""
     votes, repairs = [], []
 
@@ -98,13 +113,16 @@ def run_step(others, monkeypatch, *, lost_in):
 
     def commit(result):
         others.done.append("commit")
+        assert (others.committed, others.has_torn_state) == (NO_STATE, True)  # in case this does not return
+        if commit_raises is not None:
+            raise commit_raises
         return None if lost_in is None else result
 
     monkeypatch.setattr(step, "commit_vote", vote)
     transaction = StepTransaction(
         others,
         others,
-        Topology(world_size=2, shard_degree=1),
+        Topology(world_size=world_size, shard_degree=1),
         policy=RetryPolicy(),
         device=torch.device("cpu"),
         on_repair=repairs.append,
@@ -136,7 +154,7 @@ def test_a_step_is_committed_once_whenever_a_peer_is_lost(monkeypatch, peer, los
     others = Others(peer, losses)
     result, repairs = run_step(others, monkeypatch, lost_in=lost_in)
     assert ", ".join(others.done) == done
-    assert others.committed == 1
+    assert (others.committed, others.has_torn_state) == (1, False)
     assert result == (None if lost_in is None else done.split(", ").index("commit"))
     assert [each.rolled_forward for each in repairs] == ([] if lost_in is None or losses == [True] else [peer is AHEAD])
 
@@ -148,3 +166,38 @@ def test_a_rank_whose_peers_are_outside_a_step_commits_theirs_or_leaves_its_own(
         assert run_step(others, monkeypatch, lost_in="vote") == (1, [])
     assert ", ".join(others.done) == done
     assert others.committed == resumes_at
+
+
+@pytest.mark.parametrize(
+    ("raised", "ends_with", "done"),
+    [
+        (PeerLost("a test"), PeerLost, "compute, commit"),  # the loops are entered again, with another rank's state
+        (RuntimeError("out of memory"), StepFailed, "compute, commit, fail"),  # this process is replaced
+        (KeyboardInterrupt(), KeyboardInterrupt, "compute, commit, fail"),
+        (ConfigError("a test"), ConfigError, "compute, commit, fail"),
+    ],
+)
+@pytest.mark.parametrize("peer", [None, AHEAD], ids=["after the vote", "rolled forward"])
+def test_a_commit_that_raises_leaves_no_state(monkeypatch, peer, raised, ends_with, done):
+    others = Others(peer)
+    lost_in = None if peer is None else "vote"
+    with pytest.raises(ends_with):
+        run_step(others, monkeypatch, lost_in=lost_in, commit_raises=raised)
+    assert ", ".join(others.done) == done
+    assert (others.committed, others.has_torn_state) == (NO_STATE, True)
+    assert group_health.is_unavailable == ("fail" in done)
+
+
+@pytest.mark.parametrize(
+    ("raised", "ends_with", "done"),
+    [
+        (None, ReplacementTimeout, "compute, commit, save"),
+        (PeerLost("a test"), RecoveryError, "compute, commit, follow"),  # it waits while the others save
+        (RuntimeError("out of memory"), StepFailed, "compute, commit, fail"),
+    ],
+)
+def test_at_the_end_a_state_is_saved_unless_its_commit_raised(monkeypatch, raised, ends_with, done):
+    others = Others(AHEAD, is_replaced=False)
+    with pytest.raises(ends_with):
+        run_step(others, monkeypatch, lost_in="vote", commit_raises=raised, world_size=3)
+    assert ", ".join(others.done) == done
