@@ -229,7 +229,7 @@ class StepTransaction:
         """
         if not self._has_begun:
             self.begin()
-        self._has_begun, self._must_resize = False, False
+        self._has_begun = False
         while True:
             pending = self._attempt(compute, commit)
             if pending.error is None and group_health.cause is None and self._rehearsal is not None:

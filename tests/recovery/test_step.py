@@ -92,6 +92,17 @@ def _alone(monkeypatch):
     group_health.reset()
 
 
+def transaction_of(others, repairs, world_size=2):
+    return StepTransaction(
+        others,
+        others,
+        Topology(world_size=world_size, shard_degree=1),
+        policy=RetryPolicy(),
+        device=torch.device("cpu"),
+        on_repair=repairs.append,
+    )
+
+
 def run_step(others, monkeypatch, *, lost_in=None, commit_raises=None, world_size=2):
     """Run a step in which rank 1 is lost in `lost_in`, "compute" or "vote", and count the calls."""
     votes, repairs = [], []
@@ -119,14 +130,7 @@ def run_step(others, monkeypatch, *, lost_in=None, commit_raises=None, world_siz
         return None if lost_in is None else result
 
     monkeypatch.setattr(step, "commit_vote", vote)
-    transaction = StepTransaction(
-        others,
-        others,
-        Topology(world_size=world_size, shard_degree=1),
-        policy=RetryPolicy(),
-        device=torch.device("cpu"),
-        on_repair=repairs.append,
-    )
+    transaction = transaction_of(others, repairs, world_size)
     try:
         return transaction.run(compute, commit), repairs
     finally:
@@ -201,3 +205,29 @@ def test_at_the_end_a_state_is_saved_unless_its_commit_raised(monkeypatch, raise
     with pytest.raises(ends_with):
         run_step(others, monkeypatch, lost_in="vote", commit_raises=raised, world_size=3)
     assert ", ".join(others.done) == done
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_world_takes_over_right_after_the_vote_that_wished_for_it_or_not_at_all(monkeypatch, is_lost):
+    """After a fault, other ranks do not know of the wish: a replacement was not there, and others may be ahead."""
+    others = Others(Arrival(incarnation=0, committed=1))
+    others.is_elastic, votes, repairs = True, iter([1, None, 0] if is_lost else [1, 0, 0]), []
+    others.yield_to_next_world = lambda: others.done.append("yield")
+    monkeypatch.setattr(step, "reshard_if_asked", lambda *_: None)
+
+    def vote(wish, passed=None):
+        result = next(votes)
+        if result is None:
+            others.peer = Arrival(incarnation=0, committed=2)  # it has seen the vote pass
+            break_groups("a test")
+        return result
+
+    monkeypatch.setattr(step, "commit_vote", vote)
+    transaction = transaction_of(others, repairs)
+    for number in range(3):
+        transaction.run(lambda: None, lambda _, number=number: others.done.append(f"commit {number}"))
+        if is_lost and number == 0:
+            break_groups("a test")
+    wanted = "commit 0, restore 1, commit 1, restore 2, commit 2" if is_lost else "commit 0, yield, commit 1, commit 2"
+    assert ", ".join(others.done) == wanted
+    assert [each.rolled_forward for each in repairs] == ([False, True] if is_lost else [])
