@@ -54,6 +54,7 @@ from hyperpod_plugins.parallel import (
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
+from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters, save_activation_memory, use_float8
 from hyperpod_plugins.parallel.unit_watch import watch_units
 
@@ -264,9 +265,15 @@ class HyperPodAccelerator(Accelerator):
 
     @override
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> HyperPodOptimizer:
-        """Wrap an optimizer so that its arithmetic runs on local shards."""
+        """Wrap an optimizer so that its arithmetic runs on local shards.
+
+        Raises:
+            ConfigError: it computes gradients itself, has state of parameters that were not sharded, or holds others
+                than those of the prepared model.
+        """
         if isinstance(optimizer, HyperPodOptimizer):
             return optimizer
+        check_no_required_closure([optimizer])
         for model in self._models if len(self._models) == 1 else ():  # others may hold the rest of its parameters
             replace_stale_parameters([optimizer], model, num_ranks=self.num_processes)
         placed = self.device_placement if device_placement is None else device_placement

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from hyperpod_plugins.accelerate.compat import convert_outputs_to_fp32
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard
-from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
 from hyperpod_plugins.parallel.parallelize import match_rank_0
 
 
@@ -27,13 +26,12 @@ def shard_with_optimizers(
     `is_delayed_alike`: see `match_rank_0`.
 
     Raises:
-        ConfigError: an optimizer already has state, computes gradients itself, or holds a parameter that is not the
-            model's; or tensors have values on some ranks only.
+        ConfigError: an optimizer already has state, or holds a parameter that is not the model's; or tensors have
+            values on some ranks only.
     """
     if any(True for _ in fsdp_units(model)):
         return  # by an earlier `prepare`, or by the user: its optimizers hold the shards
     refuse_half_loaded(model, is_delayed_alike=is_delayed_alike)
-    check_no_required_closure(optimizers)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: list[tuple[dict[str, Any], list[str]]] = []
     for optimizer in optimizers:

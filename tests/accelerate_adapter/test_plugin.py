@@ -211,6 +211,9 @@ def in_one_process():
     net(torch.ones(1, 2)).sum().backward()
     begun.step()
     refused("begun", lambda: accelerator.prepare(net, begun))
+    whole = torch.nn.Linear(2, 2)
+    refused("closure", lambda: accelerator.prepare(whole, torch.optim.LBFGS(whole.parameters())))
+    refused("closure, later", lambda: accelerator.prepare_optimizer(torch.optim.LBFGS(net.parameters())))
     net, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
     seen["sharded"] = [type(parameter).__name__ for parameter in net.parameters()]
     refused("reduction", lambda: accelerator.reduce(torch.ones(1), "median"))
@@ -226,6 +229,8 @@ def test_one_process_is_a_group_too_and_mistakes_are_explained(run_ranks):
     assert seen["options"] == "gloo"
     assert "not in the Linear" in seen["foreign"]
     assert "has state already" in seen["begun"]
+    assert "LBFGS" in seen["closure"]
+    assert "LBFGS" in seen["closure, later"]
     assert seen["sharded"] == ["DTensor", "DTensor"]
     assert "median" in seen["reduction"]
     assert "cannot lose members" in seen["another backend"]

@@ -345,6 +345,12 @@ def test_a_scheduler_that_waits_for_a_metric_is_refused(session):
         session.train(model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
+def test_an_optimizer_that_computes_gradients_itself_is_refused(session):
+    model = session.parallelize(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="LBFGS evaluates its closure several times"):
+        session.train(model, torch.optim.LBFGS(model.parameters()))
+
+
 def test_steps_of_nothing(session):
     with pytest.raises(LoopError, match=r"session\.train"):
         session.steps(DataLoader(TensorDataset(torch.zeros(3))))
