@@ -12,7 +12,9 @@ from torch import nn
 
 from hyperpod_plugins.comm import reset_traffic, traffic
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
-from hyperpod_plugins.recovery.undo import StepStart, _sums_of_bits, end_iteration
+from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
+from hyperpod_plugins.recovery import undo
+from hyperpod_plugins.recovery.undo import StepStart, _sums_of_bits, drop_gradients, end_iteration
 
 
 def gathers_of_a_step(prepare, **options):
@@ -50,6 +52,45 @@ def test_an_evaluation_leaves_no_trace(options):
     for fresh, after_evaluation, ended in run_ranks(count_gathers, options, world_size=2):
         assert after_evaluation != fresh  # or there is nothing to test
         assert ended == fresh
+
+
+def gradients_after_an_undo(can_reset):
+    """Gradients of a step of two micro-steps, and again after its first micro-step was run and undone."""
+    undo.CAN_RESET = can_reset
+    dist.init_process_group("hyperpod")
+    config = ParallelConfig(hybrid_shard_degree=1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+    parallelize(model, build_mesh(config.topology(2), DEVICE), config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, last = torch.randn(2, 4, 8, device=DEVICE).unbind()
+
+    def run_first():
+        with without_replica_sync(model):
+            model(first).square().sum().backward()
+
+    def run_step():
+        run_first()
+        model(last).square().sum().backward()
+        gradients = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+        drop_gradients(model, [optimizer])
+        return gradients
+
+    wanted = run_step()
+    run_first()
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in fsdp_units(model)]
+    has_part = any(group is not None and group._partial_reduce_output is not None for group in groups)
+    drop_gradients(model, [optimizer])
+    return has_part, wanted, run_step()
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("can_reset", [False, True][: 1 + undo.CAN_RESET])
+def test_a_micro_step_that_was_undone_adds_nothing(can_reset):
+    """FSDP2 keeps what is reduced within a replica until the last micro-step reduces it between replicas, too."""
+    for has_part, wanted, found in run_ranks(gradients_after_an_undo, can_reset, world_size=2):
+        assert has_part  # or there is nothing to test
+        assert all(map(torch.equal, wanted, found))
 
 
 def add_a_layer(model, optimizer):
