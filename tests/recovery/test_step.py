@@ -211,7 +211,7 @@ def test_at_the_end_a_state_is_saved_unless_its_commit_raised(monkeypatch, raise
 def test_a_world_takes_over_right_after_the_vote_that_wished_for_it_or_not_at_all(monkeypatch, is_lost):
     """After a fault, other ranks do not know of the wish: a replacement was not there, and others may be ahead."""
     others = Others(Arrival(incarnation=0, committed=1))
-    others.is_elastic, votes, repairs = True, iter([1, None, 0] if is_lost else [1, 0, 0]), []
+    others.is_elastic, votes, repairs = True, iter([2, None, 0] if is_lost else [2, 1, 0]), []
     others.yield_to_next_world = lambda: others.done.append("yield")
     monkeypatch.setattr(step, "reshard_if_asked", lambda *_: None)
 
