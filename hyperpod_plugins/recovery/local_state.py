@@ -360,6 +360,8 @@ class LocalStates:
         self._at_commits: dict[int, dict[str, dict[str, Any]]] = {}
         self._own: dict[int, bytes] = {}
         self._kept: dict[int, bytes] = {}
+        self._kept_at_commits: dict[int, bytes] = {}
+        """Of the source rank, as they were at the votes: a body that follows a commit may have to run again."""
         self._has_warned = self._grows = False
         self._changes = False
         """Whether the last step changed the state."""
@@ -571,6 +573,7 @@ class LocalStates:
         self._at_commits = _last_two(self._at_commits, step, present)
         self._own = _last_two(self._own, step, data)
         self._kept = _last_two(self._kept, step, kept)
+        self._kept_at_commits = _last_two(self._kept_at_commits, step, kept)
         self._ward_gives = bool(told & _GIVES_AGAIN)
         self._gives_at, self._gets_at = step if gives else -1, step if self._ward_gives else -1
         return gives or self._ward_gives or not self._is_equal
@@ -695,6 +698,7 @@ class LocalStates:
         label = f"the state of one rank from which step {step} begins"
         received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
         self._own, self._kept, self._restored_at = {step: data}, {step: _raw(received[self._ward][0])}, step
+        self._kept_at_commits = dict(self._kept)
 
     def send_to_joiners(self, sources: Mapping[int, int], give: Callable[[], bytes]) -> bytes:
         """Pass data from the ranks that give joiners their parameters to the joiners. All ranks call this.
@@ -786,7 +790,8 @@ class LocalStates:
 
         An object of the program that was equal on both ranks is sent as it is here now: nobody else gives it.
         """
-        data, leave = self._kept.get(step, b""), self._written_since(step)
+        states = self._kept_at_commits if self.is_at_commit else self._kept
+        data, leave = states.get(step, b""), self._written_since(step)
         if _is_whole(data) and not leave.keys().isdisjoint(self._of_program):
             own, kept, present = _unpacked(self._own[step]), _unpacked(data), self._present_with_before()
             equal = [name for name in leave if name in self._of_program and are_same(own.get(name), kept.get(name))]

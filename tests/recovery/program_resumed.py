@@ -88,10 +88,10 @@ def main():
         Entries.record = with_fault("record", Entries.record)
         exchange = LocalStates.exchange
 
-        def exchange_with_fault(self, step):
+        def exchange_with_fault(self, step, **more):
             if step == 0:
                 faults.at(f"entry {module.fits}", 0)
-            exchange(self, step)
+            return exchange(self, step, **more)
 
         LocalStates.exchange = exchange_with_fault
         for _ in range(2):

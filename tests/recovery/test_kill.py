@@ -341,7 +341,7 @@ def test_ranks_killed_while_activations_are_on_the_host(run):
     """The same bits as with recomputation alone, undisturbed."""
     faults = [each for each in EVERYWHERE if each[0] in ("forward", "backward", "receive", "clip", "optimizer")]
     faults += [["backward", 7, 1, "raise"], ["forward", 21, 2, "raise"]]
-    found, wanted = run("offloaded", faults, MEMORY="offloaded"), run("recomputed", MEMORY="recomputed")
+    found, wanted = run("offloaded", faults, MEMORY="offloaded", **REPLICA), run("recomputed", MEMORY="recomputed")
     assert_equal(found, wanted)
     assert_logged_once(found, wanted, faults)
     assert all(result["offloaded"] > 0 for result in found.results())

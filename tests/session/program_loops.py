@@ -96,10 +96,10 @@ def two_loops():
     """The second one goes on with the optimizer of the first, and without dropout from its fourth step on."""
     exchange = LocalStates.exchange
 
-    def exchange_with_fault(self, step):
+    def exchange_with_fault(self, step, **more):
         if step == 0:
             faults.at(f"entry {loop}", step)
-        exchange(self, step)
+        return exchange(self, step, **more)
 
     LocalStates.exchange = exchange_with_fault
     session, net, loader = make(hybrid_shard_degree=2, recovery=RecoveryOptions(**OPTIONS))
