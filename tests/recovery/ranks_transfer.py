@@ -56,7 +56,9 @@ def local(tensor):
 def main():
     instrument()
     TrainedState.can_undo_exceptions = os.environ.get("CAN_RESET") != "0"  # 0: as with a torch older than 2.13
-    shards, every = int(os.environ["SHARDS"]), os.environ.get("SNAPSHOT_EVERY", "auto")
+    if os.environ.get("OUTLIVES") == "0":  # a process takes its snapshots with it, as a node does
+        del os.environ["HYPERPOD_SNAPSHOTS"]
+    shards, every = int(os.environ["SHARDS"]), os.environ.get("EVERY", "auto")
     session = Session(
         hybrid_shard_degree=shards,
         global_batch_size=20,

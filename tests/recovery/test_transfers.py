@@ -38,24 +38,30 @@ def assert_same(found, calm, num_ranks):
 
 
 @pytest.mark.parametrize(
-    ("every", "faults", "num_lost"),
+    ("options", "faults", "num_lost"),
     [
         # In an exchange: the snapshot before counts; training went on until the next one was due, and no further.
-        ("2", [["snapshot", 4, 1, "kill"], ["snapshot", 8, 0, "kill"], ["forward", 9, 1, "kill"]], (1, 4)),
-        ("auto", [["forward", 9, 1, "kill"]], (0, 9 - 3)),  # every step, at least until the first three are measured
+        ({"EVERY": "2"}, [["snapshot", 4, 1, "kill"], ["snapshot", 8, 0, "kill"], ["forward", 9, 1, "kill"]], (1, 4)),
+        ({}, [["forward", 9, 1, "kill"]], (0, 9 - 3)),  # every step, at least until the first three are measured
+        (  # no step is committed before the buddies have the snapshot of its beginning, however long that takes
+            {"EVERY": "1", "OUTLIVES": "0"},
+            [["snapshot", 5, 1, "sleep 0.5"], ["committed", 5, 1, "kill"], ["forward", 9, 0, "kill"]],
+            (0, 1),
+        ),
     ],
-    ids=["exchange", "auto"],
+    ids=["exchange", "auto", "each"],
 )
-def test_a_rank_that_is_lost_with_its_shard(calm, tmp_path, every, faults, num_lost):
-    environ = {"SHARDS": "2", "SNAPSHOT_EVERY": every}
+def test_a_rank_that_is_lost_with_its_shard(calm, tmp_path, options, faults, num_lost):
+    environ = {"SHARDS": "2", **options}
     job = run_job(SCRIPT, tmp_path, num_ranks=2, faults=faults, args=PRELOAD, environ=environ, timeout_s=60)
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == len(faults)
     assert_same(job, calm(2, 2), 2)
     lost = [int(line.split(" steps lost")[0].split()[-1]) for line in job.output.splitlines() if " steps lost" in line]
-    assert len(lost) >= len(faults)
+    num_kills = [action for *_, action in faults].count("kill")
+    assert len(lost) >= num_kills
     assert num_lost[0] <= max(lost) <= num_lost[1], lost
-    assert job.output.count("all ranks return to the snapshot") >= len(faults)
+    assert job.output.count("all ranks return to the snapshot") >= num_kills
 
 
 def test_a_source_that_is_lost_while_two_ranks_take_its_state(calm, tmp_path):
@@ -86,7 +92,7 @@ def test_a_process_that_raises_is_replaced_where_torch_cannot_put_its_modules_ba
 )
 def test_all_processes_are_lost_at_once(calm, tmp_path, launcher, args, faults):
     """Snapshots outlive them: the next ones begin from those in shared memory, of which nothing is left in the end."""
-    environ = {"SHARDS": "2", "SNAPSHOT_EVERY": "2"}
+    environ = {"SHARDS": "2", "EVERY": "2"}
     job = run_job(SCRIPT, tmp_path, num_ranks=2, faults=faults, launcher=launcher, args=args, environ=environ)
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == len(faults)
