@@ -1,11 +1,14 @@
 """Processes that are lost in the middle of a transfer of state, or all of them at once: same bits in the end."""
 
 import os
+import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from recovery.faults import HYPERPODRUN, PRELOAD, TORCHRUN, run_job
+from recovery.faults import PRELOAD, TORCHRUN, Job, left_processes, run_job, start
 
 pytestmark = pytest.mark.spawns
 SCRIPT = "ranks_transfer.py"
@@ -82,21 +85,57 @@ def test_a_process_that_raises_is_replaced_where_torch_cannot_put_its_modules_ba
     assert_same(job, calm(5, 1), 5)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "args", "faults"),
-    [
-        (TORCHRUN, RDZV, [["forward", 5, 1, "kill"], ["forward", 9, 0, "kill"]]),  # it ends all workers with one
-        (HYPERPODRUN, PRELOAD, [["forward", 5, 0, "kill"], ["forward", 5, 1, "kill"]]),
-    ],
-    ids=["torchrun", "hyperpodrun"],
-)
-def test_all_processes_are_lost_at_once(calm, tmp_path, launcher, args, faults):
-    """Snapshots outlive them: the next ones begin from those in shared memory, of which nothing is left in the end."""
-    environ = {"SHARDS": "2", "EVERY": "2"}
-    job = run_job(SCRIPT, tmp_path, num_ranks=2, faults=faults, launcher=launcher, args=args, environ=environ)
+def assert_snapshots_were_used(job, num_times):
+    """All processes were lost, and of the snapshots in shared memory nothing is left in the end."""
+    assert "ALL STEPS SO FAR ARE LOST" not in job.output
+    assert job.output.count("all ranks return to the snapshot") == num_times
+    assert not [*Path(f"/dev/shm/hyperpod-{os.getuid()}").glob(f"{job.agent_pid}-*")]
+
+
+def test_all_processes_are_lost_at_once(calm, tmp_path):
+    faults, environ = [["forward", 5, 0, "kill"], ["forward", 5, 1, "kill"]], {"SHARDS": "2", "EVERY": "2"}
+    job = run_job(SCRIPT, tmp_path, num_ranks=2, faults=faults, args=PRELOAD, environ=environ)
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == len(faults)
-    assert "ALL STEPS SO FAR ARE LOST" not in job.output
-    assert "all ranks return to the snapshot of step 4" in job.output
+    assert_snapshots_were_used(job, 1)
     assert_same(job, calm(2, 2), 2)
-    assert not [*Path(f"/dev/shm/hyperpod-{os.getuid()}").glob(f"{job.agent_pid}-*")]
+
+
+def test_torchrun_ends_all_processes_with_one_while_another_node_comes_and_goes(calm, tmp_path):
+    """The next processes start on the node whose memory has the snapshots, whichever others wait for a slot."""
+    faults = [["forward", 5, 1, "kill"], ["forward", 7, 0, "kill"], ["forward", 9, 1, "kill"]]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = {
+        "faults": faults,
+        "num_ranks": 2,
+        "launcher": TORCHRUN,
+        "args": (*RDZV, f"--rdzv-endpoint=localhost:{port}", "--rdzv-conf=keep_alive_interval=0.5"),
+        "environ": {"SHARDS": "2", "EVERY": "2"},
+    }
+    agents = [start(SCRIPT, tmp_path, **options)]
+    until_s, job = time.monotonic() + 150.0, Job(tmp_path, 0, "")
+    try:
+        while agents[0].poll() is None and time.monotonic() < until_s:
+            is_wanted = (tmp_path / "record-0.jsonl").exists() and job.num_faults != 2
+            is_there = len(agents) > 1 and agents[-1].poll() is None
+            if is_wanted and not is_there:
+                agents.append(start(SCRIPT, tmp_path / f"other-{len(agents)}", **options))
+            elif is_there and not is_wanted:
+                agents[-1].kill()
+            time.sleep(0.1)
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait(10)
+        left = [pid for agent in agents for pid in left_processes(agent.mark, patience_s=5.0)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    found = Job(tmp_path, agents[0].returncode, (tmp_path / "output").read_text(), agents[0].pid)
+    assert found.code == 0, found.output[-8000:]
+    assert not left
+    assert found.num_faults == len(faults)
+    assert len(agents) >= 3  # one was there at the second loss, and another came after the third
+    assert_snapshots_were_used(found, len(faults))
+    assert_same(found, calm(2, 2), 2)
