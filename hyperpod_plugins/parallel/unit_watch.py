@@ -8,13 +8,18 @@ parameters have one on another rank, gradients of different parameters are added
 `UnitTrace` prevents both. A unit that took part in a backward reduces a gradient of each of its trainable parameters,
 zero for those that this rank did not use; `reconcile_gradients` then removes the gradients that no rank computed, as in
 a single process, and raises if the sequences of units differ. Within a unit, ranks may thus use different parameters.
+
+[Note: parameters that a forward left gathered] FSDP2 keeps the parameters of the root gathered after a forward, until a
+backward. A forward between the last backward and the optimizer's step, such as one without gradients for a metric,
+leaves them gathered while the optimizer writes to their shards, and the next forward would compute with the values
+before the step. So units are resharded when an optimizer is about to step on their parameters.
 """
 
 # FSDP2's parameter groups have no public API.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
@@ -82,6 +87,11 @@ def _settle(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> bool:
 def _settle_before_step(optimizer: Optimizer, *_: Any) -> None:
     """Step pre-hook for loops that step their optimizers themselves; has nothing to do in a `StepTransaction`."""
     reconcile_gradients_of(optimizer)
+    gathered = [watch for watch in (each() for each in _watches) if watch is not None and watch.is_any_gathered]
+    if gathered:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for watch in gathered:
+            watch.reshard(stepped)
 
 
 def _watches_of_optimizer(optimizer: Optimizer) -> list["UnitTrace"]:
@@ -172,6 +182,17 @@ class UnitTrace:
         held = {id(each.shard) for each in self._parameters}
         return any(id(parameter) in held for parameter in parameters)
 
+    @property
+    def is_any_gathered(self) -> bool:
+        """Whether the parameters of any unit are gathered."""
+        return any(unit.is_gathered for unit in self._units)
+
+    def reshard(self, shards: Container[int]) -> None:
+        """Reshard the units whose shards are among `shards`, by `id`."""
+        for unit in self._units:
+            if unit.is_gathered and any(id(each.shard) in shards for each in unit.parameters):
+                unit.reshard()
+
     def forget(self) -> None:
         """See `clear_trace`."""
         del self.trace[:]
@@ -246,6 +267,15 @@ class _Unit:
             post_backward=self._reduce,
             finalize_backward=self._end,
         )
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its parameters are gathered."""
+        return self._group.is_unsharded
+
+    def reshard(self) -> None:
+        """Free its gathered parameters; the next forward or backward gathers them again."""
+        self._group.reshard()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():

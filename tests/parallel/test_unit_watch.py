@@ -168,6 +168,45 @@ def test_ranks_that_run_different_modules_get_the_result_of_one_process_or_are_t
             assert "block_classes" in text
 
 
+def train_with_a_look(shard, share):
+    """Losses of two networks that are also run without gradients before each of their optimizers steps."""
+    torch.manual_seed(1)
+    nets = [shard(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.2) for net in nets]
+    looks = []
+    for step in range(3):
+        x = batch_of(step)[share]
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            hidden = nets[0](x)
+            nets[1](hidden).square().mean().backward()
+            with torch.no_grad():
+                looks.append(nets[1](x).square().mean())
+                looks.append(net(x).square().mean())
+            optimizer.step()
+    return torch.stack(looks)
+
+
+def look_in_ranks():
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    dist.init_process_group("hyperpod")
+    share, losses = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2), []
+    for config in (ParallelConfig(), ParallelConfig(hybrid_shard_degree=1)):
+        mesh = build_mesh(config.topology(2), DEVICE)
+        losses.append(train_with_a_look(lambda net, c=config, m=mesh: parallelize(net, m, c), share))
+    return losses
+
+
+@pytest.mark.spawns
+def test_a_forward_before_the_optimizer_steps_does_not_keep_its_parameters(run_ranks):
+    by_rank = run_ranks(look_in_ranks, world_size=2)
+    wanted = train_with_a_look(lambda net: net, slice(None))
+    for layout in range(2):
+        found = torch.stack([losses[layout] for losses in by_rank]).mean(0)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_a_plain_model_has_nothing_to_settle():
     assert not reconcile_gradients(nn.Linear(2, 2))
     assert not reconcile_gradients(nn.Linear(2, 2), torch.tensor(False))
