@@ -13,8 +13,8 @@ Operations that are not element-wise, or combine tensors with different layouts,
 # pyright: reportPrivateUsage=false
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 from functools import cache
 from operator import attrgetter
@@ -87,6 +87,26 @@ def step_locally(optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
             return result
 
         return optimizer.step(closure=compute, **kwargs)
+
+
+@contextmanager
+def local_steps(optimizers: Sequence[Optimizer]) -> Generator[None]:
+    """Context in which `optimizer.step()` runs on local shards as `step_locally` does, for programs that call it.
+
+    A step with a closure, or a compiled one, is left unchanged.
+    """
+    with ExitStack() as modes, ExitStack() as hooks:
+
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if all(each is None for each in (*args[1:], kwargs.get("closure"))):
+                modes.enter_context(LocalDispatchMode())
+
+        for optimizer in optimizers:
+            if _is_compiled(vars(optimizer).get("step")):
+                continue
+            hooks.callback(optimizer.register_step_pre_hook(before).remove)
+            hooks.callback(optimizer.register_step_post_hook(lambda *_: modes.close()).remove)
+        yield
 
 
 def check_no_required_closure(optimizers: Iterable[Optimizer]) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyperpod_plugins.parallel.local_optimizer import LocalDispatchMode, step_locally
+from hyperpod_plugins.parallel.local_optimizer import LocalDispatchMode, local_steps, step_locally
 
 SHAPES = ((6, 4), (5,), (3, 2, 2), (1,))
 OPTIMIZERS = [
@@ -57,10 +57,18 @@ def train(mesh, make, options, step):
     return parameters, optimizer
 
 
+def step_without_closure(optimizer, closure):
+    value = closure()
+    with local_steps([optimizer]):
+        optimizer.step()
+    return value
+
+
+@pytest.mark.parametrize("step", [step_locally, step_without_closure])
 @pytest.mark.parametrize(("make", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_same_bits_and_same_kind_of_state(mesh, make, options):
+def test_same_bits_and_same_kind_of_state(mesh, make, options, step):
     through_dtensor, reference = train(mesh, make, options, lambda optimizer, closure: optimizer.step(closure))
-    locally, optimizer = train(mesh, make, options, step_locally)
+    locally, optimizer = train(mesh, make, options, step)
     for mine, theirs in zip(locally, through_dtensor, strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local())
         state, wanted = optimizer.state[mine], reference.state[theirs]
@@ -104,8 +112,12 @@ def test_no_arithmetic_of_the_step_reaches_dtensor_but_the_closure_does(mesh):
 
     with seen:
         step_locally(optimizer, closure)
-    assert "aten::mul" in seen.names
+        step_without_closure(optimizer, closure)
+    assert seen.names.count("aten::mul") == 2
     assert not [name for name in seen.names if "foreach" in name]
+    with seen, local_steps([optimizer]):
+        optimizer.step(closure)
+    assert seen.names.count("aten::mul") == 3
 
 
 def test_what_lies_differently_is_left_to_dtensor(mesh):
@@ -174,8 +186,16 @@ def test_the_mode_ends_with_the_step_whatever_happens(mesh):
     def fail():
         raise RuntimeError("closure")
 
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
     with pytest.raises(RuntimeError, match="closure"):
-        step_locally(torch.optim.SGD([parameter], lr=0.1), fail)
+        step_locally(optimizer, fail)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    with local_steps([optimizer]):
+        optimizer.step()
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+        optimizer.param_groups[0]["params"] = None
+        with pytest.raises(TypeError):
+            optimizer.step()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
@@ -197,3 +217,6 @@ def test_a_compiled_step_stays_compiled(mesh):
     step_locally(optimizer, closure)
     assert graphs
     assert torch.equal(parameter, torch.full((4,), 0.9))
+    with local_steps([optimizer]):
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach(), torch.full((4,), 0.8))
