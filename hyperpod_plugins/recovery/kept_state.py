@@ -192,10 +192,19 @@ class FreshGradients:
 
     Args:
         optimizers: the optimizers that the program steps manually.
+        unit: name of one step in the program, for error messages.
+        otherwise: an alternative to zeroing gradients in each step, for error messages.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        unit: str = "training_step",
+        otherwise: str = "; or use CheckpointlessRecovery(enabled=False)",
+    ) -> None:
         self._optimizers = list(optimizers)
+        self._unit, self._otherwise = unit, otherwise
         self._old: dict[Tensor, TensorWeakRef] = {}
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
 
@@ -220,10 +229,10 @@ class FreshGradients:
         for group in optimizer.param_groups:
             if any(each.grad is not None and self._is_old(each) for each in group["params"]):
                 raise ConfigError(
-                    f"{type(optimizer).__name__} would step on gradients of an earlier training_step, which a process "
+                    f"{type(optimizer).__name__} would step on gradients of an earlier {self._unit}, which a process "
                     "that replaces a lost one does not have. Call optimizer.zero_grad() before backward in each "
-                    "training_step (with set_to_none=True, its default), and accumulate within one training_step; or "
-                    "use CheckpointlessRecovery(enabled=False)."
+                    f"{self._unit} (with set_to_none=True, its default), and accumulate within one "
+                    f"{self._unit}{self._otherwise}."
                 )
 
     def _is_old(self, parameter: Tensor) -> bool:

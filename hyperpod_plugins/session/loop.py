@@ -25,6 +25,7 @@ from hyperpod_plugins.errors import LoopError, PeerLost
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, loss_parallel_context
 from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
+from hyperpod_plugins.parallel.local_optimizer import local_steps
 from hyperpod_plugins.parallel.replica_mean import (
     FixedOrderAveraging,
     GradAveraging,
@@ -33,7 +34,9 @@ from hyperpod_plugins.parallel.replica_mean import (
 )
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 from hyperpod_plugins.recovery import seed_micro_step
+from hyperpod_plugins.recovery.undo import forget_iteration
 from hyperpod_plugins.session.context import LoopContext
+from hyperpod_plugins.session.manual import EqualShares, check_means
 from hyperpod_plugins.session.state import Position, TrainedState, refuse_unreadable
 from hyperpod_plugins.session.step import BETWEEN, LoopGuard, Step
 from hyperpod_plugins.session.transaction import PlainSteps, ends_only_this_process
@@ -114,6 +117,8 @@ class StepComputation:
     """Whether random numbers are a function of the step."""
     averaging: GradAveraging | None = None
     """Averages gradients over replicas; None if FSDP2 does."""
+    equal_shares: EqualShares | None = None
+    """With manual optimization, the worlds that share each step equally; None with automatic optimization."""
 
     def seed(self, step: int, context: LoopContext, part: str) -> None:
         """Start the random stream of a step's body before the step is computed, or after it was committed."""
@@ -169,6 +174,29 @@ class StepComputation:
         mean = _mean(_stacked(total), context.data_group)
         return AttemptResult(result=_named(mean, total), norm=norm, losses=losses)
 
+    def attempt_manually(
+        self, run: Callable[[Any], Any], batch: Any, *, step: int, context: LoopContext, split: BatchSplit
+    ) -> AttemptResult:
+        """Call the function that computes and updates a step, and average what it returned over the global batch.
+
+        Args:
+            run: the function that the program gave to `Step.run`; steps the optimizers itself.
+            batch: this rank's part of the step.
+            step: number of the step.
+            context: rank and groups of this process.
+            split: split of a step.
+        """
+        if self.is_step_keyed:
+            data_rank = context.topology.data_rank(context.rank)
+            seed_micro_step(self.config.random_seed, step, *split.random_stream(0, data_rank))
+        with loss_parallel_context(self.config):
+            returned = run(tree_map(lambda leaf: leaf, batch))  # copies containers: it may empty them
+        check_means(returned)
+        values = tree_map(_detached, returned)
+        reconcile_gradients(self.model)  # of the last backward, if no optimizer has used its gradients
+        forget_iteration(self.model)  # a forward after the last backward leaves parameters unsharded
+        return AttemptResult(result=_named(_mean(_stacked(values), context.data_group), values), norm=None, losses=[])
+
     def gradient_noise(self) -> GradientNoise | None:
         """The gradient noise of the step that was computed last; None if it was not measured."""
         averaging = self.averaging
@@ -183,7 +211,9 @@ def _loss_of(returned: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise LoopError(
             "the function given to step.run(...) must return the loss as a tensor of one element whose backward has "
-            f"not been run, or a dict with it as 'loss', but returned {type(returned).__name__}. Leave backward to it."
+            f"not been run, or a dict with it as 'loss', but returned {type(returned).__name__}. Leave backward to it, "
+            "or call it in that function and step the optimizers there, with session.train(..., "
+            "manual_optimization=True)."
         )
     return loss
 
@@ -265,9 +295,12 @@ class Loop:
             build_loader: builds this rank's loader for the present world.
             limits: how long to run.
             finite: checks each step before it is committed.
+
+        Raises:
+            ConfigError: with manual optimization, ranks would share the last step of an epoch unevenly.
         """
         self._finite = finite
-        self.guard = LoopGuard(trained.optimizers)
+        self.guard = LoopGuard(trained.optimizers, is_manual=trained.is_manual)
         self._context = context
         self._trained = trained
         self._computation = computation
@@ -275,6 +308,7 @@ class Loop:
         self._build_loader = build_loader
         self._limits = limits
         self._loader = build_loader()
+        self._refuse_uneven_end()
         self._position = Position()
         self._step: Step | None = None
 
@@ -407,10 +441,15 @@ class Loop:
         self._trained.forget_body()
         if position.loader:
             self._loader.load_state_dict(position.loader)
+            self._refuse_uneven_end()
         if position.groups:
             self._trained.load_position(position)
         self._position = position
         return position
+
+    def _refuse_uneven_end(self) -> None:
+        if self._computation.equal_shares is not None:
+            self._computation.equal_shares.refuse_uneven_end(self._loader.batch_sampler)
 
     def seed(self, step: Step, part: str) -> None:
         """Start the random stream of a part of the step's body."""
@@ -424,48 +463,22 @@ class Loop:
         """Run one step as a transaction."""
         split = self._loader.batch_sampler.split
         self._trained.begin_run()
+        self.guard.begin_step()
         if self.transactions.rehearsal is not None:
             for index, batch in enumerate(step.batches):
                 self.transactions.rehearsal.note_batch(index, batch)
 
         def compute() -> AttemptResult:
             self._trained.note_batches(step.batches)
-            done = self._computation.attempt(
-                compute_loss,
-                step.batches,
-                step.weights,
-                step=step.index,
-                context=self._context,
-                split=split,
-            )
+            done = self._attempt(compute_loss, step, split)
             self._trained.computed()
             if self._trained.steps_before_vote:
-                update(done)
+                self._update(done, step, split)
             return done
-
-        def update(done: AttemptResult) -> None:
-            may_update = self._finite.allows_update(
-                done.loss, done.norm, step=step.index, epoch=step.epoch, losses=done.losses
-            )
-            rates = self._trained.rates
-            scaling = nullcontext()
-            if rates is not None:
-                rates.noise = self._computation.gradient_noise()
-                scaling = rates.step(
-                    *self._trained.optimizers,
-                    batch_size=split.global_batch_size,
-                    num_samples=step.num_samples,
-                    is_first_rank=self._context.rank == 0,
-                )
-            with self.guard.allow_optimizer_steps(), scaling:
-                if may_update:
-                    self._trained.update()
-                else:
-                    self._trained.skip()
 
         def commit(done: AttemptResult) -> Any:
             if not self._trained.steps_before_vote:
-                update(done)
+                self._update(done, step, split)
             self._trained.advance()
             self._position = Position(
                 committed=step.index + 1,
@@ -481,3 +494,37 @@ class Loop:
         result = self.transactions.run(compute, commit)
         self._finite.raise_if_stopped()
         return result
+
+    def _attempt(self, compute_loss: Callable[[Any], Any], step: Step, split: BatchSplit) -> AttemptResult:
+        """Compute the gradients of a step; with manual optimization, the program also steps its optimizers."""
+        computation, context = self._computation, self._context
+        if not self._trained.is_manual:
+            return computation.attempt(
+                compute_loss, step.batches, step.weights, step=step.index, context=context, split=split
+            )
+        [batch] = step.batches
+        with self.guard.manual_optimization(), local_steps(self._trained.optimizers):
+            return computation.attempt_manually(compute_loss, batch, step=step.index, context=context, split=split)
+
+    def _update(self, done: AttemptResult, step: Step, split: BatchSplit) -> None:
+        """Step the optimizers, unless the step is not finite, or the program has stepped them."""
+        if self._trained.is_manual:
+            return
+        may_update = self._finite.allows_update(
+            done.loss, done.norm, step=step.index, epoch=step.epoch, losses=done.losses
+        )
+        rates = self._trained.rates
+        scaling = nullcontext()
+        if rates is not None:
+            rates.noise = self._computation.gradient_noise()
+            scaling = rates.step(
+                *self._trained.optimizers,
+                batch_size=split.global_batch_size,
+                num_samples=step.num_samples,
+                is_first_rank=self._context.rank == 0,
+            )
+        with self.guard.allow_optimizer_steps(), scaling:
+            if may_update:
+                self._trained.update()
+            else:
+                self._trained.skip()

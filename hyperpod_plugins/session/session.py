@@ -60,6 +60,7 @@ from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
+from hyperpod_plugins.session.manual import EqualShares, refuse_session_options, refuse_train_options
 from hyperpod_plugins.session.state import Position, TrainedState
 from hyperpod_plugins.session.step import Step
 from hyperpod_plugins.session.transaction import PlainSteps, Transactions
@@ -282,10 +283,12 @@ class Session:
         backward: Callable[[Tensor], object] = Tensor.backward,
         max_grad_norm: float = 0.0,
         non_finite: NonFinitePolicy = "auto",
+        manual_optimization: bool = False,
     ) -> None:
         """Set what the steps train. In each step, every optimizer steps once, and so does every scheduler.
 
-        If the batch follows the world, schedulers step once for each reference batch instead.
+        If the batch follows the world, schedulers step once for each reference batch instead. With
+        `manual_optimization`, the program steps optimizers and schedulers itself.
 
         Args:
             model: a model sharded by `parallelize`, or otherwise over `mesh`.
@@ -299,12 +302,24 @@ class Session:
                 updated, "skip" skips the optimizer step, "warn" warns and continues, and "off" does not check. "auto"
                 is "stop", except on CUDA without recovery, where the host would have to wait for the device; there it
                 is "off".
+            manual_optimization: let the function given to `Step.run` compute gradients and step optimizers and
+                schedulers itself, in any order and any number of times. It is called once a step, with this rank's
+                part of the global batch. What the optimizers write is copied on the device when a step begins, and
+                restored after a fault. Excludes `backward`, `max_grad_norm` and `non_finite`.
 
         Raises:
             ConfigError: the model is not sharded, so each rank would train its own; a library has wrapped an
                 optimizer, or it holds parameters that are not the model's; a scheduler waits for a metric; the policy
-                is unknown.
+                is unknown; an option is not possible with manual optimization.
         """
+        if manual_optimization:
+            refuse_train_options(backward=backward, max_grad_norm=max_grad_norm, non_finite=non_finite)
+            refuse_session_options(
+                samples_per_replica=self._samples_per_replica,
+                reproducible=self._reproducible,
+                has_other_degrees=any(self._degrees),
+            )
+            non_finite = "off"
         waits_anyway = self._member is not None or self.device.type == "cpu"
         self._finite = FiniteCheck(non_finite, waits_anyway=waits_anyway)
         if self.world_size > 1 and not any(True for _ in fsdp_units(model)):
@@ -338,6 +353,7 @@ class Session:
             folder=self._folder,
             degrees=(self._context.topology.shard_degree, self._context.topology.tensor_degree),
             rates=LearningRates(rule=self._rule) if self._samples_per_replica else None,
+            is_manual=manual_optimization,
         )
         self._computation = StepComputation(
             model=model,
@@ -518,7 +534,7 @@ class Session:
         Raises:
             LoopError: `train` was not called, or the body does not use its step.
             ConfigError: another process could not continue the loader, its sampler does not yield each sample once,
-                or the batch cannot be split over the ranks.
+                or the batch cannot be split over the ranks, with manual optimization equally.
         """
         trained, transactions = self._require_train()
         assert self._computation is not None
@@ -528,6 +544,11 @@ class Session:
         sizes = (self.topology.replicate_degree,)
         if self._policy is not None and self._member is not None:
             sizes = self._allowed_sizes(batch, self._policy)
+        shares = None
+        if trained.is_manual:
+            present, shard_degree = self.topology.replicate_degree, self.topology.shard_degree
+            shares = EqualShares.of(batch, sizes, present=present, ranks_per_replica=shard_degree)
+            sizes = shares.sizes
         if trained.rates is not None:
             self._begin_schedule(trained, trained.rates, batch, sizes)
         if self._member is not None and self._policy is not None and not self._member.is_joining:
@@ -540,7 +561,8 @@ class Session:
                 tensor_degree=self.topology.tensor_degree,
                 layouts=layouts_of(degrees, self._given_config, self._context.ranks_per_node),
             )
-        computation = replace(self._computation, averaging=self._averaging_of(trained.model, split))
+        averaging = self._averaging_of(trained.model, split)
+        computation = replace(self._computation, averaging=averaging, equal_shares=shares)
 
         def build_loader() -> StatefulLoader:
             topology = self.topology
@@ -755,7 +777,8 @@ def _refuse_own_schedulers(trained: TrainedState, scheduled: Sequence[Optimizer 
             raise ConfigError(
                 f"a scheduler was created for {type(optimizer).__name__}, but not given to session.train. With "
                 "recovery, a replacement would begin with a new one. Give it to train, which steps it once after each "
-                'step; or, to step it in the body, session.register_rank_local("schedule", scheduler).'
+                "step (or leaves that to the program, with manual_optimization=True); or, to step it in the body, "
+                'session.register_rank_local("schedule", scheduler).'
             )
 
 

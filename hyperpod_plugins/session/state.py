@@ -26,7 +26,7 @@ from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, KeptAttributes, PlainAttributes, modules_of_program
-from hyperpod_plugins.recovery.kept_state import OptimizerCopy, is_elementwise
+from hyperpod_plugins.recovery.kept_state import HasState, OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import (
     ALWAYS_KEPT_BYTES,
     BUFFERS,
@@ -169,6 +169,7 @@ class TrainedState:
         folder: Path,
         degrees: tuple[int, int] = (1, 1),
         rates: LearningRates | None = None,
+        is_manual: bool = False,
     ) -> None:
         """Wrap what a loop trains.
 
@@ -181,6 +182,7 @@ class TrainedState:
             folder: folder for emergency checkpoints.
             degrees: shard and tensor degree of the model.
             rates: learning rate and schedule, if the batch follows the world.
+            is_manual: whether the program steps optimizers and schedulers itself.
 
         Raises:
             ConfigError: an optimizer computes gradients itself, or has hyperparameters that cannot be passed on.
@@ -191,6 +193,7 @@ class TrainedState:
         self.optimizers = list(optimizers)
         self.schedulers = list(schedulers)
         self.rates = rates
+        self.is_manual = is_manual
         self.tensors = TrainingState(model, optimizers, verify=verify)
         self.saving: dist.ProcessGroup | None = None
         """Group of all ranks, used only for checkpoints; if None, one is created when it is needed."""
@@ -208,9 +211,10 @@ class TrainedState:
         self._loaded: dict[str, dict[str, Any]] = {}
         self._body_start: dict[str, Any] = {}
         self._committed: dict[str, Any] = {}
-        writes = not all(map(is_elementwise, self.optimizers))
+        writes = is_manual or not all(map(is_elementwise, self.optimizers))
         self.attributes = PlainAttributes(modules_of_program(model))
-        kept = OptimizerCopy(self.optimizers, [] if rates is None else [rates]) if writes else None
+        others: list[HasState] = [*([] if rates is None else [rates]), *(self.schedulers if is_manual else [])]
+        kept = OptimizerCopy(self.optimizers, others) if writes else None
         self._beginning = StepStart(model, self.optimizers, kept, attributes=[self.attributes])
         self._module_start: tuple[Buffers, KeptAttributes] | None = None
         """What `LocalStates.before` does not hold, as the body of a step began."""
@@ -381,7 +385,7 @@ class TrainedState:
 
     @property
     def steps_before_vote(self) -> bool:
-        """Whether optimizers step before the vote, because they may communicate; see `recovery.kept_state`."""
+        """Whether optimizers step before the vote: they may communicate, or the program steps them itself."""
         return self._beginning.kept is not None
 
     def update(self) -> None:
@@ -399,10 +403,13 @@ class TrainedState:
         self._beginning.end()
 
     def advance(self) -> None:
-        """Step the schedulers when the step is committed: once, or once for each reference batch completed."""
+        """Step the schedulers when the step is committed: once, or once for each reference batch completed.
+
+        With manual optimization the program has stepped them.
+        """
         self._beginning.close()
         self._runs = False
-        for _ in range(1) if self.rates is None else self.rates.due_schedule_steps():
+        for _ in range(int(not self.is_manual)) if self.rates is None else self.rates.due_schedule_steps():
             for scheduler in self.schedulers:
                 scheduler.step()
         if self._body_start:

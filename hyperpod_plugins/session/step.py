@@ -6,10 +6,12 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import LoopError, PeerLost
+from hyperpod_plugins.recovery.kept_state import FreshGradients
 from hyperpod_plugins.recovery.rng import AFTER_COMMIT, BATCH
 
 # Messages for what a loop must not do: collectives and optimizer steps that recovery could not repair.
@@ -25,20 +27,36 @@ BEFORE_RUN = (
 )
 BY_HAND = (
     "optimizer.step() was called by hand. A step counts only when all ranks have agreed that it went well: let the "
-    "function that is given to `step.run(...)` return the loss, and leave backward, optimizer and schedulers to it."
+    "function that is given to `step.run(...)` return the loss, and leave backward, optimizer and schedulers to it. Or "
+    "step the optimizers in that function, with session.train(..., manual_optimization=True)."
+)
+OUTSIDE_RUN = (
+    "optimizer.step() was called outside of the function that is given to `step.run(...)`, where a fault would not "
+    "undo it. Step the optimizers in that function."
 )
 
 
 class LoopGuard:
     """Makes one loop's collectives and optimizer steps raise where recovery could not repair them."""
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], *, is_manual: bool = False) -> None:
+        """Watch nothing yet.
+
+        Args:
+            optimizers: those that the loop trains with.
+            is_manual: whether the program steps them itself, in the function given to `Step.run`.
+        """
         self._is_open = False
         self._optimizers, self._hooks = list(optimizers), list[RemovableHandle]()
+        self._is_manual = is_manual
+        self._fresh: FreshGradients | None = None
+        self._is_again = False
 
     def open(self) -> None:
         """Watch the optimizers, as the loop begins; one that is never entered must not forbid the steps of another."""
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers]
+        if self._is_manual:
+            self._fresh = FreshGradients(self._optimizers, unit="step", otherwise="")
 
     def forbid(self, why: str) -> None:
         """Make the main thread's collectives raise `LoopError(why)` from now on."""
@@ -57,16 +75,45 @@ class LoopGuard:
         finally:
             self._is_open = False
 
+    def begin_step(self) -> None:
+        """Begin a step. With manual optimization, it must not use the present gradients."""
+        self._is_again = False
+        if self._fresh is not None:
+            self._fresh.begin()
+
+    @contextmanager
+    def manual_optimization(self) -> Generator[None]:
+        """Context of each attempt at a step, in which the program steps the loop's optimizers, and no others."""
+        if self._is_again and self._fresh is not None:
+            self._fresh.put_back()
+        self._is_again = True
+        hook = register_optimizer_step_pre_hook(self._refuse_unknown)
+        try:
+            with self.allow_optimizer_steps():
+                yield
+        finally:
+            hook.remove()
+
     def close(self) -> None:
         """Allow everything again, at the end of the loop."""
         self.allow()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._fresh is not None:
+            self._fresh.close()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_open:
-            raise LoopError(BY_HAND)
+            raise LoopError(OUTSIDE_RUN if self._is_manual else BY_HAND)
+
+    def _refuse_unknown(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not any(each.state is optimizer.state for each in self._optimizers):  # a wrapper may share its state
+            raise LoopError(
+                f"the function given to step.run(...) steps a {type(optimizer).__name__} that session.train was not "
+                "given, so a fault would not undo its step, and a replacement would not get its state. Give all "
+                "optimizers to session.train(model, [optimizer, ...], manual_optimization=True)."
+            )
 
 
 class StepRunner(Protocol):
@@ -157,7 +204,9 @@ class Step:
         Args:
             compute_loss: called with each batch of this rank; returns the mean loss over its samples, `()`, or a dict
                 of such means with the key `"loss"`. It may communicate, but must not call backward, and must not
-                change anything that outlives the call other than buffers of the model.
+                change anything that outlives the call other than buffers of the model. With
+                `Session.train(manual_optimization=True)` it is called once, also computes gradients and steps
+                optimizers and schedulers, and returns one mean or a dict of means with any keys.
 
         Returns:
             What `compute_loss` returns, averaged over the whole global batch; equal on all ranks.

@@ -16,6 +16,7 @@ from faults import Faults
 from hyperpod_plugins.elastic.scaling.lr import LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.parallel import clip_grad_norm_
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.session import Session
 
@@ -103,7 +104,10 @@ def main():
     used = []  # learning rates of this process's steps
     optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
-    session.train(model, optimizer, scheduler, max_grad_norm=float(os.environ.get("CLIP", "0.5")))
+    max_norm, is_manual = float(os.environ.get("CLIP", "0.5")), "MANUAL" in os.environ
+    session.train(
+        model, optimizer, scheduler, max_grad_norm=0.0 if is_manual else max_norm, manual_optimization=is_manual
+    )
     total = Total()
     if "OWN" in os.environ:
         session.register_rank_local("total", total)
@@ -120,7 +124,8 @@ def main():
         return float(loss) / session.world_size
 
     dataset = TensorDataset(data, torch.arange(NUM_SAMPLES))
-    loader = DataLoader(dataset, batch_size=3, shuffle=True, drop_last=not sizes or "REPRODUCIBLE" in os.environ)
+    drop_last = not sizes or "REPRODUCIBLE" in os.environ
+    loader = DataLoader(dataset, batch_size=12 if is_manual else 3, shuffle=True, drop_last=drop_last)
     num_steps = int(os.environ.get("STEPS", "0"))
     for step in session.steps(loader, epochs=1000 if sizes or num_steps else 3, max_steps=num_steps):
         with step:
@@ -135,7 +140,16 @@ def main():
                 faults.at("backward", step.index)
                 return {"loss": loss, "size": float(x.abs().mean())}
 
-            means = step.run(compute_loss)
+            def train_manually(batch, compute_loss=compute_loss):
+                means = compute_loss(batch)
+                optimizer.zero_grad()
+                means["loss"].backward()
+                clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                scheduler.step()
+                return means
+
+            means = step.run(train_manually if is_manual else compute_loss)
             faults.at("committed", step.index)
             faults.note(
                 kind="again" if step.is_replay else "step",

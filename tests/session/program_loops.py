@@ -383,6 +383,71 @@ def float8():
     finish(session, net, loss=float(loss))
 
 
+def gan():
+    """Two networks, whose optimizers and schedulers its function steps by hand, and random numbers in between."""
+    exchange = LocalStates.exchange
+
+    def exchange_with_fault(self, step):
+        faults.at("vote", step - 1)
+        exchange(self, step)
+
+    LocalStates.exchange = exchange_with_fault
+    session = Session(global_batch_size=8, hybrid_shard_degree=2, recovery=RecoveryOptions(**OPTIONS))
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 8))
+    nets = nn.ModuleDict({"maker": session.parallelize(maker), "judge": session.parallelize(Taught())})
+    optimizers = [
+        torch.optim.AdamW(nets["judge"].net.parameters(), lr=1e-2),
+        torch.optim.SGD(nets["maker"].parameters(), lr=1e-2, momentum=0.9),
+    ]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 3, 0.9) for each in optimizers]
+    session.train(nets, optimizers, schedulers, manual_optimization=True)
+    x = torch.randn(80, 8, generator=torch.Generator().manual_seed(1))
+    session.state["losses"] = []
+    for step in session.steps(DataLoader(TensorDataset(x), batch_size=2), epochs=2):
+        with step:
+
+            def train(batch, at=step):
+                (real,) = batch
+                made = nets["maker"](torch.randn_like(real))
+                of_judge, of_maker = optimizers
+                of_judge.zero_grad()
+                judged = (nets["judge"](real) - 1).square().mean() + nets["judge"](made.detach()).square().mean()
+                judged.backward()
+                faults.at("judge", at.index)
+                of_judge.step()
+                with torch.no_grad():
+                    for each in nets["judge"].net.parameters():
+                        each.clamp_(-0.3, 0.3)
+                nets["judge"].small += 1
+                nets["judge"].count += 1
+                faults.at("maker", at.index)
+                of_maker.zero_grad()
+                fooled = (nets["judge"](made) - 1).square().mean()
+                fooled.backward()
+                of_maker.step()
+                for scheduler in schedulers:
+                    scheduler.step()
+                faults.at("stepped", at.index)
+                return {"judge": judged, "maker": fooled}
+
+            faults.at("begun", step.index)
+            means = step.run(train)
+            faults.at("committed", step.index)
+            session.state["losses"].append(float(means["judge"] + means["maker"]))
+            with torch.no_grad():
+                for mine, other in zip(nets["judge"].teacher.parameters(), nets["judge"].net.parameters(), strict=True):
+                    mine.lerp_(other, 0.1)
+            dist.all_reduce(torch.ones(1))
+            faults.at("between", step.index)
+    owned = [(optimizer.state, each) for optimizer in optimizers for each in optimizer.param_groups[0]["params"]]
+    for number, (state, parameter) in enumerate(owned):
+        for name, value in state[parameter].items():
+            nets.register_buffer(f"state_{number}_{name}", (value.to_local() if hasattr(value, "to_local") else value))
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    finish(session, nets, count=nets["judge"].count, rates=rates, program=dict(session.state))
+
+
 def beside():
     """Another sharded model, which no repair would reset."""
     session, _, loader = make()
@@ -392,5 +457,4 @@ def beside():
 
 
 if __name__ == "__main__":
-    loops = [two_loops, counts, one_sided, float8, writes, decays, alone, made_ahead, leaves_late, breaks, ends, beside]
-    {loop.__name__: loop for loop in loops}[os.environ["LOOP"]]()
+    globals()[os.environ["LOOP"]]()

@@ -204,6 +204,37 @@ def test_ranks_that_are_lost_while_the_state_after_a_loop_is_kept(tmp_path):
         assert [step["index"] for step in steps] == [0, 1, 2, 3], found.output[-6000:]
 
 
+@pytest.mark.parametrize(
+    ("faults", "options"),
+    [
+        pytest.param(
+            [
+                ["maker", 2, 1, "kill"],  # one optimizer has stepped
+                ["vote", 4, 3, "kill"],  # both have, and the function has returned
+                ["committed", 6, 0, "kill"],
+                ["maker", 8, 2, "raise"],
+                ["stepped", 10, 0, "break"],
+                ["judge", 12, 3, "kill"],
+                ["between", 15, 1, "kill"],
+            ],
+            {"rehearse": [1, 14]},
+            id="in place, with rehearsals",
+        ),
+        pytest.param(
+            [["maker", 7, 0, "kill"], ["maker", 7, 2, "kill"], ["stepped", 13, 1, "kill"], ["vote", 13, 3, "kill"]],
+            {"snapshot_every_steps": 3},
+            id="with returns to a snapshot",
+        ),
+    ],
+)
+def test_two_optimizers_that_are_stepped_by_hand(faults, options, tmp_path):
+    wanted = run(tmp_path / "wanted", "gan", options=options)
+    found = run(tmp_path / "found", "gan", faults, options=options)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, len(faults)), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+    assert ("return to the snapshot" in found.output) == ("snapshot_every_steps" in options)
+
+
 def test_a_sharded_model_that_is_not_trained_is_refused(tmp_path):
     job = run(tmp_path, "beside", num_ranks=2)
     assert job.code == 1

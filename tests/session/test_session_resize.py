@@ -67,6 +67,35 @@ def test_grown_shrunk_and_grown_again(nodes, tmp_path_factory):
         torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_a_loop_that_is_stepped_by_hand_grows_and_shrinks(nodes, tmp_path_factory):
+    """Its losses are those of the loop that the session steps, on one rank."""
+    of_data = {"SAMPLES": "120", "OPTIMIZER": "sgd"}
+    nodes.environ |= {"MANUAL": "1", **of_data}
+    nodes.start("a")
+    nodes.await_size(1)
+    nodes.start("b")
+    nodes.await_size(2)
+    nodes.lose("b")
+    nodes.await_size(1)
+    num_steps = nodes.finish()
+    environ = {"STEPS": str(num_steps), "SHARDS": "1", "REPLICAS": "1", **of_data}
+    calm = run_job(LoopNodes.script, tmp_path_factory.mktemp("calm"), num_ranks=1, environ=environ, args=PRELOAD)
+    assert calm.code == 0, calm.output[-8000:]
+    fixed = {entry["step"]: entry for entry in calm.records("step", 1)[0]}
+    steps = nodes.steps()
+    assert sorted(steps) == list(range(num_steps))
+    for step, entries in steps.items():
+        assert {i for entry in entries for i in entry["ids"]} <= set(fixed[step]["ids"])
+        for entry in entries:
+            assert float.fromhex(entry["loss"]) == pytest.approx(float.fromhex(fixed[step]["loss"]), rel=1e-3)
+            assert entry["lr"] == fixed[step]["lr"]
+    (wanted,) = calm.results(1)
+    found = torch.load(nodes.folder / "result-0.pt", weights_only=True)
+    del wanted["state"]["num_calls"]  # the session calls the model once for each micro-batch
+    for name, value in wanted["state"].items():
+        torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
+
+
 def test_a_node_is_lost_for_good_and_other_degrees_are_asked_for(tmp_path, tmp_path_factory):
     """The other node goes on alone, with what it keeps of the lost shard; with another one they share again."""
     nodes = LoopNodes(tmp_path, "", nnodes="1:2", last_call_s=30)
