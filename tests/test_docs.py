@@ -315,6 +315,14 @@ print(f"ended at {elastic.schedule_step} after {trainer.global_step}", flush=Tru
         leaves="last",
     ),
     Program(
+        pages=("docs/guides/loops.md",),
+        quotes=("losses = step.run(train_both)",),
+        launcher_options=OF_LOOPS,
+        replaced={"10_000, 32": "200, 32"},
+        rest="\nprint(f'ended with {float(losses[\"generator\"])}', flush=True)",
+        says=r"ended with \d\.",
+    ),
+    Program(
         pages=("docs/guides/elastic.md",),
         quotes=("watch_elastic_events()",),
         launcher_options=OF_LOOPS,
