@@ -77,6 +77,7 @@ from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
 from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankLosses
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard, without_replica_sync
+from hyperpod_plugins.parallel.inner_backward import reduce_root_in_backward, root_gathered_for_its_parts
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.mesh import update_group_members
 from hyperpod_plugins.parallel.parallelize import give_values, match_rank_0, replace_stale_parameters
@@ -457,7 +458,9 @@ class HyperPodStrategy(ModelParallelStrategy):
         if self._drops_gradients and self._begins_window:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
-        with loss_parallel_context(self.config):
+        is_automatic = self._module.automatic_optimization
+        inner = nullcontext() if is_automatic else root_gathered_for_its_parts(self._module)
+        with loss_parallel_context(self.config), inner:
             output = super().training_step(*args, **kwargs)
         if self._averaging is not None:
             self._averaging.computed(output)
@@ -471,6 +474,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         weight = sample_weight_of(trainer, batch_index)
         if self._losses is not None:
             self._losses.record(batch_index, closure_loss)
+        if not self._module.automatic_optimization:
+            reduce_root_in_backward(self._module, closure_loss)
         with loss_parallel_context(self.config):
             if weight != 1.0:
                 closure_loss = closure_loss * weight
@@ -493,6 +498,8 @@ class HyperPodStrategy(ModelParallelStrategy):
             compute = partial(self.precision_plugin._wrap_closure, module, optimizer, closure)
             update = partial(self._update, optimizer, **kwargs)
             result = fit.step(compute, update)
+        if not module.automatic_optimization:
+            reshard(module)  # what is gathered has the old values; see `inner_backward`
         if self._losses is not None:
             self._losses.begin()
             self._stop_if_not_finite()
