@@ -121,7 +121,7 @@ class UnitsDiffer(HyperPodError, RuntimeError):
 
 
 class NonFiniteError(HyperPodError, RuntimeError):
-    """The loss or the gradient norm of a step is infinite or NaN; nothing was updated."""
+    """The loss or a gradient of a step is infinite or NaN; nothing was updated."""
 
 
 class DataError(HyperPodError, RuntimeError):

@@ -57,6 +57,7 @@ from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters, save_activation_memory, use_float8
 from hyperpod_plugins.parallel.unit_watch import watch_units
+from hyperpod_plugins.recovery.kept_state import parameters_of
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
 _OF_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "dynamo_plugin", "dynamo_backend")
@@ -120,7 +121,7 @@ class HyperPodAccelerator(Accelerator):
         self._data_group = build_data_group(self.topology)
         is_free = self.device.type == "cpu"  # elsewhere the host would wait for the norm of the gradients
         finite = FiniteCheck(plugin.non_finite if session is None else "off", waits_anyway=is_free)
-        self._check = FiniteStepCheck(finite)
+        self._check = FiniteStepCheck(finite, lambda: parameters_of(self._optimizers).values())
         if session is not None:
             session.when_moved(lambda: self._moved(session.topology))
             session.when_body_begins(lambda: self._body_begins(has_recovery=session.has_recovery))

@@ -1,6 +1,6 @@
 """Accelerate's optimizer and scheduler, for sharded parameters and for ranks that share samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -9,17 +9,23 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from hyperpod_plugins.accelerate.compat import AcceleratedOptimizer, AcceleratedScheduler
-from hyperpod_plugins.parallel.finite import FiniteCheck, RankLosses
+from hyperpod_plugins.parallel.finite import FiniteCheck, RankFiniteCheck
 from hyperpod_plugins.parallel.local_optimizer import step_locally
 
 
 class FiniteStepCheck:
-    """Checks losses in `accelerator.backward` and the norm in `clip_grad_norm_` since the last optimizer step."""
+    """Checks losses in `accelerator.backward`, the norm in `clip_grad_norm_` and the gradients of a step."""
 
-    def __init__(self, finite: FiniteCheck) -> None:
-        """Start without losses; `finite` has the policy for steps that are not finite."""
+    def __init__(self, finite: FiniteCheck, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        """Start without losses.
+
+        Args:
+            finite: has the policy for steps that are not finite.
+            parameters: returns the parameters of all optimizers, whose gradients are checked.
+        """
         self._finite = finite
-        self._losses = RankLosses(finite)
+        self._parameters = parameters
+        self._rank_check = RankFiniteCheck(finite)
         self._norm: Tensor | None = None
         self._num_batches = self._num_steps = 0
         self._is_new, self._may_update = False, True
@@ -28,7 +34,7 @@ class FiniteStepCheck:
         """Record the loss of this rank's next batch, a tensor with one element."""
         if self._finite.is_enabled:
             self._begin()
-            self._losses.record(self._num_batches, loss)
+            self._rank_check.record(self._num_batches, loss)
         self._num_batches += 1
 
     def note_norm(self, norm: Tensor) -> None:
@@ -39,18 +45,17 @@ class FiniteStepCheck:
 
     def _begin(self) -> None:
         if not self._is_new:
-            self._losses.begin()
             self._norm, self._is_new = None, True
 
     def allows_update(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer may step; of several optimizers that step on the same losses, all do or none.
 
         Raises:
-            NonFiniteError: a loss of any rank, or the norm, is not finite, and the policy is to stop.
+            NonFiniteError: a loss of any rank, the norm or a gradient is not finite, and the policy is to stop.
         """
         if self._is_new:
-            self._losses.settle_for(optimizer)
-            self._may_update = self._losses.allows_update(self._norm, step=self._num_steps)
+            self._rank_check.settle_for(optimizer, self._parameters())
+            self._may_update = self._rank_check.allows_update(self._norm, step=self._num_steps)
             self._is_new = False
             self._num_steps += 1
         self._finite.raise_if_stopped()

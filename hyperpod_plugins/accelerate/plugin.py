@@ -31,11 +31,11 @@ class HyperPodPlugin(AcceleratorSpec):
             (YAML). Default: the file named by `HYPERPOD_CONFIG`, else hybrid sharding over all ranks.
         comm: collective library to use, and whether a fallback is allowed.
         timeout_s: seconds after which a collective that does not complete fails.
-        non_finite: what `optimizer.step()` does if a loss of any rank in `accelerator.backward`, or the norm computed
-            by `accelerator.clip_grad_norm_`, is infinite or NaN. "stop" raises `NonFiniteError` on all ranks before
-            anything is updated, "skip" skips the step, "warn" warns and continues, and "off" does not check. "auto"
-            is "stop" on CPU, and "off" elsewhere, where the host would have to wait for the device. With a `Session`,
-            use the option of `Session.train` instead.
+        non_finite: what `optimizer.step()` does if a loss of any rank in `accelerator.backward`, the norm computed by
+            `accelerator.clip_grad_norm_`, or a gradient is infinite or NaN. "stop" raises `NonFiniteError` on all
+            ranks before anything is updated, "skip" skips the step, "warn" warns and continues, and "off" does not
+            check. "auto" is "stop" on CPU, and "off" elsewhere, where the host would have to wait for the device. With
+            a `Session`, use the option of `Session.train` instead.
         **options: fields of `ParallelConfig` and of `AccelerateSettings`; they override those of `config`.
 
     Raises:

@@ -27,7 +27,7 @@ from hyperpod_plugins.data import StatefulLoader
 from hyperpod_plugins.delayed_init import delayed_init, tapes_of
 from hyperpod_plugins.elastic.membership.admission import announce
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
-from hyperpod_plugins.errors import ConfigError, PeerLost
+from hyperpod_plugins.errors import ConfigError, NonFiniteError, PeerLost
 from hyperpod_plugins.events import AllocatorWatch
 from hyperpod_plugins.lightning.checkpoint_io import TrainerCheckpoints
 from hyperpod_plugins.lightning.compat import (
@@ -75,7 +75,7 @@ from hyperpod_plugins.parallel import (
 )
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
 from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
-from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankLosses
+from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankFiniteCheck
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard, without_replica_sync
 from hyperpod_plugins.parallel.inner_backward import reduce_root_in_backward, root_gathered_for_its_parts
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
@@ -105,16 +105,16 @@ class HyperPodStrategy(ModelParallelStrategy):
         trust_checkpoints: unpickle Python objects of a checkpoint (such as hyperparameters of your own classes),
             which can run arbitrary code. By default, only tensors, plain containers, numbers and strings are read.
         timeout_s: seconds after which a collective that does not complete fails.
-        non_finite: what to do if a rank's loss, or the gradient norm when `Trainer(gradient_clip_val=...)` clips by
-            it, is infinite or NaN in a step. "stop" raises `NonFiniteError` on all ranks before anything is updated,
-            "skip" skips the optimizer step, "warn" warns and continues, and "off" does not check. "auto" is "stop",
-            except where the check is impossible (see Raises) and, without recovery, where it is not free (on CUDA in
-            one process, or with clipping) or the optimizer's step is not torch's own; there it is "off".
+        non_finite: what to do if a rank's loss or a gradient is infinite or NaN in a step. "stop" raises
+            `NonFiniteError` on all ranks before anything is updated, "skip" skips the optimizer step, "warn" warns and
+            continues, and "off" does not check. "auto" is "stop", except, without recovery, where the host would have
+            to wait for the device (on CUDA in one process, or with clipping) or the optimizer's step is not torch's
+            own; there it is "off". With manual optimization, each step of an optimizer of `self.optimizers()` is
+            checked.
         **options: fields of `ParallelConfig`; they override those of `config`.
 
     Raises:
-        ConfigError: unknown options, invalid values or combinations. `fit` raises it if `non_finite` is neither
-            "auto" nor "off" and the module uses manual optimization, or `ElasticTraining` averages gradients itself.
+        ConfigError: unknown options, invalid values or combinations.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         FiniteCheck(non_finite, waits_anyway=True)  # validates the value
         self._non_finite: NonFinitePolicy = non_finite
         self._finite: FiniteCheck | None = None
-        self._losses: RankLosses | None = None
+        self._rank_check: RankFiniteCheck | None = None
         self._env = WorkerEnv.from_environ()
         self._rank_and_world_size: tuple[int, int] | None = None
         self._num_nodes = 1
@@ -386,7 +386,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             if self._average is not None and not is_replay:
                 self._average.begin(module)
             self._begin_fit(trainer, module)
-            self._setup_finite_check(trainer, module)
+            self._setup_finite_check(trainer)
         self._is_set_up = True
 
     def _begin_fit(self, trainer: Trainer, module: LightningModule) -> None:
@@ -408,29 +408,17 @@ class HyperPodStrategy(ModelParallelStrategy):
                 save=self._save_for_recovery,
             )
 
-    def _setup_finite_check(self, trainer: Trainer, module: LightningModule) -> None:
-        """Set up the check of each step's losses according to `non_finite`.
-
-        Raises:
-            ConfigError: the losses cannot be checked before the optimizer steps.
-        """
-        self._finite = self._losses = None
+    def _setup_finite_check(self, trainer: Trainer) -> None:
+        """Set up the check of each step's losses and gradients according to `non_finite`."""
+        self._finite = self._rank_check = None
         precision, policy = self.precision_plugin, self._non_finite
-        if not module.automatic_optimization or self._averaging is not None:
-            if policy not in ("auto", "off"):
-                what = "gradients that ElasticTraining averages" if self._averaging else "manual optimization"
-                raise ConfigError(
-                    f'non_finite={policy!r} is not possible with {what}. Leave it out ("auto" does not check then), '
-                    "and check the loss in training_step."
-                )
-            return
         is_free = self.root_device.type == "cpu" or (self.world_size > 1 and trainer.gradient_clip_val is None)
         # Another optimizer may compute gradients more than once in a step, which cannot be checked.
         is_free = self._recovery.is_active or (is_free and all(map(is_elementwise, self.optimizers)))
         finite = FiniteCheck(policy, waits_anyway=is_free)
         if finite.is_enabled and isinstance(precision, HyperPodPrecision):
-            self._finite, self._losses = finite, RankLosses(finite)
-            precision.settle = self._losses.settle
+            self._finite, self._rank_check = finite, RankFiniteCheck(finite)
+            precision.settle = self._rank_check.settle
 
     @property
     def _elastic(self) -> ElasticState | None:
@@ -447,7 +435,17 @@ class HyperPodStrategy(ModelParallelStrategy):
         compute = partial(self._training_step, *args, **kwargs)
         if self._module.automatic_optimization:
             return compute()
-        return self._recovery.fit.step(compute, _identity)
+        result = self._recovery.fit.step(partial(self._until_stopped, compute), _identity)
+        self._stop_if_not_finite()
+        return result
+
+    def _until_stopped(self, compute: Callable[[], Any]) -> Any:
+        """Compute a step with manual optimization, up to where it stops because it is not finite; no retry helps."""
+        try:
+            return compute()
+        except NonFiniteError as error:
+            if self._finite is None or error is not self._finite.error:
+                raise
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         fit = self._recovery.fit
@@ -472,8 +470,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         trainer = self._trainer
         batch_index = trainer.fit_loop.epoch_loop.batch_idx - self._recovery.fit.num_batches_back
         weight = sample_weight_of(trainer, batch_index)
-        if self._losses is not None:
-            self._losses.record(batch_index, closure_loss)
+        if self._rank_check is not None:
+            self._rank_check.record(batch_index, closure_loss)
         if not self._module.automatic_optimization:
             reduce_root_in_backward(self._module, closure_loss)
         with loss_parallel_context(self.config):
@@ -489,20 +487,24 @@ class HyperPodStrategy(ModelParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
         """Run the closure and the optimizer, as one transaction with recovery; then check the allocator."""
-        module, fit = self._trainer.lightning_module, self._recovery.fit
-        if not module.automatic_optimization or not (fit.is_active or self._losses is not None):
+        module, fit, check = self._trainer.lightning_module, self._recovery.fit, self._rank_check
+        is_transaction = fit.is_active and module.automatic_optimization
+        if not is_transaction and check is None:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        elif fit.is_active and self._trainer.fit_loop._should_accumulate():
+        elif is_transaction and self._trainer.fit_loop._should_accumulate():
             return fit.micro_step(partial(self._unsynchronised, closure))
         else:
             compute = partial(self.precision_plugin._wrap_closure, module, optimizer, closure)
             update = partial(self._update, optimizer, **kwargs)
-            result = fit.step(compute, update)
+            result = fit.step(compute, update) if module.automatic_optimization else update(compute())
         if not module.automatic_optimization:
             reshard(module)  # what is gathered has the old values; see `inner_backward`
-        if self._losses is not None:
-            self._losses.begin()
-            self._stop_if_not_finite()
+        if self._finite is not None and check is not None:
+            if module.automatic_optimization:
+                check.begin()
+                self._stop_if_not_finite()
+            else:
+                self._finite.raise_if_stopped()  # the transaction, if there is one, is that of `training_step`
         if self._allocator_watch is not None:
             self._allocator_watch.after_step()
         return result
@@ -521,11 +523,12 @@ class HyperPodStrategy(ModelParallelStrategy):
         raise error
 
     def _update(self, optimizer: Optimizer, loss: Any, **kwargs: Any) -> Any:
-        if self._losses is not None:
+        if self._rank_check is not None:
             trainer = self._trainer
             norm = self.precision_plugin.norm if isinstance(self.precision_plugin, HyperPodPrecision) else None
-            if not self._losses.allows_update(norm, step=trainer.global_step, epoch=trainer.current_epoch):
-                optimizer.zero_grad()
+            if not self._rank_check.allows_update(norm, step=trainer.global_step, epoch=trainer.current_epoch):
+                if trainer.lightning_module.automatic_optimization:
+                    optimizer.zero_grad()  # otherwise the program does; another optimizer of this step must see them
                 return loss
         if self._averaging is not None:
             self._averaging.committed()
@@ -570,8 +573,8 @@ class HyperPodStrategy(ModelParallelStrategy):
     @override
     def on_train_start(self) -> None:
         """Prepare recovery once the loops have been restored."""
-        if self._losses is not None:
-            self._losses.begin()
+        if self._rank_check is not None:
+            self._rank_check.begin()
         self._recovery.fit.on_train_start()
 
     @override

@@ -48,7 +48,7 @@ def watch_units(model: nn.Module) -> None:
         _watches.append(ref(UnitTrace(units)))
 
 
-def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> bool:
+def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> int:
     """Compare the units that ranks ran since the last call, and keep only the gradients that one process would have.
 
     All ranks call this together, after the last backward of a step and before the optimizer steps. If it was not
@@ -57,10 +57,10 @@ def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> b
 
     Args:
         model: model whose units are compared.
-        flag: flag of this rank, a bool `()` on the device, sent in the same message.
+        flag: flag of this rank, a uint8 `()`, sent in the same message.
 
     Returns:
-        Whether the flag of any rank is set; False if the groups are broken.
+        The largest flag of all ranks; 0 if the groups are broken.
 
     Raises:
         UnitsDiffer: ranks gathered or reduced different units, so that the computed gradients are invalid.
@@ -68,20 +68,21 @@ def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> b
     return _settle([watch for watch in _watches_of(model) if watch.trace], flag)
 
 
-def reconcile_gradients_of(optimizer: Optimizer, flag: torch.Tensor | None = None) -> bool:
+def reconcile_gradients_of(optimizer: Optimizer, flag: torch.Tensor | None = None) -> int:
     """Like `reconcile_gradients`, for the models whose parameters an optimizer holds, right before it steps."""
     return _settle(_watches_of_optimizer(optimizer), flag)
 
 
-def _settle(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> bool:
+def _settle(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> int:
     told = [watch.settle(flag) for watch in watches]
     if told or flag is None:
-        return any(told)
+        return max(told, default=0)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return bool(flag)
-    alone = flag.to(torch.uint8).reshape(1)
+        return int(flag)
+    alone = flag.reshape(1).clone()
     dist.all_reduce(alone, op=dist.ReduceOp.MAX)
-    return bool(alone) and group_health.cause is None
+    largest = int(alone)
+    return largest if group_health.cause is None else 0
 
 
 def _settle_before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -131,10 +132,10 @@ class UnitTrace:
         self._parameters = [parameter for unit in self._units for parameter in unit.parameters]
         self._device: torch.device = units[0][1].device
 
-    def settle(self, flag: torch.Tensor | None = None) -> bool:
+    def settle(self, flag: torch.Tensor | None = None) -> int:
         """See `reconcile_gradients`."""
         if not self.trace:
-            return False
+            return 0
         if self.num_checked_steps:
             self.note(2 * len(self._units))
             self.num_checked_steps -= 1
@@ -149,18 +150,18 @@ class UnitTrace:
             dist.all_reduce(all_of_them, op=dist.ReduceOp.MAX)
             agreed = bytes(all_of_them.tolist())
             if group_health.cause is not None:
-                return False  # the values are garbage; the commit vote will fail
+                return 0  # the values are garbage; the commit vote will fail
             if not _are_equal(agreed):
                 self._refuse()
-            used, is_set = agreed[2 * _DIGEST_BYTES : -1], bool(agreed[-1])
+            used, largest = agreed[2 * _DIGEST_BYTES : -1], agreed[-1]
         else:
-            is_set = flag is not None and bool(flag)
+            largest = 0 if flag is None else int(flag)
         if 0 in used:
             for parameter, is_used in zip(self._parameters, used, strict=True):
                 if not is_used:
                     parameter.remove_filled_zeros()
         self.forget()
-        return is_set
+        return largest
 
     def note(self, event: int) -> None:
         """Record that a unit is about to be gathered or reduced; `event` is an element of `trace`.

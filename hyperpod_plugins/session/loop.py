@@ -23,7 +23,7 @@ from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.errors import LoopError, PeerLost
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, loss_parallel_context
-from hyperpod_plugins.parallel.finite import FiniteCheck
+from hyperpod_plugins.parallel.finite import FiniteCheck, gradient_flag
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import local_steps
 from hyperpod_plugins.parallel.replica_mean import (
@@ -94,6 +94,8 @@ class AttemptResult:
     """Mean over the global batch of what `compute_loss` returned."""
     norm: Tensor | None
     """Norm of all gradients before clipping; None if they are not clipped."""
+    are_gradients_finite: bool
+    """Whether no rank has found an infinite or NaN gradient; True if there was no check."""
     losses: list[Tensor]
     """Losses of this rank's micro-steps."""
 
@@ -115,6 +117,8 @@ class StepComputation:
     """Maximum norm of all gradients as one vector; 0 for no limit."""
     is_step_keyed: bool
     """Whether random numbers are a function of the step."""
+    checks_gradients: bool
+    """Whether to look for infinite and NaN gradients; the norm shows them if there is one."""
     averaging: GradAveraging | None = None
     """Averages gradients over replicas; None if FSDP2 does."""
     equal_shares: EqualShares | None = None
@@ -166,13 +170,18 @@ class StepComputation:
                 averaging.add(micro_step, _stacked(values))
             part = tree_map(lambda value, weight=weight: value * (weight / split.micro_steps), values)
             total = part if total is None else tree_map(torch.add, total, part)
-        reconcile_gradients(self.model)
+        checks = self.checks_gradients and not self.max_grad_norm
+        flag = gradient_flag(self.model.parameters()) if checks else None
+        are_gradients_finite = not reconcile_gradients(self.model, flag)
         norm = clip_grad_norm_(self.model.parameters(), self.max_grad_norm) if self.max_grad_norm else None
         if isinstance(averaging, FixedOrderAveraging):
             assert averaging.mean_loss is not None
-            return AttemptResult(result=_named(averaging.mean_loss, total), norm=norm, losses=losses)
-        mean = _mean(_stacked(total), context.data_group)
-        return AttemptResult(result=_named(mean, total), norm=norm, losses=losses)
+            mean = averaging.mean_loss
+        else:
+            mean = _mean(_stacked(total), context.data_group)
+        return AttemptResult(
+            result=_named(mean, total), norm=norm, are_gradients_finite=are_gradients_finite, losses=losses
+        )
 
     def attempt_manually(
         self, run: Callable[[Any], Any], batch: Any, *, step: int, context: LoopContext, split: BatchSplit
@@ -511,7 +520,12 @@ class Loop:
         if self._trained.is_manual:
             return
         may_update = self._finite.allows_update(
-            done.loss, done.norm, step=step.index, epoch=step.epoch, losses=done.losses
+            done.loss,
+            done.norm,
+            step=step.index,
+            epoch=step.epoch,
+            losses=done.losses,
+            are_gradients_finite=done.are_gradients_finite,
         )
         rates = self._trained.rates
         scaling = nullcontext()

@@ -297,11 +297,10 @@ class Session:
             schedulers: one or several schedulers of these optimizers.
             backward: computes the gradients of a loss, such as `accelerator.backward`.
             max_grad_norm: maximum norm of all gradients as one vector; 0 for no limit.
-            non_finite: what to do if the loss of a step, or its gradient norm if `max_grad_norm` limits it, is
-                infinite or NaN. "stop" raises `NonFiniteError` on all ranks before parameters or optimizers are
-                updated, "skip" skips the optimizer step, "warn" warns and continues, and "off" does not check. "auto"
-                is "stop", except on CUDA without recovery, where the host would have to wait for the device; there it
-                is "off".
+            non_finite: what to do if the loss of a step or a gradient is infinite or NaN. "stop" raises
+                `NonFiniteError` on all ranks before parameters or optimizers are updated, "skip" skips the optimizer
+                step, "warn" warns and continues, and "off" does not check. "auto" is "stop", except on CUDA without
+                recovery, where the host would have to wait for the device; there it is "off".
             manual_optimization: let the function given to `Step.run` compute gradients and step optimizers and
                 schedulers itself, in any order and any number of times. It is called once a step, with this rank's
                 part of the global batch. What the optimizers write is copied on the device when a step begins, and
@@ -361,6 +360,7 @@ class Session:
             backward=backward,
             max_grad_norm=max_grad_norm,
             is_step_keyed=self._recovery.step_keyed_random and (self._member is not None or self._reproducible),
+            checks_gradients=self._finite.is_enabled,
         )
         member = self._member if self._transactions is None else self._transactions.member  # None once it has left
         self._trained.saving = self._context.saving_group

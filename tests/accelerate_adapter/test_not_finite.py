@@ -1,4 +1,4 @@
-"""A loss that is not a number on one rank of an Accelerate loop: all ranks stop, skip or go on alike."""
+"""A loss or gradient of one rank of an Accelerate loop is not finite: all ranks stop, skip or go on alike."""
 
 import pytest
 import torch
@@ -8,7 +8,16 @@ from hyperpod_plugins.accelerate import HyperPodPlugin
 from hyperpod_plugins.errors import ConfigError
 
 BAD = 3  # the second batch of step 1 of rank 1
-CASES = (("auto", "loss"), ("skip", "loss"), ("skip", "norm"), ("warn", "loss"), ("off", "loss"))
+CASES = (
+    ("auto", "loss"),
+    ("auto", "gradient"),
+    ("skip", "loss"),
+    ("skip", "norm"),
+    ("skip", "gradient"),
+    ("warn", "loss"),
+    ("warn", "gradient"),
+    ("off", "loss"),
+)
 
 
 def train(policy, what):
@@ -35,7 +44,7 @@ def train(policy, what):
                 loss = net(x).square().mean() * (torch.nan if is_bad and what == "loss" else 1.0)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    if is_bad and what == "norm":
+                    if is_bad and what in ("norm", "gradient"):
                         net[0].bias.grad.to_local().fill_(torch.inf)
                     if what == "norm":
                         accelerator.clip_grad_norm_(net.parameters(), 1e6)
@@ -76,6 +85,11 @@ def test_all_ranks_stop_with_nothing_updated(trained):
         assert "step 1 is not finite" in found["told"]
     assert "another rank has such a loss" in trained[0]["auto", "loss"]["told"]
     assert "the loss of batch 3 of this rank is nan" in trained[1]["auto", "loss"]["told"]
+    for rank in (0, 1):
+        found = trained[rank]["auto", "gradient"]
+        assert torch.equal(found["weights"][0], found["weights"][1])
+        assert "step 1 is not finite: a gradient is infinite or NaN, and all losses are finite" in found["told"]
+        assert "the batches of this rank: 2, 3." in found["told"]
 
 
 def test_all_ranks_skip_and_no_scheduler_advances(trained):
@@ -90,9 +104,11 @@ def test_all_ranks_skip_and_no_scheduler_advances(trained):
         assert found["advanced"] == 2 * 2  # by one for each rank that reads its own samples
 
 
-def test_a_norm_that_is_not_finite_counts_too(trained):
-    first, second, _ = trained[1]["skip", "norm"]["weights"]
-    assert torch.equal(first, second)
+@pytest.mark.parametrize("what", ["norm", "gradient"])
+def test_a_gradient_that_is_not_finite_counts_too(trained, what):
+    for rank in (0, 1):
+        first, second, _ = trained[rank]["skip", what]["weights"]
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("policy", ["warn", "off"])
@@ -100,6 +116,12 @@ def test_the_step_is_made_nevertheless(trained, policy):
     found = trained[0][policy, "loss"]
     assert not found["weights"][1].isfinite().any()
     assert found["skipped"] == [False, False, False]
+
+
+def test_a_gradient_may_only_be_warned_of(trained):
+    warned = trained[1]["warn", "gradient"]
+    assert warned["skipped"] == [False, False, False]
+    assert not torch.equal(warned["weights"][0], warned["weights"][1])
 
 
 def test_an_unknown_policy_is_refused():

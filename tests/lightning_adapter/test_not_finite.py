@@ -1,4 +1,4 @@
-"""A loss that is not a number on one rank of a Trainer: all ranks stop, with nothing updated, or all skip the step."""
+"""A loss or gradient of one rank of a Trainer is not finite: all ranks stop, with nothing updated, or skip the step."""
 
 import os
 import subprocess
@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from device import ACCELERATOR
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning import HyperPodStrategy
 
 
-def run(policy, recovers, folder):
+def run(policy, recovers, kind, folder):
     launcher = Path(sys.executable).parent / "hyperpodrun"
     program = Path(__file__).parent / "program_not_finite.py"
-    command = [launcher, "--nproc-per-node", "2", program, policy, recovers, folder]
+    command = [launcher, "--nproc-per-node", "2", program, policy, recovers, kind, folder]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environ, check=False)
 
@@ -34,51 +33,22 @@ def test_an_unknown_policy_is_refused():
         HyperPodStrategy(non_finite="raise")
 
 
-def fit_by_hand(policy):
-    """Fit with manual optimization, where losses cannot be looked at before the optimizer steps."""
-    import lightning.pytorch as pl
-
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.automatic_optimization = torch.nn.Linear(4, 4), False
-
-        def training_step(self, batch, index):
-            self.manual_backward(self.layer(batch).square().mean())
-            self.optimizers().step()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = pl.Trainer(strategy=HyperPodStrategy(non_finite=policy), accelerator=ACCELERATOR, max_steps=2, **quiet)
-    try:
-        trainer.fit(Module(), torch.utils.data.DataLoader(torch.eye(4)))
-    except ConfigError as error:
-        return str(error)
-    return f"made {trainer.global_step} steps"
-
-
-def fits_by_hand(policies):
-    return {policy: fit_by_hand(policy) for policy in policies}
-
-
 @pytest.mark.spawns
-def test_policies_that_look_are_refused_with_manual_optimization(run_ranks):
-    [told] = run_ranks(fits_by_hand, ("auto", "off", "stop", "skip", "warn"), world_size=1)
-    assert told.pop("auto") == told.pop("off") == "made 2 steps"
-    for policy, words in told.items():
-        assert f"non_finite='{policy}' is not possible with manual optimization. Leave it out" in words
-
-
-@pytest.mark.spawns
-@pytest.mark.parametrize("recovers", ["yes", "no"])
-def test_all_ranks_stop(tmp_path, recovers):
-    done = run("auto", recovers, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "recovers"),
+    [("loss", "yes"), ("loss", "no"), ("gradient", "no"), ("manual", "yes"), ("averaged", "yes")],
+)
+def test_all_ranks_stop(tmp_path, kind, recovers):
+    done = run("auto", recovers, kind, tmp_path)
     told = done.stdout + done.stderr
     assert done.returncode != 0
-    assert "step 3 of epoch 0 is not finite: the loss of batch 7 of this rank is nan" in told
-    assert "step 3 of epoch 0 is not finite: another rank has such a loss" in told
+    if kind == "loss":
+        assert "step 3 of epoch 0 is not finite: the loss of batch 7 of this rank is nan" in told
+        assert "step 3 of epoch 0 is not finite: another rank has such a loss" in told
+    else:
+        batches, step = ("3", 6) if kind == "manual" else ("6, 7", 3)  # `global_step` counts the steps of optimizers
+        assert f"step {step} of epoch 0 is not finite: a gradient is infinite or NaN, and all losses are finite" in told
+        assert f"the batches of this rank: {batches}." in told
     assert "repaired" not in told
     before, stopped = states(tmp_path, "step-3"), states(tmp_path, "stopped")
     assert are_equal(before[0], before[1])
@@ -88,9 +58,12 @@ def test_all_ranks_stop(tmp_path, recovers):
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize("recovers", ["yes", "no"])
-def test_all_ranks_skip(tmp_path, recovers):
-    done = run("skip", recovers, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "recovers"),
+    [("loss", "yes"), ("loss", "no"), ("gradient", "yes"), ("manual", "no"), ("averaged", "yes")],
+)
+def test_all_ranks_skip(tmp_path, kind, recovers):
+    done = run("skip", recovers, kind, tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     before, after, end = (states(tmp_path, f"step-{step}") for step in (3, 4, 6))
     for rank in (0, 1):
@@ -98,3 +71,11 @@ def test_all_ranks_skip(tmp_path, recovers):
         assert not are_equal(after[rank], end[rank])
         assert all(value.isfinite().all() for value in end[rank].values())
     assert are_equal(end[0], end[1])
+
+
+@pytest.mark.spawns
+def test_a_warning_is_all(tmp_path):
+    done = run("warn", "no", "manual", tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "The optimizers step anyway." in done.stdout + done.stderr
+    assert not any(value.isfinite().all() for value in states(tmp_path, "step-4")[0].values())

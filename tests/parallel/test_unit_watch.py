@@ -209,5 +209,5 @@ def test_a_forward_before_the_optimizer_steps_does_not_keep_its_parameters(run_r
 
 def test_a_plain_model_has_nothing_to_settle():
     assert not reconcile_gradients(nn.Linear(2, 2))
-    assert not reconcile_gradients(nn.Linear(2, 2), torch.tensor(False))
-    assert reconcile_gradients(nn.Linear(2, 2), torch.tensor(True))
+    assert reconcile_gradients(nn.Linear(2, 2), torch.tensor(0, dtype=torch.uint8)) == 0
+    assert reconcile_gradients(nn.Linear(2, 2), torch.tensor(2, dtype=torch.uint8)) == 2
