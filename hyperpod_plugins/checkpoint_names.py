@@ -1,11 +1,17 @@
-"""Names under which a checkpoint can lie; the packages `parallel` and `elastic` both need them.
+"""Names of a checkpoint and of its job; the packages `parallel` and `elastic` both need them.
 
 When a checkpoint is saved again, the existing folder is first renamed, `step_100` to `.step_100.old`, and the new one
 then gets its name. If a process is killed in between, the checkpoint lies under the other name until the next save.
+
+A checkpoint says in `job.json` which job has written it, by the job's `--rdzv-id`: a restart of all processes accepts
+no other.
 """
 
 import os
 from pathlib import Path
+
+JOB = "job.json"
+"""File of a checkpoint that names its job: `{"run_id": ...}`."""
 
 
 def previous_path(path: Path) -> Path:

@@ -199,6 +199,11 @@ def loading_in_this_thread() -> Generator[None]:
             os.environ[name] = former
 
 
+def run_id(environ: Mapping[str, str] = os.environ) -> str:
+    """The job's `--rdzv-id`, the same in all of its rounds; empty if no launcher started this process."""
+    return environ.get("TORCHELASTIC_RUN_ID", "")
+
+
 def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
     """Path in `HYPERPOD_CONFIG` (a file of SMP JSON; for Accelerate also of its YAML), or None."""
     return environ.get("HYPERPOD_CONFIG") or None

@@ -19,7 +19,7 @@ from hyperpod_plugins.elastic.store.entry_records import (
     why_untrusted,
 )
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY
-from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.env import JobEnv, run_id
 from hyperpod_plugins.errors import RecoveryError, StateLost
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.recovery.plan import RecoveryLevel
@@ -42,16 +42,16 @@ class SavedCheckpoints:
         """
         self._job_store = job_store
         self._entry = entry
-        self._has_warned = False
+        self._is_checked = False
 
     def add(self, path: str, step: int) -> None:
         """Record a complete checkpoint after `step` optimizer steps from which training can continue."""
-        why = None if self._has_warned else why_untrusted(path)
+        why = None if self._is_checked else why_untrusted(path, run_id())
+        self._is_checked = True
         if why is not None:
-            self._has_warned = True
             log.warning(
                 "the job could not be restarted from the checkpoint %s: %s. Keep checkpoints in folders that only "
-                "this user may write to (chmod go-w).",
+                "this user may write to (chmod -R go-w).",
                 *(path, why),
             )
         known = [each for each in all_checkpoints(self._job_store) if each[0] != path]

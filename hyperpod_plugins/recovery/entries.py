@@ -24,11 +24,12 @@ from hyperpod_plugins.elastic.store.entry_records import (
     EndedEntry,
     ended_entry,
     folder_for,
+    new_folder_name,
     num_ended_before,
     record_end,
     restart_from_newest,
 )
-from hyperpod_plugins.env import JobEnv, WorkerEnv
+from hyperpod_plugins.env import JobEnv, WorkerEnv, run_id
 from hyperpod_plugins.errors import CheckpointDamaged, RecoveryError
 from hyperpod_plugins.recovery.abort import request_restart
 from hyperpod_plugins.recovery.member import Member
@@ -131,7 +132,7 @@ class Entries:
     def folder(self, parent: Path) -> Path:
         """Folder for the state of all ranks after entries: a new one in `parent`, unless a rank has chosen one."""
         assert self._job_store is not None
-        return folder_for(self._job_store, str((parent / f"hyperpod-ended-{uuid.uuid4().hex[:12]}").absolute()))
+        return folder_for(self._job_store, str((parent / new_folder_name(run_id())).absolute()), run_id())
 
     def record(self, kind: str, results: Any) -> None:
         """Record that the present entry has ended; call this after all ranks have kept their state."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.store import barrier
 
+from hyperpod_plugins.checkpoint_names import JOB
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import arm, publish_initial_world
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
@@ -310,10 +312,17 @@ def test_what_has_ended_is_not_run_again_for_one_more_node(nodes):
     assert first.num_nodes_waiting() == 0
 
 
-@pytest.mark.parametrize("whose", ["ours", "a link to ours", "open to all", "a stranger's", "not there"])
-def test_members_can_have_all_begin_again_from_a_checkpoint_of_this_user(nodes, pair, tmp_path, whose):
-    checkpoint = tmp_path / "7"
-    checkpoint.mkdir()
+def make_checkpoint(path, run_id="job"):
+    path.mkdir()
+    (path / JOB).write_text(json.dumps({"run_id": run_id}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "whose", ["ours", "a link to ours", "another job's", "open to all", "a stranger's", "not there"]
+)
+def test_members_can_have_all_begin_again_from_a_checkpoint_of_this_job(nodes, pair, tmp_path, whose):
+    checkpoint = make_checkpoint(tmp_path / "7", "another" if whose == "another job's" else "job")
     if whose == "open to all":
         checkpoint.chmod(0o777)
     elif whose == "a stranger's":
@@ -321,7 +330,7 @@ def test_members_can_have_all_begin_again_from_a_checkpoint_of_this_user(nodes, 
             pytest.skip("only root can give a folder away")
         os.chown(checkpoint, 65534, -1)
     elif whose == "not there":
-        checkpoint.rmdir()
+        shutil.rmtree(checkpoint)
     named = checkpoint
     if whose == "a link to ours":
         named = tmp_path / "last"
@@ -369,7 +378,7 @@ def test_those_who_wait_begin_again_when_all_who_trained_are_gone(nodes, tmp_pat
     time.sleep(0.2)
     assert waiting.num_nodes_waiting() == 0  # one is left that can take it in
     for step in (3, 7):
-        (tmp_path / str(step)).mkdir()
+        make_checkpoint(tmp_path / str(step))
         SavedCheckpoints(job_store).add(str(tmp_path / str(step)), step)
     nodes.vanish(trained[1])
     await_(lambda: waiting.num_nodes_waiting() == 1)

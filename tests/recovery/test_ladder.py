@@ -7,10 +7,10 @@ from torch._C._distributed_c10d import HashStore
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart, JobRestartBudget
-from hyperpod_plugins.elastic.store.entry_records import EndedEntry, check_checkpoint, record_end
+from hyperpod_plugins.elastic.store.entry_records import EndedEntry, record_end
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import ConfigError, StateLost
+from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.events import Event, EventFile, listen, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery import Arrival, RecoveryLevel, abort, plan_recovery
@@ -80,25 +80,6 @@ def test_a_restart_without_a_checkpoint_says_how_to_save_one(loses_steps, num_to
     assert len(told) == num_told
     assert all("session.save(...)" in each and "ModelCheckpoint" in each for each in told)
     assert JobRestart.from_json(job_store.try_get(RESTART_KEY)).resume_from == ""
-
-
-def test_a_checkpoint_counts_while_a_newer_one_takes_its_name(tmp_path):
-    """A process is killed between the two renames: the job starts again from what the loader then finds."""
-    path, job_store = tmp_path / "last", JobStore(HashStore())
-    path.mkdir()
-    SavedCheckpoints(job_store).add(str(path), 3)
-    path.rename(tmp_path / ".last.old")
-    assert newest_checkpoint(known_checkpoints(job_store)) == (str(path), 3)
-    assert check_checkpoint(str(path)) == str(path)
-    (tmp_path / ".last.old").chmod(0o777)
-    with pytest.raises(ConfigError, match="all users of this machine may write to it"):
-        check_checkpoint(str(path))
-    (tmp_path / ".last.old").chmod(0o700)
-    tmp_path.chmod(0o1777)  # another user could take the name that is free now
-    with pytest.raises(ConfigError, match="may write to the folder around it"):
-        check_checkpoint(str(path))
-    (tmp_path / ".last.old").rename(path)
-    assert check_checkpoint(str(path)) == str(path)
 
 
 @pytest.mark.parametrize(

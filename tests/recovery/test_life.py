@@ -36,6 +36,7 @@ from hyperpod_plugins.elastic.store.entry_records import (
     ended_entries,
     existing_folder,
     folder_for,
+    new_folder_name,
     record_end,
     restart_from_newest,
 )
@@ -227,7 +228,7 @@ def test_a_restart_goes_on_past_what_has_ended(tmp_path):
     assert (after.resume_from, after.step, after.entry) == ("", 0, 1)  # both belonged to the fit that has ended
     record_end(job_store, EndedEntry(number=1, kind="test", results=[{"loss": 0.1}]))
     SavedCheckpoints(job_store, 2).add(str(paths[1]), 2)
-    folder = folder_for(job_store, str(tmp_path / "hyperpod-ended-0123456789ab"))
+    folder = folder_for(job_store, str(tmp_path / new_folder_name("job")), "job")
     folder.rmdir()
     restart = restart_from_newest(job_store, JOB, LOST)
     assert (restart.resume_from, restart.step, restart.entry) == (str(paths[1]), 2, 2)
@@ -236,9 +237,10 @@ def test_a_restart_goes_on_past_what_has_ended(tmp_path):
     EntryRecords.read(job_store).hand_over(again, restart.entry)
     assert ended_entries(again) == ended_entries(job_store)
     assert restart_from_newest(again, replace(JOB, resume_from="user"), LOST).resume_from == "user"
-    assert existing_folder(again) is None
+    assert existing_folder(again, "job") is None
     folder.mkdir()
-    assert existing_folder(again) == folder
+    assert existing_folder(again, "job") == folder
+    assert existing_folder(again, "another") is None
 
 
 @pytest.mark.parametrize("is_requested", [True, False], ids=["requested", "newest"])
@@ -273,26 +275,30 @@ def test_only_programs_that_say_so_are_known():
     assert [uses_recovery(each) for each in (silent, announced, refused, running)] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("name", ["precious", "hyperpod-ended-", "hyperpod-ended-0123456789ab-more"])
+@pytest.mark.parametrize(
+    "name",
+    ["precious", "hyperpod-ended-", new_folder_name("job") + "-more", new_folder_name("another")],
+    ids=["precious", "short", "long", "of another job"],
+)
 def test_no_other_folder_is_removed(tmp_path, name):
     job_store = JobStore(HashStore())
     (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match="names a folder"):
-        folder_for(job_store, str(tmp_path / name))
-    assert existing_folder(job_store) is None
+        folder_for(job_store, str(tmp_path / name), "job")
+    assert existing_folder(job_store, "job") is None
 
 
 def test_the_folder_for_ends_is_this_users_alone(tmp_path):
-    job_store, path = JobStore(HashStore()), tmp_path / "hyperpod-ended-0123456789ab"
-    assert folder_for(job_store, str(path)) == folder_for(job_store, "another") == path
+    job_store, path = JobStore(HashStore()), tmp_path / new_folder_name("job")
+    assert folder_for(job_store, str(path), "job") == folder_for(job_store, "another", "job") == path
     assert path.stat().st_mode & 0o777 == 0o700
     path.chmod(0o777)
     with pytest.raises(ConfigError, match="all users"):
-        folder_for(job_store, str(path))
+        folder_for(job_store, str(path), "job")
     path.rmdir()
     path.symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is a link"):
-        folder_for(job_store, str(path))
+        folder_for(job_store, str(path), "job")
 
 
 def test_files_of_other_ranks_that_are_not_seen(tmp_path):

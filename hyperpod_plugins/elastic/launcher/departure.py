@@ -138,7 +138,8 @@ class ExitBarrier:
             return
         with contextlib.suppress(DistError):  # the node that serves the store may have timed out and left first
             if self._await_all_nodes(DONE_KEY, self._limit_s) and node.round.node == 0:
-                kept = existing_folder(node.job_store) if node.stopped is None else None
+                run_id = self._handler.get_run_id()
+                kept = existing_folder(node.job_store, run_id) if node.stopped is None else None
             self.leave()
             self._await_all_nodes(_LEFT, _LEAVE_S)
         if kept is not None:  # the state after each entry of the program, which has succeeded

@@ -21,6 +21,7 @@ from hyperpod_plugins.elastic.launcher.logs import ProcessLogs
 from hyperpod_plugins.elastic.membership.restart_policy import RestartPolicy
 from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
+from hyperpod_plugins.elastic.store.entry_records import check_checkpoint
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 
@@ -153,6 +154,9 @@ class RoundStarter:
         Args:
             group: the worker group, with the result of the rendezvous.
             resume_from: checkpoint to resume from, empty for none; node 0's value is used on all nodes.
+
+        Raises:
+            ConfigError: another job has written that checkpoint, or another user may have.
         """
         handler, node = group.spec.rdzv_handler, group.group_rank
         if group.store is None or node is None or group.master_addr is None or group.master_port is None:
@@ -177,13 +181,13 @@ class RoundStarter:
             store.set("run_id", f"{handler.get_run_id()}{again}")
             store.set("round", str(self._num_rounds))
             store.set("resume_from", resume_from)
-        number = int(store.get("round"))
+        number, resume_from = int(store.get("round")), store.get("resume_from").decode()
         self._num_rounds = number + 1
         job = JobEnv(
             store_host=host,
             store_port=port,
             run_id=store.get("run_id").decode(),
-            resume_from=store.get("resume_from").decode(),
+            resume_from=check_checkpoint(resume_from, handler.get_run_id()) if resume_from else "",
         )
         return RestartRound(
             job=job,

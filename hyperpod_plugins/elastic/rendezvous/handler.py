@@ -234,7 +234,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
             if self._is_done and self._can_restart and assignment is not None and self.unfinished():
                 self._swap_lease(assignment, LeaseState.DONE)  # others still train, or are about to restart
             elif self._is_done:
-                kept = None if self.unfinished() else existing_folder(self._joiner.job_store)
+                kept = None if self.unfinished() else existing_folder(self._joiner.job_store, self._run_id)
                 self._joiner.rdzv_store.close(RendezvousClosing(cause="its workers are done", is_success=True))
             elif assignment is not None:
                 job_store = self._joiner.job_store
@@ -447,13 +447,13 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         return EntryRecords.read(JobStore.from_store(former, self._backend.connect()))
 
     def _checked(self, checkpoint: str) -> str:
-        """Return a checkpoint that only this user can have written; end the job if others can.
+        """Return a checkpoint of this job that only this user can have written; end the job if it is not one.
 
         Raises:
-            ConfigError: another user may have written it.
+            ConfigError: another job has written it, or another user may have.
         """
         try:
-            return check_checkpoint(checkpoint)
+            return check_checkpoint(checkpoint, self._run_id)
         except ConfigError as error:
             self._get_joiner().rdzv_store.close(RendezvousClosing(cause=str(error), is_success=False))
             self._release()

@@ -10,20 +10,24 @@
 When all workers restart, the program runs from its first line. Entries that have ended are not run again: they return
 what they returned before, with the state after them restored. So the agents hand these values over to the next round.
 
-Other users may reach the store, so `check_checkpoint` checks that this user has written the checkpoint that it names.
+Other users may reach the store, so `check_checkpoint` checks that this job has written the checkpoint that it names.
 """
 
 import contextlib
+import grp
+import hashlib
 import json
 import os
+import pwd
 import re
 import stat
 import tempfile
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hyperpod_plugins.checkpoint_names import present_path
+from hyperpod_plugins.checkpoint_names import JOB, present_path
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY, JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord, JsonRecord
@@ -36,7 +40,7 @@ CHECKPOINTS_KEY = "checkpoints"
 _BEFORE = "entries_before"
 _RESUMED_STEP = "resumed_step"
 _FOLDER = "entries_folder"
-_FOLDER_NAME = re.compile(r"hyperpod-ended-[0-9a-f]{12}")
+_FOLDER_NAME = re.compile(r"hyperpod-ended-([0-9a-f]{8})-[0-9a-f]{8}")
 _WAIT_S = 60.0
 
 
@@ -113,18 +117,28 @@ def num_ended_before(job_store: JobStore, job: JobEnv) -> int:
     return int(job_store.wait_get(_BEFORE, _WAIT_S)) if job.restart_count else 0
 
 
-def folder_for(job_store: JobStore, proposed: str) -> Path:
+def new_folder_name(run_id: str) -> str:
+    """A new name for the folder of `folder_for`, which tells the job."""
+    return f"hyperpod-ended-{_digest(run_id)}-{uuid.uuid4().hex[:8]}"
+
+
+def folder_for(job_store: JobStore, proposed: str, run_id: str) -> Path:
     """Create the folder for the state after entries and return its path: the first that was proposed in this job.
 
     It is the same on all ranks. The content of the store is untrusted, so the folder must have a name that this
-    package gives, and only this user may read and write it.
+    package gives in this job, and only this user may read and write it.
+
+    Args:
+        job_store: of the present round.
+        proposed: path of a new folder, which ends in a `new_folder_name`.
+        run_id: the job's `--rdzv-id`.
 
     Raises:
         ConfigError: the store names any other folder.
         OSError: the folder cannot be created.
     """
     job_store.set_if_absent(_FOLDER, proposed.encode())
-    path = _named_folder(job_store)
+    path = _named_folder(job_store, _digest(run_id))
     if path is None:
         raise ConfigError(
             "the job's store names a folder for the state after calls of the program that none of its processes has "
@@ -133,27 +147,38 @@ def folder_for(job_store: JobStore, proposed: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(0o700)
-    except FileExistsError:  # another rank or an earlier round was first; `check_checkpoint` follows links
+    except FileExistsError:  # another rank or an earlier round was first
         if path.is_symlink():
             raise ConfigError(f"{path} is a link, not the folder that a process of this job has created.") from None
-    check_checkpoint(str(path))
+    why = _why_of_others(path, path.stat())
+    if why is not None:
+        raise ConfigError(
+            f"the state after calls of the program cannot be kept in {path}, because {why}. Keep checkpoints in a "
+            "folder that only this user may write to."
+        )
     return path
 
 
-def existing_folder(job_store: JobStore) -> Path | None:
+def existing_folder(job_store: JobStore, run_id: str) -> Path | None:
     """The folder of `folder_for`, to be deleted with its contents; None if there is none.
 
-    The content of the store is untrusted, so any folder without a name that this package gives counts as none.
+    The content of the store is untrusted, so any folder without a name that this package gives in this job counts as
+    none.
     """
-    path = _named_folder(job_store)
+    path = _named_folder(job_store, _digest(run_id))
     return path if path is not None and path.is_dir() and not path.is_symlink() else None
 
 
-def _named_folder(job_store: JobStore) -> Path | None:
-    """The path in the store, if it is absolute and ends in a name that this package gives."""
+def _named_folder(job_store: JobStore, digest: str | None = None) -> Path | None:
+    """The path in the store, if it is absolute and ends in a name that this package gives, in one job or in any."""
     path = Path((job_store.try_get(_FOLDER) or b"").decode(errors="replace"))
-    is_ours = path.is_absolute() and ".." not in path.parts and "\0" not in str(path)
-    return path if is_ours and _FOLDER_NAME.fullmatch(path.name) is not None else None
+    is_valid = path.is_absolute() and ".." not in path.parts and "\0" not in str(path)
+    name = _FOLDER_NAME.fullmatch(path.name) if is_valid else None
+    return path if name is not None and digest in (None, name[1]) else None
+
+
+def _digest(run_id: str) -> str:
+    return hashlib.sha256(run_id.encode()).hexdigest()[:8]
 
 
 def known_checkpoints(job_store: JobStore) -> list[tuple[str, int]]:
@@ -244,50 +269,99 @@ def _name(number: int) -> str:
     return f"entry/{number}"
 
 
-def check_checkpoint(path: str) -> str:
-    """Check that only this user can have written the checkpoint from which all processes resume.
+def check_checkpoint(path: str, run_id: str) -> str:
+    """Check that this job has written the checkpoint from which all processes resume, and nobody can have changed it.
 
-    Anyone who can reach the job's store can write a path there, but cannot write a folder of this user. Where a file
-    system changes owners (such as NFS, which maps root to nobody), the checkpoint must have the owner that a new file
-    beside it gets.
+    Anyone who can reach the job's store can write a path there, but cannot write a folder of this user, and not that
+    this job has written another one.
+
+    Args:
+        path: the checkpoint.
+        run_id: the job's `--rdzv-id`, as this process was started with.
 
     Returns:
         The checked path with symbolic links resolved, since their targets may change later.
 
     Raises:
-        ConfigError: the checkpoint does not exist, belongs to another user, or is writable by others.
+        ConfigError: the checkpoint does not exist, is of another job or user, or others may write to it.
     """
-    why, resolved = why_untrusted(path), path
+    why, resolved = why_untrusted(path, run_id), path
     if why is None:
         resolved = os.path.realpath(path)
-        why = why_untrusted(resolved)
+        why = why_untrusted(resolved, run_id)
     if why is not None:
         raise ConfigError(
             f"the job's store says that all processes go on from {path!r:.300}, but {why}. If the job wrote this "
             "itself, keep checkpoints on storage that all nodes share, in folders that only its user may write to. "
+            "If you mean a checkpoint of another job, name it in the program (`ckpt_path=`, `session.load`). "
             "Otherwise another user writes to the store: choose an endpoint that only this job's machines can reach."
         )
     return resolved
 
 
-def why_untrusted(checkpoint: str) -> str | None:
-    """Return why a checkpoint cannot be trusted; None if it can."""
+def why_untrusted(checkpoint: str, run_id: str) -> str | None:
+    """Return why a job cannot trust that it has written a checkpoint; None if it can."""
     try:
         path = present_path(Path(checkpoint))
         status = path.stat()
-        if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
-            return "this is neither a folder nor a file"
-        if status.st_mode & stat.S_IWOTH:
-            return "all users of this machine may write to it"
+        if not stat.S_ISDIR(status.st_mode):
+            return "this is not a folder"
+        why = _why_of_others(path, status)
+        if why is not None:
+            return why
+        for file in path.iterdir():
+            why = _why_writable(file.stat())
+            if why is not None:
+                return f"of its file {file.name}: {why}"
         if path != Path(checkpoint) and path.parent.stat().st_mode & stat.S_IWOTH:  # they could take the free name
             return "saving over it was interrupted, and all users of this machine may write to the folder around it"
-        if status.st_uid != os.geteuid() and status.st_uid != _owner_beside(path):
-            return f"it belongs to another user (uid {status.st_uid})"
+        return _why_of_another_job(path, run_id)
     except OSError as error:
         return f"it cannot be read here ({error.strerror})"
     except ValueError as error:  # a path with a NUL
         return f"this is not a path ({error})"
+
+
+def _why_of_another_job(checkpoint: Path, run_id: str) -> str | None:
+    try:
+        found: Any = json.loads((checkpoint / JOB).read_bytes())
+    except FileNotFoundError:
+        return f"it does not say which job has written it (it has no {JOB})"
+    except (ValueError, RecursionError):
+        found = None
+    written_by = found.get("run_id") if isinstance(found, dict) else None
+    if written_by == run_id:
+        return None
+    return f"the job {written_by!r:.100} has written it, and this is the job {run_id!r:.100} (--rdzv-id)"
+
+
+def _why_of_others(folder: Path, status: os.stat_result) -> str | None:
+    """Return why others than this user may have written to a folder; None if they cannot.
+
+    Where a file system changes owners (such as NFS, which maps root to nobody), it must have the owner that a new file
+    beside it gets.
+    """
+    why = _why_writable(status)
+    if why is None and status.st_uid != os.geteuid() and status.st_uid != _owner_beside(folder):
+        why = f"it belongs to another user (uid {status.st_uid})"
+    return why
+
+
+def _why_writable(status: os.stat_result) -> str | None:
+    if status.st_mode & stat.S_IWOTH:
+        return "all users of this machine may write to it"
+    if status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
+        return f"all members of its group (gid {status.st_gid}) may write to it"
     return None
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether a group is this user's own: the primary one, with the user's name and without other members."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:  # in a container, ids need not have names
+        return False
+    return gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
 def _owner_beside(path: Path) -> int:

@@ -4,6 +4,7 @@
         .metadata           location and checksum of each part (torch.distributed.checkpoint)
         __0_0.distcp ...    the parts that each rank wrote
         meta.pt             everything that is not a tensor of the model or an optimizer
+        job.json            the job that wrote it, if a launcher started the job
         checksums.json      checksums of .metadata and of meta.pt
 
 While it is being written, the folder is named `.step_100.part`. An existing checkpoint of the same name is first
@@ -27,7 +28,8 @@ from typing import Any
 
 import torch
 
-from hyperpod_plugins.checkpoint_names import present_path, previous_path
+from hyperpod_plugins.checkpoint_names import JOB, present_path, previous_path
+from hyperpod_plugins.env import run_id
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError
 
 DOCUMENT = "meta.pt"
@@ -62,19 +64,33 @@ def prepare(path: Path) -> None:
 def publish(path: Path, document: bytes) -> None:
     """Complete the folder and rename it to its final name."""
     part, old = incomplete_path(path), previous_path(path)
-    with contextlib.suppress(OSError):  # some file systems have no file modes
-        part.chmod(part.stat().st_mode & ~0o022)  # a restart of all workers rejects folders that others may write to
-    with open(part / DOCUMENT, "wb") as file:
-        file.write(document)
-        file.flush()
-        os.fsync(file.fileno())
+    _write(part / DOCUMENT, document)
+    if run_id():
+        _write(part / JOB, json.dumps({"run_id": run_id()}).encode())
     write_sums(part, {METADATA: (part / METADATA).read_bytes(), DOCUMENT: document})
+    _forbid_others_to_write(part)
     _sync_folder(part)
     if path.exists():
         path.rename(old)
     part.rename(path)
     _sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(file: Path, content: bytes) -> None:
+    with open(file, "wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _forbid_others_to_write(folder: Path) -> None:
+    """Take write permission for group and others from a folder and its files: a restart of all workers rejects it."""
+    with contextlib.suppress(OSError):  # some file systems have no file modes
+        mode = folder.stat().st_mode
+        if mode & 0o022:  # otherwise the umask forbids it for the files, too
+            for each in (*folder.iterdir(), folder):
+                each.chmod(each.stat().st_mode & ~0o022)
 
 
 def discard(path: Path) -> None:
