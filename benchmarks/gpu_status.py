@@ -28,8 +28,8 @@ SITE = REPOSITORY / ".gpu-site"
 BEGIN, END = "<!-- make gpu: begin -->", "<!-- make gpu: end -->"
 NEEDED = ("torch", "lightning", "pytest", "pytest_timeout", "hypothesis", "cloudpickle", "torchmetrics", "numpy")
 TESTS_S = 1800
-BENCHMARKS = ("throughput",)
-"""Those that compute on GPUs where there are any; the others start ranks on the CPU."""
+BENCHMARKS = ("throughput", "memory")
+"""Those that compute on GPUs where there are any, also on a single one; the others start ranks on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,17 @@ class Ratio:
     median: float
     low: float
     high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """Activation memory of one way to train, and its time, both compared with the plain step."""
+
+    way: str
+    tokens: int
+    peak_mib: float
+    memory: float
+    time: float
 
 
 def what_is_missing(modules: Mapping[str, bool], cuda: str | None, num_devices: int) -> str | None:
@@ -116,7 +127,29 @@ def ratios_of(document: Mapping[str, Any]) -> list[Ratio]:
     ]
 
 
-def section(machine: Machine, tests: Sequence[Ended], ratios: Sequence[Ratio], failures: Mapping[str, str]) -> str:
+def peaks_of(document: Mapping[str, Any]) -> list[Peak]:
+    """Every way of the benchmark of memory; the first is the plain one, the last may be a longer step of another."""
+    found = document.get("findings", {})
+    samples = [*found.get("samples", ()), *filter(None, [found.get("longest")])]
+    return [
+        Peak(
+            way=sample["way"],
+            tokens=sample["tokens"],
+            peak_mib=sample["peak_mib"],
+            memory=sample["peak_mib"] / samples[0]["peak_mib"],
+            time=sample["step_s"] / samples[0]["step_s"],
+        )
+        for sample in samples
+    ]
+
+
+def section(
+    machine: Machine,
+    tests: Sequence[Ended],
+    ratios: Sequence[Ratio],
+    failures: Mapping[str, str],
+    peaks: Sequence[Peak] = (),
+) -> str:
     """What stands between the markers of the page.
 
     Args:
@@ -124,6 +157,7 @@ def section(machine: Machine, tests: Sequence[Ended], ratios: Sequence[Ratio], f
         tests: in the order in which they ran.
         ratios: of all benchmarks that ended.
         failures: what became of each benchmark that did not.
+        peaks: of the benchmark of memory.
     """
     count = {outcome: sum(test.outcome == outcome for test in tests) for outcome in ("pass", "FAIL", "skipped")}
     lines = [
@@ -143,6 +177,12 @@ def section(machine: Machine, tests: Sequence[Ended], ratios: Sequence[Ratio], f
             for each in ratios
         ]
         lines += [f"| {name} | | | {_cell(why)} | |" for name, why in sorted(failures.items())]
+    if peaks:
+        lines += ["", "| memory: a step of | tokens | peak, MiB | of plain | time, of plain |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {_cell(each.way)} | {each.tokens} | {each.peak_mib:.1f} | {each.memory:.2f} | {each.time:.2f} |"
+            for each in peaks
+        ]
     return "\n".join(lines)
 
 
@@ -207,18 +247,20 @@ def run_tests(site: Path) -> list[Ended]:
     return results_of(report.read_text())
 
 
-def run_benchmarks(site: Path, options: Sequence[str]) -> tuple[list[Ratio], dict[str, str]]:
-    """Every benchmark in turn: their ratios, and what became of those that failed."""
-    ratios, failures = [], {}
+def run_benchmarks(site: Path, options: Sequence[str]) -> tuple[list[Ratio], list[Peak], dict[str, str]]:
+    """Every benchmark in turn: their ratios and peaks, and what became of those that failed."""
+    ratios, peaks, failures = [], [], {}
     for name in BENCHMARKS:
         result, began_s = HERE / "results" / f"{name}.json", time.time()
         command = [sys.executable, "-m", "benchmarks.run_all", *options, name]
         code = subprocess.run(command, cwd=REPOSITORY, env=environ(site), check=False).returncode
         if code == 0 and result.exists() and result.stat().st_mtime >= began_s:
-            ratios += ratios_of(json.loads(result.read_text()))
+            document = json.loads(result.read_text())
+            ratios += ratios_of(document)
+            peaks += peaks_of(document)
         else:
             failures[name] = f"failed with exit code {code}"
-    return ratios, failures
+    return ratios, peaks, failures
 
 
 def this_machine() -> Machine:
@@ -255,8 +297,8 @@ def main() -> int:
     make_site(SITE)
     tests = run_tests(SITE)
     options = ["--quick"] if arguments.quick else []
-    ratios, failures = ([], {}) if arguments.no_benchmarks else run_benchmarks(SITE, options)
-    written = section(this_machine(), tests, ratios, failures)
+    ratios, peaks, failures = ([], [], {}) if arguments.no_benchmarks else run_benchmarks(SITE, options)
+    written = section(this_machine(), tests, ratios, failures, peaks)
     PAGE.write_text(with_section(PAGE.read_text(), written))
     print(f"{written}\n\nwritten to {PAGE}")
     return int(bool(failures) or not tests or any(test.outcome == "FAIL" for test in tests))

@@ -12,7 +12,6 @@ allocator's.
 """
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import report
 from hyperpod_plugins.memory import ActivationOffload, HostPool, chunk_loss, recompute_blocks, tile_mlps
 from hyperpod_plugins.planning import TrackedMemory, UncountedPool
 
@@ -146,8 +146,10 @@ def longest(limit_mib: float, name: str, lengths: list[int], device: torch.devic
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2048, help="length of the plain step")
-    parser.add_argument("--json", type=Path, help="write the samples there")
+    parser.add_argument("--tokens", type=int, default=1024, help="length of the plain step")
+    parser.add_argument(
+        "--json", type=Path, help="where to write the samples (default: benchmarks/results/memory.json)"
+    )
     parser.add_argument("--quick", action="store_true", help="256 tokens")
     args = parser.parse_args(arguments)
     tokens = 256 if args.quick else args.tokens
@@ -171,8 +173,12 @@ def main(arguments: list[str] | None = None) -> int:
     theory_mib = (LAYERS - 1) * tokens * WIDTH * 4 / 2**20  # the last layer keeps its input
     stored = {sample.way: sample.stored_mib for sample in samples}["recompute + offload"]
     sys.stdout.write(f"offloaded {stored:.2f} MiB of {theory_mib:.2f}, {stored / theory_mib:.1%}\n")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(each) for each in [*samples, *([best] if best else [])]], indent=1))
+    found = {
+        "device": str(device),
+        "samples": [asdict(each) for each in samples],
+        "longest": None if best is None else asdict(best),
+    }
+    report.write_results("memory", [], args.json, found)
     return int(factor < 8 or stored < 0.95 * theory_mib)
 
 

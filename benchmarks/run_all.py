@@ -19,6 +19,7 @@ DEADLINE_S = {
     "membership_scale": 900,
     "resize": 900,
     "reproducible": 900,
+    "memory": 1800,
 }
 COLUMNS = ("benchmark", "comparison", "contender", "against", "time ratio", "95 % interval")
 

@@ -1,22 +1,28 @@
 """What `make gpu` writes of a run, and what it says where it cannot run: no GPU is needed for either."""
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import gpu_status
 from benchmarks.gpu_status import (
     BEGIN,
     BENCHMARKS,
     END,
+    HERE,
     PAGE,
     REPOSITORY,
     Ended,
     Machine,
+    Peak,
     Ratio,
     make_site,
+    peaks_of,
     ratios_of,
     results_of,
     section,
@@ -60,6 +66,20 @@ def test_ratios_of_a_benchmark_are_read():
     assert ratios_of({"benchmark": "other"}) == []
 
 
+def test_peaks_of_the_benchmark_of_memory_are_read():
+    plain = {"way": "plain", "tokens": 256, "peak_mib": 40.0, "step_s": 0.5}
+    ours = {"way": "recompute", "tokens": 256, "peak_mib": 20.0, "step_s": 0.75}
+    document = {"benchmark": "memory", "findings": {"samples": [plain, ours], "longest": None}, "comparisons": []}
+    assert peaks_of(document) == [
+        Peak(way="plain", tokens=256, peak_mib=40.0, memory=1.0, time=1.0),
+        Peak(way="recompute", tokens=256, peak_mib=20.0, memory=0.5, time=1.5),
+    ]
+    document["findings"]["longest"] = {**ours, "tokens": 2048}
+    assert peaks_of(document)[-1] == Peak(way="recompute", tokens=2048, peak_mib=20.0, memory=0.5, time=1.5)
+    assert ratios_of(document) == []
+    assert peaks_of({"benchmark": "throughput", "findings": {"loss_difference": {}}}) == []
+
+
 def test_the_table_says_where_and_how_each_test_ended():
     assert section(MACHINE, TESTS, [RATIO], {"resize": "failed with exit code 1"}).splitlines() == [
         "Run on 2026-11-23 at commit `abc1234`: 1 x NVIDIA H200, torch 2.11.0+cu130, CUDA 13.0, nccl 2.28.9. 1 tests "
@@ -77,6 +97,12 @@ def test_the_table_says_where_and_how_each_test_ended():
         "| resize | | | failed with exit code 1 | |",
     ]
     assert "benchmark" not in section(MACHINE, TESTS, [], {})
+    peak = Peak(way="recompute", tokens=256, peak_mib=20.04, memory=0.5, time=1.5)
+    assert section(MACHINE, [], [], {}, [peak]).splitlines()[-3:] == [
+        "| memory: a step of | tokens | peak, MiB | of plain | time, of plain |",
+        "|---|---|---|---|---|",
+        "| recompute | 256 | 20.0 | 0.50 | 1.50 |",
+    ]
 
 
 def test_only_what_stands_between_the_markers_is_replaced():
@@ -109,6 +135,33 @@ def test_what_is_missing_is_said_in_one_line(modules, cuda, num_devices, why):
 
 def test_all_benchmarks_exist():
     assert set(BENCHMARKS) <= set(DEADLINE_S)
+
+
+def test_the_benchmarks_are_those_that_compute_on_a_gpu():
+    """A benchmark that asks torch whether there is CUDA computes there."""
+    asks = {path.stem for path in HERE.glob("*.py") if "torch.cuda.is_available()" in path.read_text()}
+    assert asks == set(BENCHMARKS)
+
+
+def test_what_benchmarks_have_measured_is_collected(monkeypatch, tmp_path):
+    """Each is run in turn, and one that fails takes nothing from the others."""
+    results = {"throughput": {"benchmark": "throughput", "comparisons": []}}
+    plain = {"way": "plain", "tokens": 256, "peak_mib": 40.0, "step_s": 0.5}
+    results["memory"] = {"benchmark": "memory", "findings": {"samples": [plain], "longest": None}}
+    (tmp_path / "results").mkdir()
+
+    def run(command, **_):
+        name = command[-1]
+        assert command[1:] == ["-m", "benchmarks.run_all", "--quick", name]
+        if name == "memory":
+            (tmp_path / "results" / f"{name}.json").write_text(json.dumps(results[name]))
+        return SimpleNamespace(returncode=0 if name == "memory" else 3)
+
+    monkeypatch.setattr(gpu_status, "HERE", tmp_path)
+    monkeypatch.setattr(gpu_status.subprocess, "run", run)
+    ratios, peaks, failures = gpu_status.run_benchmarks(tmp_path, ["--quick"])
+    assert (ratios, failures) == ([], {"throughput": "failed with exit code 3"})
+    assert [each.way for each in peaks] == ["plain"]
 
 
 def test_entry_points_are_found_without_an_installation(tmp_path):
