@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from device import ACCELERATOR
 
 from hyperpod_plugins.errors import PeerLost
 from hyperpod_plugins.lightning.checkpoint_calls import BATCH_END, CheckpointCalls
@@ -66,7 +67,7 @@ def interrupted(tmp_path, alone):
         saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}-{loss}", every_n_train_steps=1, **saves)
         watch = Calls(calls, lost_at=2)
         trainer = pl.Trainer(
-            accelerator="cpu",
+            accelerator=ACCELERATOR,
             max_steps=4,
             callbacks=[watch, saving],
             logger=False,
@@ -155,7 +156,7 @@ def test_the_next_commit_forgets_all(interrupted):
 def test_what_is_described_has_the_paths_of_rank_0(tmp_path):
     saving = pl.callbacks.ModelCheckpoint(tmp_path, save_top_k=2, monitor="loss")
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         max_steps=1,
         callbacks=[saving],
         logger=False,
@@ -177,7 +178,7 @@ def test_what_is_described_has_the_paths_of_rank_0(tmp_path):
 
 def test_a_link_that_was_made_is_written_again(tmp_path):
     saving = pl.callbacks.ModelCheckpoint(tmp_path, save_last="link")
-    trainer = pl.Trainer(accelerator="cpu", callbacks=[saving], logger=False)
+    trainer = pl.Trainer(accelerator=ACCELERATOR, callbacks=[saving], logger=False)
     calls = CheckpointCalls()
     calls.keep(trainer)
     saving.last_model_path = "last.ckpt"
@@ -196,7 +197,7 @@ def test_a_scheduler_that_a_fault_interrupts_costs_this_rank_its_state():
             raise PeerLost("in a collective")
 
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         max_steps=1,
         logger=False,
         enable_checkpointing=False,

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from device import ACCELERATOR
 from lightning.pytorch import Trainer
 from torch import nn
 from torchmetrics import MeanMetric
@@ -57,7 +58,7 @@ def end_epoch(trainer):
 
 def trained(*values):
     """A trainer that has shown a validation and is in its last batch, before the hooks at its end, and its state."""
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer = Trainer(accelerator=ACCELERATOR, devices=1, logger=False, enable_checkpointing=False)
     state = ShownValues(trainer)
     trainer._logger_connector._callback_metrics["val"] = torch.tensor(0.25)
     for value in values:

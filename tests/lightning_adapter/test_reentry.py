@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from device import ACCELERATOR
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torchmetrics import MeanMetric
@@ -68,7 +69,7 @@ class Calls(pl.Callback):
 
 def trainer_with(*callbacks, **arguments):
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=1,
         logger=False,
         enable_checkpointing=False,

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+from device import ACCELERATOR
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 
@@ -43,7 +44,12 @@ def counting(*hooks):
 
 def trainer_with(*callbacks, **arguments):
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, **arguments
+        accelerator=ACCELERATOR,
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        **arguments,
     )
     trainer.callbacks = list(callbacks)
     trainer.strategy.connect(pl.LightningModule())

@@ -254,7 +254,7 @@ def test_parts_and_notes_that_no_rank_writes_are_not_taken():
     assert part_of({"loops": {"fit_loop": {"hyperpod:part": "elsewhere"}}}) == ""
     assert part_of({"loops": {"fit_loop": {"hyperpod:part": [EPOCH_END]}}}) == ""
     callback = pl.callbacks.ModelCheckpoint()
-    trainer = pl.Trainer(logger=False, callbacks=[callback], accelerator="cpu", devices=1)
+    trainer = pl.Trainer(logger=False, callbacks=[callback], accelerator=ACCELERATOR, devices=1)
     set_last_saves(trainer, [{"_last_global_step_saved": 3, "save_top_k": 9, "state_dict": None}])
     assert (callback._last_global_step_saved, callback._last_checkpoint_saved, callback.save_top_k) == (3, "", 1)
     assert "state_dict" not in vars(callback)
@@ -269,7 +269,7 @@ def test_a_replacement_makes_its_loaders_in_the_epoch_of_the_others(present, mad
             epochs.append(self.current_epoch)
             return super().train_dataloader()
 
-    trainer = pl.Trainer(reload_dataloaders_every_n_epochs=2, accelerator="cpu", logger=False, barebones=False)
+    trainer = pl.Trainer(reload_dataloaders_every_n_epochs=2, accelerator=ACCELERATOR, logger=False, barebones=False)
     module = Reloads()
     trainer.strategy.connect(module)
     trainer._data_connector.attach_data(module)

@@ -98,7 +98,7 @@ class Own(EMAWeightAveraging):
     ],
 )
 def test_what_cannot_be_sharded_is_refused(callbacks, words):
-    trainer = pl.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False)
+    trainer = pl.Trainer(accelerator=ACCELERATOR, callbacks=callbacks, logger=False, enable_checkpointing=False)
     with pytest.raises(ConfigError, match=words):
         averaging_callback(trainer, None)
 

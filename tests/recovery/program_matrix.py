@@ -13,7 +13,7 @@ warnings.filterwarnings("ignore")
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from faults import Faults, noticed
+from faults import ACCELERATOR, Faults, devices, noticed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -307,8 +307,8 @@ def main():
     per_step = 2 if PROGRAM == "manual" else 1
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(**DEGREES, block_classes=[type(module.net.layers[0]).__name__]),
-        accelerator="cpu",
-        devices=WORLD_SIZE,
+        accelerator=ACCELERATOR,
+        devices=devices(WORLD_SIZE),
         max_steps=FIRST_FIT,
         callbacks=[
             recovery,

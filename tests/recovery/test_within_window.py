@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,11 @@ from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 
 torch.set_num_threads(1)
 when, snapshots, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+sys.path.append(sys.argv[4])
+
+from device import ACCELERATOR, devices, install_transport
+
+install_transport()
 
 
 class Module(L.LightningModule):
@@ -46,14 +52,14 @@ class Module(L.LightningModule):
 
     def on_train_batch_end(self, outputs, batch, index):
         if when == "each batch" or index % 2:
-            total = torch.ones(())
+            total = torch.ones((), device=self.device)
             dist.all_reduce(total)
             self.total += total
 
 
 trainer = L.Trainer(
-    accelerator="cpu",
-    devices=2,
+    accelerator=ACCELERATOR,
+    devices=devices(2),
     strategy=HyperPodStrategy(hybrid_shard_degree=1),
     callbacks=[CheckpointlessRecovery(snapshot_every_steps=snapshots)],
     accumulate_grad_batches=2,
@@ -65,8 +71,8 @@ trainer = L.Trainer(
 module = Module()
 data = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
 trainer.fit(module, DataLoader(TensorDataset(data), batch_size=2))
-weights = [each.full_tensor() for each in module.linear.parameters()]
-torch.save((weights, module.total), folder / f"rank-{trainer.global_rank}.pt")
+weights = [each.full_tensor().cpu() for each in module.linear.parameters()]
+torch.save((weights, module.total.cpu()), folder / f"rank-{trainer.global_rank}.pt")
 """
 
 
@@ -76,7 +82,7 @@ def train(folder, when, snapshots, *, is_disturbed):
     if not is_disturbed:
         (folder / "killed").touch()
     launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2"]
-    command = [*launcher, str(folder / "train.py"), when, str(snapshots), str(folder)]
+    command = [*launcher, str(folder / "train.py"), when, str(snapshots), str(folder), str(Path(__file__).parents[1])]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
