@@ -204,7 +204,8 @@ class StepComputation:
         values = tree_map(_detached, returned)
         reconcile_gradients(self.model)  # of the last backward, if no optimizer has used its gradients
         forget_iteration(self.model)  # a forward after the last backward leaves parameters unsharded
-        return AttemptResult(result=_named(_mean(_stacked(values), context.data_group), values), norm=None, losses=[])
+        mean = _mean(_stacked(values), context.data_group)
+        return AttemptResult(result=_named(mean, values), norm=None, are_gradients_finite=True, losses=[])
 
     def gradient_noise(self) -> GradientNoise | None:
         """The gradient noise of the step that was computed last; None if it was not measured."""
