@@ -430,7 +430,7 @@ def test_chaos_from_outside_does_what_it_says(undisturbed, tmp_path):
     with ThreadPoolExecutor(1) as pool:
         striking = pool.submit(chaos, str(tmp_path), plan, tmp_path / "record-0.jsonl")
         name = ("--rdzv-id", str(tmp_path))
-        job = run_job("ranks_lightning.py", tmp_path, environ={"STEP_S": "0.4"}, args=name)
+        job = run_job("ranks_lightning.py", tmp_path, environ={"STEP_S": "0.4"}, args=name, prefix=("env",))  # for `ps`
         said = re.findall(r"fault \d of 2: (.*): SIG(\w+) to worker (\d+)", striking.result(60))
     assert job.code == 0, job.output[-8000:]
     assert [(cause, kind.lower()) for cause, kind, _ in said] == drawn

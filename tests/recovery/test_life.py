@@ -92,7 +92,7 @@ def run(program, folder, faults, timeout_s, num_nodes=1, launcher=HYPERPODRUN):
         return code, out.read()
 
 
-def results(program, folder, faults, timeout_s=150, **options):
+def results(program, folder, faults, timeout_s=240, **options):
     folder.mkdir()
     code, text = run(program, folder, faults, timeout_s, **options)
     assert code == 0, text[-8000:]
