@@ -7,9 +7,6 @@ Anything that differs by a bit is reported by name, and the job stops before it 
 A *rehearsed job* (`hyperpod rehearse train.py`, see `rehearsal_jobs.py`) runs briefly without a fault and again with
 a SIGKILL in each phase. In both runs each rank records digests of everything that it holds at each step. The digests
 of the two runs must agree.
-
-[Note: what is compared] Digests are CRC-32 of the bytes of each local tensor, and of each entry of the captured state
-of the trainer or loop. They show that something differs and where it appeared first, not by how much.
 """
 
 import contextlib
@@ -19,16 +16,13 @@ import pickle
 import signal
 import sys
 import threading
-import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -37,105 +31,28 @@ from typing_extensions import override
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.env import RehearsalEnv
-from hyperpod_plugins.errors import RecoveryError, format_list
-from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum
-from hyperpod_plugins.parallel.hsdp import local_part
+from hyperpod_plugins.errors import RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.kept_state import parameters_of
 from hyperpod_plugins.recovery.packing import unpack
 from hyperpod_plugins.recovery.replica_comparison import ReplicasDiffer, compare_replicas
+from hyperpod_plugins.recovery.state_digests import (
+    Difference,
+    Digests,
+    differing,
+    first_kind,
+    gradient_digests,
+    named_tensors,
+    state_digests,
+    tensor_digests,
+    unowned_digests,
+    value_digest,
+    value_digests,
+)
 from hyperpod_plugins.recovery.state_transfer import TrainingState
-
-Digests = Mapping[str, int]
-"""CRC-32 of each item, by a name that begins with its kind (`gradient`, `parameter`, `buffer`, `optimizer`, ...)."""
-
-REASONS = {
-    "batch": "the batch differs: the order of samples, or random numbers drawn by the dataset, the collate function "
-    "or a hook of the batch, do not depend on seed, epoch and sample alone. Draw from the global generators of torch, "
-    "NumPy or Python, which are seeded from these",
-    "gradient": "computing the step again gave other gradients from the same state: it depends on something that is "
-    "not restored, such as a global variable that the step changes, an object that is not a module, or a random "
-    "generator of the program. Keep it in the module, or derive it from the step number",
-    "parameter": "a parameter differs: it was changed outside of the optimizer's step, or the optimizer keeps state "
-    "that is missing from its state_dict()",
-    "unowned": "no optimizer has this parameter, and its gradient was kept from an earlier step or attempt: give it to "
-    "an optimizer, or freeze it with requires_grad_(False)",
-    "buffer": "a buffer was not restored: it is no longer the tensor that was registered, or something outside of the "
-    "step writes to it. Write to registered buffers only in the step",
-    "optimizer": "the optimizer's state differs: check that its state_dict() contains everything that it keeps",
-    "callback": "the callback's state differs: state_dict() and load_state_dict() must cover all that it keeps",
-    "trainer": "the state of the loop differs: keep it in session.state, or in a callback's state_dict()",
-}
-"""Likely reasons, by the kind of the item that differs."""
 
 
 class RehearsalFailed(RecoveryError):
     """A rehearsed step found state that would not be restored after a fault."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """Items on a rank whose bits differ from what they should be."""
-
-    rank: int
-    step: int
-    what: str
-    """The comparison that found it, for example `computing the step again` or `at its beginning`."""
-    names: tuple[str, ...]
-    """Names of the items that differ, only those of the kind that comes first in a step."""
-
-    @property
-    def kind(self) -> str:
-        """Kind of the items that differ."""
-        return self.names[0].partition(" ")[0]
-
-    @property
-    def reason(self) -> str:
-        """The usual reason."""
-        return REASONS.get(self.kind, REASONS["trainer"])
-
-    def __str__(self) -> str:
-        """The difference and its likely reason in one paragraph."""
-        names = format_list(self.names, 3)
-        return f"rank {self.rank}, step {self.step}, {self.what}: {names} differs. Likely {self.reason}."
-
-
-_ORDER = ("batch", "unowned", "gradient", "parameter", "buffer", "optimizer", "callback", "trainer")
-
-
-def order_of_kind(kind: str) -> int:
-    """Position of a kind in the order of a step; unknown kinds come last."""
-    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
-
-
-def first_kind(names: Iterable[str]) -> tuple[str, ...]:
-    """Of names that differ, those whose kind comes first in a step: later differences follow from these."""
-    by_kind: dict[str, list[str]] = {}
-    for name in sorted(names):
-        by_kind.setdefault(name.partition(" ")[0], []).append(name)
-    for kind in (*_ORDER, *sorted(by_kind)):
-        if kind in by_kind:
-            return tuple(by_kind[kind])
-    return ()
-
-
-def differing(one: Digests, other: Digests) -> tuple[str, ...]:
-    """Names whose digests differ between two sets or are missing in one; only those of the kind that comes first."""
-    return first_kind(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-
-
-def state_digests(state: TrainingState) -> dict[str, int]:
-    """Digests of this rank's parameters, buffers and optimizer state tensors."""
-    return _digests(_named(state))
-
-
-def _named(state: TrainingState) -> dict[str, torch.Tensor]:
-    """This rank's tensors, by names that begin with the kind."""
-    return {name.replace(".", " ", 1): each for name, each in state.tensors().items()}
-
-
-def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {name: tensor_checksum(each) for name, each in tensors.items()}
 
 
 class _DigestsBeside(threading.Thread):
@@ -148,65 +65,7 @@ class _DigestsBeside(threading.Thread):
 
     @override
     def run(self) -> None:
-        self.found = _digests(self._tensors)
-
-
-def gradient_digests(model: nn.Module) -> dict[str, int]:
-    """Digests of this rank's gradients; parameters without a gradient are left out."""
-    return {
-        f"gradient {name}": tensor_checksum(local_part(parameter.grad))
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def unowned_digests(state: TrainingState) -> dict[str, int]:
-    """Digests of the gradients of parameters that no optimizer owns."""
-    owned = parameters_of(state.optimizers)
-    return {
-        f"unowned gradient {name}": tensor_checksum(local_part(parameter.grad))
-        for name, parameter in state.model.named_parameters()
-        if parameter.grad is not None and id(parameter) not in owned
-    }
-
-
-def value_digests(values: Any, kind: str) -> dict[str, int]:
-    """Digests of the captured state of a trainer or loop: of each entry, and of each callback separately."""
-    found: dict[str, int] = {}
-    for key, value in values.items() if isinstance(values, dict) else {"": values}.items():
-        if key == "callbacks" and isinstance(value, dict):
-            for name, each in value.items():
-                found.update(_flat(f"callback {name}", each))
-        else:
-            found.update(_flat(f"{kind} {key}", value))
-    return found
-
-
-def _flat(name: str, value: Any) -> dict[str, int]:
-    """Digests of the entries of nested dicts with string keys, by dotted path."""
-    if not isinstance(value, dict) or not all(isinstance(key, str) and os.sep not in key for key in value):
-        return {name: _value_digest(value)}
-    return {path: each for key, part in value.items() for path, each in _flat(f"{name}.{key}", part).items()}
-
-
-def _value_digest(value: Any) -> int:
-    """Digest of plain containers, numbers, strings and tensors, independent of the order of a dict's keys.
-
-    All paths have the same digest: a job that runs again finds the files of the previous run, and writes to others.
-    """
-    if isinstance(value, str) and os.sep in value:
-        return zlib.crc32(b"path")
-    if isinstance(value, torch.Tensor):
-        return tensor_checksum(local_part(value))
-    if isinstance(value, dict):
-        parts = sorted(f"{_value_digest(key)}:{_value_digest(each)}" for key, each in value.items())
-        return zlib.crc32("".join(parts).encode(), 1)
-    if isinstance(value, list | tuple):
-        return zlib.crc32(" ".join(str(_value_digest(each)) for each in value).encode(), 2)
-    if isinstance(value, np.ndarray):
-        return zlib.crc32(value.tobytes(), 3)
-    is_plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic)
-    return zlib.crc32(f"{type(value).__name__}:{value if is_plain else ''!r}".encode())
+        self.found = tensor_digests(self._tensors)
 
 
 class Rehearsal:
@@ -335,7 +194,7 @@ class Rehearsal:
     def note_batch(self, index: int, batch: Any) -> None:
         """Record the digest of a batch before training on it."""
         if self._record is not None:
-            self._batches[f"batch {index}"] = _value_digest(batch)
+            self._batches[f"batch {index}"] = value_digest(batch)
 
     def at(self, phase: str, step: int) -> None:
         """Announce that this process is in a phase of a step; a scheduled fault may kill it here."""
@@ -419,7 +278,7 @@ class Rehearsal:
 
     def _alike(self) -> dict[str, torch.Tensor]:
         """Tensors that replicas share. Buffers are left out: running statistics are rank-local."""
-        return {name: each for name, each in _named(self._state).items() if not name.startswith("buffer ")}
+        return {name: each for name, each in named_tensors(self._state).items() if not name.startswith("buffer ")}
 
     def _compare(self, step: int) -> None:
         """Stop all ranks if replicas differ.
@@ -433,11 +292,11 @@ class Rehearsal:
         if hashed is not None and hashed[0] == step:
             hashed[1].join()
             held = hashed[1].found
-        held = held or _digests(self._alike())
+        held = held or tensor_digests(self._alike())
         with group_health.tolerate_breaks():
             found = compare_replicas(held, self._topology, self._device)
             if found is not None:
-                found = compare_replicas(_digests(self._alike()), self._topology, self._device)
+                found = compare_replicas(tensor_digests(self._alike()), self._topology, self._device)
         if found is None:
             return
         reason = f"step {step}: {found}. This step has updated nothing, but training since the last comparison, "
@@ -460,7 +319,7 @@ class Rehearsal:
 
     def _compare_replicas(self) -> tuple[str, ...]:
         """Names of the tensors that differ on another replica of this shard; see `_alike`."""
-        found = compare_replicas(_digests(self._alike()), self._topology, self._device)
+        found = compare_replicas(tensor_digests(self._alike()), self._topology, self._device)
         return () if found is None else first_kind(found.names)
 
     def _raise_differences(self, step: int, what: str, names: tuple[str, ...]) -> None:

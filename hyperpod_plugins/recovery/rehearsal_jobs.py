@@ -16,7 +16,8 @@ from pathlib import Path
 
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import ConfigError, RecoveryError
-from hyperpod_plugins.recovery.rehearsal import Difference, Digests, RehearsedFault, differing, order_of_kind
+from hyperpod_plugins.recovery.rehearsal import RehearsedFault
+from hyperpod_plugins.recovery.state_digests import Difference, Digests, differing, order_of_kind
 
 PHASES = (
     "setup",  # before the first step

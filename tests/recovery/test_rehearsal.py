@@ -15,15 +15,7 @@ from recovery.faults import PRELOAD
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.recovery import RecoveryOptions
-from hyperpod_plugins.recovery.rehearsal import (
-    Difference,
-    RehearsedFault,
-    ScheduledFaults,
-    _read,
-    differing,
-    parse_schedule,
-    value_digests,
-)
+from hyperpod_plugins.recovery.rehearsal import RehearsedFault, ScheduledFaults, _read, parse_schedule
 from hyperpod_plugins.recovery.rehearsal_jobs import (
     PHASES,
     PhaseResult,
@@ -34,6 +26,7 @@ from hyperpod_plugins.recovery.rehearsal_jobs import (
     read_lines,
 )
 from hyperpod_plugins.recovery.replica_comparison import Disagreement, suspects_of
+from hyperpod_plugins.recovery.state_digests import Difference, differing, value_digests
 
 PROGRAM = Path(__file__).with_name("program_rehearsal.py")
 PUT_BACK = PROGRAM.with_name("program_putback.py")
