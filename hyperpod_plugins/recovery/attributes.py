@@ -201,6 +201,15 @@ class PlainAttributes:
                     found.add(_named(owner, key))
         return found
 
+    def packed(self) -> dict[str, bytes]:
+        """Each attribute that can be sent to another process, packed, by the names of its owner and its own."""
+        values = self._values()  # finds new places
+        return {
+            _named(owner, key): pack(_encoded(value))
+            for (owner, _, key), value in zip(self._places, values, strict=True)
+            if value is not _ABSENT and _num_entries(value) <= MAX_ENTRIES
+        }
+
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """All of it; attributes of another job's checkpoint are not loaded at all."""
         return state_dict
@@ -312,13 +321,13 @@ class PlainAttributes:
         return sorted(found)
 
     def _may_set(self, owner: Any, key: Any) -> bool:
-        """Whether an attribute may be set: not one of a library, a class, or a module's tables."""
+        """Whether an attribute may be set: not one of a library, a method or property, or one of a module's tables."""
         table = vars(owner)
         if not isinstance(key, str) or key in self._ignored or any(key in table.get(each, {}) for each in _TABLES):
             return False
         if key.startswith(_OF_TORCH):
             return False
-        return key in table or not any(key in vars(base) for base in type(owner).__mro__)
+        return key in table or all(_may_hide(base, key) for base in type(owner).__mro__)
 
     def _put_back(self, index: int, value: Any, contents: _Contents | None) -> None:
         name, table, key = self._places[index]
@@ -361,6 +370,13 @@ class PlainAttributes:
                 ),
                 MAX_ENTRIES,
             )
+
+
+def _may_hide(cls: type, key: str) -> bool:
+    """Whether an attribute may hide one of its class: only a value that the program begins with, such as `n = 0`."""
+    if key not in vars(cls):
+        return True
+    return not is_library(cls.__module__) and not {"__get__", "__set__"} & {*dir(type(vars(cls)[key]))}
 
 
 def _named(owner: str, key: str) -> str:

@@ -16,6 +16,8 @@ from hyperpod_plugins.recovery.packing import are_same, pack, unpack
 
 
 class Owner(nn.Module):
+    num_seen = 0
+
     def __init__(self):
         super().__init__()
         self.register_buffer("buffer", torch.zeros(2))
@@ -33,6 +35,7 @@ class Owner(nn.Module):
 
 CHANGES = {
     "a number": lambda it: vars(it).update(count=3),
+    "a number that the class begins with": lambda it: vars(it).update(num_seen=it.num_seen + 1),
     "another type": lambda it: vars(it).update(nothing=1.5, name=b"b"),
     "a new one": lambda it: vars(it).update(late={"x": 1}),
     "a list within a list": lambda it: it.items[1].append(5),
@@ -253,8 +256,12 @@ def test_what_a_peer_sends_changes_no_attribute_of_a_library():
     owner = Owner()
     attributes = PlainAttributes([("module", owner)], ignored=["rate"])
     attributes.load_state_dict(
-        {"module": {"_parameters": {}, "training": 0, "rate": 9.0, "count": 2}, "other": {"x": 1}}
+        {
+            "module": {"_parameters": {}, "training": 0, "rate": 9.0, "count": 2, "forward": 1, "dump_patches": 1},
+            "other": {"x": 1},
+        }
     )
+    assert not {"forward", "dump_patches"} & {*vars(owner)}
     assert (owner.training, owner.rate, owner.count) == (True, 0.5, 2)
     assert "buffer" in dict(owner.named_buffers())
 
