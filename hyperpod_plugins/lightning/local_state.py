@@ -295,7 +295,7 @@ def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
     of_callbacks = [
         (f"callback {index} ({type(each).__name__})", each)
         for index, each in enumerate(callbacks)
-        if not (_is_of_lightning(type(each)) or is_overridden("state_dict", each, parent=Callback))
+        if not (is_of_lightning(type(each)) or is_overridden("state_dict", each, parent=Callback))
     ]
     known: dict[str, PlainAttributes] = vars(trainer).setdefault("_hyperpod_attributes", {})
     for name, owners, ignored in (
@@ -308,7 +308,7 @@ def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
     return known
 
 
-def _is_of_lightning(cls: type[Callback]) -> bool:
+def is_of_lightning(cls: type[Callback]) -> bool:
     """Whether Lightning or this package defines the callback, or a class other than `Callback` that it derives from."""
     return not all(base in (Callback, object) or is_of_program(base) for base in cls.__mro__)
 

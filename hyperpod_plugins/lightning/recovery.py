@@ -66,8 +66,9 @@ class CheckpointlessRecovery(Callback):
             is a complete snapshot, all ranks return to it. Otherwise `"exact"` restarts all ranks from the last
             checkpoint, and `"replica"` continues with the state of a replica of the shard and logs that: the results
             then differ from those of a run without faults.
-        rehearse: numbers of steps to rehearse: each is computed, discarded as after a fault, and computed again. The
-            job ends with an error that names any state that differs or that cannot be written and read back.
+        rehearse: numbers of steps to rehearse: each is computed, discarded as after a fault, compared with its
+            beginning, and computed again. The job ends with an error that names any state (tensors, trainer, callbacks,
+            rank-local state) that differs, or that cannot be written and read back.
         compare_replicas_every: steps between comparisons of replicas, 0 for none. The digests of each rank's
             parameters and optimizer state must be the same on all replicas of a shard. A difference ends the job with
             an error that names rank and host.

@@ -33,6 +33,7 @@ from hyperpod_plugins.lightning.compat import (
     is_overridden,
     override,
 )
+from hyperpod_plugins.lightning.local_state import is_of_lightning
 from hyperpod_plugins.lightning.module_checks import micro_steps_of
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
@@ -46,6 +47,8 @@ _OF_COMPUTATION = frozenset(
     ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 )
 """Hooks of callbacks that run again when a step is run again without leaving the loops."""
+_LOADING = "on_load_checkpoint", "on_fit_start", "on_train_start"
+"""Hooks of callbacks that may complete what `load_state_dict` has begun, when a fit continues."""
 _BATCH_BEGIN = "on_train_batch_start"
 _BATCH_END = "on_train_batch_end"
 """For all but the last batch of an accumulation window, this hook runs before the step is committed."""
@@ -134,6 +137,26 @@ class SavingHooks:
     def end_part(self) -> None:
         """End the part: the changes made by its hooks are final."""
         self._kept, self._computing = {}, {}
+
+    def present_states(self, trainer: Trainer) -> dict[str, dict[str, Any]]:
+        """The state of each callback as it is now, by `state_key`; only of those that `put_back` restores in a step.
+
+        In a window of micro-steps, the hooks of batches have changed the others, and are not called again.
+        """
+        is_window = trainer.accumulate_grad_batches > 1
+        every = [each for each in callbacks_of(trainer) if not is_window or each.state_key in self._computing]
+        states = {each.state_key: self._state_of(each) for each in every}
+        return {key: state for key, state in states.items() if state}
+
+    def own_callbacks(self, trainer: Trainer) -> dict[str, Callback]:
+        """Callbacks of the program that `load_state_dict` alone makes as they were, by `state_key`."""
+        found: dict[str, Callback] = {}
+        for each in callbacks_of(trainer):
+            has = partial(is_overridden, instance=each, parent=Callback)
+            is_own = has("state_dict") and not is_of_lightning(type(each))
+            if is_own and not any(map(has, _LOADING)) and self._state_of(each) is not None:
+                found[each.state_key] = each
+        return found
 
     def refresh_copies(self, keys: Iterable[str]) -> None:
         """Update the copies of callbacks that have been given the state of another rank at the same beginning.

@@ -10,7 +10,7 @@ between steps. `rewind` converts the former to the latter; the rest is Lightning
 import copy
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import PosixPath, PurePosixPath
 from typing import Any
@@ -294,6 +294,16 @@ def read_trainer(data: bytes) -> dict[str, Any]:
     """Inverse of `describe_trainer`; only tensors, plain containers, numbers, strings and paths are read."""
     with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
         return unpack(data, map_location=None)
+
+
+def by_kind(described: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Kind, name and value of each entry of a description: of the `trainer`, or of a `hook` that saves.
+
+    Without callbacks and logged values, which it describes as they were when the present part began.
+    """
+    for name, value in described.items():
+        if name not in ("callbacks", METRICS, LOGGED):
+            yield "trainer" if name in (*_OF_LIGHTNING, *_OF_DESCRIPTIONS) else "hook", name, value
 
 
 def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import (
@@ -31,6 +32,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     arguments,
     as_checkpoint,
+    by_kind,
     describe_part_start,
     describe_trainer,
     is_within_epoch,
@@ -448,6 +450,28 @@ class AccumulationWindow:
     def local_steps(self) -> tuple[int, ...] | None:
         """Steps for which this rank keeps its source rank's rank-local state; None if nothing is kept yet."""
         return self._local.kept_steps
+
+    @property
+    def rank_local_states(self) -> LocalStates:
+        """Buffers, metrics, attributes, logged values and registered objects."""
+        return self._local
+
+    def present_values(self) -> dict[str, Any]:
+        """Callbacks, and loops, schedulers, hyperparameters, and what hooks save.
+
+        In a window of micro-steps, hooks between them have changed the latter, and do not run again.
+        """
+        callbacks = self._hooks.present_states(self._trainer)
+        found: dict[str, Any] = {f"callback {name}": state for name, state in callbacks.items()}
+        if self._trainer.accumulate_grad_batches == 1:
+            described = read_trainer(self.capture_state())
+            found["trainer zero_grad"] = self._zero_grad_counts.state_dict()
+            found |= {f"{kind} {name}": value for kind, name, value in by_kind(described)}
+        return found
+
+    def own_objects(self) -> Mapping[str, Stateful]:
+        """The program's callbacks that have a `state_dict`."""
+        return {f"callback {name}": each for name, each in self._hooks.own_callbacks(self._trainer).items()}
 
     def capture_own_state(self) -> bytes:
         """`capture_state` plus the rank-local buffers, metrics and logged means; call it between two steps."""

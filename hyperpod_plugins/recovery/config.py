@@ -67,8 +67,9 @@ class RecoveryOptions:
     rehearse: tuple[int, ...] = ()
     """Numbers of the steps to rehearse.
 
-    Each is computed, discarded as after a fault, and computed again; the state of each rank is written and read back,
-    and compared between replicas. If any state would not be restored, the job ends with an error that names it."""
+    Before each, the state of each rank is written and read back, and compared between replicas. The step is computed,
+    discarded as after a fault, compared with its beginning, and computed again. If any state would not be restored
+    (tensors, trainer, callbacks, rank-local state), the job ends with an error that names it."""
 
     compare_replicas_every: int = 0
     """Steps between two comparisons of replicas; 0 for none.

@@ -187,6 +187,7 @@ class RecoveryEngine:
             self.snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group, memory)
         self._layout = StateLayout(member, state, topology, self._entry)
         self.rehearsal = Rehearsal.create(
+            loop,
             state,
             topology,
             device,

@@ -227,6 +227,12 @@ class BufferStates:
         found = {name: copy for name, copy in new.items() if copy is not None}
         return packed_tensors(dict(unpacked_tensors(state_dict)) | found) if found else state_dict
 
+    def overwrite(self, state_dict: dict[str, Any]) -> None:
+        """Give the buffers in a `state_dict` another value, as a process has them that has not loaded it."""
+        with torch.no_grad():
+            for _, tensor, _ in self._pairs(state_dict):
+                tensor.fill_(1)
+
     def saved_names(self) -> set[str]:
         """Names of the persistent buffers, which a checkpoint of the model holds."""
         return self._saved & self._present().keys()
@@ -408,6 +414,11 @@ class LocalStates:
             self._repeated.add(name)
         if isinstance(state, ReplicatedState):
             self._of_replica[name] = state
+
+    @property
+    def objects(self) -> Mapping[str, RankLocalState]:
+        """The objects whose state is kept, by name."""
+        return self._states
 
     @property
     def kept_steps(self) -> tuple[int, ...] | None:

@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint.stateful import Stateful
 
 from hyperpod_plugins.elastic import FailureRecord
 from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.events import Event
+from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.recovery.plan import RecoveryLevel, RecoveryPlan
 from hyperpod_plugins.recovery.snapshot import Snapshot
 
@@ -207,6 +210,23 @@ class TrainingLoop(Protocol):
     @property
     def local_steps(self) -> tuple[int, ...] | None:
         """Steps of which this rank keeps its source rank's rank-local state; None if none was kept in this world."""
+        ...
+
+    @property
+    def rank_local_states(self) -> LocalStates | None:
+        """This rank's rank-local state; None if none is kept."""
+        ...
+
+    def present_values(self) -> dict[str, Any]:
+        """All but tensors and rank-local state, as this rank holds it now, by names that begin with their kind.
+
+        Unlike `capture_state`, it does not describe the beginning of a part that is under way. It leaves out what may
+        have changed since the present step began and stays as it is when the step is undone.
+        """
+        ...
+
+    def own_objects(self) -> Mapping[str, Stateful]:
+        """The program's own objects, other than registered ones, whose state a replacement loads; named likewise."""
         ...
 
     def capture_own_state(self) -> bytes:

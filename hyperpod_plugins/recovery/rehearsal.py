@@ -1,8 +1,9 @@
 """Rehearsals: find the state of a program that recovery would not restore exactly, before a fault does.
 
-A *rehearsed step* (`RecoveryOptions(rehearse=(2, 100))`) is computed, discarded as after a fault, and computed again.
-Then the state of each rank is written and read back as a replacement would receive it, and compared between replicas.
-Anything that differs by a bit is reported by name, and the job stops before it trains with wrong values.
+Before a *rehearsed step* (`RecoveryOptions(rehearse=(2, 100))`), the state of each rank is written and read back as a
+replacement would receive it, and compared between replicas. Then the step is computed, discarded as after a fault, and
+computed again. Anything that differs by a bit is reported by name, and the job stops before it trains with wrong
+values.
 
 A *rehearsed job* (`hyperpod rehearse train.py`, see `rehearsal_jobs.py`) runs briefly without a fault and again with
 a SIGKILL in each phase. In both runs each rank records digests of everything that it holds at each step. The digests
@@ -12,13 +13,12 @@ of the two runs must agree.
 import contextlib
 import json
 import os
-import pickle
 import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -33,22 +33,30 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.packing import unpack
+from hyperpod_plugins.recovery.protocols import TrainingLoop
+from hyperpod_plugins.recovery.read_back import StateReadBack, read_captured
 from hyperpod_plugins.recovery.replica_comparison import ReplicasDiffer, compare_replicas
 from hyperpod_plugins.recovery.state_digests import (
     Difference,
     Digests,
     differing,
+    differing_names,
+    entry_digests,
     first_kind,
     gradient_digests,
+    local_digests,
     named_tensors,
     state_digests,
+    steady_digests,
     tensor_digests,
     unowned_digests,
     value_digest,
     value_digests,
 )
 from hyperpod_plugins.recovery.state_transfer import TrainingState
+
+_OF_LOADERS = "combined_loader"
+"""Key of the loaders' state in the state of Lightning's loops."""
 
 
 class RehearsalFailed(RecoveryError):
@@ -74,7 +82,8 @@ class Rehearsal:
     In rehearsed steps, and in all steps of a rehearsed job, it also checks how optimizers call their closures.
 
     Args:
-        state: training state of this rank.
+        loop: training loop of this rank.
+        state: its tensors.
         topology: topology of the job.
         device: device of this rank.
         steps: numbers of the steps to rehearse.
@@ -85,6 +94,7 @@ class Rehearsal:
 
     def __init__(
         self,
+        loop: TrainingLoop,
         state: TrainingState,
         topology: Topology,
         device: torch.device,
@@ -95,6 +105,7 @@ class Rehearsal:
         give_up: Callable[[str], None],
     ) -> None:
         self._give_up = give_up
+        self._loop = loop
         self._state = state
         self._topology = topology
         self._device = device
@@ -108,6 +119,7 @@ class Rehearsal:
         self._batches: dict[str, int] = {}
         self._step = -1
         self._begun: Digests = {}
+        self._besides: StateReadBack | None = None
         self._refused = ""
         if Rehearsal._hook is not None:
             Rehearsal._hook.remove()
@@ -120,6 +132,7 @@ class Rehearsal:
     @classmethod
     def create(
         cls,
+        loop: TrainingLoop,
         state: TrainingState,
         topology: Topology,
         device: torch.device,
@@ -132,16 +145,15 @@ class Rehearsal:
         job = RehearsalEnv.from_environ()
         if not (steps or compare_every) and job is None:
             return None
-        return cls(state, topology, device, steps=steps, compare_every=compare_every, job=job, give_up=give_up)
+        return cls(loop, state, topology, device, steps=steps, compare_every=compare_every, job=job, give_up=give_up)
 
-    def begin(self, step: int, describe: Callable[[], bytes], *, is_compared: bool = True) -> None:
+    def begin(self, step: int, *, is_compared: bool = True) -> None:
         """Handle the beginning of a step, when all changes of the previous one are complete.
 
         Ends the process with exit code 0 if the rehearsed job has run all of its steps.
 
         Args:
             step: number of the step.
-            describe: captures the state of the trainer or loop.
             is_compared: whether all ranks begin this step together, so that they can compare their states.
 
         Raises:
@@ -150,8 +162,10 @@ class Rehearsal:
         """
         self._step = step
         self._raise_refused()
+        if self._steps and self._besides is None:
+            self._besides = StateReadBack(self._loop)
         if self._record is not None:
-            self._record.write(step, "state", self._held(describe))
+            self._record.write(step, "state", self._held())
         if is_compared and step in self._steps:
             self._raise_differences(step, "reading its state back", self._read_back())
             self._raise_differences(step, "compared with its replicas", self._compare_replicas())
@@ -167,12 +181,10 @@ class Rehearsal:
         held = state_digests(self._state) | unowned_digests(self._state) if self._looks_at(step) else {}
         if self._record is not None:
             self._record.write(step, "begun", held)
-        self._begun = held
+        self._begun = held | self._values() if step in self._steps else {}
 
     def after_undo(self, step: int, *, is_compared: bool = False) -> None:
         """Record the state after the step was undone, before it is computed again.
-
-        The trainer is left out: hooks of an earlier micro-step may have changed it, and do not run again.
 
         Args:
             step: number of the step.
@@ -186,7 +198,7 @@ class Rehearsal:
         if self._record is not None:
             self._record.write(step, "begun", held)
         if is_compared:
-            self._raise_differences(step, "putting the step back", differing(self._begun, held))
+            self._raise_differences(step, "putting the step back", differing(self._begun, held | self._values()))
 
     def _looks_at(self, step: int) -> bool:
         return self._record is not None or step in self._steps
@@ -240,9 +252,21 @@ class Rehearsal:
                 step, "computing the step again", differing(before, self._computed(with_state=True))
             )
 
-    def _held(self, describe: Callable[[], bytes]) -> dict[str, int]:
+    def _held(self) -> dict[str, int]:
         """Digests of everything that this rank holds when a step begins."""
-        return state_digests(self._state) | value_digests(_read(describe()), "trainer")
+        captured = steady_digests(lambda: value_digests(read_captured(self._loop.capture_state()), "trainer"))
+        return state_digests(self._state) | captured
+
+    def _values(self) -> dict[str, int]:
+        """Digests of all but tensors, as this rank holds it now."""
+        local = self._loop.rank_local_states
+
+        def read() -> dict[str, int]:
+            values = self._loop.present_values().items()
+            found = {key: each for name, value in values for key, each in entry_digests(name, value).items()}
+            return found | ({} if local is None else local_digests(local.state()))
+
+        return steady_digests(read)
 
     def _before_update(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -307,7 +331,7 @@ class Rehearsal:
         raise ReplicasDiffer(reason)
 
     def _read_back(self) -> tuple[str, ...]:
-        """Write the state as a replacement would receive it, overwrite the tensors, and read it back."""
+        """Write the state as a replacement would receive it, overwrite it, and read it back."""
         before, data = state_digests(self._state), torch.empty(self._state.num_bytes(), dtype=torch.uint8)
         header = self._state.header()
         self._state.copy_to(data)
@@ -315,11 +339,17 @@ class Rehearsal:
             for tensor in self._state.tensors().values():
                 tensor.fill_(1)
         self._state.copy_from(header, data, "the rehearsal")
-        return differing(before, state_digests(self._state))
+        found = differing_names(before, state_digests(self._state))
+        return first_kind(found if self._besides is None else found | self._besides.differing())
 
     def _compare_replicas(self) -> tuple[str, ...]:
-        """Names of the tensors that differ on another replica of this shard; see `_alike`."""
-        found = compare_replicas(tensor_digests(self._alike()), self._topology, self._device)
+        """Names of what differs on another replica of this shard: tensors (see `_alike`), and the state of the loop.
+
+        Callbacks are left out, and loaders: each rank has its own.
+        """
+        values = {name: each for name, each in self._values().items() if name.startswith("trainer ")}
+        common = {name: each for name, each in values.items() if _OF_LOADERS not in name}
+        found = compare_replicas(tensor_digests(self._alike()) | common, self._topology, self._device)
         return () if found is None else first_kind(found.names)
 
     def _raise_differences(self, step: int, what: str, names: tuple[str, ...]) -> None:
@@ -340,15 +370,6 @@ class Rehearsal:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-def _read(description: bytes) -> Any:
-    """Read captured state of a trainer or loop. It may come from a peer, so no objects are unpickled."""
-    try:
-        with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
-            return unpack(description, map_location=None)
-    except (RuntimeError, pickle.UnpicklingError, EOFError):  # another format: compared as bytes
-        return {"": description}
 
 
 class DigestLog:

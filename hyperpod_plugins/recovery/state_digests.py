@@ -6,7 +6,8 @@ of the trainer or loop. They show that something differs and where it appeared f
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from hyperpod_plugins.errors import format_list
 from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum
 from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.recovery.kept_state import parameters_of
+from hyperpod_plugins.recovery.local_state import unpacked_tensors
 from hyperpod_plugins.recovery.state_transfer import TrainingState
 
 Digests = Mapping[str, int]
@@ -36,9 +38,18 @@ REASONS = {
     "an optimizer, or freeze it with requires_grad_(False)",
     "buffer": "a buffer was not restored: it is no longer the tensor that was registered, or something outside of the "
     "step writes to it. Write to registered buffers only in the step",
+    "averaged": "the average of a buffer was not restored, which this package should do; please report this",
+    "attribute": "a Python attribute was not restored: it cannot be set, or another object changes its contents. Keep "
+    "the value in a buffer, or register its object",
+    "metric": "the metric's states cannot be read: add_state must hold tensors, or lists of tensors",
+    "registered": "the registered object's state differs: load_state_dict() must restore all that state_dict() returns",
     "optimizer": "the optimizer's state differs: check that its state_dict() contains everything that it keeps",
-    "callback": "the callback's state differs: state_dict() and load_state_dict() must cover all that it keeps",
-    "trainer": "the state of the loop differs: keep it in session.state, or in a callback's state_dict()",
+    "callback": "the callback's state differs: state_dict() and load_state_dict() must cover all that it keeps, in "
+    "plain types, and only its own hooks may change it",
+    "hook": "what on_save_checkpoint saves differs: keep it in a buffer or an attribute of the module",
+    "logged": "a logged value was not restored, which this package should do; please report this",
+    "trainer": "the state of the loop differs: the step must not change it, and it must be the same on all ranks. Keep "
+    "what belongs to one rank, or changes in a step, in a registered object or in a callback's state_dict()",
 }
 """Likely reasons, by the kind of the item that differs."""
 
@@ -70,7 +81,22 @@ class Difference:
         return f"rank {self.rank}, step {self.step}, {self.what}: {names} differs. Likely {self.reason}."
 
 
-_ORDER = ("batch", "unowned", "gradient", "parameter", "buffer", "optimizer", "callback", "trainer")
+_ORDER = (
+    "batch",
+    "unowned",
+    "gradient",
+    "parameter",
+    "buffer",
+    "averaged",
+    "attribute",
+    "metric",
+    "registered",
+    "optimizer",
+    "callback",
+    "hook",
+    "logged",
+    "trainer",
+)
 
 
 def order_of_kind(kind: str) -> int:
@@ -91,7 +117,18 @@ def first_kind(names: Iterable[str]) -> tuple[str, ...]:
 
 def differing(one: Digests, other: Digests) -> tuple[str, ...]:
     """Names whose digests differ between two sets or are missing in one; only those of the kind that comes first."""
-    return first_kind(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    return first_kind(differing_names(one, other))
+
+
+def differing_names(one: Digests, other: Digests) -> set[str]:
+    """Names whose digests differ between two sets or are missing in one."""
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+def steady_digests(read: Callable[[], Digests]) -> dict[str, int]:
+    """Digests, 0 for what differs between two reads with nothing in between: it depends on the clock or on the read."""
+    one, other = read(), read()
+    return {name: digest if other.get(name) == digest else 0 for name, digest in one.items()}
 
 
 def state_digests(state: TrainingState) -> dict[str, int]:
@@ -134,17 +171,35 @@ def value_digests(values: Any, kind: str) -> dict[str, int]:
     for key, value in values.items() if isinstance(values, dict) else {"": values}.items():
         if key == "callbacks" and isinstance(value, dict):
             for name, each in value.items():
-                found.update(_flat(f"callback {name}", each))
+                found.update(entry_digests(f"callback {name}", each))
         else:
-            found.update(_flat(f"{kind} {key}", value))
+            found.update(entry_digests(f"{kind} {key}", value))
     return found
 
 
-def _flat(name: str, value: Any) -> dict[str, int]:
+def local_digests(states: Mapping[str, dict[str, Any]]) -> dict[str, int]:
+    """Digests of rank-local states: of each buffer, attribute and state of a metric separately."""
+    found: dict[str, int] = {}
+    for name, state in states.items():
+        first = name.partition(" ")[0]
+        prefix = f"{first.removesuffix('s')} " if first.endswith("s") else f"{name}."  # `buffers`, but `registered 'x'`
+        for key, value in _unpacked(state).items():
+            found.update(entry_digests(f"{prefix}{key}", value))
+    return found
+
+
+def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
+    """A rank-local state with the tensors that `packed_tensors` has put into one piece."""
+    if state.keys() != {"forms", "data"}:
+        return state
+    return {key if isinstance(key, str) else ".".join(key): each for key, each in unpacked_tensors(state)}
+
+
+def entry_digests(name: str, value: Any) -> dict[str, int]:
     """Digests of the entries of nested dicts with string keys, by dotted path."""
     if not isinstance(value, dict) or not all(isinstance(key, str) and os.sep not in key for key in value):
         return {name: value_digest(value)}
-    return {path: each for key, part in value.items() for path, each in _flat(f"{name}.{key}", part).items()}
+    return {path: each for key, part in value.items() for path, each in entry_digests(f"{name}.{key}", part).items()}
 
 
 def value_digest(value: Any) -> int:
@@ -159,7 +214,9 @@ def value_digest(value: Any) -> int:
     if isinstance(value, dict):
         parts = sorted(f"{value_digest(key)}:{value_digest(each)}" for key, each in value.items())
         return zlib.crc32("".join(parts).encode(), 1)
-    if isinstance(value, list | tuple):
+    if isinstance(value, set | frozenset):
+        return zlib.crc32(" ".join(sorted(str(value_digest(each)) for each in value)).encode(), 4)
+    if isinstance(value, list | tuple | deque):
         return zlib.crc32(" ".join(str(value_digest(each)) for each in value).encode(), 2)
     if isinstance(value, np.ndarray):
         return zlib.crc32(value.tobytes(), 3)

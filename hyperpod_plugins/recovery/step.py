@@ -287,7 +287,7 @@ class StepTransaction:
         """Compare the state at the start of a step between ranks, except after a fault: some are in the step then."""
         while True:
             try:
-                rehearsal.begin(self.step, self._training_loop.capture_state, is_compared=is_compared)
+                rehearsal.begin(self.step, is_compared=is_compared)
             except PeerLost:
                 self._recover()
                 is_compared = False

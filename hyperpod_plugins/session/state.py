@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
@@ -504,6 +505,19 @@ class TrainedState:
     def local_steps(self) -> tuple[int, ...] | None:
         """Steps of which this rank keeps its source rank's rank-local state; None if it keeps none."""
         return None if self.local is None else self.local.kept_steps
+
+    @property
+    def rank_local_states(self) -> LocalStates | None:
+        """Rank-local state of buffers, attributes and registered objects; None without recovery."""
+        return self.local
+
+    def present_values(self) -> dict[str, Any]:
+        """State of the schedulers, hyperparameters, the program's own state, and learning rate."""
+        return {f"trainer {name}": value for name, value in self.values().items()}
+
+    def own_objects(self) -> Mapping[str, Stateful]:
+        """None: a loop has no callbacks."""
+        return {}
 
     def capture_own_state(self) -> bytes:
         """Like `capture_state`, with this rank's rank-local state; call it between two steps."""

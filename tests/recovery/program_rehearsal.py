@@ -30,6 +30,19 @@ class Net(nn.Module):
         return out * len(CALLS) if FAULT == "global" else out
 
 
+class Seen:
+    """Counts samples; a step that is computed again does not count them twice."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+
+
 class Interrupted(Rehearsal):
     """Of a process that ends once, when ranks are about to compare what a rehearsal has found."""
 
@@ -51,13 +64,25 @@ torch.manual_seed(0)
 model = session.parallelize(Net())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 session.train(model, optimizer)
+seen, session.state["steps"] = Seen(), 0
+session.register_rank_local("seen", seen)
+
+
+def compute_loss(batch):
+    seen.count += len(batch[0])
+    if FAULT == "state":
+        session.state["steps"] += 1
+    return model(batch[0]).square().mean()
+
+
 if FAULT == "drift" and session.rank == 1:
     with torch.no_grad():
         model.first.weight.to_local()[0, 0] += 1e-3
 loader = DataLoader(TensorDataset(torch.randn(40, 8)), batch_size=2, shuffle=True)
 for step in session.steps(loader, epochs=1):
     with step:
-        loss = step.run(lambda batch: model(batch[0]).square().mean())
+        loss = step.run(compute_loss)
+        session.state["steps"] += 1
         if FAULT == "flip" and session.rank == 1 and step.index == 2:
             model.first.weight.detach().to_local().view(torch.int32)[0, 0] ^= 1 << 12
 print(f"trained to {float(loss).hex()}")

@@ -15,7 +15,8 @@ from recovery.faults import PRELOAD
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.recovery import RecoveryOptions
-from hyperpod_plugins.recovery.rehearsal import RehearsedFault, ScheduledFaults, _read, parse_schedule
+from hyperpod_plugins.recovery.read_back import read_captured
+from hyperpod_plugins.recovery.rehearsal import RehearsedFault, ScheduledFaults, parse_schedule
 from hyperpod_plugins.recovery.rehearsal_jobs import (
     PHASES,
     PhaseResult,
@@ -30,6 +31,7 @@ from hyperpod_plugins.recovery.state_digests import Difference, differing, value
 
 PROGRAM = Path(__file__).with_name("program_rehearsal.py")
 PUT_BACK = PROGRAM.with_name("program_putback.py")
+FIT = PROGRAM.with_name("program_rehearsed_fit.py")
 
 
 def test_of_what_differs_the_kind_is_told_that_comes_first_in_a_step():
@@ -61,9 +63,9 @@ def test_a_description_that_a_peer_has_written_is_not_unpickled():
     for value, kind in ((RunsCode(), bytes), (Path("/a"), Path)):
         buffer = io.BytesIO()
         torch.save({"value": value}, buffer)
-        found = _read(buffer.getvalue())
+        found = read_captured(buffer.getvalue())
         assert isinstance(next(iter(found.values())), kind)
-    assert _read(b"no format of torch") == {"": b"no format of torch"}
+    assert read_captured(b"no format of torch") == {"": b"no format of torch"}
 
 
 def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_path):
@@ -212,6 +214,7 @@ def test_a_rehearsed_step_names_what_an_old_fault_does_not_put_back(fault, told)
         ("", "trained to"),
         ("global", "step 2, computing the step again: gradient"),
         ("drift", "step 2, compared with its replicas: parameter first.weight"),
+        ("state", "step 2, putting the step back: trainer state.steps differs"),
     ],
 )
 def test_a_rehearsed_step_ends_the_job_by_name_where_something_would_not_come_back(fault, told):
@@ -220,6 +223,25 @@ def test_a_rehearsed_step_ends_the_job_by_name_where_something_would_not_come_ba
     done = subprocess.run([*launcher, str(PROGRAM)], env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == (1 if fault else 0), done.stdout + done.stderr
     assert told in done.stdout + done.stderr
+
+
+@pytest.mark.spawns
+def test_a_rehearsed_fit_names_what_its_steps_do_not_put_back_and_is_left_as_it_was(tmp_path):
+    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2"]
+    ends = {}
+    for fault, steps in (("", ""), ("", "1,2,5,7"), ("another's", "2"), ("callback", "2")):
+        environ = {"FAULT": fault, "REHEARSE": steps, "FOLDER": str(tmp_path / f"{fault}{steps}")}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+        done = subprocess.run([*launcher, str(FIT)], env=environ, capture_output=True, text=True, timeout=120)
+        text = done.stdout + done.stderr
+        assert done.returncode == (1 if fault else 0), text
+        ends[fault, steps] = text
+    told = re.findall(r"trained to [^\n]*?\}", ends["", "1,2,5,7"])
+    assert len(told) == 2
+    assert sorted(told) == sorted(re.findall(r"trained to [^\n]*?\}", ends["", ""]))
+    assert "callback Average.last_s" in ends["", "1,2,5,7"]
+    assert "step 2, putting the step back: callback Average.num_batches differs" in ends["another's", "2"]
+    assert "step 2, reading its state back: callback Average.values differs" in ends["callback", "2"]
 
 
 @pytest.mark.spawns
