@@ -19,7 +19,7 @@ import torch
 
 from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.lightning.compat import Trainer, override, restore
-from hyperpod_plugins.recovery.local_state import bytes_of, tensors_in
+from hyperpod_plugins.recovery.buffer_states import bytes_of, tensors_in
 from hyperpod_plugins.recovery.packing import are_same
 
 TABLES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")

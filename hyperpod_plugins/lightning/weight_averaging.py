@@ -25,7 +25,7 @@ from hyperpod_plugins.lightning.compat import override as override_method
 from hyperpod_plugins.parallel.checkpoint.state import CURRENT, NUM_AVERAGED, model_tensors
 from hyperpod_plugins.parallel.hsdp import reshard
 from hyperpod_plugins.parallel.local_optimizer import LocalDispatchMode
-from hyperpod_plugins.recovery.local_state import BufferStates
+from hyperpod_plugins.recovery.buffer_states import BufferStates
 from hyperpod_plugins.recovery.undo import forget_iteration
 
 _COUNTS = "hyperpod:latest_updates"

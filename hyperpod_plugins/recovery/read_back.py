@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from hyperpod_plugins.errors import format_list
 from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
-from hyperpod_plugins.recovery.local_state import BufferStates, ProgramState, RankLocalState
+from hyperpod_plugins.recovery.buffer_states import BufferStates
+from hyperpod_plugins.recovery.local_state import ProgramState, RankLocalState
 from hyperpod_plugins.recovery.packing import pack, unpack
 from hyperpod_plugins.recovery.protocols import TrainingLoop
 from hyperpod_plugins.recovery.state_digests import differing_names, entry_digests, local_digests, steady_digests

@@ -18,8 +18,8 @@ from torch import nn
 from hyperpod_plugins.errors import format_list
 from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum
 from hyperpod_plugins.parallel.hsdp import local_part
+from hyperpod_plugins.recovery.buffer_states import unpacked_tensors
 from hyperpod_plugins.recovery.kept_state import parameters_of
-from hyperpod_plugins.recovery.local_state import unpacked_tensors
 from hyperpod_plugins.recovery.state_transfer import TrainingState
 
 Digests = Mapping[str, int]

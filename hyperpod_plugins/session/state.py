@@ -27,14 +27,9 @@ from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, KeptAttributes, PlainAttributes, modules_of_program
+from hyperpod_plugins.recovery.buffer_states import ALWAYS_KEPT_BYTES, BufferStates
 from hyperpod_plugins.recovery.kept_state import HasState, OptimizerCopy, is_elementwise
-from hyperpod_plugins.recovery.local_state import (
-    ALWAYS_KEPT_BYTES,
-    BUFFERS,
-    BufferStates,
-    LocalStates,
-    ProgramState,
-)
+from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates, ProgramState
 from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, on_own_device
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import RESHARD

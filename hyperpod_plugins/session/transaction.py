@@ -14,8 +14,9 @@ from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
 from hyperpod_plugins.errors import DeviceHung, LoopError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair, SavedCheckpoints, Snapshot
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES
+from hyperpod_plugins.recovery.buffer_states import BufferStates
 from hyperpod_plugins.recovery.engine import RecoveryEngine
-from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates, LocalStates
+from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.stop_reports import REPEATED_BODY
 from hyperpod_plugins.session.context import LoopContext

@@ -12,7 +12,8 @@ from torchmetrics import MeanMetric
 from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.lightning.local_state import LoggedMeans, load_local_state
 from hyperpod_plugins.lightning.shown_values import ShownValues, put_tables, tables_of
-from hyperpod_plugins.recovery.local_state import BUFFERS, BufferStates
+from hyperpod_plugins.recovery.buffer_states import BufferStates
+from hyperpod_plugins.recovery.local_state import BUFFERS
 from hyperpod_plugins.recovery.packing import pack, unpack
 
 

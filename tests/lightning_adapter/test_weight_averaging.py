@@ -16,7 +16,7 @@ from hyperpod_plugins.lightning.weight_averaging import (
     averaging_callback,
 )
 from hyperpod_plugins.recovery import TrainingState
-from hyperpod_plugins.recovery.local_state import BufferStates
+from hyperpod_plugins.recovery.buffer_states import BufferStates
 
 
 class Tied(nn.Sequential):

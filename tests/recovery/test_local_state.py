@@ -11,15 +11,8 @@ from torch import nn
 from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.events import listen
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.local_state import (
-    BufferStates,
-    LocalStates,
-    ProgramState,
-    _is_whole,
-    _last_two,
-    _unpacked,
-    bytes_of,
-)
+from hyperpod_plugins.recovery.buffer_states import BufferStates, bytes_of
+from hyperpod_plugins.recovery.local_state import LocalStates, ProgramState, _is_whole, _last_two, _unpacked
 from hyperpod_plugins.recovery.packing import are_same
 
 

@@ -1,0 +1,218 @@
+"""The buffers of a model as rank-local state, and tensors written as one piece of bytes.
+
+BatchNorm's running statistics differ from rank to rank; tables of constants do not. Many small tensors are slow to
+copy and to pickle one by one, and each step does this: so names, dtypes and shapes are a text that rarely changes, and
+the values follow each other.
+"""
+
+# Buffer tables and tensor versions have no public API.
+# pyright: reportPrivateUsage=false
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.recovery.packing import are_same, as_integers, is_size
+
+_is_cpu = attrgetter("is_cpu")
+_Name = TypeVar("_Name", str, tuple[str, str])
+_PLAIN_TYPE = re.compile(r"torch\.(bool|u?int(8|16|32|64)|b?float16|float(32|64)|float8_\w+|complex(32|64|128))")
+_DTYPES = {
+    str(each): each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and _PLAIN_TYPE.fullmatch(str(each))  # torch.frombuffer supports no others
+}
+ALWAYS_KEPT_BYTES = 2**14
+"""A buffer of at most this size is always kept, whether it was written to or not."""
+
+
+class BufferStates:
+    """The buffers of a model: all small ones, and large ones that were written to; the others never differ.
+
+    BatchNorm updates its statistics without advancing the tensor's version, so versions are used for large ones only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Assume that the present values of large buffers are the same on all ranks."""
+        self._places = [
+            (f"{name}.{key}" if name else key, part, key)
+            for name, part in model.named_modules()
+            for key in part._buffers
+        ]
+        self._saved = {name for name, part, key in self._places if key not in part._non_persistent_buffers_set}
+        self._first = {name: (tensor, tensor._version) for name, tensor in self._present().items()}
+        self._forms = TensorSpecCache()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model has no buffers."""
+        return not self._places
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names, dtypes and shapes, and all bytes in one piece: many small tensors are slow to copy and pickle."""
+        own = {name: each for name, each in self._present().items() if self._is_own(name, each)}
+        return packed_tensors(own, self._forms)
+
+    def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
+        """Copy the values into the buffers, in place; buffers not in `state_dict` count as equal on all ranks."""
+        with torch.no_grad():
+            for name, tensor, values in self._pairs(state_dict):
+                if name not in leave:
+                    tensor.copy_(values)
+        present = self._present()
+        for name in present.keys() - _names(state_dict):
+            self._first[name] = (present[name], present[name]._version)
+
+    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
+        """Names of the buffers that differ from `before`, or that were written to and are not in it."""
+        if now is not None:
+            old, new = (dict(unpacked_tensors(each)) for each in (before, now))
+            return {name for name in old.keys() | new.keys() if not are_same(old.get(name), new.get(name))}
+        present, names = self._present(), _names(before)
+        found = {name for name, tensor in present.items() if name not in names and self._is_own(name, tensor)}
+        return found | {name for name, tensor, values in self._pairs(before) if not are_same(tensor.cpu(), values)}
+
+    def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Only the persistent buffers: all others are as the program creates them (as in torch)."""
+        names = self.saved_names()
+        return packed_tensors({name: values for name, values in unpacked_tensors(state_dict) if name in names})
+
+    def extended(self, state_dict: dict[str, Any], copies: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+        """An earlier `state_dict` with the large buffers that were written for the first time since.
+
+        Args:
+            state_dict: the earlier state.
+            copies: values at that time, by `id` of the buffer.
+        """
+        known, present = _names(state_dict), self._present()
+        new = {name: copies.get(id(present[name])) for name in self.own_names() if name not in known}
+        found = {name: copy for name, copy in new.items() if copy is not None}
+        return packed_tensors(dict(unpacked_tensors(state_dict)) | found) if found else state_dict
+
+    def overwrite(self, state_dict: dict[str, Any]) -> None:
+        """Give the buffers in a `state_dict` another value, as a process has them that has not loaded it."""
+        with torch.no_grad():
+            for _, tensor, _ in self._pairs(state_dict):
+                tensor.fill_(1)
+
+    def saved_names(self) -> set[str]:
+        """Names of the persistent buffers, which a checkpoint of the model holds."""
+        return self._saved & self._present().keys()
+
+    def own_names(self) -> list[str]:
+        """Names of the buffers that `state_dict` holds."""
+        return [name for name, tensor in self._present().items() if self._is_own(name, tensor)]
+
+    def _pairs(self, state_dict: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, tensor and saved values of each buffer in a `state_dict`.
+
+        Raises:
+            CheckpointMismatch: the model has no such buffer.
+        """
+        present = self._present()
+        for name, values in unpacked_tensors(state_dict):
+            tensor = present.get(name) if isinstance(name, str) else None
+            if tensor is None or tensor.numel() != values.numel():
+                raise CheckpointMismatch(f"the state of one rank has a buffer {name!r} of shape {(*values.shape,)}")
+            yield name, tensor, values.view(tensor.shape)
+
+    def _is_own(self, name: str, tensor: torch.Tensor) -> bool:
+        first, version = self._first.get(name, (None, 0))
+        return tensor.nbytes <= ALWAYS_KEPT_BYTES or first is not tensor or version != tensor._version
+
+    def _present(self) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor
+            for name, part, key in self._places
+            if type(tensor := part._buffers.get(key)) is torch.Tensor  # not a sharded one
+        }
+
+
+def packed_tensors(tensors: Mapping[_Name, torch.Tensor], known: "TensorSpecCache | None" = None) -> dict[str, Any]:
+    """Names, dtypes and shapes as one JSON text, and values as bytes; an empty dict for no tensors.
+
+    Args:
+        tensors: tensors by name.
+        known: cache of the JSON text: it is needed in each step and rarely changes.
+    """
+    forms = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    known = TensorSpecCache() if known is None else known
+    return {"forms": known.text_of(forms), "data": bytes_of([*tensors.values()])} if forms else {}
+
+
+class TensorSpecCache:
+    """Caches names, dtypes and shapes of tensors as JSON."""
+
+    def __init__(self) -> None:
+        self._forms: list[Any] = []
+        self._text = "[]"
+
+    def text_of(self, forms: Sequence[tuple[Any, torch.dtype, torch.Size]]) -> str:
+        """A JSON list of name, dtype and shape of each tensor."""
+        if forms != self._forms:
+            self._forms = list(forms)
+            self._text = json.dumps([(name, str(dtype), shape) for name, dtype, shape in forms])
+        return self._text
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Bytes of all tensors, concatenated; copied from a device at once."""
+    if all(map(_is_cpu, tensors)):
+        return b"".join([_host_values(each).numpy().tobytes() for each in tensors])
+    flat = [as_integers(each).reshape(-1).view(torch.uint8).to(tensors[0].device) for each in tensors]
+    return torch.cat(flat).cpu().numpy().tobytes()
+
+
+def _host_values(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that NumPy accepts: it lacks some dtypes."""
+    is_plain = tensor.dtype is torch.float32 and not (tensor.requires_grad or tensor.is_neg())
+    return tensor if is_plain else as_integers(tensor)
+
+
+def unpacked_tensors(packed: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
+    """Inverse of `packed_tensors`; names that are tuples come back as lists.
+
+    Raises:
+        CheckpointMismatch: the values do not fit the names, dtypes and shapes.
+    """
+    if not packed:
+        return []
+    try:
+        forms: list[Any] = json.loads(packed["forms"])
+        return [*tensors_in(packed["data"], [(name, kind, shape) for name, kind, shape in forms])]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # including deep nesting and excessive sizes
+        raise CheckpointMismatch(f"the state of one rank does not say what it holds: {error!r}") from error
+
+
+def tensors_in(data: object, forms: Iterable[tuple[Any, Any, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield name and tensor of each form, reading their values from consecutive bytes.
+
+    Args:
+        data: bytes from this process or another one, not trusted.
+        forms: name, dtype and shape of each tensor.
+
+    Raises:
+        CheckpointMismatch: `data` does not hold such values.
+    """
+    begin = 0
+    for name, kind, shape in forms:
+        dtype = _DTYPES.get(kind)
+        is_shape = isinstance(shape, list | tuple) and all(map(is_size, cast("Sequence[object]", shape)))
+        end = begin + math.prod(shape) * dtype.itemsize if dtype is not None and is_shape else -1
+        if dtype is None or not isinstance(data, bytes) or not begin <= end <= len(data):
+            raise CheckpointMismatch(f"the state of one rank has no values for {name!r} ({kind}, {shape})")
+        part = bytearray(data[begin:end])
+        values = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
+        yield name, values.view(shape)
+        begin = end
+
+
+def _names(packed: Mapping[str, Any]) -> set[str]:
+    return {name for name, _, _ in json.loads(packed["forms"])} if packed else set()
