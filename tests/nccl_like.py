@@ -5,7 +5,7 @@
     errors never surface in a wait
     a collective that waits for a lost peer hangs its queue until the group is aborted
     aborts take their time, one after another
-    connecting is lazy, at the first collective, unless it is asked for
+    connecting is lazy, at the first collective, unless it is asked for, as `create` does
 
 `install()` puts it first in the list of transports; `HYPERPOD_TEST_TRANSPORT=nccl-like` has the programs of the tests
 do so. Groups for threads beside the step (snapshots, saves) stay with gloo, as on GPU machines.
@@ -29,6 +29,11 @@ from hyperpod_plugins.comm.work import reduce_scatter
 ABORT_S = 0.03
 _SLICE = timedelta(seconds=0.1)
 _aborting = threading.Lock()
+
+
+def take_abort_time():
+    """What an abort of nccl takes before it ends anything."""
+    time.sleep(ABORT_S)
 
 
 class Stream:
@@ -202,7 +207,7 @@ class QueuedGroup:
 
     def abort(self, sockets):
         with _aborting:
-            time.sleep(ABORT_S)
+            take_abort_time()
             sockets.shutdown()
             self.shutdown()
 

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from datetime import timedelta
 
 import nccl_like
 import pytest
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from harness import run_ranks
 
 from hyperpod_plugins.comm import CommOptions, break_groups, current_wait, join_world
+from hyperpod_plugins.comm.transport import InnerSpec
 
-pytestmark = pytest.mark.spawns
+DEADLINE_S = 60.0
 
 
 def join(rank):
@@ -61,6 +63,7 @@ def errors_do_not_surface():
     return hangs, key
 
 
+@pytest.mark.spawns
 def test_a_wait_returns_at_once_and_the_host_blocks_where_it_computes():
     (is_queued, total, key), (_, other_total, _) = run_ranks(waits_are_queued, world_size=2)
     assert is_queued
@@ -68,6 +71,7 @@ def test_a_wait_returns_at_once_and_the_host_blocks_where_it_computes():
     assert total == other_total == 9.0
 
 
+@pytest.mark.spawns
 def test_a_lost_peer_shows_in_no_wait_and_hangs_the_queue_until_the_abort():
     results = run_ranks(errors_do_not_surface, world_size=2)
     assert results[0] == (True, "world")
@@ -105,6 +109,84 @@ def the_host_reads_after_a_break():
     return outcomes
 
 
+@pytest.mark.spawns
 def test_what_the_host_reads_after_a_break_is_no_result():
     """The flag of the first would be what this rank had put there, the size of the second what was in the memory."""
     assert run_ranks(the_host_reads_after_a_break, world_size=2)[0] == ["PeerLost", "PeerLost"]
+
+
+def spec(store, rank, timeout_s=DEADLINE_S):
+    """Of one of two members, both in this process."""
+    timeout = timedelta(seconds=timeout_s)
+    return InnerSpec(store=store, rank=rank, size=2, timeout=timeout, global_ranks=(0, 1), name="a test")
+
+
+def test_a_group_connects_in_its_first_collective():
+    store = dist.HashStore()
+    first = nccl_like.QueuedGroup(spec(store, 0))  # the peer is not there yet: nothing waits for it
+    values = [torch.ones(2), torch.full((2,), 2.0)]
+    works = [first.allreduce([values[0]])]
+    assert not works[0].is_completed()
+    second = nccl_like.QueuedGroup(spec(store, 1))
+    works.append(second.allreduce([values[1]]))
+    assert all(work.done.wait(DEADLINE_S) for work in works)
+    assert [value.tolist() for value in values] == [[3.0, 3.0], [3.0, 3.0]]
+    for group in (first, second):
+        group.shutdown()
+
+
+def test_a_group_connects_at_once_if_it_is_asked_to():
+    """As `Nccl.create` asks: without the peer there is no group."""
+    with pytest.raises(RuntimeError):
+        nccl_like.NcclLike().create(spec(dist.HashStore(), 0, timeout_s=0.3))
+    store, groups = dist.HashStore(), {}
+
+    def create(rank):
+        groups[rank] = nccl_like.NcclLike().create(spec(store, rank))
+
+    threads = [threading.Thread(target=create, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert all(group._gloo is not None for group in groups.values())
+    assert len(groups) == 2
+    for group in groups.values():
+        group.shutdown()
+
+
+class Sockets:
+    """Of a group that is aborted; it has none."""
+
+    def shutdown(self):
+        pass
+
+
+def test_aborts_take_their_time_one_after_another(monkeypatch):
+    """Two groups hang, and are aborted at the same time; until its abort is over, the collective of each hangs."""
+    hanging = [nccl_like.QueuedGroup(spec(dist.HashStore(), 0, timeout_s=0.3)) for _ in range(2)]
+    works = [group.allreduce([torch.ones(1)]) for group in hanging]
+    together, begun, permits = threading.Barrier(2), threading.Semaphore(0), threading.Semaphore(0)
+    at_once = []
+
+    def take_time():
+        begun.release()
+        try:
+            together.wait(0.3)
+            at_once.append(True)
+        except threading.BrokenBarrierError:  # the other has not begun
+            pass
+        assert permits.acquire(timeout=DEADLINE_S)
+
+    monkeypatch.setattr(nccl_like, "take_abort_time", take_time)
+    aborts = [threading.Thread(target=group.abort, args=(Sockets(),), daemon=True) for group in hanging]
+    for abort in aborts:
+        abort.start()
+    for num_over in range(2):
+        assert begun.acquire(timeout=DEADLINE_S)
+        assert sum(work.is_completed() for work in works) == num_over
+        permits.release()
+    for abort in aborts:
+        abort.join(DEADLINE_S)
+    assert all(work.is_completed() for work in works)
+    assert at_once == []
