@@ -199,6 +199,8 @@ def describe_trainer(
             fit_loop = before_validation(fit_loop)
         elif hooks.part == EPOCH_BEGIN:
             fit_loop = before_epoch(fit_loop)
+        elif is_in_batch_end(trainer) and trainer.fit_loop.epoch_loop.done:
+            fit_loop = before_epoch_end(fit_loop)
         if loader_states:
             fit_loop["state_dict"]["combined_loader"] = loader_states
         as_begun = _changed_by_loops(trainer, fit_loop, logged or {}, metrics)
@@ -503,6 +505,20 @@ def before_epoch(fit_loop: dict[str, Any]) -> dict[str, Any]:
         epochs[scope] |= {"ready": done + 1, "started": done, "processed": done}
         batches[scope] |= dict.fromkeys(batches[scope], 0 if scope == "current" else batches[scope]["processed"])
     batches["is_last_batch"] = False
+    return loop
+
+
+def before_epoch_end(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """State of the fit loop, saved during the hooks at the end of an epoch's last batch, as if these had ended.
+
+    Lightning would resume with the next epoch, and never call the hooks at the end of this one.
+    """
+    loop = copy.deepcopy(fit_loop)
+    for scope in _PROGRESS:
+        counts = loop["epoch_loop.batch_progress"][scope]
+        counts["completed"] = counts["processed"]
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    loop[_PART] = EPOCH_END
     return loop
 
 
