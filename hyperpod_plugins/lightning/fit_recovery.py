@@ -25,6 +25,7 @@ from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.errors import PeerLost, StateLost
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerStatus
+from hyperpod_plugins.lightning.compat import override as override_method
 from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.fault_injection import rehearse_faults
 from hyperpod_plugins.lightning.local_state import register_all
@@ -581,6 +582,8 @@ class FitRecovery(NullFitRecovery):
         self._starts_epoch, part = is_epoch_start(checkpoint), part_of(checkpoint)
         trainer.should_stop = was_asked_to_stop(checkpoint)
         self._reentry.open(trainer, part, description)
+        # Lightning takes a validation that precedes this position for one that was not counted.
+        override_method(trainer.fit_loop.epoch_loop.val_loop, "increment_progress_to_evaluation_end", _nothing)
         return checkpoint
 
     def _keep_or_undo_part(self, checkpoint: dict[str, Any]) -> None:
@@ -791,6 +794,10 @@ class FitRecovery(NullFitRecovery):
 
 def _compute_and_commit(closure: Callable[[], Any], commit: Callable[[Any], Any]) -> Any:
     return commit(closure())
+
+
+def _nothing() -> None:
+    return None
 
 
 def _nothing_more(result: Any) -> Any:

@@ -57,7 +57,7 @@ def remove_part_hooks(trainer: Trainer) -> None:
     """Undo `install_part_hooks`: the fit has ended."""
     loop = trainer.fit_loop
     restore(loop, "on_advance_start", "on_advance_end", "on_run_end")
-    restore(loop.epoch_loop.val_loop, "run")
+    restore(loop.epoch_loop.val_loop, "run", "increment_progress_to_evaluation_end")
 
 
 _BATCH_END = "on_train_batch_end"

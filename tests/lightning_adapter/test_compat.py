@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import lightning.pytorch.callbacks.weight_averaging as weight_averaging
 import pytest
 from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
-from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector, _DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -97,6 +97,7 @@ OVERRIDDEN = {
     "run": ([_TrainingEpochLoop], ["data_fetcher"]),
     "update_lr_schedulers": ([_TrainingEpochLoop], ["interval", "update_plateau_schedulers"]),
     "_broadcast_sigterm_tensor": ([_TrainingEpochLoop], []),
+    "increment_progress_to_evaluation_end": ([_EvaluationLoop], []),
     "log": ([_ResultCollection], ["fx", "name", "value"]),
     "metrics": ([_ResultCollection], ["on_step"]),
     "reset": ([_ResultCollection], ["metrics", "fx"]),
