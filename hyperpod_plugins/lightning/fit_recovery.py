@@ -46,6 +46,7 @@ from hyperpod_plugins.lightning.reentry import (
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.trainer_entries import entries, save_entry_end
 from hyperpod_plugins.lightning.trainer_state import (
+    GROUPS,
     LOCAL,
     LOGGED,
     METRICS,
@@ -87,6 +88,7 @@ from hyperpod_plugins.recovery.rng import (
     FIT_END,
     TRAINING_END,
 )
+from hyperpod_plugins.recovery.state_transfer import load_hyperparameters
 
 log = logging.getLogger(__name__)
 
@@ -454,6 +456,7 @@ class FitRecovery(NullFitRecovery):
             if epochs.total.ready > epochs.total.started:  # Lightning does not count an epoch that it starts again
                 epochs.current.ready = epochs.current.started + 1
         restore_untracked(trainer, self._entered_with)
+        load_hyperparameters(self._entered_with.get(GROUPS, []), trainer.optimizers)  # hooks read the learning rate
         if self._reentry.part in (EPOCH_END, FIT_END):
             self._rejoin()  # the next hooks may communicate
         elif self._skip_batches:
