@@ -83,8 +83,9 @@ class FaultInjection(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Inject faults of the phase `checkpoint`, while a checkpoint is being collected."""
-        self._at(trainer, "checkpoint", trainer.global_step)
+        """Inject faults of the phase `checkpoint`, while a checkpoint is being collected (not a description)."""
+        if not getattr(trainer.strategy, "saves_for_peers", False):
+            self._at(trainer, "checkpoint", trainer.global_step)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -10,7 +10,7 @@ between steps. `rewind` converts the former to the latter; the rest is Lightning
 import copy
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import PosixPath, PurePosixPath
 from typing import Any
@@ -298,14 +298,15 @@ def read_trainer(data: bytes) -> dict[str, Any]:
         return unpack(data, map_location=None)
 
 
-def by_kind(described: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Kind, name and value of each entry of a description: of the `trainer`, or of a `hook` that saves.
-
-    Without callbacks and logged values, which it describes as they were when the present part began.
-    """
+def named_by_kind(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a description by names that begin with a kind: `callback`, `logged`, `hook` or `trainer`."""
+    found = {f"callback {name}": state for name, state in described.get("callbacks", {}).items()}
     for name, value in described.items():
-        if name not in ("callbacks", METRICS, LOGGED):
-            yield "trainer" if name in (*_OF_LIGHTNING, *_OF_DESCRIPTIONS) else "hook", name, value
+        if name == METRICS:
+            found |= {f"logged {table.lstrip('_')}": each for table, each in value.items()}
+        elif name != "callbacks":
+            found[f"{'trainer' if name in (*_OF_LIGHTNING, *_OF_DESCRIPTIONS) else 'hook'} {name}"] = value
+    return found
 
 
 def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:

@@ -30,12 +30,13 @@ from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.shown_values import TABLES, ShownValues, Tables, put_tables, tables_of
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
+    LOGGED,
     arguments,
     as_checkpoint,
-    by_kind,
     describe_part_start,
     describe_trainer,
     is_within_epoch,
+    named_by_kind,
     rank_local_of,
     read_trainer,
     steps_done,
@@ -456,6 +457,10 @@ class AccumulationWindow:
         """Buffers, metrics, attributes, logged values and registered objects."""
         return self._local
 
+    def captured_values(self) -> dict[str, Any]:
+        """Loops, schedulers, hyperparameters, callbacks, logged values and what hooks save."""
+        return named_by_kind(read_trainer(self.capture_state()))
+
     def present_values(self) -> dict[str, Any]:
         """Callbacks, and loops, schedulers, hyperparameters, and what hooks save.
 
@@ -466,7 +471,7 @@ class AccumulationWindow:
         if self._trainer.accumulate_grad_batches == 1:
             described = read_trainer(self.capture_state())
             found["trainer zero_grad"] = self._zero_grad_counts.state_dict()
-            found |= {f"{kind} {name}": value for kind, name, value in by_kind(described)}
+            found |= {name: value for name, value in named_by_kind(described).items() if not _is_of_part(name)}
         return found
 
     def own_objects(self) -> Mapping[str, Stateful]:
@@ -585,6 +590,11 @@ def _has_hooks_around_steps(trainer: Trainer) -> bool:
     ) or any(
         is_of_program(type(each)) and is_overridden(name, each, parent=Callback) for each in callbacks for name in names
     )
+
+
+def _is_of_part(name: str) -> bool:
+    """Whether a description has these values as they were when the present part began."""
+    return name.partition(" ")[0] in ("callback", "logged") or name == f"trainer {LOGGED}"
 
 
 class _LoggingFor:

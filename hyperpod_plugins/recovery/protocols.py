@@ -217,8 +217,12 @@ class TrainingLoop(Protocol):
         """This rank's rank-local state; None if none is kept."""
         ...
 
+    def captured_values(self) -> dict[str, Any]:
+        """What `capture_state` captures, by names that begin with their kind."""
+        ...
+
     def present_values(self) -> dict[str, Any]:
-        """All but tensors and rank-local state, as this rank holds it now, by names that begin with their kind.
+        """All but tensors and rank-local state, as this rank holds it now, named likewise.
 
         Unlike `capture_state`, it does not describe the beginning of a part that is under way. It leaves out what may
         have changed since the present step began and stays as it is when the step is undone.

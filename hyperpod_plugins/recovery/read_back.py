@@ -36,14 +36,6 @@ _OF_LIGHTNING = ("log", "log_dict")
 """Attributes that Lightning gives to callbacks."""
 
 
-def read_captured(data: bytes) -> Any:
-    """Read captured state of a trainer or loop. It may come from a peer, so no objects are unpickled."""
-    try:
-        return _with_paths(data)
-    except (RuntimeError, pickle.UnpicklingError, EOFError):  # another format: compared as bytes
-        return {"": data}
-
-
 def _with_paths(data: bytes) -> Any:
     with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
         return unpack(data, map_location=None)

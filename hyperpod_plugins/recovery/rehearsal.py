@@ -34,14 +34,13 @@ from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.protocols import TrainingLoop
-from hyperpod_plugins.recovery.read_back import StateReadBack, read_captured
+from hyperpod_plugins.recovery.read_back import StateReadBack
 from hyperpod_plugins.recovery.replica_comparison import ReplicasDiffer, compare_replicas
 from hyperpod_plugins.recovery.state_digests import (
     Difference,
     Digests,
     differing,
     differing_names,
-    entry_digests,
     first_kind,
     gradient_digests,
     local_digests,
@@ -254,17 +253,14 @@ class Rehearsal:
 
     def _held(self) -> dict[str, int]:
         """Digests of everything that this rank holds when a step begins."""
-        captured = steady_digests(lambda: value_digests(read_captured(self._loop.capture_state()), "trainer"))
-        return state_digests(self._state) | captured
+        return state_digests(self._state) | value_digests(self._loop.captured_values())
 
     def _values(self) -> dict[str, int]:
         """Digests of all but tensors, as this rank holds it now."""
         local = self._loop.rank_local_states
 
         def read() -> dict[str, int]:
-            values = self._loop.present_values().items()
-            found = {key: each for name, value in values for key, each in entry_digests(name, value).items()}
-            return found | ({} if local is None else local_digests(local.state()))
+            return value_digests(self._loop.present_values()) | ({} if local is None else local_digests(local.state()))
 
         return steady_digests(read)
 
@@ -376,12 +372,13 @@ class DigestLog:
     """Digest log of one rank, to which all processes of its worker slot append."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / f"rank-{rank}.jsonl"
+        self._folder, self._path = folder, folder / f"rank-{rank}.jsonl"
 
     def write(self, step: int, point: str, digests: Digests) -> None:
-        """Append the digests of this rank at a point of a step."""
+        """Append the digests of this rank at a point of a step, with the faults that have happened by now."""
+        faults = [path.stem.removeprefix("fault-") for path in self._folder.glob("fault-*.json")]
         with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "point": point, "digests": digests}) + "\n")
+            file.write(json.dumps({"step": step, "point": point, "after": faults, "digests": digests}) + "\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,22 +2,30 @@
 
 Each rank of both jobs records digests of everything that it holds at each step (see `rehearsal.py`). The last fault
 before the first difference between the two jobs is the one from which the program does not recover exactly; phases
-that come after it are rehearsed in another job.
+that come after it are rehearsed in another job. If there is a difference, another job without a fault shows what
+differs between any two runs of the program, such as a time that a callback saves; this is not compared.
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hyperpod_plugins.env import RehearsalEnv
-from hyperpod_plugins.errors import ConfigError, RecoveryError
+from hyperpod_plugins.errors import ConfigError, RecoveryError, format_list
 from hyperpod_plugins.recovery.rehearsal import RehearsedFault
-from hyperpod_plugins.recovery.state_digests import Difference, Digests, differing, order_of_kind
+from hyperpod_plugins.recovery.state_digests import (
+    Difference,
+    Digests,
+    differing_names,
+    first_kind,
+    order_of_kind,
+)
 
 PHASES = (
     "setup",  # before the first step
@@ -36,8 +44,12 @@ PHASES = (
 """Phases in which a rank is killed. Some exist only in Lightning; a phase that is not reached is reported as such."""
 _POINTS = "state", "begun", "gradients"  # points of a step at which digests are recorded, in order
 _FIRST_STEP = 2
+_STEPS_APART = 2
+"""Steps between two faults: no rank commits the step after a fault before that is repaired, so two never coincide."""
 _STEPS_AFTER = 2
 _GRACE_S = 20.0
+_MUST_AGREE = ("batch", "gradient", "unowned", "parameter", "buffer", "optimizer")
+"""Kinds that are the same in each run of a deterministic program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +89,7 @@ class RehearsalPlan:
     @property
     def num_steps(self) -> int:
         """Number of steps after which the jobs end."""
-        return _FIRST_STEP + len(self.phases) + _STEPS_AFTER
+        return _FIRST_STEP + _STEPS_APART * (len(self.phases) - 1) + 1 + _STEPS_AFTER
 
     def schedule(self, phases: Sequence[str]) -> tuple[RehearsedFault, ...]:
         """One fault for each phase, each at a later step and on another rank than the one before."""
@@ -90,7 +102,7 @@ class RehearsalPlan:
 
 
 def _step_of(phase: str, number: int) -> int:
-    return 0 if phase == "setup" else _FIRST_STEP + number
+    return 0 if phase == "setup" else _FIRST_STEP + _STEPS_APART * number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +116,8 @@ class PhaseResult:
     difference: Difference | None = None
     failure: str = ""
     """Last output of the job if it failed, else empty."""
+    shown: Difference | None = None
+    """Logged values of which a rank shows another rank's, which changes nothing else."""
 
     @property
     def is_good(self) -> bool:
@@ -114,17 +128,41 @@ class PhaseResult:
         """Phase, rank, step and outcome, as table cells."""
         if self.step is None and self.is_good:
             return self.phase, "", "", "not reached"
-        told = (
-            str(self.difference) if self.difference is not None else self.failure or "recovered, equal to the last bit"
-        )
+        told = self.failure or "recovered, equal to the last bit"
+        if self.difference is not None:
+            told = str(self.difference)
+        elif self.shown is not None and not self.failure:
+            told = f"{told}, except for values that are shown: {self.shown}"
         return self.phase, str(self.rank), str(self.step), told
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestLine:
+    """What one rank held at a point of a step."""
+
+    rank: int
+    step: int
+    point: str
+    digests: Digests
+    after: frozenset[str] = frozenset()
+    """Phases in which a rank had been killed before."""
+
+    @property
+    def place(self) -> tuple[int, int, str]:
+        """Rank, step and point."""
+        return self.rank, self.step, self.point
+
+
 Records = Mapping[tuple[int, int, str], Digests]
-"""Digests by rank, step and point of the step."""
+"""Digests of a job without a fault, by rank, step and point of the step."""
 
 
-def read_lines(folder: Path) -> Iterator[tuple[tuple[int, int, str], Digests]]:
+def records(lines: Iterable[DigestLine]) -> Records:
+    """The digests of a job, by place."""
+    return {line.place: line.digests for line in lines}
+
+
+def read_lines(folder: Path) -> Iterator[DigestLine]:
     """Read the digests that the processes of a job recorded; a line that a kill has truncated is skipped."""
     for path in sorted(folder.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
@@ -133,24 +171,56 @@ def read_lines(folder: Path) -> Iterator[tuple[tuple[int, int, str], Digests]]:
                 said = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            yield (rank, said["step"], said["point"]), said["digests"]
+            yield DigestLine(
+                rank=rank,
+                step=said["step"],
+                point=said["point"],
+                digests=said["digests"],
+                after=frozenset(said["after"]),
+            )
 
 
-def first_difference(wanted: Records, found: Iterator[tuple[tuple[int, int, str], Digests]]) -> Difference | None:
+def first_difference(
+    wanted: Records, found: Iterable[DigestLine], ignored: Collection[str] = (), *, of_shown: bool = False
+) -> Difference | None:
     """The earliest difference between two jobs; None if all digests agree.
 
-    Points that `wanted` does not have are skipped.
+    Args:
+        wanted: digests of the job without a fault; points that it does not have are skipped.
+        found: digests of the other job.
+        ignored: names that are not compared.
+        of_shown: whether to compare only the logged values that both jobs show, instead of all else.
     """
     differences: list[tuple[tuple[int, int, int], Difference]] = []
-    for (rank, step, point), digests in found:
-        expected = wanted.get((rank, step, point))
-        names = () if expected is None else differing(expected, digests)
+    for line in found:
+        expected = wanted.get(line.place, line.digests)
+        differing = differing_names(expected, line.digests) - {*ignored}
+        shown = {name for name in differing if name.startswith("logged ") and name in expected and name in line.digests}
+        names = first_kind(shown if of_shown else differing - shown)
         if names:
-            what = "computing it" if point == "gradients" else "at its beginning"
-            found_here = Difference(rank=rank, step=step, what=what, names=names)
+            what = "computing it" if line.point == "gradients" else "at its beginning"
+            found_here = Difference(rank=line.rank, step=line.step, what=what, names=names, after=line.after)
             # If the batch of one rank differs, the gradients of all ranks do.
-            differences.append(((step, _POINTS.index(point), order_of_kind(found_here.kind)), found_here))
+            differences.append(((line.step, _POINTS.index(line.point), order_of_kind(found_here.kind)), found_here))
     return min(differences, key=lambda each: each[0])[1] if differences else None
+
+
+def unsteady_names(one: Records, other: Records) -> set[str]:
+    """Names that differ between two jobs without a fault.
+
+    Raises:
+        RecoveryError: these include gradients or parameters, so the program is not deterministic.
+    """
+    lines = [DigestLine(rank=rank, step=step, point=point, digests=each) for (rank, step, point), each in other.items()]
+    found, names = first_difference(one, lines), set[str]()
+    for place in one.keys() & other.keys():
+        names |= differing_names(one[place], other[place])
+    if found is not None and any(name.partition(" ")[0] in _MUST_AGREE for name in names):
+        raise RecoveryError(
+            f"two runs without a fault differ: {found} Only a program that computes the same in each run can be "
+            "rehearsed: seed all of its random generators (seed_everything), and use deterministic operations."
+        )
+    return names
 
 
 def rehearse(plan: RehearsalPlan, say: Callable[[str], None]) -> list[PhaseResult]:
@@ -167,17 +237,9 @@ def rehearse(plan: RehearsalPlan, say: Callable[[str], None]) -> list[PhaseResul
         RecoveryError: the job without a fault failed, or its program does not support recovery in place.
     """
     with tempfile.TemporaryDirectory(prefix="hyperpod-rehearsal-") as place:
-        calm = Path(place, "calm")
         say(f"{plan.num_steps} steps on {plan.num_ranks} ranks without a fault")
-        failure = _run(plan, calm, ())
-        if failure:
-            raise RecoveryError(f"the program failed without a fault:\n{failure}")
-        wanted = dict(read_lines(calm))
-        if not wanted:
-            raise RecoveryError(
-                "the program ran no step that can be recovered. It needs Trainer(strategy='hyperpod') without "
-                "CheckpointlessRecovery(enabled=False), or a Session."
-            )
+        wanted = _run_undisturbed(plan, Path(place, "calm"))
+        unsteady: set[str] | None = None
         results: dict[str, PhaseResult] = {}
         left = list(plan.phases)
         while left:
@@ -185,15 +247,45 @@ def rehearse(plan: RehearsalPlan, say: Callable[[str], None]) -> list[PhaseResul
             folder = Path(place, f"faults-{len(left)}")
             faults = plan.schedule(left)
             failure = _run(plan, folder, faults)
-            found = judge(faults, _happened(folder), failure, first_difference(wanted, read_lines(folder)))
+            difference = first_difference(wanted, read_lines(folder), unsteady or ())
+            if difference is not None and unsteady is None:
+                say("again without a fault, to see what differs anyway")
+                unsteady = unsteady_names(wanted, _run_undisturbed(plan, Path(place, "calm-again")))
+                if unsteady:
+                    say(f"not compared, as two runs without a fault differ: {format_list(sorted(unsteady), 8)}")
+                difference = first_difference(wanted, read_lines(folder), unsteady)
+            shown = first_difference(wanted, read_lines(folder), unsteady or (), of_shown=True)
+            found = judge(faults, _happened(folder), failure, difference, shown)
             results.update({result.phase: result for result in found})
             judged = [phase for phase in left if phase not in results]
             left = judged if len(judged) < len(left) else []
         return [results[phase] for phase in plan.phases]
 
 
+def _run_undisturbed(plan: RehearsalPlan, folder: Path) -> Records:
+    """Run a job without a fault, and return its digests.
+
+    Raises:
+        RecoveryError: it failed, or its program does not support recovery in place.
+    """
+    failure = _run(plan, folder, ())
+    if failure:
+        raise RecoveryError(f"the program failed without a fault:\n{failure}")
+    found = records(read_lines(folder))
+    if not found:
+        raise RecoveryError(
+            "the program ran no step that can be recovered. It needs Trainer(strategy='hyperpod') without "
+            "CheckpointlessRecovery(enabled=False), or a Session."
+        )
+    return found
+
+
 def judge(
-    faults: Sequence[RehearsedFault], happened: Mapping[str, int], failure: str, difference: Difference | None
+    faults: Sequence[RehearsedFault],
+    happened: Mapping[str, int],
+    failure: str,
+    difference: Difference | None,
+    shown: Difference | None = None,
 ) -> list[PhaseResult]:
     """Derive results from a job with faults: for all phases, or for those up to the one that did not recover.
 
@@ -202,23 +294,35 @@ def judge(
         happened: for each fault that happened, its phase and step, in the order of occurrence.
         failure: last output of the job if it failed, else empty.
         difference: the first difference from the job without a fault.
+        shown: the first of the logged values that ranks show.
     """
     order = list(happened)
+    noted = [phase for phase in order if shown is not None and phase in shown.after][-1:]
     if difference is None and not failure:
-        return [_result(fault, happened) for fault in faults]
-    culprits = [phase for phase in order if difference is None or happened[phase] <= difference.step]
+        found = [_result(fault, happened) for fault in faults]
+        return [replace(each, shown=shown) if each.phase in noted else each for each in found]
+    culprits = [phase for phase in order if difference is None or phase in difference.after]
     if not culprits:  # no fault had happened yet: the program itself is not deterministic
         culprits = order[:1] or [faults[0].phase]
     culprit = culprits[-1]
     results: list[PhaseResult] = []
     for fault in faults:
         if fault.phase == culprit:
-            told = "" if difference is not None else f"the job ended: {failure.strip().splitlines()[-1][:300]}"
-            place = {"rank": fault.rank, "step": happened.get(fault.phase)}
-            results.append(PhaseResult(phase=fault.phase, difference=difference, failure=told, **place))
+            told = "" if difference is not None else f"the job ended: {_last_error(failure)}"
+            step = happened.get(fault.phase)
+            results.append(
+                PhaseResult(phase=fault.phase, rank=fault.rank, step=step, difference=difference, failure=told)
+            )
         elif fault.phase in culprits:
             results.append(_result(fault, happened))
     return results
+
+
+def _last_error(output: str) -> str:
+    """The last line of an output that names an error, or else the last one that says anything."""
+    lines = [line.strip() for line in output.splitlines() if any(map(str.isalnum, line))]
+    errors = [line for line in lines if re.search(r"\w(Error|Failed|Lost|Exception)\b", line)]
+    return (errors or lines or ["without a word"])[-1][:300]
 
 
 def _result(fault: RehearsedFault, happened: Mapping[str, int]) -> PhaseResult:

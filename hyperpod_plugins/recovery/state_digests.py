@@ -47,7 +47,8 @@ REASONS = {
     "callback": "the callback's state differs: state_dict() and load_state_dict() must cover all that it keeps, in "
     "plain types, and only its own hooks may change it",
     "hook": "what on_save_checkpoint saves differs: keep it in a buffer or an attribute of the module",
-    "logged": "a logged value was not restored, which this package should do; please report this",
+    "logged": "what a rank logs without sync_dist=True after its step (in on_train_batch_end, a validation, or at the "
+    "end of an epoch) is not sent to another rank before the next vote: a replacement shows another rank's value",
     "trainer": "the state of the loop differs: the step must not change it, and it must be the same on all ranks. Keep "
     "what belongs to one rank, or changes in a step, in a registered object or in a callback's state_dict()",
 }
@@ -64,6 +65,8 @@ class Difference:
     """The comparison that found it, for example `computing the step again` or `at its beginning`."""
     names: tuple[str, ...]
     """Names of the items that differ, only those of the kind that comes first in a step."""
+    after: frozenset[str] = frozenset()
+    """In a rehearsed job: phases in which a rank had been killed before."""
 
     @property
     def kind(self) -> str:
@@ -165,16 +168,9 @@ def unowned_digests(state: TrainingState) -> dict[str, int]:
     }
 
 
-def value_digests(values: Any, kind: str) -> dict[str, int]:
-    """Digests of the captured state of a trainer or loop: of each entry, and of each callback separately."""
-    found: dict[str, int] = {}
-    for key, value in values.items() if isinstance(values, dict) else {"": values}.items():
-        if key == "callbacks" and isinstance(value, dict):
-            for name, each in value.items():
-                found.update(entry_digests(f"callback {name}", each))
-        else:
-            found.update(entry_digests(f"{kind} {key}", value))
-    return found
+def value_digests(values: Mapping[str, Any]) -> dict[str, int]:
+    """Digests of values by name, and of the entries of dictionaries among them by dotted path."""
+    return {key: each for name, value in values.items() for key, each in entry_digests(name, value).items()}
 
 
 def local_digests(states: Mapping[str, dict[str, Any]]) -> dict[str, int]:

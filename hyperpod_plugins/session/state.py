@@ -506,6 +506,10 @@ class TrainedState:
         """Rank-local state of buffers, attributes and registered objects; None without recovery."""
         return self.local
 
+    def captured_values(self) -> dict[str, Any]:
+        """The position that `capture_state` captures."""
+        return {f"trainer {name}": value for name, value in Position.from_bytes(self.capture_state()).to_dict().items()}
+
     def present_values(self) -> dict[str, Any]:
         """State of the schedulers, hyperparameters, the program's own state, and learning rate."""
         return {f"trainer {name}": value for name, value in self.values().items()}

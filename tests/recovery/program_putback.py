@@ -155,8 +155,8 @@ def train_with_session():
     torch.manual_seed(0)
     net = session.parallelize(Net())
     session.train(net, Lars(owned(net), lr=1e-2), max_grad_norm=0.5)
-    data = TensorDataset(torch.randn(30 * 4 * NUM_RANKS, WIDTH))
-    for step in session.steps(DataLoader(data, batch_size=4, shuffle=True), epochs=1, max_steps=20):
+    data = TensorDataset(torch.randn(50 * 4 * NUM_RANKS, WIDTH))
+    for step in session.steps(DataLoader(data, batch_size=4, shuffle=True), epochs=1, max_steps=40):
         with step:
             loss = step.run(lambda batch: (net(batch[0]) - batch[0]).square().mean())
             net.follow()
@@ -214,7 +214,7 @@ def train_with_lightning():
         accelerator="cpu",
         devices=NUM_RANKS,
         strategy=HyperPodStrategy(hybrid_shard_degree=2 if NUM_RANKS > 2 else 1),
-        max_steps=20,
+        max_steps=40,
         accumulate_grad_batches=2,
         logger=False,
         enable_checkpointing=False,
@@ -222,7 +222,7 @@ def train_with_lightning():
         enable_model_summary=False,
         callbacks=[Average(), CheckpointlessRecovery(rehearse=REHEARSE)],
     )
-    data = TensorDataset(torch.randn(2 * 30 * 4 * NUM_RANKS, WIDTH))
+    data = TensorDataset(torch.randn(2 * 50 * 4 * NUM_RANKS, WIDTH))
     trainer.fit(Module(), DataLoader(data, batch_size=4))
     print(f"trained {trainer.global_step} steps")
 

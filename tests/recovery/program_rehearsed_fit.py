@@ -61,12 +61,14 @@ class Backwards(L.Callback):
 
 
 class Seen(L.Callback):
-    """Counts batches in an attribute."""
+    """Counts batches in an attribute, and sees the learning rate of each step, also in a replacement."""
 
     num_batches = 0
 
-    def on_train_batch_start(self, *_):
+    def on_train_batch_start(self, trainer, *_):
         self.num_batches += 1
+        rates = [each["lr"] for each in trainer.optimizers[0].param_groups]
+        assert rates == trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
 
 
 class Unreadable(Metric):
@@ -135,7 +137,7 @@ callbacks = [
     EarlyStopping("val_loss", patience=50),
     EMAWeightAveraging(decay=0.9, update_every_n_steps=1),
     LearningRateMonitor(),
-    ModelCheckpoint(FOLDER, every_n_train_steps=3, save_top_k=2, monitor="loss"),
+    ModelCheckpoint(FOLDER, every_n_train_steps=3),
     CheckpointlessRecovery(rehearse=REHEARSE),
 ]
 L.seed_everything(7)
@@ -146,7 +148,7 @@ trainer = L.Trainer(
     strategy=HyperPodStrategy(hybrid_shard_degree=1),
     max_steps=int(os.environ.get("MAX_STEPS", "9")),
     accumulate_grad_batches=int(os.environ.get("ACCUMULATE", "1")),
-    val_check_interval=4,
+    val_check_interval=3,
     check_val_every_n_epoch=None,
     log_every_n_steps=1,
     logger=CSVLogger(FOLDER),
@@ -154,7 +156,7 @@ trainer = L.Trainer(
     enable_model_summary=False,
     callbacks=callbacks,
 )
-train, held_out = torch.randn(6 * 4 * num_ranks, 8), torch.randn(2 * 4 * num_ranks, 8)
+train, held_out = torch.randn(5 * 4 * num_ranks, 8), torch.randn(2 * 4 * num_ranks, 8)
 module = Module()
 trainer.fit(module, DataLoader(train, batch_size=4, shuffle=True), DataLoader(held_out, batch_size=4))
 shown = {name: float(value).hex() for name, value in sorted(trainer.callback_metrics.items())}

@@ -1,6 +1,5 @@
 """Rehearsals: what a job that was killed in each phase holds, compared with one to which nothing happened."""
 
-import io
 import os
 import re
 import subprocess
@@ -13,18 +12,20 @@ import pytest
 import torch
 from recovery.faults import PRELOAD
 
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, RecoveryError
 from hyperpod_plugins.recovery import RecoveryOptions
-from hyperpod_plugins.recovery.read_back import read_captured
-from hyperpod_plugins.recovery.rehearsal import RehearsedFault, ScheduledFaults, parse_schedule
+from hyperpod_plugins.recovery.rehearsal import DigestLog, RehearsedFault, ScheduledFaults, parse_schedule
 from hyperpod_plugins.recovery.rehearsal_jobs import (
     PHASES,
+    DigestLine,
     PhaseResult,
     RehearsalPlan,
     first_difference,
     format_table,
     judge,
     read_lines,
+    records,
+    unsteady_names,
 )
 from hyperpod_plugins.recovery.replica_comparison import Disagreement, suspects_of
 from hyperpod_plugins.recovery.state_digests import Difference, differing, value_digests
@@ -44,28 +45,14 @@ def test_of_what_differs_the_kind_is_told_that_comes_first_in_a_step():
 
 
 def test_values_are_told_apart_whatever_holds_them():
-    values = {"epoch": 3, "callbacks": {"A": {"t": torch.ones(2)}, "B": {"n": [1, 2.0, None]}}}
-    same = {"callbacks": {"B": {"n": [1, 2.0, None]}, "A": {"t": torch.ones(2)}}, "epoch": 3}
-    assert value_digests(values, "trainer") == value_digests(same, "trainer")
-    other = {"epoch": 3, "callbacks": {"A": {"t": torch.tensor([1.0, 1.0 + 1e-7])}, "B": {"n": [1, 2.0, None]}}}
-    assert differing(value_digests(values, "trainer"), value_digests(other, "trainer")) == ("callback A.t",)
+    values = {"trainer epoch": 3, "callback A": {"t": torch.ones(2)}, "callback B": {"n": [1, 2.0, None]}}
+    same = {"callback B": {"n": [1, 2.0, None]}, "callback A": {"t": torch.ones(2)}, "trainer epoch": 3}
+    assert value_digests(values) == value_digests(same)
+    other = {**values, "callback A": {"t": torch.tensor([1.0, 1.0 + 1e-7])}}
+    assert differing(value_digests(values), value_digests(other)) == ("callback A.t",)
     saved, again = ({"best": f"/out/step=4{version}.ckpt", "k": {f"/out{version}": 1}} for version in ("", "-v1"))
-    assert value_digests(saved, "x") == value_digests(again, "x")  # files of the job before are in the way
-    assert value_digests({"o": object()}, "x") == value_digests({"o": object()}, "x")  # addresses tell nothing
-
-
-class RunsCode:
-    def __reduce__(self):
-        return (os._exit, (3,))
-
-
-def test_a_description_that_a_peer_has_written_is_not_unpickled():
-    for value, kind in ((RunsCode(), bytes), (Path("/a"), Path)):
-        buffer = io.BytesIO()
-        torch.save({"value": value}, buffer)
-        found = read_captured(buffer.getvalue())
-        assert isinstance(next(iter(found.values())), kind)
-    assert read_captured(b"no format of torch") == {"": b"no format of torch"}
+    assert value_digests(saved) == value_digests(again)  # files of the job before are in the way
+    assert value_digests({"o": object()}) == value_digests({"o": object()})  # addresses tell nothing
 
 
 def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_path):
@@ -77,18 +64,47 @@ def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_p
     wanted[1, 2, "gradients"] = {"gradient a": 5}
     wanted[1, 3, "state"] = {"parameter a": 2}
     for rank, said in lines.items():
-        text = "".join(
-            f'{{"step": {s}, "point": "{p}", "digests": {{"{n}": {v}}}}}\n' for s, p, d in said for n, v in d.items()
-        )
-        (tmp_path / f"rank-{rank}.jsonl").write_text(text + '{"step": 4, "poi')  # torn by a kill
+        log = DigestLog(tmp_path, rank)
+        for line in said:
+            log.write(*line)
+            (tmp_path / "fault-forward.json").write_text("{}")
+        with (tmp_path / f"rank-{rank}.jsonl").open("a") as file:
+            file.write('{"step": 4, "poi')  # torn by a kill
     found = first_difference(wanted, read_lines(tmp_path))
-    assert found == Difference(rank=1, step=2, what="computing it", names=("gradient a",))
+    assert found == Difference(rank=1, step=2, what="computing it", names=("gradient a",), after=frozenset({"forward"}))
     assert "global variable" in found.reason
-    assert first_difference(dict(read_lines(tmp_path)), read_lines(tmp_path)) is None
+    assert first_difference(wanted, read_lines(tmp_path), {"gradient a"}).names == ("parameter a",)
+    assert first_difference(records(read_lines(tmp_path)), read_lines(tmp_path)) is None
+
+
+def test_another_ranks_logged_value_is_told_apart_from_one_that_is_missing():
+    wanted = {(0, 2, "state"): {"logged loss": 1, "logged val": 2, "parameter a": 3}}
+
+    def found(**digests):
+        lines = [DigestLine(rank=0, step=2, point="state", digests={"parameter a": 3, **digests})]
+        return [first_difference(wanted, lines, of_shown=of_shown) for of_shown in (False, True)]
+
+    whole, shown = found(**{"logged loss": 1, "logged val": 9})
+    assert whole is None
+    assert shown.names == ("logged val",)
+    whole, shown = found(**{"logged loss": 1})
+    assert whole.names == ("logged val",)
+    assert shown is None
+
+
+def test_what_differs_without_a_fault_is_not_compared_unless_it_is_what_is_trained():
+    places = [(0, 2, "state"), (1, 2, "state")]
+    one = {place: {"gradient a": 1, "callback Timer.now": 2} for place in places}
+    assert unsteady_names(one, one) == set()
+    assert unsteady_names(one, one | {places[1]: {"gradient a": 1}}) == {"callback Timer.now"}
+    with pytest.raises(RecoveryError, match=r"two runs without a fault differ: rank 1, step 2, .*gradient a differs"):
+        unsteady_names(one, one | {places[1]: {"gradient a": 3, "callback Timer.now": 4}})
 
 
 FAULTS = parse_schedule("setup:1:0,forward:0:3,vote:1:4")
-AT_FOUR = Difference(rank=0, step=4, what="at its beginning", names=("buffer b",))
+AT_FOUR = Difference(
+    rank=0, step=4, what="at its beginning", names=("buffer b",), after=frozenset({"setup", "forward"})
+)
 
 
 def results(found):
@@ -105,6 +121,13 @@ def test_the_last_fault_before_a_difference_is_the_one_that_it_comes_from():
         "forward": (False, 3),
     }
     assert results(judge(FAULTS, {}, "boom", None)) == {"setup": (False, None)}
+    [told] = [each.failure for each in judge(FAULTS, {}, "Traceback\n  KeyError: 1\nsee above\n=====\n", None)]
+    assert told == "the job ended: KeyError: 1"
+    shown = replace(AT_FOUR, names=("logged callback_metrics.loss_epoch",))
+    told = [each.cells()[3] for each in judge(FAULTS, happened, "", None, shown)]
+    assert told[0] == told[2] == "recovered, equal to the last bit"
+    assert "except for values that are shown: rank 0, step 4, at its beginning: logged" in told[1]
+    assert all(each.is_good for each in judge(FAULTS, happened, "", None, shown))
     not_reached = judge(FAULTS, {"setup": 0}, "", None)
     assert [each.cells()[3] for each in not_reached] == ["recovered, equal to the last bit"] + ["not reached"] * 2
 
@@ -131,7 +154,7 @@ def test_plans_that_cannot_be_are_refused_by_name():
     plan = RehearsalPlan(program=(str(PROGRAM),))
     assert plan.schedule(("setup", "vote")) == (
         RehearsedFault(phase="setup", rank=1, step=0),
-        RehearsedFault(phase="vote", rank=0, step=3),
+        RehearsedFault(phase="vote", rank=0, step=4),
     )
     with pytest.raises(ConfigError, match="phases lunch cannot be rehearsed"):
         replace(plan, phases=("lunch",))
@@ -179,6 +202,18 @@ def test_a_lightning_program_recovers_exactly(phases, environ):
     code, text = rehearse("--phases", phases, program=PUT_BACK, preload=(), ADAPTER="lightning", **environ)
     assert code == 0, text
     assert re.findall(r"(\w+) +\d +\d +recovered, equal to the last bit", text) == phases.split(",")
+
+
+@pytest.mark.spawns
+def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and_its_checkpoints(tmp_path):
+    """An epoch has five steps, and a validation follows each third one: the phases lie where parts of the fit meet."""
+    phases = ("setup", "commit", "forward", "validation", "checkpoint")
+    environ = {"FOLDER": str(tmp_path), "MAX_STEPS": "40"}
+    code, text = rehearse("--phases", ",".join(phases), program=FIT, preload=(), **environ)
+    assert code == 0, text
+    told = re.findall(r"(\w+) +\d +(\d+) +recovered, equal to the last bit\n", text)
+    assert told == [("setup", "0"), ("commit", "4"), ("forward", "6"), ("validation", "9"), ("checkpoint", "12")], text
+    assert "not compared, as two runs without a fault differ: callback Timer.time_elapsed" in text
 
 
 @pytest.mark.spawns
