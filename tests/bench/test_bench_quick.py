@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.spawns
 
 
-def run_quickly(name, folder, *arguments, timeout_s=150):
+def run_quickly(name, folder, *arguments, timeout_s=270):
     """The document that a benchmark wrote."""
     out = folder / "out.json"
     command = [sys.executable, str(BENCHMARKS / name), "--quick", "--json", str(out), *arguments]
