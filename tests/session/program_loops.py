@@ -387,9 +387,9 @@ def gan():
     """Two networks, whose optimizers and schedulers its function steps by hand, and random numbers in between."""
     exchange = LocalStates.exchange
 
-    def exchange_with_fault(self, step):
+    def exchange_with_fault(self, step, **more):
         faults.at("vote", step - 1)
-        exchange(self, step)
+        return exchange(self, step, **more)
 
     LocalStates.exchange = exchange_with_fault
     session = Session(global_batch_size=8, hybrid_shard_degree=2, recovery=RecoveryOptions(**OPTIONS))
