@@ -58,7 +58,8 @@ def test_a_state_that_is_torn_is_no_state(tmp_path):
     """An elementwise optimizer, which steps after the vote, is interrupted between two of its writes."""
     faults = [["second group", 3, rank, "interrupt"] for rank in range(4)]  # all have the same part of the step
     faults += [["second group", 6, 1, "raise"]]
-    run_both(tmp_path, faults, 4, ADAPTER="session", OPTIMIZER="grouped", SNAPSHOTS="1")
+    # The interruptions may be repaired one by one, and a rank may have committed the step by then.
+    run_both(tmp_path, faults, 4, steps_lost=4, ADAPTER="session", OPTIMIZER="grouped", SNAPSHOTS="1")
 
 
 def test_two_optimizers_that_are_stepped_by_hand(tmp_path):
