@@ -123,7 +123,7 @@ class Nodes(Recorded):
             "num_ranks": self.num_ranks,
             "environ": self.environ,
             "args": (*self.args, *args),
-            "prefix": prefix,
+            "prefix": prefix or ("env",),  # by exec: a node that comes at once finds that a lost one still has its slot
             "launcher": self.launcher,
         }
         self.agents[name] = start(self.script, folder, **options)
