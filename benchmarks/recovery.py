@@ -220,7 +220,7 @@ def overhead_schedule(asked: argparse.Namespace) -> harness.Schedule:
     """Rounds of recovery on and off."""
     if asked.quick:
         return harness.Schedule(rounds=3, steps=2, warmup=2, starts=1)
-    return harness.Schedule(rounds=asked.rounds, steps=1, lead_in=0, starts=6)
+    return harness.Schedule(rounds=asked.rounds, steps=1, lead_in=0, starts=3, warmup=20)
 
 
 def arguments() -> argparse.Namespace:

@@ -3,6 +3,9 @@
 Processes of the same program differ by more than what is to be seen, so it is the same ones that train either way: for
 a turn they forget that they can recover. What is left out so is a thread that sleeps, and says once a second where
 its rank is. An ordinary run without recovery asks its ranks about SIGTERM once a second, and these do not.
+
+The first steps of a process cost more, because they compare the bits of all parameters. They are the
+warm-up, which is not measured: they weigh nothing in a run of thousands, and much in turns of a few hundred.
 """
 
 # The benchmark switches off a part of the strategy that no user switches off in a run.
@@ -63,13 +66,21 @@ class Switch:
         assert isinstance(strategy, HyperPodStrategy)
         self.strategy, self.recovery = strategy, strategy._recovery
         assert isinstance(self.recovery.fit, FitRecovery)
-        self.local = self.recovery.fit.local
+        self.fit = self.recovery.fit
+        strategy.precision_plugin.when_fetched = _nothing  # a batch is fetched in the turn before its own
 
     def turn(self, *, is_on: bool) -> None:
         """Begin a turn; what one without recovery has changed would look like what a hook writes after a step."""
-        if self.local._last is not None:
-            self.local._last = self.local.state()
+        local = self.fit.local
+        if local._last is not None:
+            local._last = local.state()
         self.strategy._recovery = self.recovery if is_on else NullRecovery()
+        if is_on:
+            self.fit.seed_batch()
+
+
+def _nothing() -> None:
+    """Called after a batch was fetched."""
 
 
 class Module(pl.LightningModule):

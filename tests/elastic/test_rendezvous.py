@@ -28,6 +28,7 @@ from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import arm, publish_initial_world
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
+from hyperpod_plugins.elastic.rendezvous import backends
 from hyperpod_plugins.elastic.rendezvous.backends import ServedStoreBackend, connect_served, serve_store
 from hyperpod_plugins.elastic.rendezvous.expiry import request_new_round
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler, create_rendezvous
@@ -508,6 +509,21 @@ def test_a_store_is_gone_when_connections_are_refused_and_late_otherwise(host, s
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(RendezvousConnectionError, match=said):
             connect_served(host, taken.getsockname()[1], 2.0, was_reached=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [("127.0.0.1", "Connection refused"), ("nobody.invalid", "the name 'nobody.invalid' does not resolve")],
+)
+def test_what_is_waited_for_is_said_again_until_the_wait_ends(host, why, monkeypatch, caplog):
+    monkeypatch.setattr(backends, "_REPORT_S", 0.5)
+    with socket.socket() as taken, caplog.at_level("WARNING"):
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(RendezvousConnectionError, match="no agent answers"):
+            connect_served(host, taken.getsockname()[1], 3.0, was_reached=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) >= 3
+    assert all("waiting for the store at" in each and why in each for each in said)
 
 
 def test_nodes_of_a_host_share_one_store():
