@@ -55,6 +55,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
     begin_afresh,
     forget_loaders,
+    forget_training_loader,
     is_epoch_start,
     is_within_epoch,
     log_last_batch,
@@ -357,6 +358,7 @@ class FitRecovery(NullFitRecovery):
             SIGTERMException: this process has received SIGTERM, and all workers are about to restart.
         """
         trainer, rehearsal = self.trainer, self.engine.rehearsal
+        forget_training_loader(trainer)
         if rehearsal is not None and rehearsal.faults is not None:
             rehearse_faults(trainer, rehearsal.faults)
         if self.member.rank == 0 and not self.member.is_joining:
@@ -561,6 +563,7 @@ class FitRecovery(NullFitRecovery):
         is_ours = returned is not None and resume_point.step == returned.step  # partly rank-local
         description = returned.trainer if returned and is_ours else resume_point.trainer
         checkpoint = read_trainer(description)
+        forget_training_loader(trainer)
         self._keep_or_undo_part(checkpoint)
         self.values.load_described(left.metrics or checkpoint.pop(METRICS, {}))
         if is_ours:
@@ -630,6 +633,7 @@ class FitRecovery(NullFitRecovery):
 
     @override
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
+        forget_training_loader(self.trainer)
         if "loops" in checkpoint:
             self._skip_batches = batches_done(checkpoint)
             self.trainer.should_stop = self.trainer.should_stop or was_asked_to_stop(checkpoint)

@@ -535,8 +535,17 @@ def forget_logged_metrics(results: dict[str, Any]) -> None:
 
 def forget_loaders(trainer: Trainer) -> None:
     """Drop the loaders, so that they are created again for another world."""
-    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
-        loop._combined_loader = None
+    forget_training_loader(trainer)
+    trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+
+
+def forget_training_loader(trainer: Trainer) -> None:
+    """Drop the loader for training.
+
+    `Trainer.estimated_stepping_batches` has created it if the program reads that before the loops are entered, for
+    example in `configure_optimizers`. It begins with the first batch then, and its random numbers are not keyed.
+    """
+    trainer.fit_loop._combined_loader = None
 
 
 def prepare_data_alone(trainer: Trainer) -> None:
