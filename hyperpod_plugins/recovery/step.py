@@ -125,6 +125,8 @@ class StepTransaction:
         self._snapshots = snapshots
         self._shutdown = JobShutdown(member, training_loop)
         self._voted_step = NO_STATE
+        self._committing: int | None = None
+        """Step whose commit is in progress, while this rank counts as one without a state."""
         self._has_begun = self._has_reported_begin = self._must_resize = False
         self._attempts = Attempts(policy, member.worker_id)
         self._has_reentered = member.committed != NO_STATE
@@ -139,8 +141,8 @@ class StepTransaction:
 
     @property
     def step(self) -> int:
-        """Number of the next step, from 0: the number of steps that this rank has committed."""
-        return max(self._member.committed, 0)
+        """Number of the present or next step, from 0: until its commit ends, the number of steps committed before."""
+        return max(self._member.committed, 0) if self._committing is None else self._committing
 
     def begin(self) -> None:
         """Begin a step whose `compute` is split into parts.
@@ -368,6 +370,7 @@ class StepTransaction:
         if self._rehearsal is not None:
             self._rehearsal.at("commit", step)
         self._discard_state()
+        self._committing = step
         try:
             result = pending.commit()
             self._synchronize()
@@ -379,6 +382,8 @@ class StepTransaction:
             if isinstance(error, HyperPodError) or not isinstance(error, Exception):
                 raise  # it would be raised again, or ends the process in any case
             raise StepFailed(f"{lost} This process exits and will be replaced.") from error
+        finally:
+            self._committing = None
         member.committed, member.has_torn_state = step + 1, False
         member.in_step = False
         member.step_times.record_commit(time.monotonic())

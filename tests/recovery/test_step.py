@@ -137,6 +137,15 @@ def run_step(others, monkeypatch, *, lost_in=None, commit_raises=None, world_siz
         assert others.done.count("commit") <= 1
 
 
+def test_a_commit_knows_its_step_although_this_rank_counts_as_one_without_a_state(monkeypatch):
+    monkeypatch.setattr(step, "commit_vote", lambda wish, passed=None: 0)
+    others = Others(None)
+    others.committed = 3
+    transaction = transaction_of(others, [])
+    assert transaction.run(lambda: None, lambda _: (transaction.step, others.committed)) == (3, NO_STATE)
+    assert transaction.step == 4
+
+
 BEHIND, AHEAD = Arrival(incarnation=0, committed=0), Arrival(incarnation=0, committed=1)
 NEW = Arrival(incarnation=1)
 
