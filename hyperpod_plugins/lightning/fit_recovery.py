@@ -26,6 +26,7 @@ from hyperpod_plugins.errors import PeerLost, StateLost
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerStatus
 from hyperpod_plugins.lightning.compat import override as override_method
+from hyperpod_plugins.lightning.compat import restore as restore_method
 from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.fault_injection import rehearse_faults
 from hyperpod_plugins.lightning.local_state import register_all
@@ -433,6 +434,7 @@ class FitRecovery(NullFitRecovery):
     @override
     def on_train_start(self) -> None:
         trainer = self.trainer
+        restore_method(trainer, "_run_sanity_check")
         self.member.collectives.end_set_up()
         self.window.put_back_start()
         self.local.load_again(self._restarted_with)
@@ -590,6 +592,8 @@ class FitRecovery(NullFitRecovery):
         self._reentry.open(trainer, part, description)
         # Lightning takes a validation that precedes this position for one that was not counted.
         override_method(trainer.fit_loop.epoch_loop.val_loop, "increment_progress_to_evaluation_end", _nothing)
+        # Its own reason to leave the check out is a loop in the middle of an epoch, which it does not always find.
+        override_method(trainer, "_run_sanity_check", _nothing)
         return checkpoint
 
     def _keep_or_undo_part(self, checkpoint: dict[str, Any]) -> None:

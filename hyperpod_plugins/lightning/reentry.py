@@ -58,6 +58,7 @@ def remove_part_hooks(trainer: Trainer) -> None:
     loop = trainer.fit_loop
     restore(loop, "on_advance_start", "on_advance_end", "on_run_end")
     restore(loop.epoch_loop.val_loop, "run", "increment_progress_to_evaluation_end")
+    restore(trainer, "_run_sanity_check")
 
 
 _BATCH_END = "on_train_batch_end"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
 
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import (
@@ -57,7 +58,7 @@ from hyperpod_plugins.recovery.kept_state import (
 )
 from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
-from hyperpod_plugins.recovery.state_transfer import load_hyperparameters, to_python_numbers
+from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import (
     CAN_RESET,
     Buffers,
@@ -159,6 +160,7 @@ class AccumulationWindow:
         self._before_hooks: ModuleStart | None = None
         """State before the first hooks of the step, or of the epoch that it begins; None if they write nothing."""
         self._starts: dict[int, ModuleStart] = {}
+        self._groups = _MicroStepGroups(state.optimizers)
         """State at the beginning of each later micro-step: hooks between them are not called again."""
         self._beginning = StepStart(state.model, state.optimizers, kept, attributes=self._attributes)
         if former is not None:
@@ -278,6 +280,7 @@ class AccumulationWindow:
         if self._closures and self._has_hooks:
             written = map(local_tensor, self._beginning.written.values())
             self._starts[len(self._closures)] = ModuleStart(self._state.model, self._attributes, written)
+        self._groups.begin_micro_step(len(self._closures))
         self._closures.append(closure)
         self._batches_of.append(self._logged().batch)
 
@@ -294,6 +297,8 @@ class AccumulationWindow:
                 self._log_again()
             if self._is_replay and self.micro_step in self._starts:
                 self._starts[self.micro_step].put_back()
+            if self._is_replay:
+                self._groups.begin_again(self.micro_step)
             with _LoggingFor(self._logged(), self._batches_of[self.micro_step]):
                 result = self._closures[self._num_done]()
             self._num_done += 1
@@ -302,6 +307,7 @@ class AccumulationWindow:
 
     def ends_micro_step(self) -> None:
         """Record what the following hooks log: they are not called again when the window is run again."""
+        self._groups.end_micro_step()
         results, noted = self._logged(), list[_Log]()
         logged = original(results, "log")
         self._logged_after.append(noted)
@@ -339,6 +345,7 @@ class AccumulationWindow:
         """Empty the window after its step was committed."""
         self._closures, self._num_done, self._begins_at = [], 0, None
         self._before_hooks, self._starts, self._is_replay = None, {}, False
+        self._groups.forget()
         self._batches_of, self._logged_after, self._num_logged = [], [], 0
         self._hooks.end_part()
         if self._fresh is not None:  # a forward after the last backward leaves parameters unsharded
@@ -359,6 +366,7 @@ class AccumulationWindow:
     def begin(self, step: int) -> None:
         """Remember what the step may change, and what has been logged and shown."""
         self._hooks.begin_compute(self._trainer)
+        self._groups.forget()
         self._beginning.begin()
         if self._fresh is not None:
             self._fresh.begin()
@@ -382,6 +390,7 @@ class AccumulationWindow:
     def undo_step(self) -> None:
         """Drop gradients, and restore logged values, shown values and all other state of the step's beginning."""
         drop_gradients(self._state.model, self._state.optimizers)
+        self._groups.begin_again(0)
         self._beginning.put_back()
         self._local.undo()
         self._means.undo()
@@ -489,7 +498,7 @@ class AccumulationWindow:
         if self._closures and self._zero_grads:
             counts.load_state_dict(self._zero_grads)
         try:
-            with self._beginning.at_step_start():
+            with self._groups.as_step_began(), self._beginning.at_step_start():
                 yield
         finally:
             counts.load_state_dict(present)
@@ -618,3 +627,46 @@ class _LoggingFor:
 def _attributes(metric: Any) -> dict[str, Any]:
     """The attributes of a metric that logging changes; it replaces tensors, and never writes to them in place."""
     return dict(vars(metric))
+
+
+class _MicroStepGroups:
+    """Hyperparameters of optimizers as each micro-step began: hooks between them may write a learning rate.
+
+    A step that is run again begins with those of its beginning, and each micro-step with its own, since these hooks are
+    not called again.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._at: dict[int, list[list[dict[str, Any]]]] = {}
+
+    def forget(self) -> None:
+        """Forget them, when a step begins or ends."""
+        self._at = {}
+
+    def end_micro_step(self) -> None:
+        """Note those of the step's beginning when its first micro-step has ended: no hook has been called since."""
+        if not self._at:
+            self._at[0] = self._present()
+
+    def begin_micro_step(self, number: int) -> None:
+        """Note those of a later micro-step."""
+        if number:
+            self._at[number] = self._present()
+
+    def begin_again(self, number: int) -> None:
+        """Restore those of a micro-step that is run again; none if there has been no second one."""
+        load_hyperparameters(self._at.get(number, []), self._optimizers)
+
+    @contextmanager
+    def as_step_began(self) -> Generator[None]:
+        """Context in which they are those of the step's beginning."""
+        present = self._present() if self._at else []
+        self.begin_again(0)
+        try:
+            yield
+        finally:
+            load_hyperparameters(present, self._optimizers)
+
+    def _present(self) -> list[list[dict[str, Any]]]:
+        return [hyperparameters(each) for each in self._optimizers]

@@ -51,6 +51,10 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_train_batch_end(self, outputs, batch, index):
+        if when == "rate":
+            for group in self.trainer.optimizers[0].param_groups:
+                group["lr"] *= 0.9
+            return
         if when == "each batch" or index % 2:
             total = torch.ones((), device=self.device)
             dist.all_reduce(total)
@@ -101,6 +105,7 @@ def train(folder, when, snapshots, *, is_disturbed):
         ("each batch", 0, "all processes start again"),
         ("each batch", 1, "all ranks return to the snapshot of step 2"),
         ("each step", 0, "killed by SIGKILL; repaired in"),
+        ("rate", 0, "killed by SIGKILL; repaired in"),
     ],
 )
 def test_a_loss_in_a_later_micro_step_is_repaired_to_the_same_bits(when, snapshots, repair, tmp_path):
