@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from faults import Job, left_processes, run_job, start
+from faults import Job, left_processes, run_job, start, warm
 
 SLOW_STEP_S = 0.05
 TIMEOUT_S, REST_S, NUM_RESTS = 5, 8.0, 12
@@ -33,8 +33,7 @@ def workers(mark):
         with contextlib.suppress(OSError):
             if not entry.name.isdecimal():
                 continue
-            environ = (entry / "environ").read_bytes()
-            if mark.encode() not in environ:
+            if not warm.has_mark(entry, mark):
                 continue
             status = dict(line.split(":\t", 1) for line in (entry / "status").read_text().splitlines() if ":\t" in line)
             found[int(entry.name)] = int(status["PPid"])
