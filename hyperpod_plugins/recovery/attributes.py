@@ -178,18 +178,33 @@ class PlainAttributes:
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
         """Load a `state_dict`; attributes that it does not hold are reset to their first values.
 
-        Attributes in `leave`, and those of owners that could not be sent, stay as they are.
+        Attributes in `leave`, and those of owners that could not be sent, stay as they are. Values are written into the
+        present objects, so that an object that is reached in two ways is still one object.
         """
         self._values()
-        for index, (owner, _, key) in enumerate(self._places):
-            values = state_dict.get(owner, {})
-            if isinstance(values, dict) and key not in values and _named(owner, key) not in leave:
-                self._reset(index)
-        for name, values in state_dict.items():
-            owner = self._owners.get(name)
-            for key, value in values.items() if owner is not None and isinstance(values, dict) else ():
-                if _named(name, key) not in leave and self._may_set(owner, key):
-                    _load(vars(owner), key, value)
+        absent = [
+            index
+            for index, (owner, _, key) in enumerate(self._places)
+            if isinstance(values := state_dict.get(owner, {}), dict)
+            and key not in values
+            and _named(owner, key) not in leave
+        ]
+        given = [
+            (vars(owner), key, form)
+            for name, values in state_dict.items()
+            if (owner := self._owners.get(name)) is not None and isinstance(values, dict)
+            for key, form in values.items()
+            if _named(name, key) not in leave and self._may_set(owner, key)
+        ]
+        for index in absent:
+            self._reset(index)
+        for table, key, form in given:
+            _load(table, key, form)
+        for index in absent:  # objects that are one here, and two in the other process, have been written to twice
+            self._reset(index)
+        for table, key, form in given:
+            if key in table and not _is_own(form) and not are_same(_encoded(table[key]), form):
+                table[key] = _decoded(form)
 
     def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """Attributes, named by owner and name, that differ from `before`, an earlier `state_dict`."""
@@ -550,26 +565,38 @@ def _decoded(form: Any) -> Any:
 
 def _load(table: dict[str, Any], key: str, form: Any) -> None:
     """Give an attribute a value from another process: into the present object if it is of the same kind."""
-    if isinstance(form, tuple) and len(form) == 1:
-        if form == _DELETED:
-            table.pop(key, None)
-        return
-    value: Any = _decoded(form)
-    present: Any = table.get(key)
+    if not _is_own(form):
+        table[key] = _filled(table.get(key), _decoded(form))
+    elif form == _DELETED:
+        table.pop(key, None)
+
+
+def _is_own(form: Any) -> bool:
+    """Whether a form stands for no value: the attribute is gone, or made by each process."""
+    return isinstance(form, tuple) and len(form) == 1
+
+
+def _filled(present: Any, value: Any) -> Any:
+    """The present object with the contents of `value`, or `value` itself if they are of different kinds."""
     kind = type(value)
     if kind is not type(present) or kind not in _MUTABLE:
-        table[key] = value
-    elif kind in _ARRAYS:
+        return value
+    if kind in _ARRAYS:
         is_plain = _is_plain_tensor(present) if kind is torch.Tensor else _is_plain_array(present)
         if is_plain and (present.shape, present.dtype) == (value.shape, value.dtype) and not _needs_grad(present):
             _write(present, value)
-        else:
-            table[key] = value.to(present.device) if kind is torch.Tensor else value
-    elif kind is deque and present.maxlen != value.maxlen:
-        table[key] = value
-    else:
-        present.clear()
-        (present.extend if kind in _LISTS else present.update)(value)
+            return present
+        return value.to(present.device) if kind is torch.Tensor else value
+    if kind is deque and present.maxlen != value.maxlen:
+        return value
+    if kind in _DICTS:
+        value = {key: _filled(present.get(key), each) for key, each in value.items()}
+    elif kind in _LISTS:
+        former = [*present, *[None] * len(value)]
+        value = [_filled(old, new) for old, new in zip(former, value, strict=False)]
+    present.clear()
+    (present.extend if kind in _LISTS else present.update)(value)
+    return present
 
 
 def _needs_grad(value: Any) -> bool:

@@ -182,6 +182,35 @@ def test_types_deletions_and_other_shapes_reach_another_process():
     assert not others.written(attributes.state_dict())
 
 
+class Aliases(nn.Module):
+    """One list is in a dictionary and an attribute of its own; another is in two attributes until it is replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+        self.history = {"losses": self.losses, "rows": [[], self.losses]}
+        self.one = self.other = self.third = [0]
+
+
+def test_an_object_that_is_reached_in_two_ways_is_still_one_in_another_process():
+    owner, other = Aliases(), Aliases()
+    attributes, others = (PlainAttributes([("module", each)]) for each in (owner, other))
+    for value in range(2):
+        owner.losses.append(value)
+        owner.other, owner.third = [value], [0]
+        others.load_state_dict(unpack(pack(attributes.state_dict())))
+        assert other.history["losses"] is other.history["rows"][1] is other.losses
+        assert other.losses == owner.losses
+        assert [other.one, other.other, other.third] == [[0], [value], [0]]
+    owner.one[0], owner.history["losses"] = 5, [7]
+    others.load_state_dict(unpack(pack(attributes.state_dict())))
+    assert (other.history, other.losses) == ({"losses": [7], "rows": [[], [0, 1]]}, [0, 1])
+    assert [other.one, other.other, other.third] == [[5], [1], [0]]
+    others.load_state_dict({})
+    assert (other.history, other.losses) == ({"losses": [], "rows": [[], []]}, [])
+    assert [other.one, other.other, other.third] == [[0], [0], [0]]
+
+
 def test_a_module_that_takes_the_place_of_an_attribute_is_not_hidden():
     owner = Owner()
     attributes = PlainAttributes([("module", owner)])
