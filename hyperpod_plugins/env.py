@@ -158,16 +158,16 @@ class RehearsalEnv:
 
     folder: str
     """Folder for the workers' digests and the record of injected faults."""
-    last_step: int
-    """Number of steps after which the workers exit."""
+    num_steps: int
+    """Number of steps after which the first fit or loop of the program ends."""
     faults: str
-    """Fault schedule; see `recovery.rehearsal.parse_schedule`."""
+    """Fault schedule; see `recovery.rehearsed_job.parse_schedule`."""
 
     def to_environ(self) -> dict[str, str]:
         """The environment variables to give to the workers."""
         return {
             "HYPERPOD_REHEARSAL": self.folder,
-            "HYPERPOD_REHEARSAL_STEPS": str(self.last_step),
+            "HYPERPOD_REHEARSAL_STEPS": str(self.num_steps),
             "HYPERPOD_REHEARSAL_FAULTS": self.faults,
         }
 
@@ -181,8 +181,8 @@ class RehearsalEnv:
         folder = environ.get("HYPERPOD_REHEARSAL")
         if not folder:
             return None
-        last_step = _number(environ, "HYPERPOD_REHEARSAL_STEPS", 0)
-        return cls(folder=folder, last_step=last_step, faults=environ.get("HYPERPOD_REHEARSAL_FAULTS", ""))
+        num_steps = _number(environ, "HYPERPOD_REHEARSAL_STEPS", 0)
+        return cls(folder=folder, num_steps=num_steps, faults=environ.get("HYPERPOD_REHEARSAL_FAULTS", ""))
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from hyperpod_plugins.fault_injection.faults import Fault, Injector, parse_faults
-from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, callbacks_of
-from hyperpod_plugins.recovery.rehearsal import ScheduledFaults
+from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer
+from hyperpod_plugins.recovery.rehearsed_job import ScheduledFaults
 
 
 class FaultInjection(Callback):
@@ -96,18 +96,3 @@ class FaultInjection(Callback):
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
-
-
-class _RehearsedFaults(FaultInjection):
-    """Injects the faults of a rehearsed job in the phases that Lightning has hooks for."""
-
-    def __init__(self, faults: ScheduledFaults) -> None:
-        super().__init__(())
-        self._injector = faults
-
-
-def rehearse_faults(trainer: Trainer, faults: ScheduledFaults) -> None:
-    """Inject the faults of `hyperpod rehearse` in this Trainer's hooks; a second call has no effect."""
-    callbacks = callbacks_of(trainer)
-    if not any(isinstance(each, _RehearsedFaults) for each in callbacks):
-        callbacks.append(_RehearsedFaults(faults))

@@ -28,7 +28,6 @@ from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException,
 from hyperpod_plugins.lightning.compat import override as override_method
 from hyperpod_plugins.lightning.compat import restore as restore_method
 from hyperpod_plugins.lightning.elastic_training import ElasticState
-from hyperpod_plugins.lightning.fault_injection import rehearse_faults
 from hyperpod_plugins.lightning.local_state import register_all
 from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, record_runs
 from hyperpod_plugins.lightning.module_checks import (
@@ -44,6 +43,7 @@ from hyperpod_plugins.lightning.reentry import (
     remove_part_hooks,
     rest_of_epoch,
 )
+from hyperpod_plugins.lightning.rehearsed_calls import rehearse_fit
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.trainer_entries import entries, save_entry_end
 from hyperpod_plugins.lightning.trainer_state import (
@@ -70,6 +70,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     restore_untracked,
     show_epoch,
     steps_done,
+    steps_in,
     tear_down_loops,
     was_asked_to_stop,
 )
@@ -358,10 +359,9 @@ class FitRecovery(NullFitRecovery):
         Raises:
             SIGTERMException: this process has received SIGTERM, and all workers are about to restart.
         """
-        trainer, rehearsal = self.trainer, self.engine.rehearsal
+        trainer = self.trainer
         forget_training_loader(trainer)
-        if rehearsal is not None and rehearsal.faults is not None:
-            rehearse_faults(trainer, rehearsal.faults)
+        rehearse_fit(trainer, self.engine.rehearsal)
         if self.member.rank == 0 and not self.member.is_joining:
             record_runs(self.member.job_store, entries.number, trainer.loggers)
         if steps_done(trainer) == 0 or self.member.is_joining:
@@ -585,6 +585,7 @@ class FitRecovery(NullFitRecovery):
             # Nothing has been trained yet: start from scratch.
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
             return checkpoint
+        self._end_if_rehearsed(resume_point.step, checkpoint["global_step"])
         make_loaders_as_others(trainer, checkpoint)
         self._skip_batches = batches_done(checkpoint)
         self._starts_epoch, part = is_epoch_start(checkpoint), part_of(checkpoint)
@@ -641,6 +642,7 @@ class FitRecovery(NullFitRecovery):
         if "loops" in checkpoint:
             self._skip_batches = batches_done(checkpoint)
             self.trainer.should_stop = self.trainer.should_stop or was_asked_to_stop(checkpoint)
+            self._end_if_rehearsed(steps_in(checkpoint, self.trainer), checkpoint["global_step"])
             self._reentry.open(self.trainer, part_of(checkpoint), b"")
 
     @override
@@ -749,8 +751,20 @@ class FitRecovery(NullFitRecovery):
         self.window.close()
         self._calls.keep(self.trainer)
         self.engine.publish_layout()
+        is_automatic, done = self.trainer.lightning_module.automatic_optimization, self.transaction.step
+        self._end_if_rehearsed(done, done if is_automatic else self.trainer.global_step)
         self._start_stream(self.transaction.step, 0, AFTER_COMMIT)
         return result
+
+    def _end_if_rehearsed(self, steps: int, global_step: int) -> None:
+        """In a rehearsed job, end the fit after its last step, as if the trainer's `max_steps` had been reached.
+
+        Args:
+            steps: number of steps done.
+            global_step: the trainer's count of them.
+        """
+        if self.engine.rehearsal is not None and self.engine.rehearsal.is_last(steps):
+            self.trainer.fit_loop.epoch_loop.max_steps = global_step
 
     def _add(self, closure: Callable[[], Any]) -> None:
         """Add a micro-step to the window; the first one begins the transaction."""
@@ -780,6 +794,8 @@ class FitRecovery(NullFitRecovery):
         if group_health.is_unavailable:
             self.transaction.join()
         self._start_end_stream()
+        if self.engine.rehearsal is not None:
+            self.engine.rehearsal.end_call(steps_done(self.trainer))
         self.member.activity = "keeping the state after a fit"
         save_entry_end(
             self.trainer,

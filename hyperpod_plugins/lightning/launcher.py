@@ -21,6 +21,7 @@ from hyperpod_plugins.lightning.compat import (
     callbacks_of,
 )
 from hyperpod_plugins.lightning.recovery import recovers
+from hyperpod_plugins.lightning.rehearsed_calls import record_restored, record_results, rehearsed_call
 from hyperpod_plugins.lightning.trainer_entries import KINDS, entries, save_entry_end, skip_entry
 
 STATE_OF_PEERS = "memory of the other ranks"
@@ -60,12 +61,15 @@ class RecoveryLauncher(Launcher):
         if job is None or not kind or trainer is None or entries.is_inside:
             return function(*args, **kwargs)
         worker_id = WorkerEnv.from_environ().global_rank
-        with entries.enter(job, kind) as record:
+        with entries.enter(job, kind) as record, rehearsed_call(trainer, kind, worker_id) as rehearsed:
             resumes_from = entries.resume_from(kind)
             if record is not None:
-                return skip_entry(
+                results = skip_entry(
                     trainer, record, lambda path: function(*_replace_ckpt_path(args, path), **kwargs), worker_id
                 )
+                if rehearsed is not None:
+                    record_restored(rehearsed, trainer, kind, results)
+                return results
             entries.begins_anew = kind == "fit" and args[4] is None and not resumes_from
             comes_later = kind == "fit" and entries.is_joining  # it resumes from the other ranks
             args = _replace_ckpt_path(args, STATE_OF_PEERS if comes_later else resumes_from)
@@ -76,6 +80,8 @@ class RecoveryLauncher(Launcher):
                 entries.is_complete = False
             elif kind != "fit":  # a fit has kept its end itself
                 save_entry_end(trainer, kind, results, worker_id)
+                if rehearsed is not None:
+                    record_results(rehearsed, trainer, results)
             return results
 
     def _run(

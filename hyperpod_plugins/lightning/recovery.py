@@ -226,7 +226,7 @@ class TrainerRecovery(NullRecovery):
             entries.member = self.member
         self.engine = RecoveryEngine(self.member, self.options, callback.repairs, on_repair=self._repaired)
         """What recovery of a Trainer shares with that of a loop written by hand."""
-        self.engine.begin_entry(entries.number, is_complete=entries.is_complete)
+        self.engine.begin_entry(entries.number, training_index=entries.training_index, is_complete=entries.is_complete)
         self.member.collectives.begin_set_up(entries.number)
         self._broadcasts: Counter[str] = Counter()
 

@@ -426,6 +426,13 @@ def steps_done(trainer: Trainer) -> int:
     return counts.processed
 
 
+def steps_in(checkpoint: dict[str, Any], trainer: Trainer) -> int:
+    """The same for the trainer that a checkpoint describes."""
+    if trainer.lightning_module.automatic_optimization:
+        return checkpoint["global_step"]
+    return checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
+
+
 def show_epoch(trainer: Trainer) -> None:
     """Make the progress bar show an epoch that is resumed in the middle; Lightning only announces new epochs."""
     bar = trainer.progress_bar_callback

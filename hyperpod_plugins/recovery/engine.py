@@ -41,6 +41,7 @@ from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import Repair, TrainingLoop
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.rehearsed_job import RehearsedCall
 from hyperpod_plugins.recovery.snapshot import Snapshot, Snapshots
 from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 from hyperpod_plugins.recovery.state_transfer import TrainingState
@@ -134,23 +135,26 @@ class RecoveryEngine:
         """Whether this process has moved to another world since the last generation was formed."""
         self.begins_at = NO_STATE
         """Committed steps at the beginning of the entry; NO_STATE until they are known."""
-        self._entry, self._may_record = 0, False
+        self._entry, self._training_index, self._may_record = 0, 0, False
 
-    def begin_entry(self, entry: int, *, is_complete: bool) -> None:
+    def begin_entry(self, entry: int, *, training_index: int, is_complete: bool) -> None:
         """Begin an entry, without snapshots of an earlier one.
 
         Args:
             entry: its number.
+            training_index: its number among the entries that train, if it does.
             is_complete: whether the state after each earlier entry is kept. Otherwise a restart begins with an earlier
                 entry, and checkpoints of this one are of no use to it.
         """
-        self._entry, self._may_record = entry, is_complete
+        self._entry, self._training_index, self._may_record = entry, training_index, is_complete
         self.saved, self.snapshots, self.begins_at = None, None, NO_STATE
         self._record_checkpoints()
 
     def begin_at(self, committed: int, resumed_from: str) -> None:
         """Set the number of committed steps, and record the checkpoint that the entry was resumed from, if any."""
         self.begins_at = self.member.committed = committed
+        if self.rehearsal is not None:
+            self.rehearsal.begin_at(committed)
         if self.saved is not None and resumed_from:
             self.saved.add(resumed_from, committed)
 
@@ -173,6 +177,7 @@ class RecoveryEngine:
             snapshot_group: group of all ranks, used for snapshots only; None for no snapshots.
         """
         member = self.member
+        job = RehearsedCall.create(member.rank, self._entry, training_index=self._training_index)
         if member.rank == 0 and not member.is_joining:
             log_once(self.options.cost_of_loss(topology))
         if self.snapshots is None and snapshot_group is not None:
@@ -184,7 +189,10 @@ class RecoveryEngine:
                 num_ended=len(ended_entries(member.job_store)),
                 is_joining=member.is_joining,
             )
-            self.snapshots = Snapshots(self.options.snapshots(topology), state, topology, snapshot_group, memory)
+            policy = self.options.snapshots(topology)
+            if job is not None:
+                policy = job.snapshots(policy)
+            self.snapshots = Snapshots(policy, state, topology, snapshot_group, memory)
         self._layout = StateLayout(member, state, topology, self._entry)
         self.rehearsal = Rehearsal.create(
             loop,
@@ -193,8 +201,12 @@ class RecoveryEngine:
             device,
             steps=self.options.rehearse,
             compare_every=self.options.compare_replicas_every,
+            job=job,
             give_up=member.give_up,
         )
+        if self.rehearsal is not None:
+            self.rehearsal.watch_transfers(self.snapshots)
+            self.rehearsal.at_set_up()
         self.transaction = StepTransaction(
             member,
             loop,

@@ -50,6 +50,8 @@ class Entries:
         """Start before the first entry."""
         self.number = -1
         """Number of the present entry, or of the last one; -1 before the first."""
+        self.training_index = -1
+        """Number of the present entry that trains, or of the last one, among those that train; -1 before the first."""
         self.is_inside = False
         """Whether an entry is in progress; calls nested in it are part of it."""
         self.is_skipping = False
@@ -88,6 +90,7 @@ class Entries:
             self._num_before = num_ended_before(self._job_store, job)
             self._resumes = bool(job.resume_from)
         self.number += 1
+        self.training_index += kind in TRAINING
         record = ended_entry(self._job_store, self.number) if self.is_complete else None
         if record is not None and record.kind != kind:
             raise RuntimeError(

@@ -5,20 +5,14 @@ replacement would receive it, and compared between replicas. Then the step is co
 computed again. Anything that differs by a bit is reported by name, and the job stops before it trains with wrong
 values.
 
-A *rehearsed job* (`hyperpod rehearse train.py`, see `rehearsal_jobs.py`) runs briefly without a fault and again with
-a SIGKILL in each phase. In both runs each rank records digests of everything that it holds at each step. The digests
-of the two runs must agree.
+A *rehearsed job* (`hyperpod rehearse train.py`, see `rehearsal_jobs.py`) runs the program briefly without a fault and
+again with a SIGKILL in each phase: its fits and loops end after a few steps. In both runs each rank records digests of
+everything that it holds at each step and at the end. The digests of the two runs must agree.
 """
 
 import contextlib
-import json
-import os
-import signal
-import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -30,12 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from hyperpod_plugins.comm import group_health
-from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.protocols import TrainingLoop
 from hyperpod_plugins.recovery.read_back import StateReadBack
+from hyperpod_plugins.recovery.rehearsed_job import STATE_COPY, STATE_LOST, RehearsedCall
 from hyperpod_plugins.recovery.replica_comparison import ReplicasDiffer, compare_replicas
+from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.state_digests import (
     Difference,
     Digests,
@@ -87,7 +82,7 @@ class Rehearsal:
         device: device of this rank.
         steps: numbers of the steps to rehearse.
         compare_every: steps from one comparison of replicas to the next; 0 for none.
-        job: folder for digests and scheduled faults; None outside of a rehearsed job.
+        job: present call of the program in a rehearsed job; None outside of one.
         give_up: tells the agents to end the job, with the reason.
     """
 
@@ -100,7 +95,7 @@ class Rehearsal:
         *,
         steps: Sequence[int],
         compare_every: int,
-        job: RehearsalEnv | None,
+        job: RehearsedCall | None,
         give_up: Callable[[str], None],
     ) -> None:
         self._give_up = give_up
@@ -112,9 +107,9 @@ class Rehearsal:
         self._compare_every = compare_every
         self._hashed: tuple[int, _DigestsBeside] | None = None
         self._rank = dist.get_rank()
-        self._record = None if job is None else DigestLog(Path(job.folder), self._rank)
-        self._last_step = 0 if job is None else job.last_step
-        self.faults = None if job is None else ScheduledFaults(Path(job.folder), job.faults, self._rank)
+        self._job = job
+        self.faults = None if job is None else job.faults
+        """Faults of this rank; None outside of a rehearsed job."""
         self._batches: dict[str, int] = {}
         self._step = -1
         self._begun: Digests = {}
@@ -138,18 +133,51 @@ class Rehearsal:
         *,
         steps: Sequence[int],
         compare_every: int,
+        job: RehearsedCall | None,
         give_up: Callable[[str], None],
     ) -> Self | None:
         """The rehearsal that the options or `hyperpod rehearse` request; None if neither does."""
-        job = RehearsalEnv.from_environ()
         if not (steps or compare_every) and job is None:
             return None
         return cls(loop, state, topology, device, steps=steps, compare_every=compare_every, job=job, give_up=give_up)
 
+    # -- the beginning and the end of a fit or loop in a rehearsed job ------------------------------------------
+
+    def watch_transfers(self, snapshots: Snapshots | None) -> None:
+        """Let faults happen in the middle of a snapshot's exchange, and while this rank receives its state."""
+        if self.faults is None:
+            return
+        self._state.when_receiving = self._receiving
+        if snapshots is not None:
+            snapshots.when_exchanging = lambda step: self.at("snapshot", step)
+            snapshots.when_receiving = self._receiving
+
+    def _receiving(self) -> None:
+        self.at(STATE_COPY, max(self._step, 0))
+
+    def at_set_up(self) -> None:
+        """Announce that a fit or loop is being set up, while lost processes are not yet replaced."""
+        if self._job is not None and self._job.is_later_training:
+            self.at("between_fits", self._job.begins_at or 0)
+
+    def begin_at(self, step: int) -> None:
+        """Set the number of steps before this fit or loop."""
+        if self._job is not None:
+            self._job.begin_at(step)
+
+    def is_last(self, step: int) -> bool:
+        """Whether the fit or loop of a rehearsed job ends after `step` steps."""
+        return self._job is not None and self._job.is_last(step)
+
+    def end_call(self, step: int) -> None:
+        """Record the state with which a fit or loop of a rehearsed job has ended after `step` steps."""
+        if self._job is not None:
+            self._job.write(step, "end", state_digests(self._state) | self._values())
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
     def begin(self, step: int, *, is_compared: bool = True) -> None:
         """Handle the beginning of a step, when all changes of the previous one are complete.
-
-        Ends the process with exit code 0 if the rehearsed job has run all of its steps.
 
         Args:
             step: number of the step.
@@ -163,13 +191,11 @@ class Rehearsal:
         self._raise_refused()
         if self._steps and self._besides is None:
             self._besides = StateReadBack(self._loop)
-        if self._record is not None:
-            self._record.write(step, "state", self._held())
+        if self._job is not None:
+            self._job.write(step, "state", self._held())
         if is_compared and step in self._steps:
             self._raise_differences(step, "reading its state back", self._read_back())
             self._raise_differences(step, "compared with its replicas", self._compare_replicas())
-        if self._last_step and step >= self._last_step:
-            self._end()
         if self._compare_every and step % self._compare_every == 0:
             self._hashed = step, _DigestsBeside(self._alike())  # of tensors taken now: modules replace them in a step
             self._hashed[1].start()
@@ -178,8 +204,8 @@ class Rehearsal:
     def before_compute(self, step: int) -> None:
         """Record the state before the step is computed, when everything that it may change has been saved."""
         held = state_digests(self._state) | unowned_digests(self._state) if self._looks_at(step) else {}
-        if self._record is not None:
-            self._record.write(step, "begun", held)
+        if self._job is not None:
+            self._job.write(step, "begun", held)
         self._begun = held | self._values() if step in self._steps else {}
 
     def after_undo(self, step: int, *, is_compared: bool = False) -> None:
@@ -194,17 +220,17 @@ class Rehearsal:
             RehearsalFailed: something was not restored.
         """
         held = state_digests(self._state) | unowned_digests(self._state) if self._looks_at(step) else {}
-        if self._record is not None:
-            self._record.write(step, "begun", held)
+        if self._job is not None:
+            self._job.write(step, "begun", held)
         if is_compared:
             self._raise_differences(step, "putting the step back", differing(self._begun, held | self._values()))
 
     def _looks_at(self, step: int) -> bool:
-        return self._record is not None or step in self._steps
+        return self._job is not None or step in self._steps
 
     def note_batch(self, index: int, batch: Any) -> None:
         """Record the digest of a batch before training on it."""
-        if self._record is not None:
+        if self._job is not None:
             self._batches[f"batch {index}"] = value_digest(batch)
 
     def at(self, phase: str, step: int) -> None:
@@ -216,8 +242,10 @@ class Rehearsal:
     def computing(self, step: int) -> Generator[None]:
         """Context of a step's computation, in which due faults happen in a module's forward or backward."""
         hooks: list[RemovableHandle] = []
-        if self.faults is not None and self.faults.is_due("forward", step):
-            hooks.append(register_module_forward_hook(lambda *_: self.at("forward", step)))
+        for phase in ("forward", "second_fit", STATE_LOST):
+            is_here = phase != "second_fit" or (self._job is not None and self._job.is_later_training)
+            if is_here and self.faults is not None and self.faults.is_due(phase, step):
+                hooks.append(register_module_forward_hook(lambda *_, phase=phase: self.at(phase, step)))
         if self.faults is not None and self.faults.is_due("backward", step):
             hooks.append(register_module_full_backward_pre_hook(lambda *_: self.at("backward", step)))
         try:
@@ -239,8 +267,8 @@ class Rehearsal:
             ReplicasDiffer: a comparison of replicas was due in this step, and they differ.
         """
         self._raise_refused()
-        if self._record is not None:
-            self._record.write(step, "gradients", self._batches | self._computed())
+        if self._job is not None:
+            self._job.write(step, "gradients", self._batches | self._computed())
         if self._compare_every and step % self._compare_every == 0:
             self._compare(step)
         if step not in self._steps:
@@ -358,74 +386,3 @@ class Rehearsal:
             raise RehearsalFailed(str(found))
         if int(flag):
             raise RehearsalFailed(f"step {step}, {what}: another rank found a difference; see its message.")
-
-    def _end(self) -> None:
-        dist.all_reduce(torch.zeros(1, device=self._device))  # until all ranks have left the hooks of the last step
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-class DigestLog:
-    """Digest log of one rank, to which all processes of its worker slot append."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._path = folder, folder / f"rank-{rank}.jsonl"
-
-    def write(self, step: int, point: str, digests: Digests) -> None:
-        """Append the digests of this rank at a point of a step, with the faults that have happened by now."""
-        faults = [path.stem.removeprefix("fault-") for path in self._folder.glob("fault-*.json")]
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "point": point, "after": faults, "digests": digests}) + "\n")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearsedFault:
-    """A SIGKILL when a rank first reaches a phase at `step` or later."""
-
-    phase: str
-    rank: int
-    step: int
-
-    def to_text(self) -> str:
-        """Text form, for an environment variable."""
-        return f"{self.phase}:{self.rank}:{self.step}"
-
-
-class ScheduledFaults:
-    """The scheduled faults of one rank in a rehearsed job. Each happens once: a marker file tells the replacement."""
-
-    def __init__(self, folder: Path, text: str, rank: int) -> None:
-        self._folder = folder
-        self._faults = [fault for fault in parse_schedule(text) if fault.rank == rank]
-
-    def is_due(self, phase: str, step: int) -> bool:
-        """Whether a fault would happen here."""
-        return self._due(phase, step) is not None
-
-    def reach(self, phase: str, step: int) -> None:
-        """Kill this process if a fault is due in this phase of a step."""
-        fault = self._due(phase, step)
-        if fault is None:
-            return
-        with contextlib.suppress(FileExistsError):
-            with self._marker(fault).open("x") as file:
-                file.write(json.dumps(asdict(fault) | {"at_step": step}))
-                file.flush()
-                os.fsync(file.fileno())
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def _due(self, phase: str, step: int) -> RehearsedFault | None:
-        due = (each for each in self._faults if each.phase == phase and step >= each.step)
-        return next((each for each in due if not self._marker(each).exists()), None)
-
-    def _marker(self, fault: RehearsedFault) -> Path:
-        return self._folder / f"fault-{fault.phase}.json"
-
-
-def parse_schedule(text: str) -> list[RehearsedFault]:
-    """Parse comma-separated faults, each as `ScheduledFault.to_text` returns it."""
-    parts = (part.split(":") for part in text.split(",") if part)
-    return [RehearsedFault(phase=phase, rank=int(rank), step=int(step)) for phase, rank, step in parts]

@@ -1,9 +1,10 @@
 """`hyperpod rehearse`: run a program briefly without a fault, and again with a SIGKILL in each phase.
 
-Each rank of both jobs records digests of everything that it holds at each step (see `rehearsal.py`). The last fault
-before the first difference between the two jobs is the one from which the program does not recover exactly; phases
-that come after it are rehearsed in another job. If there is a difference, another job without a fault shows what
-differs between any two runs of the program, such as a time that a callback saves; this is not compared.
+Both jobs run the whole program, but each of its fits and loops ends after a few steps. Each rank records digests of
+everything that it holds at each step (see `rehearsal.py`), and of what evaluations return. The last fault before the
+first difference between the two jobs is the one from which the program does not recover exactly; phases that come after
+it are rehearsed in another job. If there is a difference, another job without a fault shows what differs between any
+two runs of the program, such as a time that a callback saves; this is not compared.
 """
 
 import json
@@ -15,10 +16,11 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import ConfigError, RecoveryError, format_list
-from hyperpod_plugins.recovery.rehearsal import RehearsedFault
+from hyperpod_plugins.recovery.rehearsed_job import STATE_COPY, STATE_LOST, RehearsedFault
 from hyperpod_plugins.recovery.state_digests import (
     Difference,
     Digests,
@@ -27,7 +29,7 @@ from hyperpod_plugins.recovery.state_digests import (
     order_of_kind,
 )
 
-PHASES = (
+IN_FIRST_FIT = (
     "setup",  # before the first step
     "dataloader",
     "forward",
@@ -40,14 +42,27 @@ PHASES = (
     "batch_end",
     "validation",
     "checkpoint",
+    "snapshot",  # in the middle of its exchange
+    STATE_COPY,  # a rank, and its replacement while it receives its state
+)
+"""Phases of the first fit or loop of a program."""
+_IN_EVALUATION = "validate", "test", "predict"  # at the end of a batch
+PHASES = (
+    *IN_FIRST_FIT,
+    "between_fits",  # in the set-up of the second one
+    "second_fit",  # in its forward
+    *_IN_EVALUATION,
 )
 """Phases in which a rank is killed. Some exist only in Lightning; a phase that is not reached is reported as such."""
-_POINTS = "state", "begun", "gradients"  # points of a step at which digests are recorded, in order
+_POINTS = "state", "begun", "gradients", "end", "result"  # points at which digests are recorded, in order
+_WHERE = {"gradients": "computing it", "end": "after its last step", "result": ""}
+_STEP_LATER = {"second_fit": 1}  # the number of steps of that fit before the fault
 _FIRST_STEP = 2
 _STEPS_APART = 2
 """Steps between two faults: no rank commits the step after a fault before that is repaired, so two never coincide."""
 _STEPS_AFTER = 2
 _GRACE_S = 20.0
+_NO_PROGRESS = "all processes were started again"  # see `elastic.membership.restart_policy.no_progress_message`
 _MUST_AGREE = ("batch", "gradient", "unowned", "parameter", "buffer", "optimizer")
 """Kinds that are the same in each run of a deterministic program."""
 
@@ -88,21 +103,31 @@ class RehearsalPlan:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps after which the jobs end."""
-        return _FIRST_STEP + _STEPS_APART * (len(self.phases) - 1) + 1 + _STEPS_AFTER
+        """Number of steps after which the first fit or loop ends."""
+        num_faults = sum(phase in IN_FIRST_FIT for phase in self.phases)
+        return _FIRST_STEP + _STEPS_APART * max(0, num_faults - 1) + 1 + _STEPS_AFTER
 
     def schedule(self, phases: Sequence[str]) -> tuple[RehearsedFault, ...]:
-        """One fault for each phase, each at a later step and on another rank than the one before."""
+        """One fault for each phase, each on another rank than the one before, and in the first fit at a later step."""
         # Rank 0 passes the result of the vote on to the others, so the fault in that phase is on rank 0.
         number_on_rank_0 = phases.index("vote_result") if "vote_result" in phases else -1
-        return tuple(
-            RehearsedFault(phase=phase, rank=(number - number_on_rank_0) % self.num_ranks, step=_step_of(phase, number))
-            for number, phase in enumerate(phases)
-        )
+        faults: list[RehearsedFault] = []
+        num_before = 0
+        for number, phase in enumerate(phases):
+            step = _STEP_LATER.get(phase, 0)
+            if phase in IN_FIRST_FIT:
+                step = 0 if phase == "setup" else _FIRST_STEP + _STEPS_APART * num_before
+                num_before += 1
+            faults.append(RehearsedFault(phase=phase, rank=(number - number_on_rank_0) % self.num_ranks, step=step))
+        return tuple(faults)
 
 
-def _step_of(phase: str, number: int) -> int:
-    return 0 if phase == "setup" else _FIRST_STEP + _STEPS_APART * number
+def all_faults(faults: Sequence[RehearsedFault]) -> Iterator[RehearsedFault]:
+    """The faults of a schedule as the workers read them: the phase `state_copy` consists of two."""
+    for fault in faults:
+        if fault.phase == STATE_COPY:
+            yield replace(fault, phase=STATE_LOST)
+        yield replace(fault, step=0) if fault.phase == STATE_COPY else fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +154,36 @@ class PhaseResult:
         if self.step is None and self.is_good:
             return self.phase, "", "", "not reached"
         told = self.failure or "recovered, equal to the last bit"
+        step = "" if self.step is None or self.phase in _IN_EVALUATION else str(self.step)
         if self.difference is not None:
             told = str(self.difference)
         elif self.shown is not None and not self.failure:
             told = f"{told}, except for values that are shown: {self.shown}"
-        return self.phase, str(self.rank), str(self.step), told
+        return self.phase, str(self.rank), step, told
+
+
+class Place(NamedTuple):
+    """A point of a program at which a rank records digests; `order` is its place in time."""
+
+    entry: int
+    """Number of the call of the program that trains or evaluates."""
+    rank: int
+    step: int
+    point: str
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Entry, step and index of the point: smaller for an earlier place."""
+        return self.entry, self.step, _POINTS.index(self.point)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestLine:
-    """What one rank held at a point of a step."""
+    """What one rank held at a point of a step, or what an evaluation returned there."""
 
+    entry: int = 0
+    call: str = ""
+    """Name of the call of the program, for messages; empty for the first one that trains."""
     rank: int
     step: int
     point: str
@@ -148,13 +192,13 @@ class DigestLine:
     """Phases in which a rank had been killed before."""
 
     @property
-    def place(self) -> tuple[int, int, str]:
-        """Rank, step and point."""
-        return self.rank, self.step, self.point
+    def place(self) -> Place:
+        """Where it was recorded."""
+        return Place(self.entry, self.rank, self.step, self.point)
 
 
-Records = Mapping[tuple[int, int, str], Digests]
-"""Digests of a job without a fault, by rank, step and point of the step."""
+Records = Mapping[Place, Digests]
+"""Digests of a job without a fault, by place."""
 
 
 def records(lines: Iterable[DigestLine]) -> Records:
@@ -172,12 +216,19 @@ def read_lines(folder: Path) -> Iterator[DigestLine]:
             except json.JSONDecodeError:
                 continue
             yield DigestLine(
+                entry=said["entry"],
+                call=said["call"],
                 rank=rank,
                 step=said["step"],
                 point=said["point"],
                 digests=said["digests"],
-                after=frozenset(said["after"]),
+                after=frozenset(map(_phase_of, said["after"])),
             )
+
+
+def _phase_of(fault: str) -> str:
+    """The phase that a fault belongs to."""
+    return STATE_COPY if fault == STATE_LOST else fault
 
 
 def first_difference(
@@ -185,23 +236,34 @@ def first_difference(
 ) -> Difference | None:
     """The earliest difference between two jobs; None if all digests agree.
 
+    After the last step only what both jobs have recorded is compared: a process that starts again records tensors only.
+
     Args:
         wanted: digests of the job without a fault; points that it does not have are skipped.
         found: digests of the other job.
         ignored: names that are not compared.
         of_shown: whether to compare only the logged values that both jobs show, instead of all else.
     """
-    differences: list[tuple[tuple[int, int, int], Difference]] = []
+    differences: list[tuple[tuple[tuple[int, int, int], int, int], Difference]] = []
     for line in found:
         expected = wanted.get(line.place, line.digests)
         differing = differing_names(expected, line.digests) - {*ignored}
+        if line.point == "end":
+            differing &= expected.keys() & line.digests.keys()
         shown = {name for name in differing if name.startswith("logged ") and name in expected and name in line.digests}
         names = first_kind(shown if of_shown else differing - shown)
         if names:
-            what = "computing it" if line.point == "gradients" else "at its beginning"
-            found_here = Difference(rank=line.rank, step=line.step, what=what, names=names, after=line.after)
-            # If the batch of one rank differs, the gradients of all ranks do.
-            differences.append(((line.step, _POINTS.index(line.point), order_of_kind(found_here.kind)), found_here))
+            found_here = Difference(
+                call=line.call,
+                rank=line.rank,
+                step=line.step,
+                what=_WHERE.get(line.point, "at its beginning"),
+                names=names,
+                after=line.after,
+            )
+            # If the batch of one rank differs, the gradients of all ranks do. A call may run twice.
+            order = line.place.order, order_of_kind(found_here.kind), len(line.after)
+            differences.append((order, found_here))
     return min(differences, key=lambda each: each[0])[1] if differences else None
 
 
@@ -211,7 +273,7 @@ def unsteady_names(one: Records, other: Records) -> set[str]:
     Raises:
         RecoveryError: these include gradients or parameters, so the program is not deterministic.
     """
-    lines = [DigestLine(rank=rank, step=step, point=point, digests=each) for (rank, step, point), each in other.items()]
+    lines = [DigestLine(**place._asdict(), digests=each) for place, each in other.items()]
     found, names = first_difference(one, lines), set[str]()
     for place in one.keys() & other.keys():
         names |= differing_names(one[place], other[place])
@@ -237,7 +299,7 @@ def rehearse(plan: RehearsalPlan, say: Callable[[str], None]) -> list[PhaseResul
         RecoveryError: the job without a fault failed, or its program does not support recovery in place.
     """
     with tempfile.TemporaryDirectory(prefix="hyperpod-rehearsal-") as place:
-        say(f"{plan.num_steps} steps on {plan.num_ranks} ranks without a fault")
+        say(f"the program on {plan.num_ranks} ranks without a fault; its first fit has at most {plan.num_steps} steps")
         wanted = _run_undisturbed(plan, Path(place, "calm"))
         unsteady: set[str] | None = None
         results: dict[str, PhaseResult] = {}
@@ -255,7 +317,7 @@ def rehearse(plan: RehearsalPlan, say: Callable[[str], None]) -> list[PhaseResul
                     say(f"not compared, as two runs without a fault differ: {format_list(sorted(unsteady), 8)}")
                 difference = first_difference(wanted, read_lines(folder), unsteady)
             shown = first_difference(wanted, read_lines(folder), unsteady or (), of_shown=True)
-            found = judge(faults, _happened(folder), failure, difference, shown)
+            found = judge(faults, read_happened(folder), failure, difference, shown)
             results.update({result.phase: result for result in found})
             judged = [phase for phase in left if phase not in results]
             left = judged if len(judged) < len(left) else []
@@ -270,7 +332,10 @@ def _run_undisturbed(plan: RehearsalPlan, folder: Path) -> Records:
     """
     failure = _run(plan, folder, ())
     if failure:
-        raise RecoveryError(f"the program failed without a fault:\n{failure}")
+        raise RecoveryError(
+            f"the program failed without a fault, in a rehearsal where its fits end early (there HYPERPOD_REHEARSAL is "
+            f"set in its environment):\n{failure}"
+        )
     found = records(read_lines(folder))
     if not found:
         raise RecoveryError(
@@ -282,16 +347,20 @@ def _run_undisturbed(plan: RehearsalPlan, folder: Path) -> Records:
 
 def judge(
     faults: Sequence[RehearsedFault],
-    happened: Mapping[str, int],
+    happened: Mapping[str, int | None],
     failure: str,
     difference: Difference | None,
     shown: Difference | None = None,
 ) -> list[PhaseResult]:
     """Derive results from a job with faults: for all phases, or for those up to the one that did not recover.
 
+    A job allows few restarts from the same place. If a job has ended for that, the last fault gets no result: another
+    job begins with it.
+
     Args:
         faults: the faults as scheduled.
-        happened: for each fault that happened, its phase and step, in the order of occurrence.
+        happened: for each fault that happened, its phase and step, in the order of occurrence; None for the step of a
+            phase of two faults of which only the first one happened.
         failure: last output of the job if it failed, else empty.
         difference: the first difference from the job without a fault.
         shown: the first of the logged values that ranks show.
@@ -305,6 +374,8 @@ def judge(
     if not culprits:  # no fault had happened yet: the program itself is not deterministic
         culprits = order[:1] or [faults[0].phase]
     culprit = culprits[-1]
+    if difference is None and _NO_PROGRESS in failure and len(culprits) > 1:
+        culprits, culprit = culprits[:-1], ""
     results: list[PhaseResult] = []
     for fault in faults:
         if fault.phase == culprit:
@@ -325,22 +396,29 @@ def _last_error(output: str) -> str:
     return (errors or lines or ["without a word"])[-1][:300]
 
 
-def _result(fault: RehearsedFault, happened: Mapping[str, int]) -> PhaseResult:
+def _result(fault: RehearsedFault, happened: Mapping[str, int | None]) -> PhaseResult:
     step = happened.get(fault.phase)
     return PhaseResult(phase=fault.phase, rank=fault.rank if step is not None else None, step=step)
 
 
-def _happened(folder: Path) -> dict[str, int]:
+def read_happened(folder: Path) -> dict[str, int | None]:
+    """The faults that have happened in a job, as `judge` takes them."""
     markers = sorted(folder.glob("fault-*.json"), key=lambda path: path.stat().st_mtime_ns)
     texts = [marker.read_text() for marker in markers]
-    return {said["phase"]: said["at_step"] for said in map(json.loads, filter(None, texts))}
+    steps: dict[str, int] = {said["phase"]: said["at_step"] for said in map(json.loads, filter(None, texts))}
+    happened: dict[str, int | None] = {}
+    for phase, step in steps.items():
+        happened.setdefault(_phase_of(phase), step)
+    if STATE_LOST in steps and STATE_COPY not in steps:
+        happened[STATE_COPY] = None
+    return happened
 
 
 def _run(plan: RehearsalPlan, folder: Path, faults: Sequence[RehearsedFault]) -> str:
     """Run one job. Returns the end of its output if it failed, else an empty string."""
     folder.mkdir()
     environ = RehearsalEnv(
-        folder=str(folder), last_step=plan.num_steps, faults=",".join(fault.to_text() for fault in faults)
+        folder=str(folder), num_steps=plan.num_steps, faults=",".join(fault.to_text() for fault in all_faults(faults))
     )
     command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", str(plan.num_ranks)]
     with (folder / "output").open("w+") as output:

@@ -335,6 +335,10 @@ class Snapshots:
         self._thread: threading.Thread | None = None
         self._refusal: str | None = None
         self._is_off = self._has_stalled = self._has_warned = False
+        self.when_exchanging: Callable[[int], object] = lambda step: None
+        """Called in the middle of an exchange, in its thread, with the step of the snapshot."""
+        self.when_receiving: Callable[[], object] = lambda: None
+        """Called before this rank receives its own snapshot from another rank."""
 
     @property
     def own_steps(self) -> tuple[int, ...]:
@@ -479,6 +483,7 @@ class Snapshots:
             return
         theirs = sizes[self.source_rank][1:4]
         data = self._of_source.allocate(theirs[2], keep=self._complete)
+        self.when_exchanging(step)
         self._send_receive(own, [theirs[0], theirs[1], data], step)
         self._of_source.record(step)
         dist.all_reduce(torch.zeros(1), group=self._group)
@@ -562,6 +567,8 @@ class Snapshots:
         self._restore_channel.exchange("sizes", sends=sizes, receives={} if source is None else {source: [room]})
         places: dict[int, list[torch.Tensor | int]] = {}
         if source is not None:
+            if taken is self._own:
+                self.when_receiving()
             header, trainer, data = room.tolist()
             places = {source: [header, trainer, taken.allocate(data, keep=NO_STATE)]}
         for received in self._restore_channel.exchange("snapshot", sends=parts, receives=places).values():

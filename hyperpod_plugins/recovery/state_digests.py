@@ -51,6 +51,9 @@ REASONS = {
     "end of an epoch) is not sent to another rank before the next vote: a replacement shows another rank's value",
     "trainer": "the state of the loop differs: the step must not change it, and it must be the same on all ranks. Keep "
     "what belongs to one rank, or changes in a step, in a registered object or in a callback's state_dict()",
+    "result": "the evaluation depends on something that is not restored when all processes run the program again, such "
+    "as a global variable that training changes, or an object that is not a module. Keep it in the module, or compute "
+    "it again",
 }
 """Likely reasons, by the kind of the item that differs."""
 
@@ -59,10 +62,12 @@ REASONS = {
 class Difference:
     """Items on a rank whose bits differ from what they should be."""
 
+    call: str = ""
+    """In a rehearsed job: the call of the program, such as `test`; empty for the first one that trains."""
     rank: int
     step: int
     what: str
-    """The comparison that found it, for example `computing the step again` or `at its beginning`."""
+    """The comparison that found it, for example `computing the step again`; empty for the result of an evaluation."""
     names: tuple[str, ...]
     """Names of the items that differ, only those of the kind that comes first in a step."""
     after: frozenset[str] = frozenset()
@@ -80,8 +85,9 @@ class Difference:
 
     def __str__(self) -> str:
         """The difference and its likely reason in one paragraph."""
-        names = format_list(self.names, 3)
-        return f"rank {self.rank}, step {self.step}, {self.what}: {names} differs. Likely {self.reason}."
+        place = f"step {self.step}, {self.what}" if self.what else ""
+        where = ", ".join(filter(None, (f"rank {self.rank}", self.call, place)))
+        return f"{where}: {format_list(self.names, 3)} differs. Likely {self.reason}."
 
 
 _ORDER = (
@@ -99,6 +105,7 @@ _ORDER = (
     "hook",
     "logged",
     "trainer",
+    "result",
 )
 
 

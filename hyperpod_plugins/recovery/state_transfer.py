@@ -12,7 +12,7 @@ rank from which all continue.
 """
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +76,8 @@ class TrainingState:
         self._verify = verify
         self._places: dict[str, tuple[list[int], list[int]]] = {}
         self._channel = Channel(None, "state", patience_s=_PATIENCE_S)
+        self.when_receiving: Callable[[], object] = lambda: None
+        """Called before the tensors are received, when their description has arrived."""
 
     def num_bytes(self) -> int:
         """Size of all local tensors."""
@@ -235,6 +237,7 @@ class TrainingState:
         (header,) = self._channel.receive("header", [_HEADER_BYTES], rank)
         described = unpack(header.numpy().tobytes(), map_location=None)
         batches = list(_batches(self._allocate_state(described, f"rank {rank}").values()))
+        self.when_receiving()
         with torch.no_grad():
             messages = [_room_for(batch) for batch in batches]
             self._channel.receive("tensors", messages, rank)

@@ -432,6 +432,8 @@ class Loop:
         for index, found in enumerate(iterate_steps(self._loader, self._limits.num_epochs), position.committed):
             if self._limits.max_steps and index >= self._limits.max_steps:
                 return
+            if self.transactions.rehearsal is not None and self.transactions.rehearsal.is_last(index):
+                return
             yield Step(
                 self,
                 index=index,

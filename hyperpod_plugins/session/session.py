@@ -57,7 +57,9 @@ from hyperpod_plugins.recovery.layouts import (
 )
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.packing import on_own_device
+from hyperpod_plugins.recovery.rehearsed_job import RehearsedCall
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
+from hyperpod_plugins.recovery.state_digests import state_digests
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
 from hyperpod_plugins.session.manual import EqualShares, refuse_session_options, refuse_train_options
@@ -479,6 +481,8 @@ class Session:
     def _end_loop(self, trained: TrainedState, member: Member | None) -> None:
         """End a loop whose steps are all done. All ranks call this, again if a rank is lost meanwhile."""
         entries, rank = self._entries, self.topology.data_rank(self.rank)
+        if self._transactions is not None and self._transactions.rehearsal is not None:
+            self._transactions.rehearsal.end_call(trained.position().committed)
         if self._recovery.step_keyed_random:
             seed_micro_step(self.config.random_seed, 0, entries.number, rank, TRAINING_END)
         if member is None or member.is_elastic:
@@ -510,8 +514,11 @@ class Session:
     def _restore_ended(self, trained: TrainedState) -> None:
         """Restore the state after a loop that has already ended."""
         folder = self._entries.folder(self._folder)
-        trained.read(state_folder(folder, self._entries.number))
+        position = trained.read(state_folder(folder, self._entries.number))
         _, set_random_state = load_entry_values(folder, self._entries.number, self._worker_id)
+        job = RehearsedCall.create(self.rank, self._entries.number, training_index=self._entries.training_index)
+        if job is not None:
+            job.write(position.committed, "end", state_digests(trained.tensors))
         set_random_state()
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -594,7 +601,7 @@ class Session:
                 begins_at = _NOT_KNOWN if transactions.is_joining else trained.read(resumed_from)
             _refuse_beside(trained.model, self._sharded)
             _refuse_own_schedulers(trained, [optimizer() for optimizer in self._scheduled])
-            transactions.enter(entries.number, is_complete=entries.is_complete)
+            transactions.enter(entries.number, training_index=entries.training_index, is_complete=entries.is_complete)
             try:
                 yield from loop.run(begins_at, resumed_from, lambda: self._end_loop(trained, member))
                 is_over = True

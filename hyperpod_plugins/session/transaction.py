@@ -62,11 +62,12 @@ class PlainSteps:
         """Rehearsal of this process's steps; None if none are rehearsed."""
         return None
 
-    def enter(self, entry: int, *, is_complete: bool) -> None:
+    def enter(self, entry: int, *, training_index: int, is_complete: bool) -> None:
         """Begin a loop.
 
         Args:
             entry: number of the loop among the entries of the program.
+            training_index: number of the loop among the loops of the program.
             is_complete: whether the state after all earlier entries was kept, so that a replacement can join.
         """
 
@@ -168,10 +169,10 @@ class Transactions(PlainSteps):
         return self._engine.rehearsal
 
     @override
-    def enter(self, entry: int, *, is_complete: bool) -> None:
+    def enter(self, entry: int, *, training_index: int, is_complete: bool) -> None:
         engine = self._engine
         self._is_complete = is_complete
-        engine.begin_entry(entry, is_complete=is_complete)
+        engine.begin_entry(entry, training_index=training_index, is_complete=is_complete)
         engine.member.collectives.end_set_up()
         self._attach()
 

@@ -1,4 +1,7 @@
-"""What `test_rehearsal.py` rehearses: a Session whose model may use what nobody can restore, a global variable."""
+"""What `test_rehearsal.py` rehearses: a Session whose model may use what nobody can restore, a global variable.
+
+`LOOPS` in the environment is the number of its loops, `FAULT` what recovery does not restore.
+"""
 
 import contextlib
 import os
@@ -62,8 +65,7 @@ num_ranks = int(os.environ["WORLD_SIZE"])
 session = Session(hybrid_shard_degree=1, global_batch_size=2 * num_ranks, recovery=options)
 torch.manual_seed(0)
 model = session.parallelize(Net())
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-session.train(model, optimizer)
+session.train(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 seen, session.state["steps"] = Seen(), 0
 session.register_rank_local("seen", seen)
 
@@ -85,4 +87,13 @@ for step in session.steps(loader, epochs=1):
         session.state["steps"] += 1
         if FAULT == "flip" and session.rank == 1 and step.index == 2:
             model.first.weight.detach().to_local().view(torch.int32)[0, 0] ^= 1 << 12
+for _ in range(1, int(os.environ.get("LOOPS", "1"))):
+    session.train(model, torch.optim.AdamW(model.parameters(), lr=1e-3 * session.state["steps"]))
+    session.register_rank_local("seen", seen)
+    num_steps = 0
+    for step in session.steps(loader, epochs=1):
+        with step:
+            loss = step.run(compute_loss)
+            num_steps += 1
+    assert num_steps <= 3 or "HYPERPOD_REHEARSAL" not in os.environ
 print(f"trained to {float(loss).hex()}")

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,27 +13,42 @@ import pytest
 import torch
 from recovery.faults import PRELOAD
 
+from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import ConfigError, RecoveryError
 from hyperpod_plugins.recovery import RecoveryOptions
-from hyperpod_plugins.recovery.rehearsal import DigestLog, RehearsedFault, ScheduledFaults, parse_schedule
 from hyperpod_plugins.recovery.rehearsal_jobs import (
+    IN_FIRST_FIT,
     PHASES,
     DigestLine,
     PhaseResult,
+    Place,
     RehearsalPlan,
+    all_faults,
     first_difference,
     format_table,
     judge,
+    read_happened,
     read_lines,
     records,
     unsteady_names,
 )
+from hyperpod_plugins.recovery.rehearsed_job import (
+    STATE_COPY,
+    STATE_LOST,
+    DigestLog,
+    RehearsedCall,
+    RehearsedFault,
+    ScheduledFaults,
+    parse_schedule,
+)
 from hyperpod_plugins.recovery.replica_comparison import Disagreement, suspects_of
+from hyperpod_plugins.recovery.snapshot import SnapshotPolicy
 from hyperpod_plugins.recovery.state_digests import Difference, differing, value_digests
 
 PROGRAM = Path(__file__).with_name("program_rehearsal.py")
 PUT_BACK = PROGRAM.with_name("program_putback.py")
 FIT = PROGRAM.with_name("program_rehearsed_fit.py")
+LIFE = PROGRAM.with_name("program_rehearsed_life.py")
 
 
 def test_of_what_differs_the_kind_is_told_that_comes_first_in_a_step():
@@ -60,9 +76,9 @@ def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_p
         0: [(2, "state", {"parameter a": 1}), (2, "gradients", {"gradient a": 5}), (3, "state", {"parameter a": 2})],
         1: [(2, "state", {"parameter a": 1}), (2, "gradients", {"gradient a": 6}), (3, "state", {"parameter a": 7})],
     }
-    wanted = {(rank, step, point): digests for rank, said in lines.items() for step, point, digests in said}
-    wanted[1, 2, "gradients"] = {"gradient a": 5}
-    wanted[1, 3, "state"] = {"parameter a": 2}
+    wanted = {Place(0, rank, step, point): digests for rank, said in lines.items() for step, point, digests in said}
+    wanted[Place(0, 1, 2, "gradients")] = {"gradient a": 5}
+    wanted[Place(0, 1, 3, "state")] = {"parameter a": 2}
     for rank, said in lines.items():
         log = DigestLog(tmp_path, rank)
         for line in said:
@@ -78,7 +94,7 @@ def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_p
 
 
 def test_another_ranks_logged_value_is_told_apart_from_one_that_is_missing():
-    wanted = {(0, 2, "state"): {"logged loss": 1, "logged val": 2, "parameter a": 3}}
+    wanted = {Place(0, 0, 2, "state"): {"logged loss": 1, "logged val": 2, "parameter a": 3}}
 
     def found(**digests):
         lines = [DigestLine(rank=0, step=2, point="state", digests={"parameter a": 3, **digests})]
@@ -93,7 +109,7 @@ def test_another_ranks_logged_value_is_told_apart_from_one_that_is_missing():
 
 
 def test_what_differs_without_a_fault_is_not_compared_unless_it_is_what_is_trained():
-    places = [(0, 2, "state"), (1, 2, "state")]
+    places = [Place(0, 0, 2, "state"), Place(0, 1, 2, "state")]
     one = {place: {"gradient a": 1, "callback Timer.now": 2} for place in places}
     assert unsteady_names(one, one) == set()
     assert unsteady_names(one, one | {places[1]: {"gradient a": 1}}) == {"callback Timer.now"}
@@ -128,14 +144,100 @@ def test_the_last_fault_before_a_difference_is_the_one_that_it_comes_from():
     assert told[0] == told[2] == "recovered, equal to the last bit"
     assert "except for values that are shown: rank 0, step 4, at its beginning: logged" in told[1]
     assert all(each.is_good for each in judge(FAULTS, happened, "", None, shown))
+    again = results(judge(FAULTS, happened, "all processes were started again 3 times from step 0", None))
+    assert again == {"setup": (True, 0), "forward": (True, 3)}  # the third is the first one of another job
+    assert not results(judge(FAULTS, {"vote": 0}, "all processes were started again 3 times", None))["vote"][0]
     not_reached = judge(FAULTS, {"setup": 0}, "", None)
     assert [each.cells()[3] for each in not_reached] == ["recovered, equal to the last bit"] + ["not reached"] * 2
 
 
+def test_a_difference_in_an_earlier_call_comes_first_whatever_its_step(tmp_path):
+    """The second call is a fit that begins at step 0 again, the third one a test."""
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    for folder in (calm, killed):
+        folder.mkdir()
+        first, second = DigestLog(folder, 0), DigestLog(folder, 0, entry=1, call="training 2")
+        first.write(5, "state", {"parameter a": 1})
+        first.write(6, "end", {"parameter a": 2, "trainer x": 3})
+        second.write(0, "state", {"parameter a": 2 if folder == calm else 4})
+        (folder / "fault-test.json").write_text("{}")
+        first.write(6, "end", {"parameter a": 2})  # all processes run again, and record tensors only
+        DigestLog(folder, 0, entry=2, call="test").write(0, "result", {"result t": 5 if folder == calm else 6})
+    found = first_difference(records(read_lines(calm)), read_lines(killed))
+    assert str(found).startswith("rank 0, training 2, step 0, at its beginning: parameter a differs. Likely a param")
+    assert found.after == frozenset()
+    found = first_difference(records(read_lines(calm)), read_lines(killed), {"parameter a"})
+    assert str(found).startswith("rank 0, test: result t differs. Likely the evaluation depends on")
+    assert found.after == {"test"}
+    DigestLog(killed, 1).write(6, "end", {"parameter a": 9})
+    DigestLog(calm, 1).write(6, "end", {"parameter a": 2})
+    found = first_difference(records(read_lines(calm)), read_lines(killed))
+    assert str(found).startswith("rank 1, step 6, after its last step: parameter a")
+
+
+def test_a_call_that_ran_twice_differs_since_the_first_time():
+    wanted = {Place(1, rank, 0, "state"): {"parameter a": 1} for rank in range(2)}
+    lines = [
+        DigestLine(entry=1, rank=0, step=0, point="state", digests={"parameter a": 1}, after=frozenset({"vote"})),
+        DigestLine(
+            entry=1, rank=0, step=0, point="state", digests={"parameter a": 2}, after=frozenset({"vote", "test"})
+        ),
+        DigestLine(entry=1, rank=1, step=0, point="state", digests={"parameter a": 2}, after=frozenset({"vote"})),
+    ]
+    assert first_difference(wanted, lines).after == {"vote"}
+
+
+def test_two_faults_of_one_phase(tmp_path):
+    plan = RehearsalPlan(program=(str(PROGRAM),))
+    [fault] = plan.schedule((STATE_COPY,))
+    text = ",".join(each.to_text() for each in all_faults([fault]))
+    faults = ScheduledFaults(tmp_path, text, fault.rank)
+    assert not faults.is_due(STATE_LOST, 1)
+    assert faults.is_due(STATE_LOST, 2)
+    assert not faults.is_due(STATE_COPY, 2)  # of the state of another lost rank
+    (tmp_path / f"fault-{STATE_LOST}.json").write_text('{"phase": "state_lost", "at_step": 2}')
+    assert not faults.is_due(STATE_LOST, 2)
+    assert faults.is_due(STATE_COPY, 0)
+    assert read_happened(tmp_path) == {STATE_COPY: None}
+    assert [each.cells()[3] for each in judge([fault], read_happened(tmp_path), "", None)] == ["not reached"]
+    DigestLog(tmp_path, 0).write(2, "state", {})
+    assert [line.after for line in read_lines(tmp_path)] == [{STATE_COPY}]
+    (tmp_path / f"fault-{STATE_COPY}.json").write_text('{"phase": "state_copy", "at_step": 0}')
+    assert not faults.is_due(STATE_COPY, 0)
+    assert read_happened(tmp_path) == {STATE_COPY: 2}
+
+
+def test_a_call_ends_after_its_own_number_of_steps_wherever_it_began(tmp_path):
+    def call(entry, training_index):
+        return RehearsedCall(env, 0, entry, training_index=training_index, kind="")
+
+    env = RehearsalEnv(folder=str(tmp_path), num_steps=7, faults="second_fit:0:1,forward:0:2")
+    first, second = call(1, 0), call(2, 1)
+    assert not first.is_last(100)  # it is not known yet where it begins
+    for step in (10, 14):  # the latter when all processes have started again from a checkpoint
+        first.begin_at(step)
+    second.begin_at(17)
+    assert [call(1, 0).is_last(step) for step in (16, 17)] == [False, True]
+    assert [second.is_last(step) for step in (19, 20)] == [False, True]
+    assert [first.faults.is_due("forward", step) for step in (11, 12)] == [False, True]
+    assert [second.faults.is_due("second_fit", step) for step in (17, 18)] == [False, True]
+    assert first.snapshots(SnapshotPolicy()) == SnapshotPolicy(is_measured=False)
+    assert first.snapshots(SnapshotPolicy(every_steps=20, is_measured=True)) == SnapshotPolicy(every_steps=2)
+    assert RehearsalPlan(program=(str(PROGRAM),)).num_steps == 2 + 2 * len(IN_FIRST_FIT) + 1
+    assert RehearsalPlan(program=(str(PROGRAM),), phases=("test",)).num_steps == 5
+
+
 def test_a_table_tells_all_phases():
-    lines = format_table([PhaseResult(phase="vote", rank=1, step=4), PhaseResult(phase="validation")])
+    lines = format_table(
+        [
+            PhaseResult(phase="vote", rank=1, step=4),
+            PhaseResult(phase="validation"),
+            PhaseResult(phase="test", rank=0, step=0),
+        ]
+    )
     assert lines[1].split() == ["vote", "1", "4", "recovered,", "equal", "to", "the", "last", "bit"]
     assert lines[2].split() == ["validation", "not", "reached"]
+    assert lines[3].split() == ["test", "0", "recovered,", "equal", "to", "the", "last", "bit"]
 
 
 def test_a_scheduled_fault_is_due_once_and_not_before_its_step(tmp_path):
@@ -170,14 +272,16 @@ def test_plans_that_cannot_be_are_refused_by_name():
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 def test_each_fault_is_on_another_rank_than_the_one_before(phases, num_ranks):
     faults = RehearsalPlan(program=(str(PROGRAM),), num_ranks=num_ranks).schedule(phases)
-    assert all(one.rank != other.rank and one.step < other.step for one, other in pairwise(faults))
+    assert all(one.rank != other.rank for one, other in pairwise(faults))
+    assert all(one.step < other.step for one, other in pairwise(faults) if other.phase in IN_FIRST_FIT)
     assert {fault.rank for fault in faults if fault.phase == "vote_result"} <= {0}
 
 
 def rehearse(*arguments, program=PROGRAM, preload=PRELOAD, **environ):
     command = [sys.executable, "-m", "hyperpod_plugins.cli", "rehearse", *preload, *arguments, str(program)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
+    with tempfile.TemporaryDirectory() as folder:  # for checkpoints
+        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -214,6 +318,43 @@ def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and
     told = re.findall(r"(\w+) +\d +(\d+) +recovered, equal to the last bit\n", text)
     assert told == [("setup", "0"), ("commit", "4"), ("forward", "6"), ("validation", "9"), ("checkpoint", "12")], text
     assert "not compared, as two runs without a fault differ: callback Timer.time_elapsed" in text
+
+
+@pytest.mark.spawns
+def test_a_whole_program_recovers_exactly(tmp_path):
+    phases = ("snapshot", "state_copy", "between_fits", "second_fit", "validate", "test", "predict")
+    code, text = rehearse("--phases", ",".join(phases), program=LIFE, preload=(), FOLDER=str(tmp_path))
+    assert code == 0, text
+    assert re.findall(r"(\w+) +\d +\d* +recovered, equal to the last bit\n", text) == list(phases), text
+
+
+@pytest.mark.spawns
+def test_what_an_evaluation_lacks_when_all_processes_run_again_is_named(tmp_path):
+    code, text = rehearse("--phases", "forward,test", program=LIFE, preload=(), FOLDER=str(tmp_path), FAULT="global")
+    assert code == 1, text
+    assert re.search(
+        r"test +0 +rank \d, test: result returned, result test/loss differs. Likely .*a global variable", text
+    ), text
+
+
+@pytest.mark.spawns
+def test_a_session_recovers_exactly_between_two_loops_and_in_the_second():
+    phases = ("state_copy", "between_fits", "second_fit")
+    code, text = rehearse("--phases", ",".join(phases), LOOPS="2")
+    assert code == 0, text
+    assert re.findall(r"(\w+) +\d +\d +recovered, equal to the last bit\n", text) == list(phases), text
+
+
+@pytest.mark.spawns
+def test_a_program_that_its_early_end_breaks_is_told_so():
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
+        program.write(PROGRAM.read_text() + "\nassert step.index == 19, 'too few steps'\n")
+        program.flush()
+        code, text = rehearse("--phases", "forward", program=program.name)
+    assert code == 2
+    assert "failed without a fault" in text
+    assert "HYPERPOD_REHEARSAL" in text
+    assert "AssertionError: too few steps" in text
 
 
 @pytest.mark.spawns
