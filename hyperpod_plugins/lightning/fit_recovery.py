@@ -487,8 +487,7 @@ class FitRecovery(NullFitRecovery):
             self._calls.put_back(left_out.checkpoints)
             if left_out.incomplete:
                 self.transaction.mark_state_lost(left_out.incomplete)
-        if from_checkpoint and self.engine.begins_at == NO_STATE and not member.is_joining:
-            member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
+        self._restart_if_not_begun(from_checkpoint=from_checkpoint)
         failure = member.end_generation()
         self.engine.restart_if_left(failure)
         entered_with = self._reentry.description  # the loops had not yet continued from this position
@@ -531,6 +530,16 @@ class FitRecovery(NullFitRecovery):
         if has_ended and part is not None:
             self._left.ended = _Ended(part=part, own=after, metrics=metrics, local=self.local_state)
         return True
+
+    def _restart_if_not_begun(self, *, from_checkpoint: bool) -> None:
+        """Restart all processes if the fit begins at a later step than 0, and the ranks have not agreed on it yet."""
+        if self.engine.begins_at != NO_STATE or self.member.is_joining:
+            return
+        if from_checkpoint:
+            self.member.restart_all(StateLost("a process was lost while the checkpoint was being loaded"))
+        if steps_done(self.trainer) > 0:
+            why = "a process was lost before a trainer that has trained began its next fit"
+            self.member.restart_all(StateLost(why))
 
     def _move(self) -> None:
         was_first = self.engine.saved is not None

@@ -48,6 +48,7 @@ PHASES = {
     "save": ("save 18 2",),
     "validate": ("validate 0 1",),
     "between": ("between 0 3",),  # two fits
+    "fit start": ("fit start 2 1 break",),  # before it is known where the second fit begins
     "second fit": ("second forward 21 0",),
     "test": ("test 0 2",),
 }

@@ -212,6 +212,9 @@ class Module(pl.LightningModule):
             faults.at("test", 0)
         self.log("test", self.loss(batch) * torch.rand(()), sync_dist=True)
 
+    def on_fit_start(self):
+        faults.at("fit start", now.fits)
+
     def on_train_batch_end(self, *_):
         now.at("hooks")
 

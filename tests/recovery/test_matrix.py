@@ -7,7 +7,7 @@ from recovery import matrix
 from recovery.matrix import KINDS, PHASES, PROGRAMS, Cells, Outcome, jobs_of, table
 
 PART = [
-    Cells(program="convolution", kind="kill", phases=("give", "save", "between")),
+    Cells(program="convolution", kind="kill", phases=("give", "save", "between", "fit start")),
     Cells(
         program="full", kind="stop", phases=("take",)
     ),  # small snapshots, which are sent without waiting for the receiver
