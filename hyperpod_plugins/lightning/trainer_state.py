@@ -52,7 +52,7 @@ LOCAL = "hyperpod:local"
 LAYOUT = "hyperpod:layout"
 """Key of the world size and the shard and tensor degrees of the job that wrote a checkpoint."""
 _OF_DESCRIPTIONS = (_MICRO_STEPS, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT, GROUPS, METRICS, LOGGED, ROWS)
-_LAST_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+_LAST_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
 _OF_LIGHTNING = [
     "epoch",
     "global_step",
@@ -367,7 +367,7 @@ def _made_in(trainer: Trainer, source: Any, epoch: int, next_epoch: int) -> Any:
 
 
 def last_saves(trainer: Trainer) -> list[dict[str, Any]]:
-    """The step and path of the last save of each checkpoint callback."""
+    """Step, path and score of the last save of each checkpoint callback; its `load_state_dict` leaves these out."""
     every = [vars(callback) for callback in trainer.checkpoint_callbacks]
     return [{name: each[name] for name in _LAST_SAVED if name in each} for each in every]
 

@@ -107,6 +107,7 @@ OVERRIDDEN = {
     "prepare_data": ([_DataConnector], []),
     "dataloader": ([_DataLoaderSource], []),
     "_run_stage": ([pl.Trainer], []),
+    "_run_sanity_check": ([pl.Trainer], []),
     "save_checkpoint": ([pl.Trainer], ["filepath"]),
     "file_exists": ([pl.callbacks.ModelCheckpoint], ["filepath", "trainer"]),
     "_monitor_candidates": ([pl.callbacks.ModelCheckpoint], ["trainer"]),

@@ -255,8 +255,9 @@ def test_parts_and_notes_that_no_rank_writes_are_not_taken():
     assert part_of({"loops": {"fit_loop": {"hyperpod:part": [EPOCH_END]}}}) == ""
     callback = pl.callbacks.ModelCheckpoint()
     trainer = pl.Trainer(logger=False, callbacks=[callback], accelerator=ACCELERATOR, devices=1)
-    set_last_saves(trainer, [{"_last_global_step_saved": 3, "save_top_k": 9, "state_dict": None}])
+    set_last_saves(trainer, [{"_last_global_step_saved": 3, "current_score": 2, "save_top_k": 9, "state_dict": None}])
     assert (callback._last_global_step_saved, callback._last_checkpoint_saved, callback.save_top_k) == (3, "", 1)
+    assert callback.current_score == 2
     assert "state_dict" not in vars(callback)
 
 
