@@ -22,6 +22,7 @@ OVERRIDDEN = frozenset(
         *("on_advance_start", "on_advance_end", "on_run_start", "on_run_end", "setup_data"),  # of the fit loop
         *("advance", "run", "update_lr_schedulers", "_broadcast_sigterm_tensor"),  # of the loop over batches
         "increment_progress_to_evaluation_end",  # of the loop of a validation
+        "_optimizer_step",  # of automatic optimization
         "_run_sanity_check",  # of a trainer
         *("log", "metrics", "reset", "update_metrics"),  # of logged results
         *(

@@ -42,6 +42,7 @@ from hyperpod_plugins.lightning.reentry import (
     is_stateful,
     remove_part_hooks,
     rest_of_epoch,
+    take_micro_steps,
 )
 from hyperpod_plugins.lightning.rehearsed_calls import rehearse_fit
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
@@ -369,6 +370,8 @@ class FitRecovery(NullFitRecovery):
         if self._left.metrics:
             self.values.load_described(self._left.metrics)  # the trainer drops them when it starts again
         install_part_hooks(trainer, self._begin_part, self._end_part)
+        strategy: Any = trainer.strategy
+        take_micro_steps(trainer, strategy.micro_step)
         self._rows.watch(trainer)
 
     def _arm(self) -> None:

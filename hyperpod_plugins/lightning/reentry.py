@@ -53,11 +53,29 @@ def install_part_hooks(trainer: Trainer, begin: Callable[[str], None], end: Call
     override(evaluation, "run", partial(begun, EVALUATION_BEGIN, original(evaluation, "run")))
 
 
+def take_micro_steps(trainer: Trainer, run: Callable[[Callable[[], Any]], object]) -> None:
+    """Have the micro-steps before the last one of a step run by `run`; see `AccumulationWindow.accumulates`.
+
+    Lightning calls the module's `optimizer_step` for them where the strategy accumulates gradients. A program that
+    counts its steps there, or averages its weights, expects to be called once a step.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+
+    def step(batch_index: int, closure: Callable[[], Any]) -> None:
+        if trainer.fit_loop._should_accumulate():
+            run(closure)
+        else:
+            original(loop, "_optimizer_step")(batch_index, closure)
+
+    override(loop, "_optimizer_step", step)
+
+
 def remove_part_hooks(trainer: Trainer) -> None:
-    """Undo `install_part_hooks`: the fit has ended."""
+    """Undo `install_part_hooks` and `take_micro_steps`: the fit has ended."""
     loop = trainer.fit_loop
     restore(loop, "on_advance_start", "on_advance_end", "on_run_end")
     restore(loop.epoch_loop.val_loop, "run", "increment_progress_to_evaluation_end")
+    restore(loop.epoch_loop.automatic_optimization, "_optimizer_step")
     restore(trainer, "_run_sanity_check")
 
 

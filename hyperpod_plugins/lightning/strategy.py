@@ -491,8 +491,6 @@ class HyperPodStrategy(ModelParallelStrategy):
         is_transaction = fit.is_active and module.automatic_optimization
         if not is_transaction and check is None:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        elif is_transaction and self._trainer.fit_loop._should_accumulate():
-            return fit.micro_step(partial(self._unsynchronised, closure))
         else:
             compute = partial(self.precision_plugin._wrap_closure, module, optimizer, closure)
             update = partial(self._update, optimizer, **kwargs)
@@ -543,6 +541,10 @@ class HyperPodStrategy(ModelParallelStrategy):
         With recovery it does, because the strategy may have to run the whole window again.
         """
         return self._recovery.fit.accumulates
+
+    def micro_step(self, closure: Callable[[], Any]) -> None:
+        """Run a micro-step that is not the last of its step, with recovery; it does not synchronize gradients."""
+        self._recovery.fit.micro_step(partial(self._unsynchronised, closure))
 
     def _unsynchronised(self, closure: Callable[[], Any]) -> Any:
         with self.block_backward_sync():

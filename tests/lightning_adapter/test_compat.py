@@ -12,6 +12,7 @@ import lightning.pytorch.callbacks.weight_averaging as weight_averaging
 import pytest
 from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector, _DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -98,6 +99,7 @@ OVERRIDDEN = {
     "update_lr_schedulers": ([_TrainingEpochLoop], ["interval", "update_plateau_schedulers"]),
     "_broadcast_sigterm_tensor": ([_TrainingEpochLoop], []),
     "increment_progress_to_evaluation_end": ([_EvaluationLoop], []),
+    "_optimizer_step": ([_AutomaticOptimization], ["batch_idx", "train_step_and_backward_closure"]),
     "log": ([_ResultCollection], ["fx", "name", "value"]),
     "metrics": ([_ResultCollection], ["on_step"]),
     "reset": ([_ResultCollection], ["metrics", "fx"]),

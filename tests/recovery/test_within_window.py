@@ -39,6 +39,7 @@ class Module(L.LightningModule):
         torch.manual_seed(0)
         self.linear = torch.nn.Linear(4, 4)
         self.register_buffer("total", torch.zeros(()))
+        self.num_updates = 0
 
     def training_step(self, batch, index):
         mark = folder / "killed"
@@ -46,6 +47,11 @@ class Module(L.LightningModule):
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return self.linear(batch[0]).square().mean() + 0 * self.total
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        if when == "rate":
+            self.num_updates += 1
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -76,6 +82,7 @@ module = Module()
 data = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
 trainer.fit(module, DataLoader(TensorDataset(data), batch_size=2))
 weights = [each.full_tensor().cpu() for each in module.linear.parameters()]
+assert module.num_updates == (5 if when == "rate" else 0)  # once a step, not once a batch
 torch.save((weights, module.total.cpu()), folder / f"rank-{trainer.global_rank}.pt")
 """
 

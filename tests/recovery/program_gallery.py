@@ -1,0 +1,369 @@
+"""Lightning programs of many kinds, as people write them; `gallery.py` rehearses each.
+
+python -m hyperpod_plugins.cli rehearse tests/recovery/program_gallery.py one_cycle FOLDER
+"""
+
+import copy
+import os
+import random
+import sys
+from pathlib import Path
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch import callbacks as C
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
+
+sys.path.append(str(Path(__file__).parents[1]))
+from device import ACCELERATOR
+
+from hyperpod_plugins.lightning import HyperPodStrategy
+
+torch.set_num_threads(1)
+RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+BATCH = 4
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+class Augmented(Dataset):
+    """Samples with random transforms, of all three generators."""
+
+    def __init__(self, size=80):
+        self.x, self.y = torch.randn(size, 8, generator=generator(1)), torch.arange(size) % 4
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        x = self.x[index].flip(0) if random.random() < 0.5 else self.x[index]
+        return x + 0.1 * torch.randn(8) + float(np.random.rand()), self.y[index]
+
+
+class Stream(IterableDataset):
+    """Each worker of each rank reads a part."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        for index in range(RANK * num_workers + worker, 64, NUM_RANKS * num_workers):
+            yield torch.full((8,), float(index)) + torch.randn(8), index % 4
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+
+
+class Plain(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = Network()
+
+    def loss(self, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch, index):
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class OneCycle(Plain):
+    """Asks for the number of steps, which creates the loaders before the loops are entered."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9)
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=num_steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Plateau(Plain):
+    def configure_optimizers(self):
+        groups = [
+            {"params": self.net.body.parameters(), "weight_decay": 0.1},
+            {"params": self.net.head.parameters(), "lr": 3e-3},
+        ]
+        optimizer = torch.optim.Adam(groups, 1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+class Metrics(Plain):
+    def __init__(self):
+        super().__init__()
+        self.accuracy, self.other_accuracy = MulticlassAccuracy(4), MulticlassAccuracy(4)
+        self.several = MetricCollection({"f1": MulticlassF1Score(4), "confusion": MulticlassConfusionMatrix(4)})
+
+    def training_step(self, batch, index):
+        x, y = batch
+        out = self.net(x)
+        self.accuracy(out, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return nn.functional.cross_entropy(out, y)
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        out = self.net(x)
+        self.other_accuracy.update(out, y)
+        self.several.update(out, y)
+        self.log("val_loss", nn.functional.cross_entropy(out, y), sync_dist=True)
+        self.log("val_accuracy", self.other_accuracy)
+
+    def on_validation_epoch_end(self):
+        self.log("f1", self.several.compute()["f1"])
+        self.several.reset()
+
+
+class Teacher(Plain):
+    """Self-supervision: a queue in buffers, and a teacher whose parameters follow those of the student."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net)
+        self.teacher.requires_grad_(False)
+        self.register_buffer("queue", torch.randn(32, 4, generator=generator(0)))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch, index):
+        x, _ = batch
+        with torch.no_grad():
+            keys = self.teacher(x)
+        found = self.net(x)
+        loss = (found - keys).square().mean() - 0.01 * (found @ self.queue.clone().T).tanh().mean() + self.loss(batch)
+        self.queue[(int(self.place) + torch.arange(len(keys))) % len(self.queue)] = keys
+        self.place[0] = (int(self.place) + len(keys)) % len(self.queue)
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            for held, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                held.mul_(0.9).add_(new.detach(), alpha=0.1)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.net.parameters(), 1e-2)
+
+
+class Mixup(Plain):
+    def on_after_batch_transfer(self, batch, index):
+        x, y = batch
+        if self.training:
+            share = np.random.beta(1, 1)
+            x = (share * x + (1 - share) * x[torch.randperm(len(x))]).float()
+        return x, y
+
+
+class Adversarial(Plain):
+    """Two optimizers with schedules of their own in one step."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        maker, judge = self.optimizers()
+        x, y = batch
+        self.toggle_optimizer(maker)
+        out = self.net(x)
+        loss = nn.functional.cross_entropy(out, y) - self.judge(out).mean() * 0.1
+        maker.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(maker, 1.0, "norm")
+        maker.step()
+        self.untoggle_optimizer(maker)
+        self.toggle_optimizer(judge)
+        judged = self.judge(self.net(x).detach()).square().mean()
+        judge.zero_grad()
+        self.manual_backward(judged)
+        judge.step()
+        self.untoggle_optimizer(judge)
+        for schedule in self.lr_schedulers():
+            schedule.step()
+        self.log_dict({"loss": loss, "judged": judged})
+
+    def configure_optimizers(self):
+        maker, judge = (torch.optim.Adam(each.parameters(), 1e-2) for each in (self.net, self.judge))
+        schedules = torch.optim.lr_scheduler.ExponentialLR(maker, 0.9), torch.optim.lr_scheduler.StepLR(judge, 3)
+        return [maker, judge], list(schedules)
+
+
+class TwoLoaders(Plain):
+    def training_step(self, batch, index):
+        loss = self.loss(batch["one"]) + 0.5 * self.loss(batch["other"])
+        self.log("train_loss", loss)
+        return loss
+
+
+class WarmUp(Plain):
+    """Writes the learning rate after each batch, also between the micro-steps of one step."""
+
+    def training_step(self, batch, index):
+        x, y = batch
+        loss = self.loss((x * min(1.0, self.global_step / 10 + 0.1 * self.current_epoch), y))
+        self.log("train_loss", loss)
+        return {"loss": loss, "extra": loss.detach()}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.log("extra", outputs["extra"], on_epoch=True)
+
+    def optimizer_step(self, epoch, index, optimizer, closure):
+        optimizer.step(closure=closure)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.99
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.RMSprop(self.parameters(), 1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 5))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2}}
+
+
+class Reloaded(Plain):
+    def train_dataloader(self):
+        return DataLoader(Augmented(40 + 8 * self.current_epoch), BATCH, shuffle=True)
+
+
+class Data(L.LightningDataModule):
+    def setup(self, stage):
+        self.train, self.held_out = random_split(Augmented(100), [80, 20])
+
+    def train_dataloader(self):
+        return DataLoader(self.train, BATCH, shuffle=True, num_workers=1, persistent_workers=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.held_out, BATCH)
+
+
+class Unfreezing(C.BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.net.body)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net.body, optimizer, lr=1e-3)
+
+
+def log_norm(trainer, module, optimizer):
+    norms = [each.grad.to_local().norm() for each in module.parameters() if each.grad is not None]
+    module.log("norm", torch.stack(norms).norm())
+
+
+def shuffled(size=80, **options):
+    return DataLoader(Augmented(size), BATCH, shuffle=True, **options)
+
+
+def drawn(sampler, **options):
+    return DataLoader(Augmented(), BATCH, sampler=sampler, **options)
+
+
+def own_batches():
+    sampler = RandomSampler(range(80), generator=generator(RANK))
+    return DataLoader(Augmented(), batch_sampler=BatchSampler(sampler, BATCH, drop_last=True))
+
+
+PROGRAMS = {
+    "one_cycle": lambda: (OneCycle(), shuffled(num_workers=2), {}),
+    "grown_accumulation": lambda: (
+        Plain(),
+        shuffled(),
+        {"callbacks": [C.GradientAccumulationScheduler({0: 1, 1: 2})]},
+    ),
+    "plateau": lambda: (
+        Plateau(),
+        shuffled(),
+        {
+            "callbacks": [
+                C.EarlyStopping("val_loss", patience=20),
+                C.ModelCheckpoint(sys.argv[2], filename="best", monitor="val_loss", save_top_k=2, save_last=True),
+            ]
+        },
+    ),
+    "metrics": lambda: (Metrics(), shuffled(), {"sync_batchnorm": True}),
+    "teacher": lambda: (Teacher(), shuffled(), {}),
+    "mixup": lambda: (
+        Mixup(),
+        shuffled(num_workers=1, persistent_workers=True),
+        {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    ),
+    "adversarial": lambda: (Adversarial(), shuffled(), {}),
+    "two_loaders": lambda: (
+        TwoLoaders(),
+        CombinedLoader({"one": shuffled(), "other": shuffled(24)}, "max_size_cycle"),
+        {},
+    ),
+    "warm_up": lambda: (WarmUp(), shuffled(), {"accumulate_grad_batches": 2, "limit_train_batches": 0.8}),
+    "data_module": lambda: (Plain(), Data(), {}),
+    "stream": lambda: (Plain(), DataLoader(Stream(), BATCH, num_workers=2), {}),
+    "unfreezing": lambda: (Plain(), shuffled(), {"callbacks": [Unfreezing()]}),
+    "weighted": lambda: (Plain(), drawn(WeightedRandomSampler(torch.rand(80, generator=generator(3)), 80)), {}),
+    "reloaded": lambda: (Reloaded(), None, {"reload_dataloaders_every_n_epochs": 1}),
+    "bf16": lambda: (Plain(), shuffled(), {"precision": "bf16-mixed"}),
+    "own_batches": lambda: (Plain(), own_batches(), {"use_distributed_sampler": False}),
+    "callbacks": lambda: (
+        Plain(),
+        shuffled(),
+        {
+            "callbacks": [
+                C.LambdaCallback(on_before_optimizer_step=log_norm),
+                C.LearningRateMonitor("step"),
+                C.Timer("00:01:00:00"),
+                C.WeightAveraging(),
+            ]
+        },
+    ),
+    "few_batches": lambda: (Plain(), shuffled(), {"overfit_batches": 4}),
+}
+
+
+if __name__ == "__main__":
+    name, folder = sys.argv[1:]
+    L.seed_everything(5, workers=True)
+    module, data, options = PROGRAMS[name]()
+    saving = C.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4)
+    trainer = L.Trainer(
+        accelerator=ACCELERATOR,
+        devices=NUM_RANKS,
+        strategy=HyperPodStrategy(hybrid_shard_degree=1),
+        max_epochs=6,
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        num_sanity_val_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**options, "callbacks": [saving, *options.get("callbacks", [])]},
+    )
+    if isinstance(data, L.LightningDataModule):
+        trainer.fit(module, datamodule=data)
+    else:
+        trainer.fit(module, data, DataLoader(Augmented(16), BATCH))
