@@ -233,10 +233,7 @@ class WarmUp(Plain):
         x, y = batch
         loss = self.loss((x * min(1.0, self.global_step / 10 + 0.1 * self.current_epoch), y))
         self.log("train_loss", loss)
-        return {"loss": loss, "extra": loss.detach()}
-
-    def on_train_batch_end(self, outputs, batch, index):
-        self.log("extra", outputs["extra"], on_epoch=True)
+        return loss
 
     def optimizer_step(self, epoch, index, optimizer, closure):
         optimizer.step(closure=closure)
@@ -247,6 +244,17 @@ class WarmUp(Plain):
         optimizer = torch.optim.RMSprop(self.parameters(), 1e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 5))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2}}
+
+
+class LoggedAfter(Plain):
+    """Logs a mean of the epoch after each step."""
+
+    def training_step(self, batch, index):
+        loss = self.loss(batch)
+        return {"loss": loss, "extra": loss.detach()}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.log("extra", outputs["extra"], on_epoch=True)
 
 
 class Reloaded(Plain):
@@ -323,6 +331,7 @@ PROGRAMS = {
         {},
     ),
     "warm_up": lambda: (WarmUp(), shuffled(), {"accumulate_grad_batches": 2, "limit_train_batches": 0.8}),
+    "logged_after": lambda: (LoggedAfter(), shuffled(), {}),
     "data_module": lambda: (Plain(), Data(), {}),
     "stream": lambda: (Plain(), DataLoader(Stream(), BATCH, num_workers=2), {}),
     "unfreezing": lambda: (Plain(), shuffled(), {"callbacks": [Unfreezing()]}),
