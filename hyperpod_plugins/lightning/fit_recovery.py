@@ -56,6 +56,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     accumulate_as_others,
     batches_done,
     begin_afresh,
+    begin_epoch_after_last_batch,
     forget_loaders,
     forget_training_loader,
     is_epoch_start,
@@ -462,6 +463,7 @@ class FitRecovery(NullFitRecovery):
             epochs: Any = trainer.fit_loop.epoch_progress
             if epochs.total.ready > epochs.total.started:  # Lightning does not count an epoch that it starts again
                 epochs.current.ready = epochs.current.started + 1
+        begin_epoch_after_last_batch(trainer)
         restore_untracked(trainer, self._entered_with)
         load_hyperparameters(self._entered_with.get(GROUPS, []), trainer.optimizers)  # hooks read the learning rate
         if self._reentry.part in (EPOCH_END, FIT_END):

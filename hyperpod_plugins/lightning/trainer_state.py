@@ -334,6 +334,17 @@ def restore_untracked(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = validation
 
 
+def begin_epoch_after_last_batch(trainer: Trainer) -> None:
+    """Begin an epoch as such after a restart from a checkpoint of the last batch of the one before.
+
+    Lightning completes that epoch, and takes the next one for its continuation (2.6): it neither counts it as started
+    nor calls `on_train_epoch_start`. Means of an epoch that seems not to have started are not restored.
+    """
+    loop, epochs = trainer.fit_loop, trainer.fit_loop.epoch_progress.total
+    if loop.restarted_mid_epoch and epochs.processed == epochs.started:
+        loop.reset_restart_stage()
+
+
 def accumulate_as_others(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Use the others' number of micro-steps; `GradientAccumulationScheduler` sets it when an epoch begins."""
     trainer.accumulate_grad_batches = checkpoint.get(_MICRO_STEPS, trainer.accumulate_grad_batches)

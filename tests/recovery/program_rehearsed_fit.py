@@ -148,6 +148,7 @@ trainer = L.Trainer(
     devices=num_ranks,
     strategy=HyperPodStrategy(hybrid_shard_degree=1),
     max_steps=int(os.environ.get("MAX_STEPS", "9")),
+    max_epochs=50,
     accumulate_grad_batches=int(os.environ.get("ACCUMULATE", "1")),
     val_check_interval=3,
     check_val_every_n_epoch=None,

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from recovery import matrix
+from recovery.faults import run_job
 from recovery.matrix import KINDS, PHASES, PROGRAMS, Cells, Outcome, jobs_of, table
 
 PART = [
@@ -20,6 +21,21 @@ def test_a_part_of_the_matrix(tmp_path):
         outcomes = matrix.Matrix(tmp_path, pool, timeout_s=120.0).run(PART)
     assert [outcome for outcome in outcomes if outcome.outcome != "ok"] == []
     assert len(outcomes) == sum(len(cells.phases) for cells in PART)
+
+
+@pytest.mark.spawns
+def test_means_of_an_epoch_are_restored_after_a_restart_from_the_last_batch_of_the_one_before(tmp_path):
+    """All start again from the checkpoint of step 12, at which an epoch ends, and return to a snapshot of the next."""
+    faults = ["forward", 15, 2, "kill"], ["give", 15, -1, "kill"], ["forward", 18, 1, "kill"]
+    environ = {"PROGRAM": "full", "HANGS": "0", "MATRIX": "means"}
+    calm, disturbed = (
+        run_job("program_matrix.py", tmp_path / name, faults=given, environ=environ).results()
+        for name, given in (("calm", ()), ("disturbed", faults))
+    )
+    for one, other in zip(calm, disturbed, strict=True):
+        wanted, found = ({k: v for k, v in each["first"].items() if k.startswith("metric.")} for each in (one, other))
+        assert len(wanted) >= 4
+        assert wanted == found
 
 
 def test_every_phase_of_every_program_is_in_some_job():
