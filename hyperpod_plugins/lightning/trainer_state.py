@@ -340,7 +340,8 @@ def begin_epoch_after_last_batch(trainer: Trainer) -> None:
     Lightning completes that epoch, and takes the next one for its continuation (2.6): it neither counts it as started
     nor calls `on_train_epoch_start`. Means of an epoch that seems not to have started are not restored.
     """
-    loop, epochs = trainer.fit_loop, trainer.fit_loop.epoch_progress.total
+    loop = trainer.fit_loop
+    epochs: Any = loop.epoch_progress.total
     if loop.restarted_mid_epoch and epochs.processed == epochs.started:
         loop.reset_restart_stage()
 
