@@ -463,7 +463,8 @@ class FitRecovery(NullFitRecovery):
             epochs: Any = trainer.fit_loop.epoch_progress
             if epochs.total.ready > epochs.total.started:  # Lightning does not count an epoch that it starts again
                 epochs.current.ready = epochs.current.started + 1
-        begin_epoch_after_last_batch(trainer)
+        if not self._reentry.part:  # at a part, the epoch of that last batch is continued
+            begin_epoch_after_last_batch(trainer)
         restore_untracked(trainer, self._entered_with)
         load_hyperparameters(self._entered_with.get(GROUPS, []), trainer.optimizers)  # hooks read the learning rate
         if self._reentry.part in (EPOCH_END, FIT_END):
@@ -573,6 +574,7 @@ class FitRecovery(NullFitRecovery):
     @override
     def state_of_peers(self) -> dict[str, Any]:
         trainer, left, returned = self.trainer, self._left, self._left.returned
+        restore_method(trainer, "_run_sanity_check")
         resume_point = self.engine.wait_for_peers(
             "waiting for the trainer's state", None if self._is_first else self._stop_outside
         )
@@ -765,8 +767,9 @@ class FitRecovery(NullFitRecovery):
         self.window.close()
         self._calls.keep(self.trainer)
         self.engine.publish_layout()
-        is_automatic, done = self.trainer.lightning_module.automatic_optimization, self.transaction.step
-        self._end_if_rehearsed(done, done if is_automatic else self.trainer.global_step)
+        if self.engine.rehearsal is not None:
+            is_automatic, done = self.trainer.lightning_module.automatic_optimization, self.transaction.step
+            self._end_if_rehearsed(done, done if is_automatic else self.trainer.global_step)
         self._start_stream(self.transaction.step, 0, AFTER_COMMIT)
         return result
 

@@ -3,7 +3,7 @@
     python tests/recovery/gallery.py [--only one_cycle,plateau] [--phases forward,commit]
 
 Not collected by pytest: about a minute each. Prints the table of each program, and exits with 1 if one is not recovered
-exactly, but for what is known.
+exactly, but for what is known. `test_rehearsal.py` runs one.
 """
 
 import argparse
@@ -32,7 +32,16 @@ def main():
     failed = []
     for name in args.only.split(","):
         with tempfile.TemporaryDirectory(prefix="gallery-") as folder:
-            command = [sys.executable, "-m", "hyperpod_plugins.cli", "rehearse", "--phases", args.phases]
+            command = [
+                sys.executable,
+                "-m",
+                "hyperpod_plugins.cli",
+                "rehearse",
+                "--timeout",
+                "120",
+                "--phases",
+                args.phases,
+            ]
             done = subprocess.run([*command, str(PROGRAM), name, folder], capture_output=True, text=True)
         is_known = done.returncode == 1 and name in KNOWN
         print(f"{name}: {'ok' if done.returncode == 0 else KNOWN[name] if is_known else 'FAILED'}", flush=True)

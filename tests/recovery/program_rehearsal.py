@@ -1,4 +1,4 @@
-"""What `test_rehearsal.py` rehearses: a Session whose model may use what nobody can restore, a global variable.
+"""What `test_rehearsal.py` rehearses: a Session whose model may use what no replacement can restore, a global variable.
 
 `LOOPS` in the environment is the number of its loops, `FAULT` what recovery does not restore.
 """

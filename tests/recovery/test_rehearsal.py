@@ -321,6 +321,18 @@ def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and
 
 
 @pytest.mark.spawns
+def test_a_program_of_the_gallery_recovers_exactly(tmp_path):
+    """It writes the learning rate between the micro-steps of a step; `gallery.py` runs the others."""
+    command = [sys.executable, "-m", "hyperpod_plugins.cli", "rehearse", "--phases", "forward,batch_end"]
+    program = PROGRAM.with_name("program_gallery.py")
+    done = subprocess.run(
+        [*command, str(program), "warm_up", str(tmp_path)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("recovered, equal to the last bit") == 2
+
+
+@pytest.mark.spawns
 def test_a_whole_program_recovers_exactly(tmp_path):
     phases = ("snapshot", "state_copy", "between_fits", "second_fit", "validate", "test", "predict")
     code, text = rehearse("--phases", ",".join(phases), program=LIFE, preload=(), FOLDER=str(tmp_path))
